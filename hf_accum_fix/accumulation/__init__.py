@@ -1,0 +1,1 @@
+"""The mathematics of gradient accumulation; knows no Trainer and no release."""

@@ -1,0 +1,479 @@
+"""Observing a loss: what it does with the number it is handed, how it composes, and what it counts.
+
+Signatures, class names and declared loss types mislead, so the loss is run, at most four times and without gradient, on
+samples of the first window. Three kinds of evidence are put together:
+
+- *the number*: the loss with 8 and with 16.5 handed in. If it moves it is ``S / number + x``; a third and a fourth
+  call, without a number and with 8.5, give the count it would use itself and tell whether it cuts the number to 8;
+- *the parts*: for a mean over items  L(AB) n(AB) = L(A) n(A) + L(B) n(B),  whatever the items are, and for no other;
+- *the loss call*: a torch function mode sees which of cross_entropy, mse_loss, ctc_loss ... was called, with which
+  targets, ignored index and reduction.
+
+Every way of counting that the inputs offer is held against this evidence; the first that fits it all is the rule.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.window import Items, sample_count
+
+#: One forward: (inputs, number or None) -> (loss, outputs).
+LossCall = Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]]
+
+_LOSSES = {
+    F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.ctc_loss,
+    F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
+}  # fmt: skip
+_DROPOUTS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
+    torch.dropout_, torch.alpha_dropout,
+}  # fmt: skip
+_RANDOM = {torch.rand, torch.randn, torch.rand_like, torch.randn_like}
+
+#: The numbers handed in: small, so that a cut fraction shows; not multiples, so that it shows in one call.
+_NUMBERS = (8.0, 16.5, 8.5)
+
+
+@dataclass(frozen=True)
+class WatchedLoss:
+    """One scalar call of an unweighted loss function of torch, as seen.
+
+    Attributes:
+        reduction: "mean" or "sum".
+        value: what it returned.
+        items: what it reduced over: valid targets, samples for CTC, elements for the element-wise losses.
+        ignore_index: None for losses that have none.
+    """
+
+    reduction: str
+    value: float
+    items: int
+    ignore_index: int | None
+
+
+class LossWatch(TorchFunctionMode):
+    """Notes every loss call, and makes the forward a function of its inputs: no dropout, one noise for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[WatchedLoss] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            args, kwargs = _without_dropout(args, kwargs, position=1, name="p")
+        elif func is F.scaled_dot_product_attention:
+            args, kwargs = _without_dropout(args, kwargs, position=4, name="dropout_p")
+        out = func(*args, **kwargs)
+        if func in _RANDOM and isinstance(out, Tensor) and out.ndim > 1:
+            out = out[:1].expand_as(out).clone()
+        elif func in _LOSSES:
+            self._note(func, args, kwargs, out)
+        return out
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        bound = inspect.signature(func).bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        if out.ndim > 0 or given.get("weight") is not None or given.get("reduction") not in ("mean", "sum"):
+            return
+        ignore_index = given.get("ignore_index")
+        if func is F.ctc_loss:
+            items = torch.as_tensor(given["target_lengths"]).numel()
+        elif ignore_index is not None and not given["target"].is_floating_point():
+            items = int((given["target"] != ignore_index).sum())
+        else:
+            items = given["target"].numel()
+        self.calls.append(WatchedLoss(given["reduction"], float(out), items, ignore_index))
+
+
+def _without_dropout(
+    args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if len(args) > position:
+        return (*args[:position], 0.0, *args[position + 1 :]), kwargs
+    return args, {**kwargs, name: 0.0}
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Run forwards as training does, without gradient, and leave modes, buffers and every RNG as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    stance = getattr(torch.compiler, "set_stance", None)
+    eager: AbstractContextManager[Any] = stance("force_eager") if stance is not None else nullcontext()
+    try:
+        with torch.random.fork_rng(), torch.no_grad(), eager, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*None of the inputs have requires_grad.*")
+            model.train()
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for module, training in modes:
+            module.training = training
+        for buffer, version, before in buffers:
+            if buffer._version != version:
+                with torch.no_grad():
+                    buffer.copy_(before)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One forward: its loss, its router loss if its outputs carry one, the loss calls in it."""
+
+    loss: float
+    dtype: torch.dtype
+    router: float
+    calls: tuple[WatchedLoss, ...]
+
+
+def observe(
+    call: LossCall,
+    window: Sequence[Mapping[str, Any]],
+    model: nn.Module,
+    *,
+    passes_number: bool,
+    needs_number: bool = False,
+    router_coefficient: float = 0.0,
+    world_size: int = 1,
+    low_precision: bool = False,
+) -> LossContract:
+    """Observe the contract of a loss on samples of one window.
+
+    Every rank runs the same number of forwards whatever it sees, so that sharded models stay in step: four where a
+    number is passed, else three. Nothing is left behind (see `undisturbed`).
+
+    Args:
+        call: one forward of the training's own loss.
+        window: the micro-batches, on the model's device.
+        model: the model whose modes, buffers and BatchNorm layers are looked after.
+        passes_number: whether training hands the number over at all.
+        needs_number: the loss cannot be called without one (``compute_loss_func``).
+        router_coefficient: what the configuration multiplies ``outputs.aux_loss`` by; 0.0: it names none.
+        world_size: W; a trainer that scales its loss itself multiplies by it when it is given a number.
+        low_precision: matrix products keep fewer than float32's digits, so two batch sizes agree to 2 % only.
+    """
+    inputs = _probe(window)
+
+    def run(batch: Mapping[str, Any], number: float | None) -> _Seen:
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        handed = None if number is None else torch.tensor(number, device=_device(batch))
+        with LossWatch() as watch:
+            loss, outputs = call(dict(batch), handed)
+        router = outputs.get("aux_loss") if isinstance(outputs, Mapping) else None
+        return _Seen(float(loss), loss.dtype, float(router) if isinstance(router, Tensor) else 0.0, tuple(watch.calls))
+
+    low, high, between = _NUMBERS
+    with undisturbed(model):
+        batch_norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
+        first = run(inputs, low if passes_number else None)
+        second = run(inputs, high) if passes_number else first
+        if abs(first.loss - second.loss) > 1e-6 * abs(first.loss):
+            third = run(_without_first_label(inputs), low) if needs_number else run(inputs, None)
+            found = _by_number(
+                inputs, (first, second, run(inputs, between)), third, needs_number, router_coefficient, world_size
+            )
+        else:
+            one, other, sliced = _parts(inputs, first)
+            seen = (first, *(run(part, low if passes_number else None) for part in (one, other)))
+            tolerance = 2e-2 if first.dtype.itemsize < 4 or (low_precision and sliced) else 1e-5
+            found = _by_parts((inputs, one, other), seen, router_coefficient, tolerance, sliced)
+    if batch_norm is not None:
+        reason = f"BatchNorm in training mode ({batch_norm}): its statistics are those of one micro-batch"
+        return LossContract(Reduction.PLAIN, dtype=first.dtype, reason=reason)
+    return replace(found, dtype=first.dtype)
+
+
+def _by_number(
+    inputs: Mapping[str, Any],
+    seen: tuple[_Seen, _Seen, _Seen],
+    third: _Seen,
+    needs_number: bool,
+    router_coefficient: float,
+    world_size: int,
+) -> LossContract:
+    """The loss moves with the number: L(k) = S / k + x, with k as handed in or cut to an integer."""
+    low, high, between = _NUMBERS
+    at_low, at_high, at_between = (each.loss for each in seen)
+    cut = at_between == at_low
+    summed = (at_low - at_high) / (1 / low - 1 / (int(high) if cut else high))
+    rest = at_low - summed / low
+    if not cut and not _close(summed / between + rest, at_between, 1e-4):
+        return LossContract(Reduction.PLAIN, reason="the loss moves with the number handed in, but is no sum over it")
+    rules = list(_rules(inputs, seen[0].calls))
+    calls = [call for call in seen[0].calls if call.reduction == "sum"]
+    counts: list[float] = [c.items for c in calls if _close(c.value, summed) or _close(c.value * world_size, summed)]
+    if not counts and not needs_number and third.loss != rest:
+        counts = [summed / (third.loss - rest), summed / (third.loss - rest) / world_size]
+    items = next((rule for count in counts if (rule := _nearest(rules, inputs, count)) is not None), None)
+    conclusive = items is not None
+    if items is None:
+        # No count to compare with: whether position 0 of the labels moves the loss tells at least if it is shifted.
+        shifted = needs_number and third.loss == at_low
+        items = next((rule for rule in rules if rule.shift == shifted), rules[0])
+    router = seen[0].router
+    carries_router = router != 0.0 and abs(rest) > 1e-5 * abs(summed / low)
+    return LossContract(
+        Reduction.INTEGER if cut else Reduction.NUMBER,
+        items,
+        router_coefficient=_rounded(rest / router, router_coefficient) if carries_router else 0.0,
+        conclusive=conclusive,
+        reason="the loss moves with the number handed in" + ("" if conclusive else ", what it counts was not seen"),
+    )
+
+
+def _by_parts(
+    batches: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]],
+    seen: tuple[_Seen, ...],
+    router_coefficient: float,
+    tolerance: float,
+    sliced: bool,
+) -> LossContract:
+    """The loss does not move with the number: a mean over something, a sum, or neither."""
+    inputs, whole = batches[0], seen[0]
+    coefficient = _router_term(whole, router_coefficient)
+    losses = [each.loss - coefficient * each.router for each in seen]
+    calls = [call for call in whole.calls if _close(call.value, losses[0])]
+    rules = list(_rules(inputs, calls or whole.calls))
+    means = {call.items for call in calls if call.reduction == "mean"}
+    named = [rule for rule in rules if _counts(rule, inputs) in means]
+    in_parts = batches[1] is not inputs and bool(np.isfinite(losses).all())
+
+    if in_parts:
+        fitting = [rule for rule in rules if _composes(rule, batches, losses, tolerance)]
+        adds_up = _close(losses[1] + losses[2], losses[0], tolerance) and losses[0] != 0.0
+        if adds_up and (not fitting or any(call.reduction == "sum" for call in calls)):
+            return LossContract(Reduction.SUM, router_coefficient=coefficient, reason="the losses of two parts add up")
+        if not fitting and named and not sliced:
+            # Masked labels may be inputs as well (a decoder's): the loss call decides.
+            return LossContract(
+                Reduction.MEAN, named[0], coefficient, reason="the loss call is a mean over these items"
+            )
+        if not fitting:
+            return LossContract(
+                Reduction.PLAIN,
+                reason="the loss of a batch is no weighted mean of the losses of its parts (in-batch negatives, the "
+                "root of a mean, class weights, or several terms with different counts)",
+            )
+        agreed = [rule for rule in fitting if rule in named]
+        return LossContract(
+            Reduction.MEAN,
+            (agreed or fitting)[0],
+            router_coefficient=coefficient,
+            conclusive=bool(agreed) or fitting[0].width_of is not None or len(rules) == 1 or len(fitting) < len(rules),
+            reason="the losses of two parts compose to the whole's as the mean over these items",
+        )
+    if any(call.reduction == "sum" for call in calls):
+        return LossContract(Reduction.SUM, router_coefficient=coefficient, reason="the loss call is a sum")
+    if named:
+        reason = "the loss call is the mean over these items"
+        return LossContract(Reduction.MEAN, named[0], coefficient, conclusive=False, reason=reason)
+    return LossContract(Reduction.PLAIN, conclusive=False, reason="the samples seen do not tell how it is reduced")
+
+
+# --- router terms --------------------------------------------------------------------------------------------------
+
+
+def _router_term(seen: _Seen, configured: float) -> float:
+    """Coefficient of the router loss inside a loss that is otherwise a mean."""
+    if seen.router == 0.0:
+        return 0.0
+    rests = [(seen.loss - call.value) / seen.router for call in seen.calls if call.reduction == "mean"]
+    if not rests:
+        return configured
+    nearest = min(rests, key=lambda rest: abs(rest - configured))
+    return _rounded(nearest, configured) if abs(nearest * seen.router) > 1e-6 * abs(seen.loss) else 0.0
+
+
+def _rounded(seen: float, configured: float) -> float:
+    """The configured coefficient where the one seen is that one within its rounding."""
+    return configured if _close(seen, configured, 1e-2) else seen
+
+
+# --- ways of counting, and the evidence they are held against -----------------------------------------------------
+
+
+def _rules(inputs: Mapping[str, Any], calls: Sequence[WatchedLoss]) -> Iterator[Items]:
+    """Every way of counting that the inputs offer, the more telling first."""
+    ignored = list(dict.fromkeys([c.ignore_index for c in calls if c.ignore_index is not None] + [-100]))
+    tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor) and value.ndim > 0}
+    tokens = tensors.get("input_ids")
+    if "start_positions" in tensors and tokens is not None and tokens.shape[1] in ignored:
+        yield Items(("start_positions", "end_positions"), ignore_index=None, width_of="input_ids")
+    labels = [key for key in tensors if "label" in key]
+    labels.sort(key=lambda key: (key != "shift_labels", key != "labels"))
+    for key in labels:
+        value = tensors[key]
+        if value.is_floating_point():
+            yield Items((key,), ignore_index=None)
+            continue
+        mask = "attention_mask" if _same_shape(tensors.get("attention_mask"), value) else None
+        for ignore in ignored:
+            if value.ndim == 2 and key != "shift_labels":
+                yield Items((key,), ignore, shift=True)
+            yield Items((key,), ignore)
+            if value.ndim == 2 and mask is not None:
+                yield Items((key,), ignore, shift=True, mask=mask)
+                yield Items((key,), ignore, mask=mask)
+    masks = [key for key in tensors if "mask" in key and (_is_mask(tensors[key]) or "observed" in key)]
+    telling = [key for key in masks if "attention" not in key]
+    yield from (Items((key,), ignore_index=0) for key in sorted(telling, key=lambda key: "past" in key))
+    yield Items()
+    yield from (Items((key,), ignore_index=0) for key in masks if key not in telling)
+
+
+def _is_mask(value: Tensor) -> bool:
+    return not value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
+
+
+def _counts(rule: Items, inputs: Mapping[str, Any]) -> float:
+    return float(rule.count(inputs))
+
+
+def _nearest(rules: Sequence[Items], inputs: Mapping[str, Any], count: float) -> Items | None:
+    rule = min(rules, key=lambda rule: abs(_counts(rule, inputs) - count))
+    return rule if abs(_counts(rule, inputs) - count) <= max(0.25, 1e-4 * count) else None
+
+
+def _composes(
+    rule: Items,
+    batches: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]],
+    losses: Sequence[float],
+    tolerance: float,
+) -> bool:
+    """Whether  L(AB) n(AB) = L(A) n(A) + L(B) n(B)."""
+    whole, one, other = (_counts(rule, batch) for batch in batches)
+    if 0.0 in (whole, one, other):
+        return False
+    error = abs(losses[0] - (losses[1] * one + losses[2] * other) / whole)
+    return error <= tolerance * max(abs(loss) for loss in losses)
+
+
+def _close(a: float, b: float, tolerance: float = 1e-5) -> bool:
+    return abs(a - b) <= tolerance * max(abs(a), abs(b))
+
+
+# --- the samples that are run -------------------------------------------------------------------------------------
+
+
+def _probe(window: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The micro-batch with the most targets, at least two samples if they can be had, labels that tell rules apart.
+
+    A target is put at position 0 and at a padded position of every row of token labels: rules that shift, and rules
+    that heed the attention mask, then count differently.
+    """
+    ordered = sorted(window, key=_label_count, reverse=True)
+    inputs = dict(ordered[0])
+    if sample_count(inputs) == 1:
+        inputs = _stacked(inputs, ordered[1] if len(ordered) > 1 else inputs) or inputs
+    labels = inputs.get("labels")
+    if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point() and labels.shape[1] > 1:
+        labels = labels.clone()
+        valid = labels.amax(dim=1)
+        fill = valid >= 0
+        labels[:, 0] = torch.where(fill & (labels[:, 0] < 0), valid, labels[:, 0])
+        mask = inputs.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.shape == labels.shape:
+            padded = (mask == 0) & (torch.arange(labels.shape[1], device=mask.device) > 0)
+            first = padded & (padded.cumsum(dim=1) == 1)
+            labels = torch.where(first & fill[:, None], valid[:, None].clamp(min=0), labels)
+        inputs["labels"] = labels
+    return inputs
+
+
+def _label_count(inputs: Mapping[str, Any]) -> int:
+    labels = inputs.get("labels")
+    return int((labels != -100).sum()) if isinstance(labels, Tensor) else 0
+
+
+def _stacked(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Two micro-batches of one sample as one of two, padded on the right; None where that cannot be done safely."""
+    result: dict[str, Any] = {}
+    for key, value in one.items():
+        mate = other.get(key)
+        if isinstance(value, Tensor) and isinstance(mate, Tensor):
+            if value.ndim == 0 or value.ndim != mate.ndim or len(value) != 1 or len(mate) != 1:
+                return None
+            if value.ndim == 2:
+                width = max(value.shape[1], mate.shape[1])
+                fill = -100 if "label" in key else 0
+                value, mate = (F.pad(row, (0, width - row.shape[1]), value=fill) for row in (value, mate))
+            if value.shape != mate.shape:
+                return None
+            result[key] = torch.cat([value, mate])
+        elif isinstance(value, list) and isinstance(mate, list):
+            result[key] = value + mate
+        elif isinstance(value, (bool, str)) or value is None:
+            result[key] = value
+        else:
+            return None
+    return result
+
+
+def _without_first_label(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    labels = inputs.get("labels")
+    if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.is_floating_point():
+        return dict(inputs)
+    labels = labels.clone()
+    labels[:, 0] = -100
+    return {**inputs, "labels": labels}
+
+
+def _parts(inputs: Mapping[str, Any], whole: _Seen) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
+    """Two parts of a batch, and whether rows were taken apart.
+
+    Where rows cannot be taken apart (one sample, image patches without a row axis), the targets are: the labels of the
+    other part are masked with what the loss call ignores. The batch itself, twice: neither can be done.
+    """
+    labels = inputs.get("labels")
+    rows = sample_count(inputs)
+    sized = (v for v in inputs.values() if isinstance(v, list) or (isinstance(v, Tensor) and v.ndim > 0))
+    if rows > 1 and all(len(value) == rows for value in sized):
+        counts = [_label_count({"labels": row}) for row in labels] if isinstance(labels, Tensor) else [1] * rows
+        least = min(range(rows), key=lambda row: (counts[row] == 0, counts[row]))
+        return _rows(inputs, [least]), _rows(inputs, [row for row in range(rows) if row != least]), True
+    ignored = [c.ignore_index for c in whole.calls if c.ignore_index is not None and _close(c.value, whole.loss)]
+    if ignored and isinstance(labels, Tensor) and labels.ndim > 1 and not labels.is_floating_point():
+        order = (labels != ignored[0]).flatten().cumsum(0).view_as(labels)
+        first_third = order <= (order.max() // 3).clamp(min=1)
+        one, other = (torch.where(keep, labels, ignored[0]) for keep in (first_third, ~first_third))
+        return {**inputs, "labels": one}, {**inputs, "labels": other}, False
+    return inputs, inputs, False
+
+
+def _rows(inputs: Mapping[str, Any], rows: list[int]) -> dict[str, Any]:
+    def taken(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.ndim > 0:
+            return value[rows]
+        return [value[row] for row in rows] if isinstance(value, list) else value
+
+    return {key: taken(value) for key, value in inputs.items()}
+
+
+def _device(inputs: Mapping[str, Any]) -> torch.device:
+    return next((value.device for value in inputs.values() if isinstance(value, Tensor)), torch.device("cpu"))
+
+
+def _same_shape(a: Tensor | None, b: Tensor) -> bool:
+    return a is not None and a.shape == b.shape

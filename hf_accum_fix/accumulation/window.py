@@ -1,0 +1,168 @@
+"""Counting items, and the one number that makes plain averaging exact.
+
+Over the ``W`` data-parallel ranks and the ``G`` micro-batches of one accumulation window the gradient wanted is that of
+
+    L = sum(S) / N,        S = summed loss of a micro-batch,  N = items of the whole global batch.
+
+Every engine averages already: the Trainer or accelerate divide by ``G``; DDP, FSDP and ZeRO average over ``W``. So
+every micro-batch of every rank is given the same denominator, the mean item count per micro-batch
+
+    n_mean = N / (G * W),
+
+and plain averaging is exact:  1/(G W) * sum(S / n_mean) = sum(S) / N.  Where ranks run windows of different length each
+uses the ``G`` its own engine divides by. A micro-batch whose loss is already the mean over its own ``n`` items is
+multiplied by ``n / n_mean``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_accum_fix.errors import ContractError
+
+#: Inputs whose leading dimension is the number of samples, the surest first.
+_SAMPLE_KEYS = ("labels", "input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
+
+
+def sample_count(inputs: Mapping[str, Any]) -> int:
+    """Number of samples in one micro-batch: the leading dimension of its surest input.
+
+    Raises:
+        ContractError: if no input has a leading dimension.
+    """
+    for key in (*(key for key in _SAMPLE_KEYS if key in inputs), *inputs):
+        value = inputs[key]
+        if isinstance(value, Tensor) and value.ndim > 0:
+            return int(value.shape[0])
+        if isinstance(value, (list, tuple)):
+            return len(value)
+    raise ContractError(
+        f"cannot count samples: none of the inputs {sorted(inputs)} has a leading dimension; "
+        "give the contract by hand: contract=LossContract(...)"
+    )
+
+
+@dataclass(frozen=True)
+class Items:
+    """A rule that counts the items of a micro-batch from its inputs.
+
+    Attributes:
+        keys: the inputs that hold the targets; the first is counted, a target given for an empty micro-batch is
+            written to all of them. Empty: the items are the samples.
+        ignore_index: value of a position that is no target (a mask of 0 and 1 has 0); None: every element is one.
+        shift: the loss drops position 0 of the last axis, as causal heads do.
+        mask: an input whose zeros take positions out of the loss as well (LLaVA's attention mask up to 4.51).
+        width_of: an input [batch, width, ...]; targets at or beyond its width are no targets (question answering
+            clamps answers outside the text to that width and ignores it).
+    """
+
+    keys: tuple[str, ...] = ()
+    ignore_index: int | None = -100
+    shift: bool = False
+    mask: str | None = None
+    width_of: str | None = None
+
+    def targets(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Boolean tensor shaped like the counted input: which of its positions are targets.
+
+        Raises:
+            ContractError: if the counted input is missing or is no tensor.
+        """
+        value = inputs.get(self.keys[0])
+        if not isinstance(value, Tensor):
+            raise ContractError(
+                f"the items of this loss are counted from {self.keys[0]!r}, but a micro-batch holds "
+                f"{sorted(inputs)}, {self.keys[0]!r} as {type(value).__name__}; every micro-batch needs it as a tensor"
+            )
+        found = torch.ones_like(value, dtype=torch.bool) if self.ignore_index is None else value != self.ignore_index
+        if self.width_of is not None:
+            found = found & (value < inputs[self.width_of].shape[1])
+        if self.mask is not None and isinstance(inputs.get(self.mask), Tensor):
+            found = found & (inputs[self.mask] != 0)
+        if self.shift:
+            found = found.clone()
+            found[..., 0] = False
+        return found
+
+    def count(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Items of one micro-batch: 0-dim tensor on the targets' device; no device sync."""
+        if not self.keys:
+            return torch.tensor(sample_count(inputs), dtype=torch.float64)
+        found = self.targets(inputs)
+        return found.sum().to(count_dtype(found.device))
+
+    def with_target(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The same inputs, with one dummy target where there is none.
+
+        The mean over no item is nan, and 0 * nan is nan; with one target it is finite, its weight ``n / n_mean`` is
+        still an exact zero, and every parameter is still touched. Decided on the device, without a sync.
+        """
+        result = dict(inputs)
+        if not self.keys or (self.ignore_index is None and self.width_of is None):
+            return result
+        if result[self.keys[0]].is_floating_point() or result[self.keys[0]].dtype is torch.bool:
+            return result
+        found = self.targets(inputs)
+        allowed = torch.ones_like(found)
+        if self.mask is not None and isinstance(inputs.get(self.mask), Tensor):
+            allowed = inputs[self.mask] != 0
+        if self.shift:
+            allowed = allowed.clone()
+            allowed[..., 0] = False
+        first_allowed = torch.zeros_like(found).flatten()
+        first_allowed = first_allowed.scatter(0, allowed.flatten().to(torch.uint8).argmax(dim=0, keepdim=True), True)
+        place = first_allowed.view_as(found) & ~found.any()
+        for key in self.keys:
+            result[key] = torch.where(place, 1 if self.ignore_index == 0 else 0, result[key])
+        return result
+
+    def __str__(self) -> str:
+        if not self.keys:
+            return "samples"
+        words = ["shifted" if self.shift else "", f"{self.keys[0]!r}"]
+        words.append("elements" if self.ignore_index is None else f"other than {self.ignore_index}")
+        words.append(f"where {self.mask!r} is set" if self.mask else "")
+        words.append(f"inside the width of {self.width_of!r}" if self.width_of else "")
+        return " ".join(word for word in words if word)
+
+
+def count_dtype(device: torch.device) -> torch.dtype:
+    """float64, exact for every count there is; float32 on devices that know no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def total_items(items: Items, window: Sequence[Mapping[str, Any]], device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """Items of each micro-batch of a window and their sum, 0-dim tensors on ``device``; no device sync."""
+    counts = [items.count(inputs).to(device=device, dtype=count_dtype(device)) for inputs in window]
+    return counts, torch.stack(counts).sum() if counts else torch.zeros((), dtype=count_dtype(device), device=device)
+
+
+def mean_item_count(total: Tensor, micro_batches: int, world_size: int) -> Tensor:
+    """``n_mean = N / (G * W)``; a global batch without items counts as one, so that its zero loss stays zero.
+
+    Args:
+        total: N, items of the global batch over all ranks, 0-dim.
+        micro_batches: G, micro-batches of this rank's window.
+        world_size: W, data-parallel ranks.
+    """
+    return torch.where(total > 0, total, torch.ones_like(total)) / (micro_batches * world_size)
+
+
+def share_of_mean(loss: Tensor, ratio: Tensor | float, carried: Tensor | None = None) -> Tensor:
+    """``(loss - carried) * ratio + carried``, out of place, in the loss's own precision (at least float32).
+
+    Args:
+        loss: a micro-batch's loss, 0-dim: the mean over its items, plus ``carried``.
+        ratio: ``n / n_mean``.
+        carried: a term that is a mean per micro-batch whatever the batch (a router loss); None: there is none.
+    """
+    if isinstance(ratio, Tensor):
+        ratio = ratio.to(device=loss.device, dtype=torch.promote_types(loss.dtype, torch.float32))
+    if carried is None:
+        return loss * ratio
+    return (loss - carried) * ratio + carried

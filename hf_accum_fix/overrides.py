@@ -1,0 +1,618 @@
+"""What the Trainer's methods do instead: the one room that knows them, and where the two flows meet.
+
+Each function is called as ``fn(wrapped, trainer, args, kwargs, options=...)``, by the patch on the Trainer class and by
+`GlobalBatchMixin` through ``super()`` alike; ``wrapped`` is the bound original. With both active the inner call passes
+through: everything here is set, nothing is multiplied, so being asked twice changes nothing.
+
+    train              refuse what cannot be right, before anything has run
+    get_batch_samples  count the window; on the first one, observe the loss
+    compute_loss       ours inside a window: call the model with n_mean, or weigh its mean by n / n_mean
+    training_step      hand accelerate the loss that makes its own division right, and return the one to log
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType, gather_object
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_accum_fix import observations
+from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.observe import observe
+from hf_accum_fix.accumulation.window import Items, count_dtype, mean_item_count, share_of_mean, total_items
+from hf_accum_fix.errors import ContractError, SeamError, UnsupportedSetupError
+from hf_accum_fix.options import Options, enabled
+
+logger = logging.getLogger("hf_accum_fix")
+
+#: Where a trainer keeps its session, and the key that marks its state (and so its checkpoints).
+SESSION = "_hf_accum_fix_session"
+STATE_KEY = "hf_accum_fix"
+
+#: Windows that are observed before an inconclusive contract is taken as it is.
+_ATTEMPTS = 3
+
+_ABSENT = object()
+
+
+@dataclass
+class MicroBatch:
+    """One forward and backward, while it runs."""
+
+    items: Tensor | None
+    loss: Tensor | None = None
+    base_called: bool = False
+    reported: Tensor | None = None
+
+
+@dataclass
+class Window:
+    """The micro-batches of one optimizer step on this rank.
+
+    Attributes:
+        batches: as the loop will hand them to ``training_step``.
+        counts: items of each, 0-dim, on the training device; empty where the contract counts none.
+        total: N over all ranks.
+        mean: n_mean.
+        upstream_number: what the installed release counted; None: nothing.
+    """
+
+    batches: list[Any]
+    counts: list[Tensor]
+    total: Tensor
+    mean: Tensor
+    upstream_number: Any = None
+    steps_run: int = 0
+
+    def items_of(self, inputs: Any) -> Tensor | None:
+        """Items of this micro-batch, told by identity; None where somebody handed over another object."""
+        return next((count for batch, count in zip(self.batches, self.counts, strict=False) if batch is inputs), None)
+
+
+@dataclass
+class Session:
+    """What is known of one trainer between its windows."""
+
+    options: Options
+    contract: LossContract | None = None
+    observed_for: tuple[Any, ...] = ()
+    passes_number: bool = False
+    attempts: int = 0
+    window: Window | None = None
+    micro_batch: MicroBatch | None = None
+    observing: bool = False
+    base_loss: tuple[Tensor, Any] | None = None
+    busy: set[str] = field(default_factory=set)
+    said: set[str] = field(default_factory=set)
+    empty_windows: Tensor | None = None
+
+    def warn_once(self, kind: str, message: str) -> None:
+        """Warn once for each kind and run."""
+        if kind not in self.said:
+            self.said.add(kind)
+            logger.warning(message)
+
+
+def session_of(trainer: Any, options: Options) -> Session:
+    """The session of a trainer, made at its first use."""
+    session: Session = trainer.__dict__.setdefault(SESSION, Session(options))
+    return session
+
+
+# --- train ----------------------------------------------------------------------------------------------------------
+
+
+def train(
+    wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, options: Options
+) -> Any:
+    """Refuse what cannot be right, start from a fresh session, and say at the end what was kept on the device."""
+    session = session_of(trainer, options)
+    if not enabled() or "train" in session.busy:
+        return wrapped(*args, **kwargs)
+    check_setup(trainer)
+    session = trainer.__dict__[SESSION] = Session(options)
+    with _busy(session, "train"):
+        result = wrapped(*args, **kwargs)
+    if session.empty_windows is not None and int(session.empty_windows):
+        _warn_empty(session)
+    return result
+
+
+def check_setup(trainer: Any) -> None:
+    """Raise `UnsupportedSetupError` for a setup whose averaging is not the one this package rests on."""
+    name = type(trainer).__name__
+    if trainer.args.n_gpu > 1:
+        raise UnsupportedSetupError(
+            f"{name} would run torch.nn.DataParallel on {trainer.args.n_gpu} GPUs; start it with "
+            "`accelerate launch` (one process a GPU), or show it one GPU by CUDA_VISIBLE_DEVICES"
+        )
+    if getattr(trainer, "use_apex", False):
+        raise UnsupportedSetupError(f"{name} uses apex, which goes past accelerate.backward; use torch's bf16 or fp16")
+    split = {kind: _parallel_size(trainer, kind) for kind in ("tp", "cp", "sp")}
+    if any(size > 1 for size in split.values()):
+        raise UnsupportedSetupError(f"{name} splits samples over ranks {split}; only data-parallel ranks are supported")
+
+
+def _parallel_size(trainer: Any, kind: str) -> int:
+    size = getattr(trainer, f"get_{kind}_size", None)
+    if size is not None:
+        return int(size())
+    config = getattr(trainer.accelerator, "parallelism_config", None)
+    return int(getattr(config, f"{kind}_size", 1) or 1)
+
+
+# --- get_batch_samples ----------------------------------------------------------------------------------------------
+
+
+def get_batch_samples(
+    wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, options: Options
+) -> Any:
+    """Count the window that was fetched, over all ranks, and return N in the place of upstream's own number."""
+    session = session_of(trainer, options)
+    if not enabled() or "get_batch_samples" in session.busy:
+        return wrapped(*args, **kwargs)
+    if session.window is not None and session.window.batches and session.window.steps_run == 0:
+        raise SeamError(
+            f"no micro-batch of the last window came through Trainer.training_step: {type(trainer).__name__} overrides "
+            "it without calling super(), so nothing would be mended; call super().training_step, or revert()"
+        )
+    with _busy(session, "get_batch_samples"):
+        batches, upstream_number = wrapped(*args, **kwargs)
+        _mark_state(trainer, session)
+        device = trainer.args.device
+        world_size = trainer.args.world_size
+        contract = _settle_contract(trainer, session, batches, options)
+        zero = torch.zeros((), dtype=count_dtype(device), device=device)
+        if contract.items is None:
+            session.window = Window(batches, [], zero, zero, upstream_number)
+            return batches, upstream_number
+        counts, total = total_items(contract.items, batches, device)
+        if world_size > 1:
+            total = trainer.accelerator.reduce(total, reduction="sum")
+            if not batches and bool(total > 0):
+                raise SeamError(
+                    f"rank {trainer.args.process_index} has no micro-batch left while other ranks do; every rank needs "
+                    "one in every window: let accelerate even the batches out (even_batches=True), or drop the rest"
+                )
+        mean = mean_item_count(total, max(len(batches), 1), world_size)
+        session.window = Window(batches, counts, total, mean, upstream_number)
+        if batches:
+            _note_empty(session, total)
+        if upstream_number is None and contract.owned_by_trainer and contract.reduction is Reduction.MEAN:
+            return batches, None
+        averaged = getattr(trainer.args, "average_tokens_across_devices", False)
+        owned = contract.owned_by_trainer and not averaged
+        return batches, total / world_size if owned else total
+
+
+def _mark_state(trainer: Any, session: Session) -> None:
+    marks = trainer.state.stateful_callbacks
+    if STATE_KEY not in marks and trainer.state.global_step > 0 and session.window is None:
+        session.warn_once(
+            "resumed",
+            f"step {trainer.state.global_step} was reached without hf_accum_fix: from here on gradient and log are "
+            "those of the global batch, so learning rate, clipping and the curve may no longer match the steps before",
+        )
+    marks[STATE_KEY] = {"active": True}
+
+
+def _note_empty(session: Session, total: Tensor) -> None:
+    if total.device.type == "cpu":
+        if not bool(total):
+            _warn_empty(session)
+    else:
+        seen = session.empty_windows
+        session.empty_windows = (total == 0).long() if seen is None else seen + (total == 0)
+
+
+def _warn_empty(session: Session) -> None:
+    session.warn_once(
+        "empty",
+        "a whole accumulation window had no target: its gradient and its logged loss are zero; look at truncation, "
+        "label masking, or samples without an answer",
+    )
+
+
+# --- the contract ---------------------------------------------------------------------------------------------------
+
+
+def _settle_contract(trainer: Any, session: Session, window: list[Any], options: Options) -> LossContract:
+    """The contract of this trainer's loss as it is now; observed where it has not been, on every rank alike."""
+    computed_by = (trainer.model_accepts_loss_kwargs, trainer.compute_loss_func, trainer.label_smoother)
+    if session.observed_for != computed_by:
+        session.contract, session.observed_for, session.attempts = None, computed_by, 0
+        session.passes_number = bool(trainer.model_accepts_loss_kwargs) and _takes_number(trainer.model_wrapped)
+    known = session.contract
+    if known is not None and (known.conclusive or session.attempts >= _ATTEMPTS):
+        return known
+    if options.contract is not None:
+        found = options.contract
+    elif not window:
+        return known or LossContract(Reduction.PLAIN, conclusive=False, reason="no window was seen yet")
+    else:
+        session.attempts += 1
+        found = _agreed(trainer, _observe(trainer, session, [trainer._prepare_inputs(batch) for batch in window]))
+    session.contract = found
+    if found.reduction is Reduction.PLAIN and (found.conclusive or session.attempts >= _ATTEMPTS):
+        session.warn_once("plain", f"{_head_name(trainer)}: {found.reason}. It gets the plain mean over micro-batches.")
+    if found.reduction is Reduction.SUM:
+        session.warn_once(
+            "sum", f"{_head_name(trainer)}: the loss is a sum over the global batch, and grows with the global batch."
+        )
+    return found
+
+
+def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
+    model = trainer.model_wrapped
+    # A forward through DDP without gradient would switch off the next one's buffer sync.
+    module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    compute_loss = _compute_loss_of(trainer)
+    owned = False
+
+    def call(inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
+        nonlocal owned
+        session.base_loss = None
+        with trainer.compute_loss_context_manager():
+            if compute_loss is None:
+                return _base_loss(trainer, module, inputs, number, smooth=False)
+            loss, outputs = compute_loss(module, inputs, return_outputs=True, num_items_in_batch=number)
+        owned = session.base_loss is None
+        return (loss, outputs) if session.base_loss is None else session.base_loss
+
+    session.observing = True
+    try:
+        found = observe(
+            call,
+            window,
+            module,
+            passes_number=compute_loss is not None or session.passes_number or trainer.compute_loss_func is not None,
+            needs_number=trainer.compute_loss_func is not None,
+            router_coefficient=_router_coefficient(module),
+            world_size=trainer.args.world_size,
+            low_precision=trainer.accelerator.mixed_precision != "no"
+            or torch.backends.cuda.matmul.allow_tf32
+            or any(parameter.dtype.itemsize < 4 for parameter in module.parameters()),
+        )
+    except Exception:
+        logger.error(
+            "%s: its loss could not be run without gradient to observe it; give its contract by hand instead: "
+            "apply(contract=LossContract(...))",
+            _head_name(trainer),
+        )
+        raise
+    finally:
+        session.observing, session.base_loss = False, None
+    if owned:
+        return replace(found, owned_by_trainer=True)
+    smoothed = trainer.label_smoother is not None and trainer.compute_loss_func is None
+    if smoothed and found.reduction is not Reduction.PLAIN:
+        shift = found.items is not None and found.items.shift
+        items = Items(("labels",), trainer.label_smoother.ignore_index, shift=shift)
+        return replace(found, reduction=Reduction.MEAN, items=items)
+    return found
+
+
+def _agreed(trainer: Any, found: LossContract) -> LossContract:
+    """The ranks' one contract: what the conclusive ones found, which must be the same."""
+    if trainer.args.world_size == 1:
+        return found
+    ranks: list[LossContract] = gather_object([found])
+    conclusive = [each for each in ranks if each.conclusive]
+    kinds = {(each.reduction, each.items, each.owned_by_trainer) for each in conclusive}
+    if len(kinds) > 1:
+        raise ContractError(
+            f"the ranks observed different losses: {sorted({str(each) for each in conclusive})}; "
+            "give the contract by hand: apply(contract=LossContract(...))"
+        )
+    telling = [each for each in ranks if each.reduction is not Reduction.PLAIN]
+    return (conclusive or telling or ranks)[0]
+
+
+def _compute_loss_of(trainer: Any) -> Callable[..., Any] | None:
+    """The trainer's own ``compute_loss`` where something overrides the base; None where the base is all there is.
+
+    It is bound to a shallow copy, so that what it notes on the trainer while it is observed is dropped.
+    """
+    from transformers import Trainer
+
+    if "compute_loss" in vars(trainer):
+        return trainer.compute_loss  # type: ignore[no-any-return]
+    ours = ("hf_accum_fix.trainer", Trainer.__module__)
+    defining = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
+    return None if defining.__module__ in ours else copy.copy(trainer).compute_loss
+
+
+def _takes_number(model: nn.Module) -> bool:
+    """Whether the forward can be called with the number at all: a compiled module's own signature takes anything."""
+    while isinstance(inner := getattr(model, "_orig_mod", getattr(model, "module", None)), nn.Module):
+        model = inner
+    parameters = inspect.signature(model.forward).parameters
+    return "num_items_in_batch" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _router_coefficient(model: nn.Module) -> float:
+    config = getattr(model, "config", None)
+    for holder in (config, getattr(config, "text_config", None)):
+        for name in ("router_aux_loss_coef", "aux_loss_coef"):
+            value = getattr(holder, name, None)
+            if isinstance(value, (int, float)):
+                return float(value)
+    return 0.0
+
+
+def _head_name(trainer: Any) -> str:
+    return type(trainer.accelerator.unwrap_model(trainer.model)).__name__
+
+
+# --- compute_loss ---------------------------------------------------------------------------------------------------
+
+
+def compute_loss(
+    wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, options: Options
+) -> Any:
+    """The loss of one micro-batch, such that its plain mean over micro-batches and ranks is the global batch's.
+
+    The original runs outside of a window: evaluation, and calls by hand.
+    """
+    session = session_of(trainer, options)
+    if not session.observing and session.micro_batch is None:
+        return wrapped(*args, **kwargs)
+
+    def bind(
+        model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if session.observing:
+            session.base_loss = _base_loss(trainer, model, inputs, num_items_in_batch, smooth=False)
+            loss, outputs = session.base_loss
+        else:
+            assert session.micro_batch is not None
+            session.micro_batch.base_called = True
+            loss, outputs = _loss_in_window(trainer, session, session.micro_batch, model, inputs)
+        return (loss, outputs) if return_outputs else loss
+
+    return bind(*args, **kwargs)
+
+
+def _loss_in_window(
+    trainer: Any, session: Session, micro_batch: MicroBatch, model: nn.Module, inputs: Mapping[str, Any]
+) -> tuple[Tensor, Any]:
+    contract, window = session.contract, session.window
+    assert contract is not None and window is not None
+    if contract.reduction is Reduction.NUMBER:
+        return _base_loss(trainer, model, inputs, _number(window.mean, contract))
+    if contract.reduction is Reduction.PLAIN:
+        return _base_loss(trainer, model, inputs, _number(window.mean, contract) if contract.items else None)
+    if contract.reduction is Reduction.SUM:
+        loss, outputs = _base_loss(trainer, model, inputs, _number(window.mean, contract))
+        ratio: Tensor | float = len(window.batches) * trainer.args.world_size
+    elif contract.reduction is Reduction.INTEGER:
+        cut = window.mean.ceil()
+        loss, outputs = _base_loss(trainer, model, inputs, _number(cut, contract))
+        ratio = cut / window.mean
+    else:
+        assert contract.items is not None
+        items = micro_batch.items
+        if items is None:
+            items = contract.items.count(inputs)
+        loss, outputs = _base_loss(trainer, model, contract.items.with_target(inputs), _number(window.mean, contract))
+        ratio = items.to(window.mean.device) / window.mean
+    carried = None
+    if contract.router_coefficient and trainer.compute_loss_func is None:
+        carried = contract.router_coefficient * outputs["aux_loss"].to(loss.device)
+        if trainer.label_smoother is not None:
+            loss = loss + carried
+    return share_of_mean(loss, ratio, carried), outputs
+
+
+def _number(value: Tensor, contract: LossContract) -> Tensor:
+    return value if contract.dtype is torch.float64 else value.float()
+
+
+def _base_loss(
+    trainer: Any, model: nn.Module, inputs: Mapping[str, Any], number: Tensor | None, *, smooth: bool = True
+) -> tuple[Tensor, Any]:
+    """The loss as the base Trainer comes by it, before any release's scaling.
+
+    Source: the contract of ``Trainer.compute_loss``, which the releases share: the number goes to a model that accepts
+    it; ``compute_loss_func`` owns its loss; the label smoother takes the labels out of the model's sight.
+    """
+    inputs = dict(inputs)
+    func, smoother = trainer.compute_loss_func, trainer.label_smoother if smooth else None
+    labels = inputs.pop("labels", None) if func is not None or smoother is not None else None
+    session: Session = trainer.__dict__[SESSION]
+    if session.passes_number and number is not None:
+        inputs["num_items_in_batch"] = number
+    outputs = model(**inputs)
+    if getattr(trainer.args, "past_index", -1) >= 0:
+        trainer._past = outputs[trainer.args.past_index]
+    if func is not None:
+        return func(outputs, labels, num_items_in_batch=number), outputs
+    if smoother is not None and labels is not None:
+        contract = session.contract
+        shift = contract is not None and contract.items is not None and contract.items.shift
+        return smoother(outputs, labels, shift_labels=shift), outputs
+    if isinstance(outputs, Mapping) and "loss" not in outputs:
+        raise ContractError(
+            f"{type(model).__name__} returned no loss, only {sorted(outputs)}, from the inputs {sorted(inputs)}; "
+            "training needs its targets among the inputs, or a compute_loss_func"
+        )
+    return outputs["loss"] if isinstance(outputs, Mapping) else outputs[0], outputs
+
+
+# --- training_step --------------------------------------------------------------------------------------------------
+
+
+def training_step(
+    wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, options: Options
+) -> Any:
+    """Run the original step, with the loss that reaches accelerate set right, and return the one to log.
+
+    Summed over the window and averaged over ranks, as gradients are and as the Trainer logs, both are the global
+    batch's.
+    """
+    session = session_of(trainer, options)
+    if not enabled() or session.micro_batch is not None or (session.window is None and not trainer.is_in_train):
+        return wrapped(*args, **kwargs)
+    window = session.window
+    if window is None:
+        raise SeamError(
+            f"no window was counted before this step: {type(trainer).__name__} (or a library that patched it) replaces "
+            "Trainer.get_batch_samples without calling it; call super().get_batch_samples, or revert()"
+        )
+    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    micro_batch = session.micro_batch = MicroBatch(window.items_of(inputs))
+    accelerator = trainer.accelerator
+    original_loss, original_backward = trainer.compute_loss, accelerator.backward
+    depth = 0
+
+    def record_loss(*loss_args: Any, **loss_kwargs: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        try:
+            result = original_loss(*loss_args, **loss_kwargs)
+        finally:
+            depth -= 1
+        if depth == 0:
+            micro_batch.loss = result[0] if isinstance(result, tuple) else result
+        return result
+
+    def set_loss(loss: Tensor, **backward_kwargs: Any) -> Any:
+        if micro_batch.loss is None:
+            return original_backward(loss, **backward_kwargs)
+        right = _set_loss(session, micro_batch, window)
+        micro_batch.reported = right.detach()
+        if window.steps_run == 0:
+            _announce(trainer, session, window, passed=loss, right=right)
+        return original_backward(right * _engine_divisor(accelerator, backward_kwargs), **backward_kwargs)
+
+    try:
+        with _shadow(trainer, "compute_loss", record_loss), _shadow(accelerator, "backward", set_loss):
+            result = wrapped(*args, **kwargs)
+    finally:
+        session.micro_batch = None
+    window.steps_run += 1
+    if micro_batch.loss is None:
+        return result
+    if micro_batch.reported is None:
+        raise SeamError(
+            f"the step of {type(trainer).__name__} computed a loss but did not hand it to accelerator.backward; "
+            "its gradient was not mended: use accelerator.backward, or revert()"
+        )
+    return micro_batch.reported
+
+
+def _set_loss(session: Session, micro_batch: MicroBatch, window: Window) -> Tensor:
+    """This micro-batch's share: summed over the window, averaged over ranks, it is the global batch's loss."""
+    assert micro_batch.loss is not None and session.contract is not None
+    scaled_by_trainer = session.contract.owned_by_trainer and session.contract.reduction in (
+        Reduction.NUMBER,
+        Reduction.INTEGER,
+    )
+    if scaled_by_trainer and not micro_batch.base_called:
+        return micro_batch.loss
+    return micro_batch.loss / len(window.batches)
+
+
+def _engine_divisor(accelerator: Any, backward_kwargs: Mapping[str, Any]) -> int:
+    """What the engine under ``accelerator.backward`` is about to divide by, read from the live objects."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return int(accelerator.gradient_accumulation_steps)
+    if backward_kwargs.get("scale_wrt_gas") is False:
+        return 1
+    return int(accelerator.deepspeed_engine_wrapped.engine.gradient_accumulation_steps())
+
+
+def _announce(trainer: Any, session: Session, window: Window, *, passed: Tensor, right: Tensor) -> None:
+    """Once a run: what was observed, and what the stock Trainer would have made of it."""
+    if "announced" in session.said:
+        return
+    session.said.add("announced")
+    contract = session.contract
+    assert contract is not None
+    factor = _stock_factor(trainer, session, window, passed, right)
+    steps, ranks = len(window.batches), trainer.args.world_size
+    head = _head_name(trainer)
+    told = "" if factor is None else f" The stock Trainer would train at about {factor:.3g}x this gradient."
+    if factor is not None and abs(factor - 1) > 0.02:
+        told += " Clipping and learning rate felt it."
+    observations.record(
+        {
+            "head": head,
+            "trainer": type(trainer).__name__,
+            "reduction": contract.reduction.value,
+            "items": None if contract.items is None else str(contract.items),
+            "router_coefficient": contract.router_coefficient,
+            "exact": contract.exact,
+            "reason": contract.reason,
+            "accumulation_steps": steps,
+            "world_size": ranks,
+            "stock_gradient_factor": factor,
+        }
+    )
+    if trainer.args.process_index == 0:
+        logger.info("%s: the loss %s; G=%d, W=%d.%s", head, contract, steps, ranks, told)
+
+
+def _stock_factor(trainer: Any, session: Session, window: Window, passed: Tensor, right: Tensor) -> float | None:
+    """About how many times the right gradient the installed Trainer would train at; None where it cannot be told.
+
+    Its own division is read off the loss it passes on, accelerate's off the live object, its count off what it
+    returned; the multiplication by W is the releases' common condition.
+    """
+    contract = session.contract
+    assert contract is not None
+    if contract.owned_by_trainer or trainer.label_smoother is not None or not bool(right):
+        return None
+    handed = session.passes_number or trainer.compute_loss_func is not None
+    averaged = getattr(trainer.args, "average_tokens_across_devices", False)
+    world_size = trainer.args.world_size
+    undivided = float((passed / right).detach()) / int(trainer.accelerator.gradient_accumulation_steps)
+    if contract.reduction is Reduction.MEAN:
+        return undivided * (world_size if averaged and handed and window.upstream_number is not None else 1)
+    if contract.reduction is Reduction.NUMBER and window.upstream_number is not None:
+        counted = float(torch.as_tensor(window.upstream_number)) * (1 if averaged else world_size)
+        return undivided / len(window.batches) * float(window.total) / counted if counted else None
+    return None
+
+
+# --- small machinery ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _busy(session: Session, what: str) -> Iterator[None]:
+    session.busy.add(what)
+    try:
+        yield
+    finally:
+        session.busy.discard(what)
+
+
+@contextmanager
+def _shadow(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Let an instance attribute stand before the method of this name, and put back what stood there."""
+    before = vars(holder).get(name, _ABSENT)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        if before is _ABSENT:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, before)
+
+
+OVERRIDES: dict[str, Callable[..., Any]] = {
+    "train": train,
+    "get_batch_samples": get_batch_samples,
+    "training_step": training_step,
+    "compute_loss": compute_loss,
+}

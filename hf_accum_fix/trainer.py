@@ -1,0 +1,69 @@
+"""The same functions as a Trainer subclass: for libraries, which must not patch a class that others use too."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from transformers import Seq2SeqTrainer, Trainer
+
+from hf_accum_fix import overrides
+from hf_accum_fix.errors import SeamError
+from hf_accum_fix.options import Options
+
+_SEAMS = ("train", "get_batch_samples", "training_step", "compute_loss")
+
+
+class GlobalBatchMixin:
+    """Computes the loss by the global item count, whatever the cut into micro-batches and ranks.
+
+    It has to stand directly before ``Trainer`` in the method resolution order, so that a ``compute_loss`` of your own
+    or of a library reaches it by ``super()``: put it last.
+
+        class MyTrainer(SFTTrainer, GlobalBatchTrainer): ...
+
+    Attributes:
+        global_batch_options: a frozen `Options`; override it in the class body.
+
+    Raises:
+        SeamError: when a class is defined whose bases would be bypassed.
+    """
+
+    global_batch_options: ClassVar[Options] = Options()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        below = cls.__mro__[cls.__mro__.index(GlobalBatchMixin) + 1 :]
+        for seam in _SEAMS:
+            owner = next((base for base in below if seam in vars(base)), None)
+            if owner not in (None, Trainer):
+                raise SeamError(
+                    f"{cls.__name__}: {owner.__name__}.{seam} stands behind GlobalBatchMixin and would be bypassed; "
+                    f"put the mixin last: class {cls.__name__}({owner.__name__}, GlobalBatchTrainer)"
+                )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, refusing at once what cannot be right."""
+        return overrides.train(super().train, self, args, kwargs, options=self.global_batch_options)  # type: ignore[misc]
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Fetch one window and count its items over all ranks."""
+        original = super().get_batch_samples  # type: ignore[misc]
+        return overrides.get_batch_samples(original, self, args, kwargs, options=self.global_batch_options)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One micro-batch: forward, backward, and the loss to log."""
+        original = super().training_step  # type: ignore[misc]
+        return overrides.training_step(original, self, args, kwargs, options=self.global_batch_options)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss whose plain mean over micro-batches and ranks is the global batch's."""
+        original = super().compute_loss  # type: ignore[misc]
+        return overrides.compute_loss(original, self, args, kwargs, options=self.global_batch_options)
+
+
+class GlobalBatchTrainer(GlobalBatchMixin, Trainer):
+    """`transformers.Trainer` whose gradient and log are those of the global batch."""
+
+
+class GlobalBatchSeq2SeqTrainer(GlobalBatchMixin, Seq2SeqTrainer):
+    """`transformers.Seq2SeqTrainer` whose gradient and log are those of the global batch."""

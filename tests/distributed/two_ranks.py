@@ -1,0 +1,93 @@
+"""Run by torchrun on two gloo ranks: one step of each head and cut, beside the float64 full batch; JSON on rank 0.
+
+torchrun --nproc_per_node 2 -m tests.distributed.two_ranks OUTPUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.numerics.heads import HEADS, Sample
+from tests.numerics.parity import cut, reference_step, take_step
+
+SPLITS = ((4, 1), (2, 2), (1, 4))
+#: DDP with static graphs of a compiled module, and 1 x 1 image pairs, are no business of this test.
+LEFT_OUT = ("compiled", "compiled-no-kwargs")
+
+
+def blank_on_second_rank(samples: Sequence[Sample]) -> list[Sample]:
+    """Every other sample without a target: at b=1 the second rank has no item at all."""
+    blanked = [dict(sample) for sample in samples]
+    for sample in blanked[1::2]:
+        sample["labels"] = torch.full_like(sample["labels"], -100)
+    return blanked
+
+
+def main(output: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rows = []
+    cases = [(name, HEADS[name].samples, split) for name in HEADS if name not in LEFT_OUT for split in SPLITS]
+    for name in ("llama", "bert-mlm", "no-kwargs", "llama-smoothing", "func-with-mean"):
+        cases.append((f"{name} (second rank without items)", blank_on_second_rank(HEADS[name].samples), (1, 4)))
+    for label, samples, (per_device, accumulate) in cases:
+        head = HEADS[label.split(" (")[0]]
+        reference = reference_step(head, cut(samples, per_device))
+        row = {
+            "case": label,
+            "split": [per_device, accumulate],
+            "tolerance": head.tolerance,
+            "stock_wrong": head.stock_wrong,
+        }
+        paths = ["apply", "trainer"]
+        if (per_device, accumulate) == (2, 2):
+            paths.append("stock")
+        bits = {}
+        for path in paths:
+            try:
+                step = take_step(
+                    head,
+                    samples,
+                    per_device,
+                    accumulate,
+                    path,
+                    Path(tempfile.gettempdir()) / "two_ranks",
+                    ddp_backend="gloo",
+                )
+            except (RuntimeError, TypeError) as error:
+                if path != "stock":
+                    raise
+                row["stock"] = {"raised": str(error)}
+                continue
+            bits[path] = step
+            row[path] = {
+                "gradient": step.error(reference),
+                "loss": abs(step.loss - reference.loss) / max(abs(reference.loss), 1e-12),
+                "norm": abs(step.norm - reference.norm) / max(reference.norm, 1e-12),
+            }
+        same = all(torch.equal(bits["apply"].change[key], bits["trainer"].change[key]) for key in bits["apply"].change)
+        row["same_bits"] = same and bits["apply"].loss == bits["trainer"].loss
+        # Every rank must hold the same parameters after the step.
+        digest = torch.stack([change.sum() for change in bits["apply"].change.values()])
+        other = digest.clone()
+        dist.broadcast(other, src=0)
+        row["ranks_agree"] = torch.equal(digest, other)
+        agree = torch.tensor(float(row["ranks_agree"]))
+        dist.all_reduce(agree, op=dist.ReduceOp.MIN)
+        row["ranks_agree"] = bool(agree)
+        rows.append(row)
+    if dist.get_rank() == 0:
+        output.write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,173 @@
+"""One SGD step (lr 1, no clipping) of a head, cut in a given way, beside the float64 full-batch step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import hf_accum_fix
+from hf_accum_fix.trainer import GlobalBatchTrainer
+from tests.numerics.heads import Batch, Head, Sample
+
+PATHS = ("stock", "apply", "trainer")
+
+
+class Recorder:
+    """Keeps what ``training_step`` returned in each window, and the data in its order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.returned: list[Tensor] = []
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        self.returned.append(loss.double())
+        return loss
+
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return SequentialSampler(self.train_dataset)  # type: ignore[attr-defined]
+
+
+class StockRecorder(Recorder, Trainer):
+    """The installed Trainer; patched when apply() is active."""
+
+
+class ClassRecorder(Recorder, GlobalBatchTrainer):
+    """The subclass."""
+
+
+class Steps(TrainerCallback):
+    """Parameters before and gradient norms at every optimizer step."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        self.norms.append(float(torch.linalg.vector_norm(torch.stack([g.double().norm() for g in grads]))))
+
+
+@dataclass
+class Step:
+    """A step as it was taken: parameter changes by name, loss, gradient norm, the trainer that took it."""
+
+    change: dict[str, Tensor]
+    loss: float
+    norm: float
+    trainer: Any = None
+
+    def error(self, reference: Step) -> float:
+        """Relative error of the parameter change; absolute where the reference is zero."""
+        wanted = torch.cat([reference.change[name].flatten() for name in sorted(reference.change)])
+        found = torch.cat([self.change[name].flatten() for name in sorted(reference.change)])
+        scale = float(wanted.norm())
+        return float((found - wanted).norm()) / (scale if scale else 1.0)
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().double().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def take_step(
+    head: Head,
+    samples: Sequence[Sample],
+    per_device: int,
+    accumulate: int,
+    path: str,
+    output: Path,
+    *,
+    steps: int = 1,
+    trainer_class: type | None = None,
+    **arguments: Any,
+) -> Step:
+    """Train ``steps`` optimizer steps on the samples in their order, by the stock Trainer, the patch or the subclass."""
+    args = TrainingArguments(
+        output_dir=str(output),
+        per_device_train_batch_size=per_device,
+        gradient_accumulation_steps=accumulate,
+        **{
+            "max_steps": steps,
+            "learning_rate": 1.0,
+            "optim": "sgd",
+            "lr_scheduler_type": "constant",
+            "max_grad_norm": 1e30,
+            "use_cpu": True,
+            "report_to": "none",
+            "save_strategy": "no",
+            "logging_steps": 1,
+            "disable_tqdm": True,
+            "remove_unused_columns": False,
+            "dataloader_pin_memory": False,
+            **head.arguments,
+            **arguments,
+        },
+    )
+    observed = Steps()
+    cls = trainer_class or (ClassRecorder if path == "trainer" else StockRecorder)
+    with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext():
+        model = head.build()
+        before = trainable(model)
+        trainer = cls(
+            model=model,
+            args=args,
+            train_dataset=list(samples),
+            data_collator=head.batch,
+            callbacks=[observed],
+            **head.trainer,
+        )
+        if head.told_false:
+            trainer.model_accepts_loss_kwargs = False
+        trainer.train()
+        after = trainable(model)
+    loss = torch.stack(trainer.returned).sum() / steps
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(loss)
+        loss = loss / dist.get_world_size()
+    change = {name: after[name] - before[name] for name in before}
+    return Step(change, float(loss), observed.norms[0], trainer)
+
+
+def reference_step(head: Head, micro_batches: Sequence[Sequence[Sample]]) -> Step:
+    """The step of the whole global batch, in float64, by one forward and no Trainer.
+
+    The two kinds of term that are no function of the whole batch by convention, router losses and losses that are no
+    weighted mean over items, are averaged over the micro-batches of the cut.
+    """
+    model = head.build()
+    model.train()
+    before = trainable(model)
+    pieces = [head.batch(samples) for samples in micro_batches]
+    whole = head.batch([sample for samples in micro_batches for sample in samples])
+    if not head.exact:
+        loss = torch.stack([head.reference_loss(model, piece) for piece in pieces]).mean()
+    else:
+        loss = head.reference_loss(model, dict(whole))
+        if head.router:
+            if head.loss is None:
+                loss = loss - head.router * _router_loss(model, whole)
+            loss = loss + head.router * torch.stack([_router_loss(model, piece) for piece in pieces]).mean()
+    loss.backward()
+    grads = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters() if p.requires_grad
+    }
+    norm = float(torch.linalg.vector_norm(torch.stack([g.double().norm() for g in grads.values()])))
+    with torch.no_grad():
+        change = {name: (before[name] - grad.double()) - before[name] for name, grad in grads.items()}
+    return Step(change, float(loss.detach()), norm)
+
+
+def _router_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return model(**batch)["aux_loss"]
+
+
+def cut(samples: Sequence[Sample], per_device: int) -> list[list[Sample]]:
+    return [list(samples[start : start + per_device]) for start in range(0, len(samples), per_device)]

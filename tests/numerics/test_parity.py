@@ -1,0 +1,135 @@
+"""The promise on one rank: every head, every cut, by the patch and by the subclass, beside the float64 full batch."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.numerics.heads import HEADS, Head
+from tests.numerics.parity import Step, cut, reference_step, take_step
+
+SPLITS = ((8, 1), (4, 2), (2, 4), (1, 8))
+
+
+def assert_same_step(step: Step, reference: Step, tolerance: float) -> None:
+    """Parameter change, loss and gradient norm within a relative tolerance; a loss computed in float32 within 1e-6."""
+    assert step.error(reference) <= tolerance
+    assert step.loss == pytest.approx(reference.loss, rel=max(tolerance, 1e-6), abs=1e-12)
+    assert step.norm == pytest.approx(reference.norm, rel=tolerance, abs=1e-12)
+
+
+def is_wrong(head: Head, reference: Step, per_device: int, accumulate: int, output: Path) -> bool:
+    """Whether the stock Trainer's step is off by more than 0.1 %, or cannot be taken at all."""
+    try:
+        stock = take_step(head, head.samples, per_device, accumulate, "stock", output)
+    except (RuntimeError, TypeError):
+        return True
+    return stock.error(reference) > 1e-3
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"{split[0]}x{split[1]}")
+@pytest.mark.parametrize("name", HEADS)
+def test_every_cut_takes_the_full_batch_step(name: str, split: tuple[int, int], tmp_path: Path) -> None:
+    head, (per_device, accumulate) = HEADS[name], split
+    reference = reference_step(head, cut(head.samples, per_device))
+    if split == (2, 4):
+        assert is_wrong(head, reference, per_device, accumulate, tmp_path) == head.stock_wrong
+    patched = take_step(head, head.samples, per_device, accumulate, "apply", tmp_path)
+    subclass = take_step(head, head.samples, per_device, accumulate, "trainer", tmp_path)
+    assert_same_step(patched, reference, head.tolerance)
+    assert all(torch.equal(patched.change[key], subclass.change[key]) for key in patched.change)
+    assert patched.loss == subclass.loss and patched.norm == subclass.norm
+
+
+@pytest.mark.parametrize("name", ["llama", "bert-mlm", "uses-tensor"])
+def test_patch_and_subclass_together_change_nothing_further(name: str, tmp_path: Path) -> None:
+    from tests.numerics.parity import ClassRecorder
+
+    head = HEADS[name]
+    alone = take_step(head, head.samples, 2, 4, "trainer", tmp_path)
+    both = take_step(head, head.samples, 2, 4, "apply", tmp_path, trainer_class=ClassRecorder)
+    assert all(torch.equal(alone.change[key], both.change[key]) for key in alone.change)
+    assert alone.loss == both.loss
+
+
+@pytest.mark.parametrize("name", ["llama", "bert-mlm", "bert-classes", "mixtral", "wav2vec2-ctc-sum"])
+def test_one_sample(name: str, tmp_path: Path) -> None:
+    head = HEADS[name]
+    samples = head.samples[:1]
+    reference = reference_step(head, [samples])
+    assert_same_step(take_step(head, samples, 1, 1, "apply", tmp_path), reference, head.tolerance)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert-mlm", "no-kwargs", "bert-classes", "llama-smoothing"])
+def test_short_last_window(name: str, tmp_path: Path) -> None:
+    """Eight samples as 2 x 3: windows of three micro-batches and of one, each its own global batch."""
+    head = HEADS[name]
+
+    def taken(path: str, steps: int) -> Step:
+        return take_step(head, head.samples, 2, 3, path, tmp_path, steps=steps, learning_rate=1e-3)
+
+    one, two = taken("apply", 1), taken("apply", 2)
+    first = reference_step(head, cut(head.samples[:6], 2))
+    # The second window's gradient, at the parameters the first step (lr 1e-3) has left.
+    moved = Head(head.name, lambda: _stepped(head, first, 1e-3), head.samples, loss=head.loss, arguments=head.arguments)
+    second = reference_step(moved, [head.samples[6:]])
+    wanted = Step({key: 1e-3 * (first.change[key] + second.change[key]) for key in first.change}, 0.0, 0.0)
+    assert one.norm == pytest.approx(first.norm, rel=1e-6)
+    # The difference of two parameters keeps about 12 digits of a change of 1e-3.
+    assert two.error(wanted) <= max(head.tolerance, 1e-11)
+    assert 2 * two.loss == pytest.approx(first.loss + second.loss, rel=1e-6)
+
+
+def _stepped(head: Head, step: Step, rate: float) -> torch.nn.Module:
+    model = head.build()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key in step.change:
+                parameter += rate * step.change[key]
+    return model
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "bert-mlm", "no-kwargs", "llama-smoothing", "func-with-mean", "bert-answers"]
+)
+@pytest.mark.parametrize("split", [(4, 2), (1, 8)], ids=str)
+def test_window_without_a_target(
+    name: str, split: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = HEADS[name]
+    blank = [dict(sample) for sample in head.samples]
+    for sample in blank:
+        for key in ("labels", "start_positions", "end_positions"):
+            if key in sample:
+                sample[key] = torch.full_like(sample[key], -100 if key == "labels" else 99)
+    with caplog.at_level("WARNING", logger="hf_accum_fix"):
+        step = take_step(head, [*head.samples, *blank, *blank], *split, "apply", tmp_path, steps=3, learning_rate=0.0)
+    log = step.trainer.state.log_history
+    assert [entry["loss"] for entry in log if "loss" in entry][1:] == [0.0, 0.0]
+    assert step.trainer.callback_handler.callbacks[-1] is not None
+    norms = next(callback.norms for callback in step.trainer.callback_handler.callbacks if hasattr(callback, "norms"))
+    assert norms[1:] == [0.0, 0.0] and norms[0] > 0
+    assert sum("no target" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("name", [name for name, head in HEADS.items() if not head.exact])
+def test_what_cannot_be_exact_is_said_once_and_never_called_exact(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = HEADS[name]
+    with caplog.at_level("WARNING", logger="hf_accum_fix"):
+        step = take_step(head, [*head.samples, *head.samples], 4, 2, "trainer", tmp_path, steps=2)
+    session = step.trainer.__dict__["_hf_accum_fix_session"]
+    assert not session.contract.exact
+    assert sum("plain mean over micro-batches" in record.message for record in caplog.records) == 1
+    assert math.isfinite(step.loss)
+
+
+def test_the_sum_warns_that_it_grows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    head = HEADS["wav2vec2-ctc-sum"]
+    with caplog.at_level("WARNING", logger="hf_accum_fix"):
+        take_step(head, [*head.samples, *head.samples], 2, 4, "trainer", tmp_path, steps=2)
+    assert sum("grows with the global batch" in record.message for record in caplog.records) == 1
