@@ -307,8 +307,10 @@ def _agreed(trainer: Any, found: LossContract) -> LossContract:
         return found
     ranks: list[LossContract] = gather_object([found])
     conclusive = [each for each in ranks if each.conclusive]
+    # One rank's samples that do not compose outweigh any number that do.
+    conclusive.sort(key=lambda each: each.reduction is not Reduction.PLAIN)
     kinds = {(each.reduction, each.items, each.owned_by_trainer) for each in conclusive}
-    if len(kinds) > 1:
+    if len(kinds) > 1 and conclusive[0].reduction is not Reduction.PLAIN:
         raise ContractError(
             f"the ranks observed different losses: {sorted({str(each) for each in conclusive})}; "
             "give the contract by hand: apply(contract=LossContract(...))"

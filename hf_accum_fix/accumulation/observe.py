@@ -281,7 +281,7 @@ def _by_parts(
             Reduction.MEAN,
             (agreed or fitting)[0],
             router_coefficient=coefficient,
-            conclusive=bool(agreed) or fitting[0].width_of is not None or len(rules) == 1 or len(fitting) < len(rules),
+            conclusive=bool(agreed) or len(fitting) == 1 or fitting[0].width_of is not None,
             reason="the losses of two parts compose to the whole's as the mean over these items",
         )
     if any(call.reduction == "sum" for call in calls):
@@ -380,8 +380,8 @@ def _close(a: float, b: float, tolerance: float = 1e-5) -> bool:
 def _probe(window: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The micro-batch with the most targets, at least two samples if they can be had, labels that tell rules apart.
 
-    A target is put at position 0 and at a padded position of every row of token labels: rules that shift, and rules
-    that heed the attention mask, then count differently.
+    A target is put at position 0 and at a padded position of every row of token labels, and rows of one length lose a
+    target in one of them: rules that shift, that heed the attention mask, and that count samples then differ.
     """
     ordered = sorted(window, key=_label_count, reverse=True)
     inputs = dict(ordered[0])
@@ -398,8 +398,19 @@ def _probe(window: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             padded = (mask == 0) & (torch.arange(labels.shape[1], device=mask.device) > 0)
             first = padded & (padded.cumsum(dim=1) == 1)
             labels = torch.where(first & fill[:, None], valid[:, None].clamp(min=0), labels)
-        inputs["labels"] = labels
+        inputs["labels"] = _with_unequal_rows(labels)
     return inputs
+
+
+def _with_unequal_rows(labels: Tensor) -> Tensor:
+    """Where -100 is in use and every row has as many targets, the last row loses its last one."""
+    targets = labels != -100
+    per_row = targets.sum(dim=1)
+    if len(labels) < 2 or bool(targets.all()) or bool((per_row != per_row[0]).any()) or int(per_row[0]) < 3:
+        return labels
+    labels = labels.clone()
+    labels[-1, int(targets[-1].nonzero()[-1])] = -100
+    return labels
 
 
 def _label_count(inputs: Mapping[str, Any]) -> int:

@@ -52,10 +52,10 @@ def test_a_rank_without_items(rows: Any) -> None:
 
 
 def check(row: dict[str, Any]) -> None:
-    for path in ("apply", "trainer"):
+    for path in {"apply", "trainer"} & row.keys():
         assert row[path]["gradient"] <= row["tolerance"], row
         assert row[path]["loss"] <= max(row["tolerance"], 1e-6), row
         assert row[path]["norm"] <= row["tolerance"], row
-    assert row["same_bits"] and row["ranks_agree"], row
+    assert row["ranks_agree"] and row.get("same_bits", True), row
     if row["stock_wrong"] and "stock" in row:
         assert "raised" in row["stock"] or row["stock"]["gradient"] > 1e-3, row

@@ -18,8 +18,8 @@ from tests.numerics.heads import HEADS, Sample
 from tests.numerics.parity import cut, reference_step, take_step
 
 SPLITS = ((4, 1), (2, 2), (1, 4))
-#: DDP with static graphs of a compiled module, and 1 x 1 image pairs, are no business of this test.
-LEFT_OUT = ("compiled", "compiled-no-kwargs")
+#: A compiled module's DDP graph is dynamo's affair; a detection loss averages its number of boxes over ranks by itself.
+LEFT_OUT = ("compiled", "compiled-no-kwargs", "yolos")
 
 
 def blank_on_second_rank(samples: Sequence[Sample]) -> list[Sample]:
@@ -46,9 +46,7 @@ def main(output: Path) -> None:
             "tolerance": head.tolerance,
             "stock_wrong": head.stock_wrong,
         }
-        paths = ["apply", "trainer"]
-        if (per_device, accumulate) == (2, 2):
-            paths.append("stock")
+        paths = ["apply", "trainer", "stock"] if (per_device, accumulate) == (2, 2) else ["apply"]
         bits = {}
         for path in paths:
             try:
@@ -72,14 +70,15 @@ def main(output: Path) -> None:
                 "loss": abs(step.loss - reference.loss) / max(abs(reference.loss), 1e-12),
                 "norm": abs(step.norm - reference.norm) / max(reference.norm, 1e-12),
             }
-        same = all(torch.equal(bits["apply"].change[key], bits["trainer"].change[key]) for key in bits["apply"].change)
-        row["same_bits"] = same and bits["apply"].loss == bits["trainer"].loss
+        if "trainer" in paths:
+            one, other = bits["apply"], bits["trainer"]
+            same = all(torch.equal(one.change[key], other.change[key]) for key in one.change)
+            row["same_bits"] = same and one.loss == other.loss
         # Every rank must hold the same parameters after the step.
         digest = torch.stack([change.sum() for change in bits["apply"].change.values()])
-        other = digest.clone()
-        dist.broadcast(other, src=0)
-        row["ranks_agree"] = torch.equal(digest, other)
-        agree = torch.tensor(float(row["ranks_agree"]))
+        first_rank = digest.clone()
+        dist.broadcast(first_rank, src=0)
+        agree = torch.tensor(float(torch.equal(digest, first_rank)))
         dist.all_reduce(agree, op=dist.ReduceOp.MIN)
         row["ranks_agree"] = bool(agree)
         rows.append(row)

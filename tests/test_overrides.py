@@ -1,0 +1,403 @@
+"""How the overrides behave inside real training: other people's subclasses, failures, restarts, several trainers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import debug_launcher
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+
+import hf_accum_fix
+from hf_accum_fix import observations
+from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.window import Items
+from hf_accum_fix.errors import ContractError, SeamError, UnsupportedSetupError
+from hf_accum_fix.options import Options
+from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchTrainer
+from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, shifted_cross_entropy
+from tests.numerics.parity import ClassRecorder, Recorder, StockRecorder, Step, cut, reference_step, take_step, trainable
+
+DROPS, MLM, CLASSES = HEADS["drops-kwargs"], HEADS["bert-mlm"], HEADS["bert-classes"]
+
+
+def arguments(output: Path, **overrides: Any) -> TrainingArguments:
+    given = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "max_steps": 1,
+        "learning_rate": 1.0,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(output_dir=str(output), **{**given, **overrides})
+
+
+# --- other people's compute_loss ------------------------------------------------------------------------------------
+
+
+class CallsSuper(StockRecorder):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+class ScalesItself(StockRecorder):
+    """Never calls super and divides by the number, as TRL's SFTTrainer does."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        logits = model(input_ids=inputs["input_ids"], labels=inputs["labels"])["logits"]
+        if num_items_in_batch is None:
+            loss = shifted_cross_entropy(logits, inputs["labels"])
+        else:
+            loss = shifted_cross_entropy(logits, inputs["labels"], reduction="sum") / num_items_in_batch
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+class IgnoresTheNumber(StockRecorder):
+    """Never calls super and returns a mean, as TRL's preference trainers do."""
+
+    noted = 0
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        self.noted += 1
+        logits = model(input_ids=inputs["input_ids"], labels=inputs["labels"])["logits"]
+        loss = shifted_cross_entropy(logits, inputs["labels"])
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+@pytest.mark.parametrize("trainer_class", [CallsSuper, ScalesItself], ids=lambda cls: cls.__name__)
+def test_a_subclass_that_calls_super_or_uses_the_number_is_exact(trainer_class: type, tmp_path: Path) -> None:
+    reference = reference_step(DROPS, cut(DROPS.samples, 2))
+    step = take_step(DROPS, DROPS.samples, 2, 4, "apply", tmp_path, trainer_class=trainer_class)
+    assert step.error(reference) <= 1e-12
+    assert step.loss == pytest.approx(reference.loss, rel=1e-12)
+
+
+def test_a_subclass_that_ignores_the_number_gets_the_mean_over_micro_batches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = DROPS.build()
+    before = trainable(model)
+    losses = [shifted_cross_entropy(model.logits(b["input_ids"]), b["labels"]) for b in map(DROPS.batch, cut(DROPS.samples, 2))]
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    wanted = Step({name: -p.grad for name, p in model.named_parameters()}, float(loss.detach()), 0.0)
+    assert before.keys() == wanted.change.keys()
+    stock = take_step(DROPS, DROPS.samples, 2, 4, "stock", tmp_path, trainer_class=IgnoresTheNumber)
+    assert stock.error(wanted) > 1  # G times
+    step = take_step(DROPS, DROPS.samples, 2, 4, "apply", tmp_path, trainer_class=IgnoresTheNumber)
+    assert step.error(wanted) <= 1e-12
+    assert step.loss == pytest.approx(wanted.loss, rel=1e-12)
+    # What a subclass notes on itself while it is observed is dropped: four micro-batches, four notes.
+    assert step.trainer.noted == 4
+
+
+def test_the_subclass_stands_behind_a_trainer_of_ones_own(tmp_path: Path) -> None:
+    class Mine(CallsSuper, GlobalBatchTrainer):
+        pass
+
+    reference = reference_step(DROPS, cut(DROPS.samples, 2))
+    assert take_step(DROPS, DROPS.samples, 2, 4, "trainer", tmp_path, trainer_class=Mine).error(reference) <= 1e-12
+
+
+def test_a_mixin_that_would_bypass_a_trainer_is_refused() -> None:
+    with pytest.raises(SeamError, match="put the mixin last"):
+        type("Wrong", (GlobalBatchMixin, ScalesItself), {})
+
+
+# --- what is passed on ----------------------------------------------------------------------------------------------
+
+
+def test_a_division_by_accelerate_is_neutralised(tmp_path: Path) -> None:
+    """5.2.0 to 5.5.3 hand accelerate the steps once more, so that the gradient is 1/G under a right log."""
+
+    class Divides(Recorder):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.accelerator.gradient_state.plugin_kwargs["num_steps"] = 4
+
+    llama = HEADS["llama"]
+    reference = reference_step(llama, cut(llama.samples, 2))
+    stock = take_step(llama, llama.samples, 2, 4, "stock", tmp_path, trainer_class=type("S", (Divides, Trainer), {}))
+    assert stock.error(reference) == pytest.approx(0.75, rel=1e-3)
+    assert stock.loss == pytest.approx(reference.loss, rel=1e-6)
+    ours = take_step(llama, llama.samples, 2, 4, "apply", tmp_path, trainer_class=type("O", (Divides, Trainer), {}))
+    assert ours.error(reference) <= 1e-12
+
+
+def test_evaluation_is_untouched(tmp_path: Path) -> None:
+    def evaluated(path: str) -> float:
+        step = take_step(MLM, MLM.samples, 2, 4, path, tmp_path, learning_rate=0.0, per_device_eval_batch_size=3)
+        step.trainer.eval_dataset = list(MLM.samples)
+        with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext():
+            return float(step.trainer.evaluate()["eval_loss"])
+
+    assert evaluated("stock") == evaluated("apply") == evaluated("trainer")
+
+
+def test_the_switch_leaves_the_subclass_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = take_step(MLM, MLM.samples, 2, 4, "stock", tmp_path)
+    monkeypatch.setenv("HF_ACCUM_FIX", "0")
+    off = take_step(MLM, MLM.samples, 2, 4, "trainer", tmp_path)
+    assert off.loss == stock.loss and off.norm == stock.norm
+
+
+# --- observing --------------------------------------------------------------------------------------------------------
+
+
+class CountsForwards(DropsKwargs):
+    forwards = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        type(self).forwards += 1
+        return super().forward(*args, **kwargs)
+
+
+def test_at_most_four_forwards_once_a_run(tmp_path: Path) -> None:
+    CountsForwards.forwards = 0
+    args = arguments(tmp_path, max_steps=3)
+    data = list(DROPS.samples) * 3
+    GlobalBatchTrainer(model=CountsForwards(), args=args, train_dataset=data, data_collator=DROPS.batch).train()
+    assert CountsForwards.forwards == 3 * 4 + 4
+
+
+def test_observing_leaves_no_trace(tmp_path: Path) -> None:
+    """With dropout and BatchNorm-like buffers at work, a run that observes is the run that was given the contract."""
+
+    def trained(options: Options) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = bert("BertForMaskedLM")()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.2
+        model.register_buffer("steps", torch.zeros(()))
+        model.register_forward_pre_hook(lambda module, _: (module.steps.add_(1), None)[1])
+        cls = type("Given", (GlobalBatchTrainer,), {"global_batch_options": options})
+        args = arguments(tmp_path, max_steps=2, seed=3)
+        cls(model=model, args=args, train_dataset=list(MLM.samples) * 2, data_collator=MLM.batch).train()
+        return {**trainable(model), "steps": model.steps}
+
+    given = LossContract(Reduction.MEAN, Items(("labels",)))
+    observed, known = trained(Options()), trained(Options(contract=given))
+    assert all(torch.equal(observed[name], known[name]) for name in known)
+
+
+def test_a_forward_that_fails_is_said_and_raised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(TokenModel):
+        def forward(self, input_ids: Tensor, labels: Tensor, **kwargs: Any) -> Any:
+            raise RuntimeError("no such kernel")
+
+    trainer = GlobalBatchTrainer(
+        model=Fails(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
+    )
+    with caplog.at_level("ERROR", logger="hf_accum_fix"), pytest.raises(RuntimeError, match="no such kernel"):
+        trainer.train()
+    assert "give its contract by hand" in caplog.text
+
+
+def test_a_model_without_a_loss_is_named(tmp_path: Path) -> None:
+    class NoLoss(TokenModel):
+        def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+            return {"logits": self.logits(input_ids)}
+
+    trainer = GlobalBatchTrainer(
+        model=NoLoss(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
+    )
+    with pytest.raises(ContractError, match="returned no loss"):
+        trainer.train()
+
+
+def test_the_number_does_not_recompile_a_compiled_model(tmp_path: Path) -> None:
+    compiled = 0
+
+    def counting(graph: Any, example_inputs: Any) -> Any:
+        nonlocal compiled
+        compiled += 1
+        return graph.forward
+
+    class Even(HEADS["uses-tensor"].build().__class__):  # type: ignore[misc]
+        pass
+
+    samples = [{"input_ids": torch.arange(4, 12), "labels": torch.where(torch.arange(8) < i % 6, -100, 5)} for i in range(24)]
+    torch._dynamo.reset()
+    model = torch.compile(Even(), backend=counting)
+    args = arguments(tmp_path, max_steps=3)
+    GlobalBatchTrainer(model=model, args=args, train_dataset=samples, data_collator=DROPS.batch).train()
+    assert compiled == 1
+
+
+# --- what the user is told --------------------------------------------------------------------------------------------
+
+
+def test_the_run_is_reported_with_the_stock_factor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    observations.clear()
+    with caplog.at_level("INFO", logger="hf_accum_fix"):
+        take_step(CLASSES, CLASSES.samples, 1, 8, "apply", tmp_path)
+    (run,) = hf_accum_fix.report().runs
+    assert run["head"] == "BertForSequenceClassification" and run["exact"]
+    assert run["stock_gradient_factor"] == pytest.approx(8.0)
+    assert sum("8x this gradient. Clipping and learning rate felt it." in r.getMessage() for r in caplog.records) == 1
+    json.dumps(hf_accum_fix.report().to_dict())
+
+
+@pytest.mark.parametrize(("name", "factor"), [("llama", 1.0), ("declares-false", 1.0), ("gpt2-position-0", 79 / 87)])
+def test_the_stock_factor_of_other_heads(name: str, factor: float, tmp_path: Path) -> None:
+    observations.clear()
+    head = HEADS[name]
+    take_step(head, head.samples, 2, 4, "trainer", tmp_path)
+    (run,) = observations.recorded()
+    assert run["stock_gradient_factor"] == pytest.approx(factor, rel=1e-6)
+
+
+def test_the_state_is_marked_and_an_unmarked_checkpoint_warns_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def trained(path: str, steps: int, resume: Any = None) -> Any:
+        args = arguments(tmp_path, max_steps=steps, save_strategy="steps", save_steps=1)
+        cls = ClassRecorder if path == "trainer" else StockRecorder
+        trainer = cls(model=bert("BertForMaskedLM")(), args=args, train_dataset=list(MLM.samples) * 4, data_collator=MLM.batch)
+        with caplog.at_level(logging.WARNING, logger="hf_accum_fix"):
+            trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    trained("stock", 1)
+    trained("trainer", 3, resume=str(tmp_path / "checkpoint-1"))
+    assert sum("was reached without hf_accum_fix" in record.message for record in caplog.records) == 1
+    state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["hf_accum_fix"] == {"active": True}
+    caplog.clear()
+    trained("trainer", 4, resume=str(tmp_path / "checkpoint-3"))
+    assert not [record for record in caplog.records if record.name == "hf_accum_fix"]
+
+
+# --- what cannot be right is refused -----------------------------------------------------------------------------------
+
+
+def test_data_parallel_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    trainer = GlobalBatchTrainer(
+        model=DROPS.build(), args=args, train_dataset=list(DROPS.samples), data_collator=DROPS.batch
+    )
+    args._n_gpu = 2
+    with pytest.raises(UnsupportedSetupError, match="accelerate launch"):
+        trainer.train()
+
+
+def test_a_training_step_that_bypasses_ours_is_refused(tmp_path: Path) -> None:
+    class Bypasses(Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    args = arguments(tmp_path, max_steps=2)
+    trainer = Bypasses(model=DROPS.build(), args=args, train_dataset=list(DROPS.samples) * 2, data_collator=DROPS.batch)
+    with hf_accum_fix.apply(), pytest.raises(SeamError, match="without calling super"):
+        trainer.train()
+
+
+def test_a_window_that_was_not_counted_is_refused(tmp_path: Path) -> None:
+    class Fetches(Trainer):
+        def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> Any:
+            return [next(epoch_iterator) for _ in range(num_batches)], None
+
+    trainer = Fetches(
+        model=DROPS.build(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
+    )
+    with hf_accum_fix.apply(), pytest.raises(SeamError, match="no window was counted"):
+        trainer.train()
+
+
+def test_a_step_by_hand_outside_of_training_is_stock(tmp_path: Path) -> None:
+    trainer = GlobalBatchTrainer(
+        model=DROPS.build(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
+    )
+    batch = DROPS.batch(DROPS.samples[:2])
+    with torch.no_grad():
+        wanted = float(trainer.model(**batch)["loss"])
+    trainer.create_optimizer()
+    trainer.current_gradient_accumulation_steps = 1
+    assert float(trainer.training_step(trainer.model, batch)) == pytest.approx(wanted)
+
+
+# --- restarts, several trainers, launchers -------------------------------------------------------------------------------
+
+
+def test_auto_find_batch_size_starts_again_with_smaller_micro_batches(tmp_path: Path) -> None:
+    class Small(DropsKwargs):
+        def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+            if len(input_ids) > 2:
+                raise RuntimeError("CUDA out of memory.")
+            return super().forward(input_ids, labels)
+
+    head = HEADS["drops-kwargs"]
+    torch.manual_seed(0)
+    small = type(head)(**{**vars(head), "build": lambda: _like(Small(), head.build())})
+    step = take_step(small, head.samples, 4, 2, "apply", tmp_path, auto_find_batch_size=True)
+    reference = reference_step(head, cut(head.samples[:4], 2))
+    assert step.error(reference) <= 1e-12
+
+
+def _like(model: torch.nn.Module, other: torch.nn.Module) -> torch.nn.Module:
+    model.double().load_state_dict(other.state_dict())
+    return model
+
+
+def test_a_failing_step_leaves_trainer_and_accelerator_as_they_were(tmp_path: Path) -> None:
+    class FailsLater(DropsKwargs):
+        def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                raise ValueError("later")
+            return super().forward(input_ids, labels)
+
+    trainer = GlobalBatchTrainer(
+        model=FailsLater(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
+    )
+    with pytest.raises(ValueError, match="later"):
+        trainer.train()
+    assert "compute_loss" not in vars(trainer) and "backward" not in vars(trainer.accelerator)
+
+
+def test_two_trainers_in_one_process_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """The second one trains whole inside a callback of the first."""
+    alone = take_step(DROPS, DROPS.samples, 2, 4, "apply", tmp_path)
+    inner: list[Step] = []
+
+    class Nested(StockRecorder):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            if not inner:
+                inner.append(take_step(MLM, MLM.samples, 1, 8, "apply", tmp_path))
+            return super().training_step(*args, **kwargs)
+
+    outer = take_step(DROPS, DROPS.samples, 2, 4, "apply", tmp_path, trainer_class=Nested)
+    assert all(torch.equal(outer.change[name], alone.change[name]) for name in alone.change)
+    assert inner[0].error(reference_step(MLM, cut(MLM.samples, 1))) <= 1e-12
+
+
+def _train_in_a_launcher(output: str) -> None:
+    torch.set_num_threads(1)
+    reference = reference_step(MLM, cut(MLM.samples, 2))
+    # The parent's apply() reaches a forked launcher; the step finds it active.
+    assert hf_accum_fix.applying.active_handle() is not None
+    step = take_step(MLM, MLM.samples, 2, 2, "apply", Path(output), ddp_backend="gloo")
+    assert step.error(reference) <= 1e-12
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_patch_reaches_a_notebook_launcher(tmp_path: Path) -> None:
+    with hf_accum_fix.apply():
+        debug_launcher(_train_in_a_launcher, args=(str(tmp_path),), num_processes=2)
