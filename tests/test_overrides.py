@@ -18,7 +18,7 @@ import hf_accum_fix
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.window import Items
-from hf_accum_fix.errors import ContractError, SeamError, UnsupportedSetupError
+from hf_accum_fix.errors import ContractError, ForeignPatchError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options
 from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchTrainer
 from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, shifted_cross_entropy
@@ -320,6 +320,20 @@ def test_a_window_that_was_not_counted_is_refused(tmp_path: Path) -> None:
     )
     with hf_accum_fix.apply(), pytest.raises(SeamError, match="no window was counted"):
         trainer.train()
+
+
+def test_a_seam_replaced_after_apply_is_refused_at_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replacement(self: Trainer, epoch_iterator: Any, num_batches: int, *args: Any) -> Any:
+        return [next(epoch_iterator) for _ in range(num_batches)], None
+
+    trainer = Trainer(
+        model=DROPS.build(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
+    )
+    with hf_accum_fix.apply():
+        with monkeypatch.context() as later:
+            later.setattr(Trainer, "get_batch_samples", replacement)
+            with pytest.raises(ForeignPatchError, match="get_batch_samples no longer leads"):
+                trainer.train()
 
 
 def test_a_step_by_hand_outside_of_training_is_stock(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+"""Exact gradient accumulation for Hugging Face Transformers.
+
+    import hf_accum_fix
+    hf_accum_fix.apply()                                   # applications: patches transformers.Trainer
+    from hf_accum_fix import GlobalBatchTrainer            # libraries: the same as a class
+
+Importing this patches nothing and imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from hf_accum_fix.applying import PatchHandle, active_handle, apply, report, revert
+from hf_accum_fix.errors import (
+    AccumFixError,
+    ContractError,
+    ForeignPatchError,
+    OptionsError,
+    SeamError,
+    UnsupportedSetupError,
+    UnsupportedVersionError,
+)
+from hf_accum_fix.options import Options
+
+if TYPE_CHECKING:
+    from hf_accum_fix.accumulation.contract import LossContract
+    from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchSeq2SeqTrainer, GlobalBatchTrainer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AccumFixError",
+    "ContractError",
+    "ForeignPatchError",
+    "GlobalBatchMixin",
+    "GlobalBatchSeq2SeqTrainer",
+    "GlobalBatchTrainer",
+    "LossContract",
+    "Options",
+    "OptionsError",
+    "PatchHandle",
+    "SeamError",
+    "UnsupportedSetupError",
+    "UnsupportedVersionError",
+    "active_handle",
+    "apply",
+    "report",
+    "revert",
+]
+
+# These need torch and transformers, so they are imported when they are first asked for.
+_LAZY = {
+    "GlobalBatchMixin": "hf_accum_fix.trainer",
+    "GlobalBatchSeq2SeqTrainer": "hf_accum_fix.trainer",
+    "GlobalBatchTrainer": "hf_accum_fix.trainer",
+    "LossContract": "hf_accum_fix.accumulation.contract",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

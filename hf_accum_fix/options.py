@@ -1,0 +1,56 @@
+"""The options, parsed once, that serve apply() and the trainer classes alike."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from hf_accum_fix.errors import OptionsError
+
+if TYPE_CHECKING:
+    from hf_accum_fix.accumulation.contract import LossContract
+
+SWITCH: Final = "HF_ACCUM_FIX"
+_ON: Final = ("1", "on", "true", "yes")
+_OFF: Final = ("0", "off", "false", "no")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user decided; the defaults are right for almost everyone.
+
+    Attributes:
+        contract: how the model reduces its loss, where it must not be observed; None observes it.
+        allow_foreign: names ("module.qualname") of other people's replacements of Trainer methods to wrap
+            around instead of refusing them.
+
+    Raises:
+        OptionsError: if allow_foreign is not a tuple of "module.qualname" strings.
+    """
+
+    contract: LossContract | None = None
+    allow_foreign: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what would be misread later, such as a bare string taken for a sequence of names."""
+        names = self.allow_foreign
+        if not isinstance(names, tuple) or not all(isinstance(name, str) and "." in name for name in names):
+            raise OptionsError(
+                f'allow_foreign is {names!r}; needed is a tuple of "module.qualname" strings, such as '
+                'allow_foreign=("unsloth_zoo.loss_utils._unsloth_get_batch_samples",)'
+            )
+
+
+def enabled() -> bool:
+    """Whether the environment lets the fix be applied: HF_ACCUM_FIX=0 switches it off.
+
+    Raises:
+        OptionsError: if the variable is set to something that is neither on nor off.
+    """
+    value = os.environ.get(SWITCH)
+    if value is None or value.strip().lower() in _ON:
+        return True
+    if value.strip().lower() in _OFF:
+        return False
+    raise OptionsError(f"{SWITCH}={value!r}; needed is one of {', '.join(_ON + _OFF)}, or the variable unset")

@@ -1,0 +1,152 @@
+"""A patched method is a chain of wrappers: where each link is held, and who made it.
+
+A wrapper belongs to the chain if it still leads to what it wraps: a wrapt proxy, or a functools.wraps
+function that keeps the wrapped function in one of its closure cells. Anything else ends the chain, so a
+function that took the original's place without leading to it is the end of its own chain: a replacement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CellType, FunctionType
+from typing import Any, Final, Protocol, TypeAlias
+
+import wrapt
+
+from hf_accum_fix.errors import SeamError
+
+Pristine: TypeAlias = Callable[[Any, str], bool]
+
+ABSENT: Final = object()
+"""Stands for "the class has no such attribute of its own": what an inherited method is restored to."""
+
+
+class Place(Protocol):
+    """Somewhere that holds one link of a chain."""
+
+    def get(self) -> Any:
+        """The object held here, the very one; ABSENT for an inherited class attribute."""
+
+    def put(self, value: Any) -> None:
+        """Hold value from now on."""
+
+
+@dataclass(frozen=True, eq=False)
+class ClassAttribute:
+    """The attribute of a class, read from its own namespace so that static and class methods survive."""
+
+    owner: type
+    name: str
+
+    def get(self) -> Any:
+        """What the class itself holds under the name, or ABSENT."""
+        return vars(self.owner).get(self.name, ABSENT)
+
+    def put(self, value: Any) -> None:
+        """Set the attribute, or delete it if value is ABSENT."""
+        if value is ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, value)
+
+
+@dataclass(frozen=True, eq=False)
+class ProxyTarget:
+    """What a wrapt proxy wraps."""
+
+    proxy: Any
+
+    def get(self) -> Any:
+        """The wrapped object."""
+        return self.proxy.__wrapped__
+
+    def put(self, value: Any) -> None:
+        """Wrap value instead."""
+        self.proxy.__wrapped__ = value
+
+
+@dataclass(frozen=True, eq=False)
+class ClosureCell:
+    """The closure cell through which a functools.wraps function calls what it wraps."""
+
+    function: FunctionType
+    cell: CellType
+
+    def get(self) -> Any:
+        """The function called."""
+        return self.cell.cell_contents
+
+    def put(self, value: Any) -> None:
+        """Call value instead, and say so in __wrapped__, where inspect and we ourselves look."""
+        self.cell.cell_contents = value
+        self.function.__wrapped__ = value  # type: ignore[attr-defined]
+
+
+def follow(owner: type, name: str, pristine: Pristine = lambda *_: False) -> Iterator[Place]:
+    """The places that hold owner's method, from the class attribute down.
+
+    The last one is the deepest: it holds the pristine function or, if no link is pristine, the chain's end.
+
+    Args:
+        owner: the class.
+        name: the method's name.
+        pristine: pristine(function, name) tells whether function is the original of the method called name.
+
+    Raises:
+        SeamError: if neither owner nor a base of it has the attribute.
+    """
+    place: Place | None = ClassAttribute(owner, name)
+    while place is not None:
+        yield place
+        link = held(place)
+        place = None if pristine(link, name) else _beneath(link)
+
+
+def held(place: Place) -> Any:
+    """The object in effect at a place: what it holds or, for an inherited attribute, what is inherited."""
+    value = place.get()
+    if value is not ABSENT or not isinstance(place, ClassAttribute):
+        return value
+    for base in place.owner.__mro__[1:]:
+        if place.name in vars(base):
+            return vars(base)[place.name]
+    raise SeamError(
+        f"{place.owner.__module__}.{place.owner.__qualname__} has no method {place.name!r}; needed is a "
+        "class that defines or inherits it; check the name and the installed release"
+    )
+
+
+def author(link: Any) -> str:
+    """Who made a link, as "module.qualname".
+
+    functools.wraps and wrapt both answer with the name of what they wrap, so a wrapper is named by its code.
+    """
+    if isinstance(link, wrapt.BaseObjectProxy):
+        link = getattr(link, "_self_wrapper", type(link))
+    if isinstance(link, FunctionType) and hasattr(link, "__wrapped__"):
+        code = link.__code__  # co_qualname exists from Python 3.11 on
+        return f"{link.__globals__.get('__name__')}.{getattr(code, 'co_qualname', code.co_name)}"
+    if not hasattr(link, "__qualname__"):
+        link = type(link)
+    return f"{link.__module__}.{link.__qualname__}"
+
+
+def _beneath(link: Any) -> Place | None:
+    """The place inside a link that holds the next one; None where the chain ends."""
+    if isinstance(link, wrapt.BaseObjectProxy):
+        return ProxyTarget(link)
+    if isinstance(link, FunctionType):
+        wrapped = getattr(link, "__wrapped__", ABSENT)
+        for cell in link.__closure__ or ():
+            if _contents(cell) is wrapped:
+                return ClosureCell(link, cell)
+    return None
+
+
+def _contents(cell: CellType) -> Any:
+    """What a closure cell holds; None for one that was never filled, for which Python raises."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None

@@ -1,0 +1,158 @@
+"""detect(): what is installed, and the state of the Trainer's methods. Reads only."""
+
+from __future__ import annotations
+
+import inspect
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from hf_accum_fix.upstream.chain import author, follow, held
+from hf_accum_fix.upstream.patch import is_ours
+from hf_accum_fix.upstream.seams import SEAMS, TESTED_BODIES, TRAINER_CLASS, TRAINER_MODULE, Seam
+
+
+@dataclass(frozen=True)
+class SeamState:
+    """One seam as found.
+
+    Attributes:
+        seam: the seam.
+        parameters: names of the method's parameters after self; None if there is no such method.
+        fits: whether they start with those we need.
+        tested_body: whether the body is one that our tests have run.
+        ours: whether a wrapper of this package is on it.
+        foreign: "module.qualname" of somebody else's innermost patch; None without one.
+        composable: whether the method still leads to the original, through whatever wrappers.
+    """
+
+    seam: Seam
+    parameters: tuple[str, ...] | None
+    fits: bool
+    tested_body: bool
+    ours: bool
+    foreign: str | None
+    composable: bool
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What is installed, by its metadata.
+
+    Attributes:
+        transformers: version, None if not installed; accelerate and torch alike.
+        accelerate: version.
+        torch: version.
+        python: version.
+        trainer_imported: whether transformers.trainer is imported.
+        seams: state of every seam; empty before that import.
+    """
+
+    transformers: str | None
+    accelerate: str | None
+    torch: str | None
+    python: str
+    trainer_imported: bool = False
+    seams: tuple[SeamState, ...] = ()
+
+
+def detect() -> Environment:
+    """What is installed now. It imports none of it: seams are known once transformers.trainer is imported."""
+    trainer = imported_trainer()
+    return Environment(
+        transformers=_version("transformers"),
+        accelerate=_version("accelerate"),
+        torch=_version("torch"),
+        python=platform.python_version(),
+        trainer_imported=trainer is not None,
+        seams=() if trainer is None else tuple(_state(trainer, seam) for seam in SEAMS),
+    )
+
+
+def imported_trainer() -> type | None:
+    """The class Trainer; None until transformers.trainer is imported as far as that class.
+
+    If somebody put a subclass in its place, the class meant is still upstream's, which others inherit from.
+    """
+    found = getattr(sys.modules.get(TRAINER_MODULE), TRAINER_CLASS, None)
+    for base in found.__mro__ if isinstance(found, type) else ():
+        if (base.__module__, base.__qualname__) == (TRAINER_MODULE, TRAINER_CLASS):
+            return base
+    return None
+
+
+def is_pristine(function: Any, name: str) -> bool:
+    """Whether function is the method called name as transformers' own trainer.py defines it.
+
+    The file is compared too: functools.wraps copies the names, and other patchers re-execute the source.
+    """
+    module = sys.modules.get(TRAINER_MODULE)
+    return (
+        isinstance(module, ModuleType)
+        and type(function) is FunctionType
+        and function.__module__ == TRAINER_MODULE
+        and function.__qualname__ == f"{TRAINER_CLASS}.{name}"
+        and function.__code__.co_filename == module.__file__
+    )
+
+
+def fingerprint(body: FunctionType | CodeType) -> str | None:
+    """First 16 hex digits of the sha256 of a function's source without white space; None without source."""
+    try:
+        source = inspect.getsource(body)
+    except OSError:
+        return None
+    return sha256("".join(source.split()).encode()).hexdigest()[:16]
+
+
+def fingerprints(trainer_file: Path) -> dict[str, str | None]:
+    """The fingerprints of a release's trainer.py, without importing it: how TESTED_BODIES is made."""
+    module = compile(trainer_file.read_text(encoding="utf-8"), str(trainer_file), "exec")
+    [trainer] = [code for code in _nested(module) if code.co_name == TRAINER_CLASS]
+    bodies = {code.co_name: code for code in _nested(trainer)}
+    return {seam.name: fingerprint(bodies[seam.name]) for seam in SEAMS if seam.name in bodies}
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    return (constant for constant in code.co_consts if isinstance(constant, CodeType))
+
+
+def _state(trainer: type, seam: Seam) -> SeamState:
+    if not hasattr(trainer, seam.name):
+        return SeamState(seam, None, False, False, False, None, False)
+    *wrappers, end = (held(place) for place in follow(trainer, seam.name, is_pristine))
+    composable = is_pristine(end, seam.name)
+    foreign = [author(link) for link in wrappers if not is_ours(link)] + ([] if composable else [author(end)])
+    parameters = _parameters(end)
+    return SeamState(
+        seam=seam,
+        parameters=parameters,
+        fits=parameters is not None and parameters[: len(seam.parameters)] == seam.parameters,
+        tested_body=composable and fingerprint(end) in TESTED_BODIES[seam.name],
+        ours=any(is_ours(link) for link in wrappers),
+        foreign=foreign[-1] if foreign else None,
+        composable=composable,
+    )
+
+
+def _parameters(function: Any) -> tuple[str, ...] | None:
+    if not callable(function):
+        return None
+    try:
+        names = tuple(inspect.signature(function).parameters)
+    except ValueError:  # some builtins have no signature
+        return None
+    return names[1:]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,167 @@
+"""Install wrappers on the methods of a class and take them off again, all or nothing.
+
+Ours sits directly on the upstream function, beneath the wrappers of others: what it replaces is the function
+alone, so whoever watches from outside keeps being called. Taking it off is unlinking it from the chain, which
+leaves the identical objects behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import wrapt
+
+from hf_accum_fix.errors import ForeignPatchError
+from hf_accum_fix.upstream.chain import ABSENT, ClassAttribute, Place, Pristine, author, follow, held
+
+Wrapper: TypeAlias = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+"""wrapper(wrapped, instance, args, kwargs): what wrapt calls in place of the method."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One method to be wrapped."""
+
+    owner: type
+    name: str
+    wrapper: Wrapper
+
+
+class _BoundMethod(wrapt.BoundFunctionWrapper[..., Any]):
+    """Our wrapper as fetched from an instance or a class; it pickles as a plain bound method does."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        holder = self._self_owner if self._self_instance is None else self._self_instance
+        return getattr, (holder, self.__name__)
+
+
+class _Method(wrapt.FunctionWrapper[..., Any]):
+    """Our wrapper. Called unbound, from a foreign closure, it acts as if fetched from its class."""
+
+    __bound_function_wrapper__ = _BoundMethod
+
+    def __init__(self, wrapped: Any, patch: Patch) -> None:
+        super().__init__(wrapped, patch.wrapper)
+        self._self_class = patch.owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__get__(None, self._self_class)(*args, **kwargs)
+
+
+def is_ours(link: Any) -> bool:
+    """Whether a link of a chain is a wrapper made here, of whatever installation."""
+    return isinstance(link, _Method | _BoundMethod)
+
+
+@dataclass(frozen=True, eq=False)
+class _Installed:
+    """One wrapper in place.
+
+    Attributes:
+        patch: what was asked for.
+        method: our wrapper.
+        outermost: what the class held once ours was in place: ours, or the foreign wrapper around it.
+        inherited: whether the class had no such attribute of its own.
+    """
+
+    patch: Patch
+    method: _Method
+    outermost: Any
+    inherited: bool
+
+    def place(self) -> Place | None:
+        """The place that holds our wrapper now; None if the method no longer leads to it."""
+        for place in self._chain():
+            link = held(place)
+            # Whoever reads Trainer.method keeps a bound wrapper, whose parent is ours.
+            if link is self.method or (is_ours(link) and link._self_parent is self.method):
+                return place
+        return None
+
+    def undoable(self) -> bool:
+        """Whether nobody patched on top of us, or in our place, since."""
+        if self.place() is None:  # then somebody may have put back what we wrapped: nothing is left to undo
+            return any(held(place) is self.method.__wrapped__ for place in self._chain())
+        now = held(self._outermost())
+        return now is self.outermost or now is self.method
+
+    def holder(self) -> str:
+        """Who holds the method now, for an error."""
+        return f"{_name(self.patch)} (now of {author(held(self._outermost()))})"
+
+    def unlink(self) -> None:
+        """Take our wrapper out of the chain: its place holds what it wrapped, the identical object."""
+        place = self.place()
+        if place is not None:
+            gone = self.inherited and isinstance(place, ClassAttribute)
+            place.put(ABSENT if gone else self.method.__wrapped__)
+
+    def _chain(self) -> Iterator[Place]:
+        return follow(self.patch.owner, self.patch.name)
+
+    def _outermost(self) -> Place:
+        return next(self._chain())
+
+
+class Installation:
+    """The wrappers of one install(), to be taken off together."""
+
+    def __init__(self, installed: Sequence[_Installed]) -> None:
+        """Take charge of wrappers already in place."""
+        self._installed = tuple(installed)
+
+    def missing(self) -> tuple[str, ...]:
+        """Names of the methods that no longer lead to our wrapper: somebody replaced them since."""
+        return tuple(one.patch.name for one in self._installed if one.place() is None)
+
+    def restore(self) -> None:
+        """Put the identical original objects back, last first; a second call has no effect.
+
+        Raises:
+            ForeignPatchError: if somebody else patched a method since; then nothing is touched.
+        """
+        covered = [one.holder() for one in self._installed if not one.undoable()]
+        if covered:
+            raise ForeignPatchError(
+                f"cannot restore {', '.join(covered)}; needed are the methods as we left "
+                "them; undo that later patch first, then revert (nothing was touched)"
+            )
+        for one in reversed(self._installed):
+            one.unlink()
+        self._installed = ()
+
+
+def install(patches: Sequence[Patch], pristine: Pristine, allowed: Collection[str] = ()) -> Installation:
+    """Wrap every method, or none.
+
+    Args:
+        patches: the methods and their wrappers.
+        pristine: pristine(function, name) tells whether function is the original of the method called name.
+        allowed: authors ("module.qualname") whose replacements of an original may be wrapped instead.
+
+    Raises:
+        ForeignPatchError: if a method leads neither to its original nor to an allowed replacement.
+        SeamError: if a class has no such method.
+    """
+    installed = []
+    with ExitStack() as undo:
+        for patch in patches:
+            *_, place = follow(patch.owner, patch.name, pristine)
+            function = held(place)
+            if not pristine(function, patch.name) and author(function) not in allowed:
+                raise ForeignPatchError.replaced(_name(patch), author(function))
+            before = place.get()
+            method = _Method(function, patch)
+            undo.callback(place.put, before)
+            place.put(method)
+            outermost = vars(patch.owner)[patch.name]
+            installed.append(_Installed(patch, method, outermost, inherited=before is ABSENT))
+        undo.pop_all()
+    return Installation(installed)
+
+
+def _name(patch: Patch) -> str:
+    return f"{patch.owner.__qualname__}.{patch.name}"

@@ -1,0 +1,125 @@
+"""make_plan(): from what is installed to one decision, with its reason, for every defect. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from packaging.version import InvalidVersion, Version
+
+from hf_accum_fix.errors import AccumFixError, ForeignPatchError, SeamError, UnsupportedVersionError
+from hf_accum_fix.options import Options
+from hf_accum_fix.upstream.defects import DEFECTS, Defect
+from hf_accum_fix.upstream.environment import Environment, SeamState
+from hf_accum_fix.upstream.seams import FIRST_RELEASE, TESTED_RELEASES, TRAINER_CLASS
+
+
+class Action(str, Enum):
+    """What is done about a defect."""
+
+    MEND = "mend"
+    NOT_AFFECTED = "not affected"
+    REFUSE = "refuse"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is done about one defect, and why."""
+
+    defect: Defect
+    action: Action
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What apply() will do.
+
+    Attributes:
+        decisions: one for every defect, in the order of the table.
+        refusal: what apply() has to raise; None if it can go on.
+        untested: why this is not what our tests have run, release or method body; None if it is.
+    """
+
+    decisions: tuple[Decision, ...]
+    refusal: AccumFixError | None
+    untested: str | None
+
+    @property
+    def mended(self) -> tuple[Defect, ...]:
+        """The defects of this release that are mended."""
+        return tuple(decision.defect for decision in self.decisions if decision.action is Action.MEND)
+
+
+def make_plan(environment: Environment, options: Options) -> Plan:
+    """Decide about every defect.
+
+    Args:
+        environment: what is installed; without seams (before transformers.trainer is imported) only versions
+            are judged.
+        options: what the user decided.
+    """
+    release = _parse(environment.transformers)
+    refusal = _refusal(environment, release, options)
+    decisions = tuple(_decide(defect, release, refusal) for defect in DEFECTS)
+    return Plan(decisions, refusal, _untested(environment, release))
+
+
+def _parse(version: str | None) -> Version | None:
+    try:
+        return None if version is None else Version(version)
+    except InvalidVersion:
+        return None
+
+
+def _refusal(environment: Environment, release: Version | None, options: Options) -> AccumFixError | None:
+    """The one reason why nothing can be patched; None if there is none."""
+    if release is None:
+        name = environment.transformers
+        found = "no transformers" if name is None else f"transformers {name!r}"
+        return UnsupportedVersionError(
+            f"{found} is installed; needed is a release from {FIRST_RELEASE} on; pip install -U transformers"
+        )
+    if Version(release.base_version) < Version(FIRST_RELEASE):
+        return UnsupportedVersionError(
+            f"transformers {release} does not count the items of an accumulation window; needed is a release "
+            f"from {FIRST_RELEASE} on, which does; pip install -U transformers"
+        )
+    for state in environment.seams:
+        method = f"{TRAINER_CLASS}.{state.seam.name}"
+        if state.foreign is not None and not state.composable and state.foreign not in options.allow_foreign:
+            return ForeignPatchError.replaced(method, state.foreign)
+        if not state.fits:
+            return SeamError(f"{_misfit(method, state)} in transformers {release}; {_what_to_do()}")
+    return None
+
+
+def _misfit(method: str, state: SeamState) -> str:
+    needed = ", ".join(("self", *state.seam.parameters))
+    if state.parameters is None:
+        return f"there is no {method}({needed}, ...)"
+    return f"{method} takes ({', '.join(('self', *state.parameters))}); needed is ({needed}, ...)"
+
+
+def _what_to_do() -> str:
+    return f"use a release our tests have run ({', '.join(TESTED_RELEASES)}) or a newer hf-accum-fix"
+
+
+def _decide(defect: Defect, release: Version | None, refusal: AccumFixError | None) -> Decision:
+    if release is not None and not defect.is_in(release):
+        ended = defect.until is not None and Version(release.base_version) >= Version(defect.until)
+        reason = f"gone since {defect.until}" if ended else f"appears first in {defect.since}"
+        return Decision(defect, Action.NOT_AFFECTED, reason)
+    if refusal is not None:
+        return Decision(defect, Action.REFUSE, str(refusal))
+    return Decision(defect, Action.MEND, f"at {TRAINER_CLASS}.{defect.seam}")
+
+
+def _untested(environment: Environment, release: Version | None) -> str | None:
+    tested = ", ".join(TESTED_RELEASES)
+    if release is None or release.public not in TESTED_RELEASES:
+        return f"our tests have run {tested}, not {environment.transformers}"
+    changed = [state.seam.name for state in environment.seams if not state.tested_body]
+    if changed:
+        return f"{', '.join(changed)} of {TRAINER_CLASS} is not as our tests have run it in {release.public}"
+    return None

@@ -1,0 +1,89 @@
+"""Run a command under several transformers releases, in environments made for them, one torch shared by all.
+
+    python recipes/in_release.py 5.23.0 -- pytest
+    python recipes/in_release.py 4.49.0 5.23.0 -- accelerate launch --cpu --num_processes 4 recipes/llava_sweep.py \
+        --output results/{release}
+
+The first call makes a virtual environment with torch, the newest release and this package with its extras in
+.environments/; every further release gets a small one that looks there for whatever it does not hold itself. An
+environment is made whole or not at all, and is made once: delete .environments/ to start again. ``{release}`` in the
+command is replaced by the release. Adding a release is naming it.
+
+Needs nothing but Python 3.10 or newer. Exit code: the first that is not 0; 2 for a wrong call.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENTS = ROOT / ".environments"
+NEWEST = "5.23.0"
+TORCH = "torch==2.13.0"
+#: What a release's own resolver may have to pin lower than the newest environment holds.
+BESIDE_TRANSFORMERS = ("accelerate", "datasets", "peft")
+
+
+def main(arguments: list[str]) -> int:
+    releases, dashes, command = _split(arguments)
+    if not dashes or not releases or not command or not all(re.fullmatch(r"\d+\.\d+\.\d+", r) for r in releases):
+        print("usage: python recipes/in_release.py RELEASE [RELEASE ...] -- COMMAND [ARGUMENT ...]", file=sys.stderr)
+        return 2
+    code = 0
+    for release in releases:
+        scripts = environment(release) / ("Scripts" if os.name == "nt" else "bin")
+        words = [word.replace("{release}", release) for word in command]
+        print(f"transformers {release}: {' '.join(words)}", flush=True)
+        program = shutil.which(words[0], path=str(scripts)) or words[0]
+        path = os.pathsep.join([str(scripts), os.environ.get("PATH", "")])
+        done = subprocess.run([program, *words[1:]], cwd=ROOT, env={**os.environ, "PATH": path}, check=False)
+        code = code or done.returncode
+    return code
+
+
+def environment(release: str) -> Path:
+    """The folder of a release's environment, made if it is not there."""
+    folder = ENVIRONMENTS / release
+    if (folder / "complete").exists():
+        return folder
+    shared = environment(NEWEST) if release != NEWEST else None
+    print(f"making the environment of transformers {release} in {folder.relative_to(ROOT)}", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=True, symlinks=os.name != "nt")
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    if shared is None:
+        # torch first and alone: a range would take the newest build there is, with its CUDA packages.
+        _install(python, TORCH)
+        _install(python, f"transformers=={release}", "-e", f"{ROOT}[dev,recipes]")
+    else:
+        link = _site_packages(folder) / "shared.pth"
+        link.write_text(f"import site; site.addsitedir({str(_site_packages(shared))!r})\n")
+        _install(python, f"transformers=={release}", *BESIDE_TRANSFORMERS)
+    (folder / "complete").touch()
+    return folder
+
+
+def _install(python: Path, *requirements: str) -> None:
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *requirements], check=True)
+
+
+def _site_packages(folder: Path) -> Path:
+    return Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder), "platbase": str(folder)}))
+
+
+def _split(arguments: list[str]) -> tuple[list[str], bool, list[str]]:
+    if "--" not in arguments:
+        return arguments, False, []
+    at = arguments.index("--")
+    return arguments[:at], True, arguments[at + 1 :]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

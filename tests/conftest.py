@@ -1,0 +1,25 @@
+"""What every test gets: a check that it left the Trainer class as it found it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_residue() -> Iterator[None]:
+    """The attributes of Trainer are the identical objects before and after each test."""
+    before = _trainer_attributes()
+    yield
+    if before is not None:
+        after = _trainer_attributes()
+        assert after is not None
+        changed = {name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)}
+        assert not changed, f"the test left Trainer changed: {sorted(changed)}"
+
+
+def _trainer_attributes() -> dict[str, object] | None:
+    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    return None if trainer is None else dict(vars(trainer))

@@ -1,0 +1,452 @@
+"""apply(), revert() and report() on the real Trainer; what is computed is tested elsewhere, so fakes stand in."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wrapt
+from transformers import Seq2SeqTrainer, Trainer
+
+import hf_accum_fix
+from hf_accum_fix import ForeignPatchError, Options, OptionsError, observations, overrides
+from hf_accum_fix.upstream.plan import Action
+from hf_accum_fix.upstream.seams import SEAMS
+
+NAMES = [seam.name for seam in SEAMS]
+ORIGINALS = {name: vars(Trainer)[name] for name in NAMES}
+
+
+@pytest.fixture(autouse=True)
+def nothing_applied() -> Iterator[None]:
+    assert hf_accum_fix.active_handle() is None
+    yield
+    hf_accum_fix.revert()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any, Options]]:
+    """Overrides that note their call and return their name, in place of the real ones."""
+    noted: list[tuple[str, Any, Options]] = []
+
+    def fake(name: str) -> Callable[..., str]:
+        def override(wrapped: Any, trainer: Any, args: Any, kwargs: Any, *, options: Options) -> str:
+            noted.append((name, trainer, options))
+            return f"our {name}"
+
+        return override
+
+    monkeypatch.setattr(overrides, "OVERRIDES", {name: fake(name) for name in NAMES})
+    return noted
+
+
+def is_original() -> bool:
+    return all(vars(Trainer)[name] is ORIGINALS[name] for name in NAMES)
+
+
+def blank(kind: type[Trainer] = Trainer) -> Trainer:
+    """A trainer that was never set up: enough to call a wrapped method on."""
+    return kind.__new__(kind)
+
+
+def test_the_overrides_are_those_of_the_seams() -> None:
+    assert list(overrides.OVERRIDES) == NAMES
+
+
+def test_apply_reaches_every_subclass_and_revert_gives_the_identical_functions_back(
+    calls: list[tuple[str, Any, Options]],
+) -> None:
+    class Own(Seq2SeqTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return f"own, then {super().compute_loss(*args, **kwargs)}"
+
+    handle = hf_accum_fix.apply()
+    assert handle.active and not handle.pending and not is_original()
+    trainer = blank(Own)
+    assert trainer.compute_loss(None, {}) == "own, then our compute_loss"
+    assert trainer.train() == "our train"
+    assert calls == [("compute_loss", trainer, Options()), ("train", trainer, Options())]
+    handle.revert()
+    handle.revert()
+    assert is_original() and not handle.active
+
+
+def test_apply_is_idempotent_and_refuses_other_options_meanwhile() -> None:
+    handle = hf_accum_fix.apply()
+    assert hf_accum_fix.apply() is handle and hf_accum_fix.active_handle() is handle
+    with pytest.raises(OptionsError, match=r"revert\(\) first"):
+        hf_accum_fix.apply(allow_foreign=("some.body",))
+    hf_accum_fix.revert()
+    assert is_original()
+    other = hf_accum_fix.apply(allow_foreign=("some.body",))
+    assert other is not handle and other.options.allow_foreign == ("some.body",)
+
+
+def test_a_with_block_restores_also_after_an_exception() -> None:
+    with hf_accum_fix.apply() as handle:
+        assert handle.active
+    assert is_original()
+    with pytest.raises(KeyError), hf_accum_fix.apply():
+        raise KeyError
+    assert is_original()
+
+
+def test_nested_blocks_restore_with_the_outermost() -> None:
+    with hf_accum_fix.apply() as outer:
+        with hf_accum_fix.apply() as inner:
+            assert inner is outer
+        assert outer.active
+    assert is_original()
+
+
+def test_a_block_inside_an_application_leaves_it_on() -> None:
+    handle = hf_accum_fix.apply()
+    with hf_accum_fix.apply():
+        pass
+    assert handle.active
+    handle.revert()
+    assert is_original()
+
+
+def test_a_block_whose_patch_was_reverted_leaves_a_later_one_alone() -> None:
+    with hf_accum_fix.apply():
+        hf_accum_fix.revert()
+        later = hf_accum_fix.apply()
+    assert later.active
+
+
+def test_revert_without_a_patch_has_no_effect() -> None:
+    hf_accum_fix.revert()
+    assert is_original()
+
+
+def test_a_bound_method_taken_before_revert_is_the_original_afterwards(
+    calls: list[tuple[str, Any, Options]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = hf_accum_fix.apply()
+    train = blank().train
+    assert train() == "our train"
+    handle.revert()
+    with pytest.raises(AttributeError):  # the original, on a trainer that was never set up
+        train()
+    assert len(calls) == 1
+
+
+def test_many_threads_get_one_handle_and_leave_nothing() -> None:
+    barrier = threading.Barrier(8)
+    handles: list[hf_accum_fix.PatchHandle] = []
+
+    def work() -> None:
+        barrier.wait()
+        for _ in range(20):
+            with hf_accum_fix.apply() as handle:
+                assert handle.active
+        barrier.wait()
+        handles.append(hf_accum_fix.apply())
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(handles) == 8 and len(set(map(id, handles))) == 1
+    handles[0].revert()
+    assert is_original()
+
+
+@pytest.mark.parametrize("value", ["0", "off", "False", "no"])
+def test_the_environment_switches_it_off(
+    value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HF_ACCUM_FIX", value)
+    with caplog.at_level(logging.INFO, "hf_accum_fix"), hf_accum_fix.apply() as handle:
+        assert is_original() and not handle.active and not handle.pending and handle.missing() == ()
+    assert "HF_ACCUM_FIX" in caplog.text
+    assert hf_accum_fix.report().state == "switched off"
+
+
+def test_the_environment_switch_must_mean_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ACCUM_FIX", "on")
+    assert hf_accum_fix.apply().active
+    monkeypatch.setenv("HF_ACCUM_FIX", "maybe")
+    with pytest.raises(OptionsError, match="'maybe'"):
+        hf_accum_fix.apply()
+
+
+@pytest.mark.parametrize("names", ["some.body", ["some.body"], ("body",), (3,)])
+def test_allow_foreign_must_be_a_tuple_of_names(names: Any) -> None:
+    with pytest.raises(OptionsError, match="allow_foreign"):
+        hf_accum_fix.apply(allow_foreign=names)
+    assert is_original()
+
+
+def traced(original: Callable[..., Any], seen: list[str]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def trace(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append("traced")
+        return original(self, *args, **kwargs)
+
+    return trace
+
+
+def traced_by_wrapt(original: Callable[..., Any], seen: list[str]) -> Callable[..., Any]:
+    def trace(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        seen.append("traced")
+        return wrapped(*args, **kwargs)
+
+    return wrapt.FunctionWrapper(original, trace)
+
+
+@pytest.mark.parametrize("tracer", [traced, traced_by_wrapt])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_tracing_wrapper_is_still_called_and_leads_to_ours(
+    order: str,
+    tracer: Callable[..., Any],
+    calls: list[tuple[str, Any, Options]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+    if order == "after":
+        handle = hf_accum_fix.apply()
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "compute_loss", tracer(Trainer.compute_loss, seen))
+        if order == "before":
+            handle = hf_accum_fix.apply()
+        trainer = blank()
+        assert trainer.compute_loss(None, {}) == "our compute_loss"
+        assert seen == ["traced"] and handle.missing() == ()
+        assert calls == [("compute_loss", trainer, Options())]
+        [state] = [state for state in hf_accum_fix.report().environment.seams if state.seam.name == "compute_loss"]
+        assert state.ours and state.composable and state.foreign is not None and "trace" in state.foreign
+        if order == "before":
+            handle.revert()
+            with pytest.raises(AttributeError):  # the original, on a trainer that was never set up
+                blank().compute_loss(None, {})
+            assert seen == ["traced"] * 2 and len(calls) == 1
+        else:
+            with pytest.raises(ForeignPatchError, match=r"undo that later patch first"):
+                handle.revert()
+            assert handle.active
+    handle.revert()
+
+
+def replacement(
+    self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+) -> str:
+    return "replaced"
+
+
+def test_a_replacement_is_refused_by_name_unless_it_is_allowed(
+    calls: list[tuple[str, Any, Options]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "compute_loss", replacement)
+        name = f"{__name__}.replacement"
+        with pytest.raises(ForeignPatchError) as refused:
+            hf_accum_fix.apply()
+        assert name in str(refused.value) and hf_accum_fix.active_handle() is None
+        assert vars(Trainer)["train"] is ORIGINALS["train"]
+        report = hf_accum_fix.report()
+        assert {decision.action for decision in report.plan.decisions} == {Action.REFUSE, Action.NOT_AFFECTED}
+        assert f"replaced by {name}" in str(report)
+        with hf_accum_fix.apply(allow_foreign=(name,)):
+            assert blank().compute_loss(None, {}) == "our compute_loss"
+        assert vars(Trainer)["compute_loss"] is replacement
+
+
+def test_dropped_by_a_later_replacement_is_seen_and_revert_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = hf_accum_fix.apply()
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "compute_loss", replacement)
+        assert handle.missing() == ("compute_loss",)
+        assert "dropped by another patch since: compute_loss" in str(hf_accum_fix.report())
+        with pytest.raises(ForeignPatchError, match="nothing was touched"):
+            handle.revert()
+        assert handle.active and vars(Trainer)["train"] is not ORIGINALS["train"]
+    assert handle.missing() == ()
+
+
+def test_one_line_says_what_was_done(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hf_accum_fix"), hf_accum_fix.apply() as handle:
+        hf_accum_fix.apply()
+    [line] = [record.getMessage() for record in caplog.records]
+    for defect in handle.plan.mended:
+        assert (defect.name in line) == bool(defect.gradient)
+    assert f"{len(handle.plan.mended)} defects" in line and "compute_loss" in line
+
+
+def test_the_report_is_a_table_and_data() -> None:
+    observations.clear()
+    observations.record({"head": "ToyForCausalLM", "reduction": "mean"})
+    before = hf_accum_fix.report()
+    with hf_accum_fix.apply():
+        during = hf_accum_fix.report()
+    observations.clear()
+    assert (before.state, during.state) == ("not applied", "applied")
+    assert before.to_dict()["seams"][0]["state"].startswith("original")
+    data = json.loads(json.dumps(during.to_dict()))
+    assert {seam["state"].split(",")[0] for seam in data["seams"]} == {"wrapped"}
+    assert [row["name"] for row in data["defects"]] == [one.defect.name for one in during.plan.decisions]
+    assert data["runs"] == [{"head": "ToyForCausalLM", "reduction": "mean"}]
+    for row in data["defects"]:
+        assert row["name"] in str(during) and row["reason"] in str(during) and row["source"][0] in str(during)
+    assert "ToyForCausalLM" in str(during)
+
+
+def test_recorded_runs_are_copies() -> None:
+    observations.clear()
+    run = {"step": 1}
+    observations.record(run)
+    run["step"] = 2
+    observations.recorded()[0]["step"] = 3
+    assert observations.recorded() == ({"step": 1},)
+    observations.clear()
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Callable[[str], str]:
+    """Runs a script in a fresh interpreter whose transformers is a toy that takes a while to import."""
+    methods = "".join(
+        f"    def {seam.name}(self, {', '.join(seam.parameters)}): return 'original'\n" for seam in SEAMS
+    )
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").touch()
+    (tmp_path / "transformers" / "trainer.py").write_text(
+        f"import time\ntime.sleep(0.2)\nclass Trainer:\n{methods}\ntime.sleep(0.2)\n"
+    )
+    prelude = f"""
+import sys, types
+sys.path.insert(0, {str(tmp_path)!r})
+ours = {{name: lambda *args, **kwargs: "ours" for name in {NAMES}}}
+sys.modules["hf_accum_fix.overrides"] = types.SimpleNamespace(OVERRIDES=ours)
+import hf_accum_fix
+hf_accum_fix.report()  # imports what apply() will use, so that apply() itself is quick
+"""
+    return lambda script: fresh(prelude + script)
+
+
+def fresh(script: str) -> str:
+    """The last line that a fresh interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_before_the_import_the_handle_waits_and_the_import_applies_it(tmp_path: Path) -> None:
+    script = f"""
+import logging, hf_accum_fix
+log = {str(tmp_path / "log")!r}
+logging.basicConfig(level=logging.INFO, format="%(message)s", filename=log)
+handle = hf_accum_fix.apply()
+found = [handle.pending, hf_accum_fix.report().state, open(log).read()]
+from transformers import Seq2SeqTrainer, Trainer
+found += [handle.active, handle.pending, open(log).read().count("wrapped Trainer.train")]
+found += [type(vars(Trainer)["compute_loss"]).__module__]
+handle.revert()
+print(found + [type(vars(Trainer)["compute_loss"]).__name__])
+"""
+    applied = [True, False, 1, "hf_accum_fix.upstream.patch", "function"]
+    assert fresh(script) == str([True, "pending", "", *applied])
+
+
+def test_a_deferred_application_works_like_any_other(toy: Callable[[str], str]) -> None:
+    script = """
+with hf_accum_fix.apply() as handle:
+    from transformers.trainer import Trainer
+    print(handle.active, Trainer().train(None), end=" ")
+print(handle.active, Trainer().train(None))
+"""
+    assert toy(script) == "True ours False original"
+
+
+def test_a_pending_handle_that_is_reverted_does_nothing_at_the_import(toy: Callable[[str], str]) -> None:
+    script = """
+handle = hf_accum_fix.apply()
+handle.revert()
+with hf_accum_fix.apply() as second:
+    assert second.pending and second is not handle
+from transformers.trainer import Trainer
+print(handle.active, second.active, Trainer().train(None), hf_accum_fix.active_handle())
+"""
+    assert toy(script) == "False False original None"
+
+
+def test_what_is_wrong_at_the_deferred_import_comes_out_of_that_import(toy: Callable[[str], str]) -> None:
+    script = """
+from dataclasses import replace
+import hf_accum_fix.upstream.environment as environment
+environment.SEAMS = (*environment.SEAMS[:-1], replace(environment.SEAMS[-1], parameters=("batch",)))
+handle = hf_accum_fix.apply()
+try:
+    import transformers.trainer
+except hf_accum_fix.SeamError as error:
+    print("(self, batch, ...)" in str(error), handle.active, handle.pending, hf_accum_fix.active_handle())
+"""
+    assert toy(script) == "True False False None"
+
+
+@pytest.mark.parametrize("moment", [0.1, 0.3])  # before and after the class statement
+def test_applying_while_another_thread_imports_waits_for_it(moment: float, toy: Callable[[str], str]) -> None:
+    script = f"""
+import threading, time
+importing = threading.Thread(target=lambda: __import__("transformers.trainer"))
+importing.start()
+while "transformers.trainer" not in sys.modules:
+    time.sleep(0.0005)
+time.sleep({moment})
+handle = hf_accum_fix.apply()
+from transformers.trainer import Trainer
+print(handle.active, Trainer().train(None))
+"""
+    assert toy(script) == "True ours"
+
+
+def test_threads_that_apply_and_import_all_find_it_applied(toy: Callable[[str], str]) -> None:
+    script = """
+import threading
+found = []
+def work():
+    hf_accum_fix.apply()
+    from transformers.trainer import Trainer
+    found.append(Trainer().train(None))
+threads = [threading.Thread(target=work) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(len(found), set(found))
+"""
+    assert toy(script) == "8 {'ours'}"
+
+
+def test_applying_in_the_midst_of_the_import_is_refused(toy: Callable[[str], str]) -> None:
+    script = """
+import time
+def midway(_):
+    time.sleep = lambda _: None
+    hf_accum_fix.apply()
+time.sleep = midway
+try:
+    import transformers.trainer
+except hf_accum_fix.SeamError as error:
+    print("not while it is" in str(error), hf_accum_fix.active_handle())
+"""
+    assert toy(script) == "True None"
+
+
+def test_an_unsupported_version_is_refused_at_once(toy: Callable[[str], str]) -> None:
+    script = """
+from importlib import metadata
+metadata.version = lambda name: "4.45.2"
+try:
+    hf_accum_fix.apply()
+except hf_accum_fix.UnsupportedVersionError as error:
+    print("4.45.2" in str(error), hf_accum_fix.active_handle())
+"""
+    assert toy(script) == "True None"

@@ -1,0 +1,48 @@
+"""Importing the package is light and changes nothing: asked in fresh interpreters."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import hf_accum_fix
+
+LIMIT = 0.05  # seconds of this process alone, so that a busy machine does not count
+
+
+def fresh(script: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_neither_torch_nor_transformers_is_imported() -> None:
+    script = "import sys, hf_accum_fix; print(sorted({'torch', 'transformers', 'accelerate'} & set(sys.modules)))"
+    assert fresh(script) == "[]"
+
+
+def test_apply_and_report_before_the_import_do_not_import_either() -> None:
+    script = (
+        "import sys, hf_accum_fix; hf_accum_fix.apply(); str(hf_accum_fix.report());"
+        "print(sorted({'torch', 'transformers', 'accelerate'} & set(sys.modules)))"
+    )
+    assert fresh(script) == "[]"
+
+
+def test_the_import_is_quick() -> None:
+    script = "from time import process_time as t; s = t(); import hf_accum_fix; print(t() - s)"
+    assert min(float(fresh(script)) for _ in range(8)) < LIMIT
+
+
+def test_every_public_name_is_there() -> None:
+    for name in hf_accum_fix.__all__:
+        assert getattr(hf_accum_fix, name).__module__.startswith("hf_accum_fix"), name
+    assert set(hf_accum_fix.__all__) <= set(dir(hf_accum_fix))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'GlobalBatch'"):
+        _ = hf_accum_fix.GlobalBatch

@@ -1,0 +1,68 @@
+"""The import arrows run one way: read from the source, so lazy imports count too."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import hf_accum_fix
+
+PACKAGE = Path(hf_accum_fix.__file__).parent
+MODULES = {
+    ".".join(("hf_accum_fix", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+FRAMEWORKS = {"torch", "transformers", "accelerate", "peft"}
+
+
+def imports(module: str) -> set[str]:
+    """Every module that one imports, at the top, inside a function or for types alone."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{module} imports relatively"
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(".")[0] in FRAMEWORKS or name in MODULES}
+
+
+def modules_of(package: str) -> list[str]:
+    return sorted(name for name in MODULES if name == package or name.startswith(f"{package}."))
+
+
+@pytest.mark.parametrize("module", modules_of("hf_accum_fix.accumulation"))
+def test_accumulation_knows_no_trainer_and_no_release(module: str) -> None:
+    allowed = ("torch", "hf_accum_fix.accumulation", "hf_accum_fix.errors")
+    assert {name for name in imports(module) if not name.startswith(allowed)} <= {"hf_accum_fix"}
+
+
+@pytest.mark.parametrize("module", modules_of("hf_accum_fix.upstream"))
+def test_upstream_touches_no_tensor(module: str) -> None:
+    allowed = ("hf_accum_fix.upstream", "hf_accum_fix.errors", "hf_accum_fix.options")
+    assert {name for name in imports(module) if not name.startswith(allowed)} == set()
+
+
+def test_upstream_runs_one_way() -> None:
+    order = ["seams", "chain", "patch", "defects", "environment", "plan"]
+    assert {f"hf_accum_fix.upstream.{name}" for name in order} == set(modules_of("hf_accum_fix.upstream")[1:])
+    for rank, name in enumerate(order):
+        later = {f"hf_accum_fix.upstream.{other}" for other in order[rank:]}
+        assert not imports(f"hf_accum_fix.upstream.{name}") & later, name
+
+
+def test_only_overrides_and_the_subclasses_know_the_trainer() -> None:
+    knowing = {name for name in MODULES if any(found.split(".")[0] == "transformers" for found in imports(name))}
+    assert knowing <= {"hf_accum_fix.overrides", "hf_accum_fix.trainer"}
+
+
+def test_overrides_knows_no_release_and_no_patching() -> None:
+    assert not {name for name in imports("hf_accum_fix.overrides") if name.startswith("hf_accum_fix.upstream")}
+
+
+def test_the_light_modules_stay_light() -> None:
+    for name in ("errors", "options", "observations"):
+        assert not imports(f"hf_accum_fix.{name}") & FRAMEWORKS

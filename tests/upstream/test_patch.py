@@ -1,0 +1,254 @@
+"""The kernel on toy classes: nothing of torch or transformers is imported."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import wrapt
+
+from hf_accum_fix.errors import ForeignPatchError, SeamError
+from hf_accum_fix.upstream.patch import Installation, Patch, install
+
+
+class Base:
+    def inherited(self, x: int) -> str:
+        return f"inherited {x}"
+
+
+class Toy(Base):
+    def method(self, x: int) -> str:
+        return f"method {x}"
+
+    @staticmethod
+    def static(x: int) -> str:
+        return f"static {x}"
+
+    @classmethod
+    def of_class(cls, x: int) -> str:
+        return f"{cls.__name__} {x}"
+
+
+class Heir(Toy):
+    """A subclass that exists before the patch."""
+
+
+ORIGINALS = {name: vars(Toy)[name] for name in ("method", "static", "of_class")}
+METHOD = ORIGINALS["method"]
+
+
+def pristine(function: Any, name: str) -> bool:
+    return function is ORIGINALS.get(name, vars(Base).get(name))
+
+
+def wrapper(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = wrapped(*args, **kwargs)
+    if result.startswith(("method", "inherited")):
+        assert isinstance(instance, Base) and len(args) + len(kwargs) == 1
+    return f"ours({result})"
+
+
+def wrap(*names: str, allowed: tuple[str, ...] = ()) -> Installation:
+    return install([Patch(Toy, name, wrapper) for name in names], pristine, allowed)
+
+
+@pytest.fixture(autouse=True)
+def no_toy_residue() -> Iterator[None]:
+    yield
+    after = {name: value for name, value in vars(Toy).items() if not name.startswith("__")}
+    residue = after != ORIGINALS
+    for name in after.keys() - ORIGINALS.keys():
+        delattr(Toy, name)
+    for name, original in ORIGINALS.items():
+        setattr(Toy, name, original)
+    assert not residue, f"the test left Toy changed: {after}"
+
+
+def call(name: str, owner: type = Toy) -> list[str]:
+    """The method called in every way there is."""
+    unbound = getattr(owner, name)
+    through_class = unbound(owner(), 1) if name in ("method", "inherited") else unbound(1)
+    return [getattr(owner(), name)(1), getattr(owner(), name)(x=1), through_class]
+
+
+@pytest.mark.parametrize(
+    ("name", "result"),
+    [("method", "method 1"), ("static", "static 1"), ("of_class", "Toy 1"), ("inherited", "inherited 1")],
+)
+def test_every_kind_of_method_is_wrapped_and_comes_back_as_the_identical_object(name: str, result: str) -> None:
+    before = vars(Toy).get(name)
+    installation = wrap(name)
+    assert call(name) == [f"ours({result})"] * 3
+    installation.restore()
+    assert call(name) == [result] * 3
+    assert vars(Toy).get(name) is before
+
+
+def test_an_inherited_method_leaves_its_base_alone() -> None:
+    installation = wrap("inherited")
+    assert Base().inherited(1) == "inherited 1"
+    installation.restore()
+    assert "inherited" not in vars(Toy)
+
+
+def test_a_subclass_that_exists_is_covered() -> None:
+    installation = wrap("method")
+    assert call("method", Heir) == ["ours(method 1)"] * 3
+    installation.restore()
+
+
+def test_restoring_twice_has_no_effect() -> None:
+    installation = wrap("method")
+    installation.restore()
+    Toy.method = "somebody else's by now"  # type: ignore[method-assign, assignment]
+    installation.restore()
+    assert vars(Toy)["method"] == "somebody else's by now"
+    Toy.method = METHOD  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("failing", ["replaced", "absent"])
+def test_a_failure_takes_back_what_was_already_installed(failing: str) -> None:
+    Toy.replaced = lambda self, x: "another"  # type: ignore[attr-defined]
+    with pytest.raises(ForeignPatchError if failing == "replaced" else SeamError):
+        wrap("method", "static", failing)
+    assert vars(Toy)["method"] is METHOD
+    assert vars(Toy)["static"] is ORIGINALS["static"]
+    del Toy.replaced  # type: ignore[attr-defined]
+
+
+def traced(function: Callable[..., Any], counted: list[int]) -> Callable[..., Any]:
+    # The cells of a closure are sorted by name: the function is not in the first one.
+    @functools.wraps(function)
+    def trace(self: Any, x: int) -> Any:
+        counted.append(x)
+        return f"traced({function(self, x)})"
+
+    return trace
+
+
+def traced_by_wrapt(function: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
+    def trace(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert instance is None or isinstance(instance, Toy)
+        seen.append(1)
+        return f"traced({wrapped(*args, **kwargs)})"
+
+    return wrapt.FunctionWrapper(function, trace)
+
+
+TRACERS = pytest.mark.parametrize("tracer", [traced, traced_by_wrapt])
+
+
+@TRACERS
+def test_a_foreign_wrapper_stays_outside_and_is_still_called(tracer: Callable[..., Any]) -> None:
+    seen: list[int] = []
+    foreign = Toy.method = tracer(METHOD, seen)  # type: ignore[method-assign]
+    installation = wrap("method")
+    assert vars(Toy)["method"] is foreign
+    assert call("method")[0] == "traced(ours(method 1))" and call("method")[2] == "traced(ours(method 1))"
+    assert len(seen) == 6 and installation.missing() == ()
+    installation.restore()
+    assert vars(Toy)["method"] is foreign and foreign.__wrapped__ is METHOD  # type: ignore[attr-defined]
+    assert Toy().method(1) == "traced(method 1)"
+    Toy.method = METHOD  # type: ignore[method-assign]
+
+
+def test_ours_goes_beneath_several_foreign_wrappers() -> None:
+    seen: list[int] = []
+    Toy.method = traced(traced_by_wrapt(traced(METHOD, seen), seen), seen)  # type: ignore[method-assign]
+    installation = wrap("method")
+    assert Toy().method(1) == "traced(traced(traced(ours(method 1))))"
+    installation.restore()
+    assert Toy().method(1) == "traced(traced(traced(method 1)))"
+    Toy.method = METHOD  # type: ignore[method-assign]
+
+
+@TRACERS
+@pytest.mark.parametrize("read", [lambda: Toy.method, lambda: vars(Toy)["method"]], ids=["class", "vars"])
+def test_a_wrapper_put_on_later_works_and_has_to_go_first(
+    read: Callable[[], Any], tracer: Callable[..., Any]
+) -> None:
+    installation = wrap("static", "method")
+    ours = dict(vars(Toy))
+    foreign = Toy.method = tracer(read(), [])  # type: ignore[method-assign]
+    assert call("method")[0] == "traced(ours(method 1))" and installation.missing() == ()
+    with pytest.raises(ForeignPatchError, match=r"Toy\.method \(now of .*trace"):
+        installation.restore()
+    assert vars(Toy)["static"] is ours["static"] and vars(Toy)["method"] is foreign
+    Toy.method = ours["method"]  # type: ignore[method-assign]
+    installation.restore()
+
+
+def test_a_foreign_wrapper_that_unwraps_itself_leaves_ours_to_be_restored() -> None:
+    Toy.method = traced_by_wrapt(METHOD, [])  # type: ignore[method-assign, assignment]
+    installation = wrap("method")
+    Toy.method = vars(Toy)["method"].__wrapped__  # type: ignore[method-assign]
+    assert Toy().method(1) == "ours(method 1)"
+    installation.restore()
+
+
+def test_a_foreign_wrapper_that_puts_its_original_back_drops_ours_and_leaves_nothing_to_undo() -> None:
+    Toy.method = traced(METHOD, [])  # type: ignore[method-assign]
+    installation = wrap("static", "method")
+    Toy.method = METHOD  # type: ignore[method-assign]
+    assert installation.missing() == ("method",)
+    installation.restore()
+
+
+def test_a_replacement_is_refused_by_name() -> None:
+    def replacement(self: Any, x: int) -> str:
+        return f"replaced {x}"
+
+    Toy.method = replacement  # type: ignore[method-assign]
+    name = f"{__name__}.{replacement.__qualname__}"
+    with pytest.raises(ForeignPatchError, match="allow_foreign") as refused:
+        wrap("method")
+    assert name in str(refused.value)
+    installation = wrap("method", allowed=(name,))
+    assert Toy().method(1) == "ours(replaced 1)"
+    installation.restore()
+    assert vars(Toy)["method"] is replacement
+    Toy.method = METHOD  # type: ignore[method-assign]
+
+
+def test_a_function_that_only_claims_to_wrap_is_a_replacement() -> None:
+    @functools.wraps(METHOD)
+    def claims(self: Any, x: int) -> str:
+        return "something else"
+
+    Toy.method = claims  # type: ignore[method-assign]
+    with pytest.raises(ForeignPatchError, match=r"test_patch\..*claims"):
+        wrap("method")
+    Toy.method = METHOD  # type: ignore[method-assign]
+
+
+def test_dropped_by_a_replacement_ours_is_missing_and_nothing_is_touched() -> None:
+    installation = wrap("static", "method")
+    ours = dict(vars(Toy))
+    replacement = Toy.method = lambda self, x: "dropped"  # type: ignore[method-assign, assignment]
+    assert installation.missing() == ("method",)
+    with pytest.raises(ForeignPatchError, match=r"Toy\.method \(now of .*lambda"):
+        installation.restore()
+    assert vars(Toy)["static"] is ours["static"] and vars(Toy)["method"] is replacement
+    Toy.method = ours["method"]  # type: ignore[method-assign]
+    assert installation.missing() == ()
+    installation.restore()
+
+
+def test_two_installations_come_off_in_either_order() -> None:
+    for first_off in (0, 1):
+        both = [wrap("method"), wrap("method")]
+        assert Toy().method(1) == "ours(ours(method 1))"
+        both.pop(first_off).restore()
+        assert Toy().method(1) == "ours(method 1)"
+        both.pop().restore()
+        assert vars(Toy)["method"] is METHOD
+
+
+def test_a_bound_method_pickles_like_a_plain_one() -> None:
+    installation = wrap("method")
+    assert pickle.loads(pickle.dumps(Toy().method))(1) == "ours(method 1)"
+    assert pickle.loads(pickle.dumps(Toy.method))(Toy(), 1) == "ours(method 1)"
+    installation.restore()

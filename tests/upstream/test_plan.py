@@ -1,0 +1,121 @@
+"""The plan: pure, so every release and every state of the methods can be asked about without installing it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from packaging.version import Version
+
+from hf_accum_fix.errors import ForeignPatchError, SeamError, UnsupportedVersionError
+from hf_accum_fix.options import Options
+from hf_accum_fix.upstream.defects import DEFECTS, Defect
+from hf_accum_fix.upstream.environment import Environment, SeamState
+from hf_accum_fix.upstream.plan import Action, Plan, make_plan
+from hf_accum_fix.upstream.seams import SEAMS, TESTED_RELEASES
+
+FOREIGN = "somebody.compute_loss"
+
+
+def seams(**changes: object) -> tuple[SeamState, ...]:
+    """Every seam as upstream made it, compute_loss changed."""
+    states = [
+        SeamState(seam, seam.parameters, fits=True, tested_body=True, ours=False, foreign=None, composable=True)
+        for seam in SEAMS
+    ]
+    return (*states[:-1], replace(states[-1], **changes))
+
+
+def plan(
+    transformers: str | None, states: tuple[SeamState, ...] = (), options: Options | None = None
+) -> Plan:
+    environment = Environment(transformers, "1.15.0", "2.13.0", "3.11.7", bool(states), states)
+    return make_plan(environment, options or Options())
+
+
+def before(release: str) -> str:
+    """A release just before this one, whether or not it exists."""
+    major, minor, micro = Version(release).release
+    if micro:
+        return f"{major}.{minor}.{micro - 1}"
+    return f"{major}.{minor - 1}.99" if minor else f"{major - 1}.99.0"
+
+
+def action(release: str, defect: Defect) -> Action:
+    made = plan(release, seams())
+    assert [decision.defect for decision in made.decisions] == list(DEFECTS)
+    [found] = [decision for decision in made.decisions if decision.defect is defect]
+    assert found.reason
+    return found.action
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+def test_every_defect_at_the_edges_of_its_range(defect: Defect) -> None:
+    affected = Action.MEND if Version(defect.since) >= Version("4.46.0") else Action.REFUSE
+    for release in (defect.since, f"{defect.since}.dev0", f"{defect.since}rc1", f"{defect.since}+local"):
+        assert action(release, defect) is affected, release
+    assert action(before(defect.since), defect) is Action.NOT_AFFECTED
+    if defect.until is None:
+        assert action("99.0.0", defect) is Action.MEND
+    else:
+        assert action(before(defect.until), defect) is Action.MEND
+        for release in (defect.until, f"{defect.until}.dev0", f"{defect.until}rc1"):
+            assert action(release, defect) is Action.NOT_AFFECTED, release
+
+
+@pytest.mark.parametrize("release", [None, "not a version", "4.45.2", "4.38.2", "4.45.99"])
+def test_a_release_that_cannot_be_mended_is_refused_with_what_to_do(release: str | None) -> None:
+    made = plan(release)
+    assert isinstance(made.refusal, UnsupportedVersionError)
+    assert "4.46.0" in str(made.refusal) and "pip install -U transformers" in str(made.refusal)
+    assert Action.MEND not in {decision.action for decision in made.decisions}
+    assert len(made.decisions) == len(DEFECTS)
+
+
+@pytest.mark.parametrize("release", ["4.46.0", "4.46.0.dev0", "4.46.0rc1", "5.0.0rc1", "6.1.0"])
+def test_a_release_with_the_seams_is_not_refused(release: str) -> None:
+    assert plan(release, seams()).refusal is None
+
+
+@pytest.mark.parametrize("release", TESTED_RELEASES)
+def test_a_tested_release_is_not_marked(release: str) -> None:
+    assert plan(release, seams()).untested is None
+    assert plan(f"{release}+cpu", seams()).untested is None
+
+
+@pytest.mark.parametrize("release", ["5.23.0rc1", "5.23.0.dev0", "5.24.0", "4.50.0", None])
+def test_any_other_release_is_marked_untested(release: str | None) -> None:
+    assert str(release) in str(plan(release, seams()).untested)
+
+
+def test_a_tested_release_with_another_body_is_marked_untested() -> None:
+    assert "compute_loss" in str(plan("5.23.0", seams(tested_body=False)).untested)
+
+
+def test_a_missing_method_is_refused() -> None:
+    made = plan("6.0.0", seams(parameters=None, fits=False, composable=False))
+    assert isinstance(made.refusal, SeamError)
+    assert "there is no Trainer.compute_loss(self, model, inputs, return_outputs" in str(made.refusal)
+    assert {decision.action for decision in made.decisions} == {Action.REFUSE, Action.NOT_AFFECTED}
+
+
+def test_another_signature_is_refused_with_found_and_needed() -> None:
+    made = plan("6.0.0", seams(parameters=("model", "batch"), fits=False))
+    assert isinstance(made.refusal, SeamError)
+    assert "(self, model, batch)" in str(made.refusal) and "num_items_in_batch" in str(made.refusal)
+
+
+def test_a_replacement_is_refused_by_name() -> None:
+    made = plan("5.23.0", seams(foreign=FOREIGN, composable=False))
+    assert isinstance(made.refusal, ForeignPatchError)
+    assert FOREIGN in str(made.refusal) and "allow_foreign" in str(made.refusal)
+
+
+def test_a_replacement_allowed_by_name_is_not_refused() -> None:
+    states = seams(foreign=FOREIGN, composable=False, tested_body=False)
+    assert plan("5.23.0", states, Options(allow_foreign=(FOREIGN,))).refusal is None
+    assert plan("5.23.0", states, Options(allow_foreign=("somebody.else",))).refusal is not None
+
+
+def test_a_wrapper_that_leads_to_the_original_is_not_refused() -> None:
+    assert plan("5.23.0", seams(foreign="tracer.wrap", composable=True)).refusal is None
