@@ -135,9 +135,9 @@ class PatchHandle:
         dropped = self.missing()
         if dropped:
             raise ForeignPatchError(
-                f"Trainer.{', Trainer.'.join(dropped)} no longer leads to hf_accum_fix: another package replaced it after "
-                "apply(), and training would be stock again; call apply() after that package has patched, and name its "
-                "replacement in allow_foreign"
+                f"Trainer.{', Trainer.'.join(dropped)} no longer leads to hf_accum_fix: another package replaced it "
+                "after apply(), and training would be stock again; call apply() after that package has patched, and "
+                "name its replacement in allow_foreign"
             )
 
     def _wrapper(self, name: str, override: Callable[..., Any]) -> Wrapper:

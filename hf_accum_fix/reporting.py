@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hf_accum_fix.upstream.defects import Defect
 from hf_accum_fix.upstream.environment import Environment, SeamState
 from hf_accum_fix.upstream.plan import Action, Decision, Plan
 
@@ -69,6 +70,17 @@ class Report:
     def __str__(self) -> str:
         """The text, so that print(report()) shows it."""
         return self.to_text()
+
+
+def defect_table(defects: Sequence[Defect]) -> str:
+    """The defects as a Markdown table; a row whose evidence was only read, not run, says so."""
+    lines = ["| defect | releases | right gradient times | what happens | reported |", "|---|---|---|---|---|"]
+    for defect in defects:
+        links = ", ".join(f"[{link.rsplit('/', 1)[-1].split('#')[0]}]({link})" for link in defect.source)
+        read = "" if defect.evidence == "run" else " *(read, not run)*"
+        cells = (f"`{defect.name}`", defect.range, defect.gradient or "-", defect.summary + read, links)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _installed(environment: Environment) -> dict[str, str]:

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = ROOT / ".environments"
 NEWEST = "5.23.0"
 TORCH = "torch==2.13.0"
+BIN = "Scripts" if os.name == "nt" else "bin"
 #: What a release's own resolver may have to pin lower than the newest environment holds.
 BESIDE_TRANSFORMERS = ("accelerate", "datasets", "peft")
 
@@ -38,12 +39,16 @@ def main(arguments: list[str]) -> int:
         return 2
     code = 0
     for release in releases:
-        scripts = environment(release) / ("Scripts" if os.name == "nt" else "bin")
+        scripts = environment(release) / BIN
         words = [word.replace("{release}", release) for word in command]
         print(f"transformers {release}: {' '.join(words)}", flush=True)
-        program = shutil.which(words[0], path=str(scripts)) or words[0]
+        # A script that only the newest environment holds is run by this release's Python all the same.
+        script = next((s for s in (scripts / words[0], ENVIRONMENTS / NEWEST / BIN / words[0]) if s.exists()), None)
+        if script is not None and not words[0].startswith("python"):
+            words = [str(scripts / "python"), str(script), *words[1:]]
         path = os.pathsep.join([str(scripts), os.environ.get("PATH", "")])
-        done = subprocess.run([program, *words[1:]], cwd=ROOT, env={**os.environ, "PATH": path}, check=False)
+        words[0] = shutil.which(words[0], path=path) or words[0]
+        done = subprocess.run(words, cwd=ROOT, env={**os.environ, "PATH": path}, check=False)
         code = code or done.returncode
     return code
 
@@ -57,7 +62,7 @@ def environment(release: str) -> Path:
     print(f"making the environment of transformers {release} in {folder.relative_to(ROOT)}", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True, symlinks=os.name != "nt")
-    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    python = folder / BIN / "python"
     if shared is None:
         # torch first and alone: a range would take the newest build there is, with its CUDA packages.
         _install(python, TORCH)

@@ -314,9 +314,7 @@ def test_recorded_runs_are_copies() -> None:
 @pytest.fixture
 def toy(tmp_path: Path) -> Callable[[str], str]:
     """Runs a script in a fresh interpreter whose transformers is a toy that takes a while to import."""
-    methods = "".join(
-        f"    def {seam.name}(self, {', '.join(seam.parameters)}): return 'original'\n" for seam in SEAMS
-    )
+    methods = "".join(f"    def {seam.name}(self, {', '.join(seam.parameters)}): return 'original'\n" for seam in SEAMS)
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").touch()
     (tmp_path / "transformers" / "trainer.py").write_text(

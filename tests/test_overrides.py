@@ -22,7 +22,16 @@ from hf_accum_fix.errors import ContractError, ForeignPatchError, SeamError, Uns
 from hf_accum_fix.options import Options
 from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchTrainer
 from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, shifted_cross_entropy
-from tests.numerics.parity import ClassRecorder, Recorder, StockRecorder, Step, cut, reference_step, take_step, trainable
+from tests.numerics.parity import (
+    ClassRecorder,
+    Recorder,
+    Step,
+    StockRecorder,
+    cut,
+    reference_step,
+    take_step,
+    trainable,
+)
 
 DROPS, MLM, CLASSES = HEADS["drops-kwargs"], HEADS["bert-mlm"], HEADS["bert-classes"]
 
@@ -46,11 +55,13 @@ def arguments(output: Path, **overrides: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(output), **{**given, **overrides})
 
 
-# --- other people's compute_loss ------------------------------------------------------------------------------------
+# --- other people's compute_loss --------------------------------------------------------------------------------
 
 
 class CallsSuper(StockRecorder):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
@@ -58,7 +69,9 @@ class CallsSuper(StockRecorder):
 class ScalesItself(StockRecorder):
     """Never calls super and divides by the number, as TRL's SFTTrainer does."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         logits = model(input_ids=inputs["input_ids"], labels=inputs["labels"])["logits"]
         if num_items_in_batch is None:
             loss = shifted_cross_entropy(logits, inputs["labels"])
@@ -72,7 +85,9 @@ class IgnoresTheNumber(StockRecorder):
 
     noted = 0
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         self.noted += 1
         logits = model(input_ids=inputs["input_ids"], labels=inputs["labels"])["logits"]
         loss = shifted_cross_entropy(logits, inputs["labels"])
@@ -92,7 +107,10 @@ def test_a_subclass_that_ignores_the_number_gets_the_mean_over_micro_batches(
 ) -> None:
     model = DROPS.build()
     before = trainable(model)
-    losses = [shifted_cross_entropy(model.logits(b["input_ids"]), b["labels"]) for b in map(DROPS.batch, cut(DROPS.samples, 2))]
+    losses = [
+        shifted_cross_entropy(model.logits(b["input_ids"]), b["labels"])
+        for b in map(DROPS.batch, cut(DROPS.samples, 2))
+    ]
     loss = torch.stack(losses).mean()
     loss.backward()
     wanted = Step({name: -p.grad for name, p in model.named_parameters()}, float(loss.detach()), 0.0)
@@ -119,7 +137,7 @@ def test_a_mixin_that_would_bypass_a_trainer_is_refused() -> None:
         type("Wrong", (GlobalBatchMixin, ScalesItself), {})
 
 
-# --- what is passed on ----------------------------------------------------------------------------------------------
+# --- what is passed on ------------------------------------------------------------------------------------------
 
 
 def test_a_division_by_accelerate_is_neutralised(tmp_path: Path) -> None:
@@ -156,7 +174,7 @@ def test_the_switch_leaves_the_subclass_stock(tmp_path: Path, monkeypatch: pytes
     assert off.loss == stock.loss and off.norm == stock.norm
 
 
-# --- observing --------------------------------------------------------------------------------------------------------
+# --- observing --------------------------------------------------------------------------------------------------
 
 
 class CountsForwards(DropsKwargs):
@@ -232,7 +250,9 @@ def test_the_number_does_not_recompile_a_compiled_model(tmp_path: Path) -> None:
     class Even(HEADS["uses-tensor"].build().__class__):  # type: ignore[misc]
         pass
 
-    samples = [{"input_ids": torch.arange(4, 12), "labels": torch.where(torch.arange(8) < i % 6, -100, 5)} for i in range(24)]
+    samples = [
+        {"input_ids": torch.arange(4, 12), "labels": torch.where(torch.arange(8) < i % 6, -100, 5)} for i in range(24)
+    ]
     torch._dynamo.reset()
     model = torch.compile(Even(), backend=counting)
     args = arguments(tmp_path, max_steps=3)
@@ -240,7 +260,7 @@ def test_the_number_does_not_recompile_a_compiled_model(tmp_path: Path) -> None:
     assert compiled == 1
 
 
-# --- what the user is told --------------------------------------------------------------------------------------------
+# --- what the user is told --------------------------------------------------------------------------------------
 
 
 def test_the_run_is_reported_with_the_stock_factor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -269,7 +289,9 @@ def test_the_state_is_marked_and_an_unmarked_checkpoint_warns_once(
     def trained(path: str, steps: int, resume: Any = None) -> Any:
         args = arguments(tmp_path, max_steps=steps, save_strategy="steps", save_steps=1)
         cls = ClassRecorder if path == "trainer" else StockRecorder
-        trainer = cls(model=bert("BertForMaskedLM")(), args=args, train_dataset=list(MLM.samples) * 4, data_collator=MLM.batch)
+        trainer = cls(
+            model=bert("BertForMaskedLM")(), args=args, train_dataset=list(MLM.samples) * 4, data_collator=MLM.batch
+        )
         with caplog.at_level(logging.WARNING, logger="hf_accum_fix"):
             trainer.train(resume_from_checkpoint=resume)
         return trainer
@@ -284,7 +306,7 @@ def test_the_state_is_marked_and_an_unmarked_checkpoint_warns_once(
     assert not [record for record in caplog.records if record.name == "hf_accum_fix"]
 
 
-# --- what cannot be right is refused -----------------------------------------------------------------------------------
+# --- what cannot be right is refused ----------------------------------------------------------------------------
 
 
 def test_data_parallel_is_refused_before_anything_runs(tmp_path: Path) -> None:
@@ -329,11 +351,10 @@ def test_a_seam_replaced_after_apply_is_refused_at_train(tmp_path: Path, monkeyp
     trainer = Trainer(
         model=DROPS.build(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
     )
-    with hf_accum_fix.apply():
-        with monkeypatch.context() as later:
-            later.setattr(Trainer, "get_batch_samples", replacement)
-            with pytest.raises(ForeignPatchError, match="get_batch_samples no longer leads"):
-                trainer.train()
+    with hf_accum_fix.apply(), monkeypatch.context() as later:
+        later.setattr(Trainer, "get_batch_samples", replacement)
+        with pytest.raises(ForeignPatchError, match="get_batch_samples no longer leads"):
+            trainer.train()
 
 
 def test_a_step_by_hand_outside_of_training_is_stock(tmp_path: Path) -> None:
@@ -348,7 +369,7 @@ def test_a_step_by_hand_outside_of_training_is_stock(tmp_path: Path) -> None:
     assert float(trainer.training_step(trainer.model, batch)) == pytest.approx(wanted)
 
 
-# --- restarts, several trainers, launchers -------------------------------------------------------------------------------
+# --- restarts, several trainers, launchers ----------------------------------------------------------------------
 
 
 def test_auto_find_batch_size_starts_again_with_smaller_micro_batches(tmp_path: Path) -> None:

@@ -13,12 +13,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from packaging.version import Version
 from torch import Tensor, nn
 
 #: Float64 from end to end: what is left is the rounding of sums in another order.
 FLOAT64 = 1e-12
 #: The library computes the loss in float32 inside a float64 model (``logits.float()``).
 FLOAT32_LOSS = 1e-6
+
+
+def before(release: str) -> bool:
+    """What the stock Trainer gets wrong depends on the release these tests run on."""
+    return Version(hf.__version__) < Version(release)
+
 
 VOCABULARY = 48
 TINY = {
@@ -769,7 +776,7 @@ def _heads() -> list[Head]:
             "mixtral-smoothing", seeded(mixtral), text(), router=ROUTER, loss=smoothing_reference(0.1), arguments=smooth
         ),
         Head("qwen3-moe", seeded(qwen3_moe), text(), router=ROUTER),
-        Head("llava", seeded(llava), llava_samples(), stock_wrong=False),
+        Head("llava", seeded(llava), llava_samples(), stock_wrong=before("4.52")),
         Head(
             "llava-smoothing",
             seeded(llava),

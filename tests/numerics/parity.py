@@ -89,7 +89,7 @@ def take_step(
     trainer_class: type | None = None,
     **arguments: Any,
 ) -> Step:
-    """Train ``steps`` optimizer steps on the samples in their order, by the stock Trainer, the patch or the subclass."""
+    """Train ``steps`` optimizer steps on the samples in order: stock, by the patch or by the subclass."""
     args = TrainingArguments(
         output_dir=str(output),
         per_device_train_batch_size=per_device,

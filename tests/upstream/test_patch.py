@@ -167,9 +167,7 @@ def test_ours_goes_beneath_several_foreign_wrappers() -> None:
 
 @TRACERS
 @pytest.mark.parametrize("read", [lambda: Toy.method, lambda: vars(Toy)["method"]], ids=["class", "vars"])
-def test_a_wrapper_put_on_later_works_and_has_to_go_first(
-    read: Callable[[], Any], tracer: Callable[..., Any]
-) -> None:
+def test_a_wrapper_put_on_later_works_and_has_to_go_first(read: Callable[[], Any], tracer: Callable[..., Any]) -> None:
     installation = wrap("static", "method")
     ours = dict(vars(Toy))
     foreign = Toy.method = tracer(read(), [])  # type: ignore[method-assign]

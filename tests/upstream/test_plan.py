@@ -26,9 +26,7 @@ def seams(**changes: object) -> tuple[SeamState, ...]:
     return (*states[:-1], replace(states[-1], **changes))
 
 
-def plan(
-    transformers: str | None, states: tuple[SeamState, ...] = (), options: Options | None = None
-) -> Plan:
+def plan(transformers: str | None, states: tuple[SeamState, ...] = (), options: Options | None = None) -> Plan:
     environment = Environment(transformers, "1.15.0", "2.13.0", "3.11.7", bool(states), states)
     return make_plan(environment, options or Options())
 

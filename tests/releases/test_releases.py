@@ -1,0 +1,55 @@
+"""The LLaVA tests and the sweep on other releases, each in an environment of its own that shares the installed torch.
+
+Adding a release is adding it to RELEASES. The environments are made by recipes/in_release.py; the first time takes
+minutes, so these tests are run by ``pytest -m releases``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RELEASES = ("4.48.3", "4.49.0")
+
+pytestmark = [pytest.mark.releases, pytest.mark.timeout(1800)]
+
+
+def run_in(release: str, *command: str) -> str:
+    runner = [sys.executable, str(ROOT / "recipes" / "in_release.py"), release, "--"]
+    done = subprocess.run([*runner, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_llava_on_one_rank_and_two(release: str) -> None:
+    """The same tests that run on the newest release: stock wrong first, then every cut exact."""
+    tests = ["tests/numerics/test_parity.py", "tests/distributed/test_two_ranks.py"]
+    out = run_in(release, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "llava", *tests)
+    assert "14 passed" in out
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_control_half(release: str) -> None:
+    """Fingerprints and signatures of the release are those that the tables hold."""
+    run_in(release, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/upstream")
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_sweep_shows_both_errors_and_mends_both(release: str, tmp_path: Path) -> None:
+    script = ["recipes/llava_sweep.py", "--steps", "1", "--total-batch", "16", "--splits", "8x1,1x8"]
+    output = tmp_path / "sweep"
+    launch = ["accelerate", "launch", "--cpu", "--num_processes", "2", *script]
+    run_in(release, *launch, "--output", str(output))
+    cells = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+    initial = {(cell["mode"], cell["per_device"]): cell["losses"][0] for cell in cells}
+    spread = {mode: initial[mode, 1] / initial[mode, 8] for mode in ("stock", "hotfix", "apply", "trainer")}
+    if release == "4.49.0":
+        assert spread["stock"] == pytest.approx(8 * spread["hotfix"], rel=1e-5)
+    assert abs(spread["hotfix"] - 1) > 0.01
+    assert spread["apply"] == pytest.approx(1, rel=1e-6) and spread["trainer"] == pytest.approx(1, rel=1e-6)

@@ -1,0 +1,40 @@
+"""What the README shows is what the package holds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import hf_accum_fix
+from hf_accum_fix.reporting import defect_table
+from hf_accum_fix.upstream.defects import DEFECTS, TESTED_RELEASES
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_the_defect_table_is_printed_from_the_rows() -> None:
+    begin, end = "<!-- defects -->\n", "\n<!-- /defects -->"
+    assert README[README.index(begin) + len(begin) : README.index(end)] == defect_table(DEFECTS)
+
+
+def test_every_public_name_is_in_the_readme() -> None:
+    for name in hf_accum_fix.__all__:
+        assert f"`{name}" in README or f"{name}(" in README, name
+
+
+def test_every_tested_release_is_named() -> None:
+    for release in TESTED_RELEASES:
+        assert release in README
+
+
+def test_python_examples_compile() -> None:
+    examples = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert examples
+    for example in examples:
+        compile(example, "README.md", "exec")
+
+
+def test_what_it_links_to_is_there() -> None:
+    root = Path(__file__).parents[1]
+    for target in re.findall(r"\]\((?!https?://|#)([^)]+)\)", README):
+        assert (root / target).exists(), target
