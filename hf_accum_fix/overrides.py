@@ -297,26 +297,32 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
     if smoothed and found.reduction is not Reduction.PLAIN:
         shift = found.items is not None and found.items.shift
         items = Items(("labels",), trainer.label_smoother.ignore_index, shift=shift)
-        return replace(found, reduction=Reduction.MEAN, items=items)
+        return replace(found, reduction=Reduction.MEAN, items=items, alternatives=(items,))
     return found
 
 
 def _agreed(trainer: Any, found: LossContract) -> LossContract:
-    """The ranks' one contract: what the conclusive ones found, which must be the same."""
+    """The ranks' one contract: the first rule that fits what every conclusive one saw."""
     if trainer.args.world_size == 1:
         return found
     ranks: list[LossContract] = gather_object([found])
     conclusive = [each for each in ranks if each.conclusive]
     # One rank's samples that do not compose outweigh any number that do.
-    conclusive.sort(key=lambda each: each.reduction is not Reduction.PLAIN)
-    kinds = {(each.reduction, each.items, each.owned_by_trainer) for each in conclusive}
-    if len(kinds) > 1 and conclusive[0].reduction is not Reduction.PLAIN:
-        raise ContractError(
-            f"the ranks observed different losses: {sorted({str(each) for each in conclusive})}; "
-            "give the contract by hand: apply(contract=LossContract(...))"
-        )
-    telling = [each for each in ranks if each.reduction is not Reduction.PLAIN]
-    return (conclusive or telling or ranks)[0]
+    plain = [each for each in conclusive if each.reduction is Reduction.PLAIN]
+    if plain:
+        return plain[0]
+    pool = conclusive or [each for each in ranks if each.reduction is not Reduction.PLAIN] or ranks
+    first = pool[0]
+    common = tuple(rule for rule in first.alternatives if all(rule in each.alternatives for each in pool))
+    same_kind = len({(each.reduction, each.owned_by_trainer) for each in pool}) == 1
+    if same_kind and (first.items is None or common):
+        return replace(first, items=common[0] if common else None, alternatives=common)
+    if not conclusive:
+        return replace(first, conclusive=False)
+    raise ContractError(
+        f"the ranks observed different losses: {sorted({str(each) for each in conclusive})}; "
+        "give the contract by hand: apply(contract=LossContract(...))"
+    )
 
 
 def _compute_loss_of(trainer: Any) -> Callable[..., Any] | None:

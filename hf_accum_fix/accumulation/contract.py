@@ -30,6 +30,8 @@ class LossContract:
         items: what ``N`` counts; None only for `Reduction.SUM` and `Reduction.PLAIN`.
         router_coefficient: factor of ``outputs.aux_loss`` inside the loss, a mean per micro-batch that keeps its
             weight; 0.0: there is none.
+        alternatives: every rule that fits what was seen as well as ``items``, itself first; another rank's samples, or
+            a later window's, may tell them apart.
         owned_by_trainer: a Trainer subclass computes the loss in a ``compute_loss`` that never calls the base.
         dtype: of the loss; the number is handed over in float64 only to a loss in float64.
         conclusive: False: settled by the loss call as watched alone, to be observed again in the next window.
@@ -39,6 +41,7 @@ class LossContract:
     reduction: Reduction
     items: Items | None = None
     router_coefficient: float = 0.0
+    alternatives: tuple[Items, ...] = ()
     owned_by_trainer: bool = False
     dtype: torch.dtype = torch.float32
     conclusive: bool = True

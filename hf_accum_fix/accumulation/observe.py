@@ -226,17 +226,18 @@ def _by_number(
     counts: list[float] = [c.items for c in calls if _close(c.value, summed) or _close(c.value * world_size, summed)]
     if not counts and not needs_number and third.loss != rest:
         counts = [summed / (third.loss - rest), summed / (third.loss - rest) / world_size]
-    items = next((rule for count in counts if (rule := _nearest(rules, inputs, count)) is not None), None)
-    conclusive = items is not None
-    if items is None:
+    fitting = next((near for count in counts if (near := _nearest(rules, inputs, count))), [])
+    conclusive = bool(fitting)
+    if not fitting:
         # No count to compare with: whether position 0 of the labels moves the loss tells at least if it is shifted.
         shifted = needs_number and third.loss == at_low
-        items = next((rule for rule in rules if rule.shift == shifted), rules[0])
+        fitting = [rule for rule in rules if rule.shift == shifted] or rules
     router = seen[0].router
     carries_router = router != 0.0 and abs(rest) > 1e-5 * abs(summed / low)
     return LossContract(
         Reduction.INTEGER if cut else Reduction.NUMBER,
-        items,
+        fitting[0],
+        alternatives=tuple(fitting),
         router_coefficient=_rounded(rest / router, router_coefficient) if carries_router else 0.0,
         conclusive=conclusive,
         reason="the loss moves with the number handed in" + ("" if conclusive else ", what it counts was not seen"),
@@ -281,6 +282,7 @@ def _by_parts(
             Reduction.MEAN,
             (agreed or fitting)[0],
             router_coefficient=coefficient,
+            alternatives=tuple(agreed or fitting),
             conclusive=bool(agreed) or len(fitting) == 1 or fitting[0].width_of is not None,
             reason="the losses of two parts compose to the whole's as the mean over these items",
         )
@@ -288,7 +290,7 @@ def _by_parts(
         return LossContract(Reduction.SUM, router_coefficient=coefficient, reason="the loss call is a sum")
     if named:
         reason = "the loss call is the mean over these items"
-        return LossContract(Reduction.MEAN, named[0], coefficient, conclusive=False, reason=reason)
+        return LossContract(Reduction.MEAN, named[0], coefficient, tuple(named), conclusive=False, reason=reason)
     return LossContract(Reduction.PLAIN, conclusive=False, reason="the samples seen do not tell how it is reduced")
 
 
@@ -351,9 +353,12 @@ def _counts(rule: Items, inputs: Mapping[str, Any]) -> float:
     return float(rule.count(inputs))
 
 
-def _nearest(rules: Sequence[Items], inputs: Mapping[str, Any], count: float) -> Items | None:
-    rule = min(rules, key=lambda rule: abs(_counts(rule, inputs) - count))
-    return rule if abs(_counts(rule, inputs) - count) <= max(0.25, 1e-4 * count) else None
+def _nearest(rules: Sequence[Items], inputs: Mapping[str, Any], count: float) -> list[Items]:
+    """The rules whose count is nearest, if near enough to be that count but for rounding."""
+    nearest = min(abs(_counts(rule, inputs) - count) for rule in rules)
+    if nearest > max(0.25, 1e-4 * count):
+        return []
+    return [rule for rule in rules if abs(_counts(rule, inputs) - count) == nearest]
 
 
 def _composes(

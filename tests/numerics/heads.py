@@ -281,6 +281,17 @@ class MeanOfSampleMeans(TokenModel):
         return {"loss": (losses.sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()}
 
 
+class AttendedOnly(TokenModel):
+    """Leaves out what the attention mask does, as LLaVA did up to 4.51."""
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Any = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        attended = attention_mask[:, 1:] != 0
+        logits, labels = self.logits(input_ids)[:, :-1][attended], labels[:, 1:][attended]
+        return {"loss": F.cross_entropy(logits, labels)}
+
+
 class RootOfMean(TokenModel):
     def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> dict[str, Tensor]:
         return {"loss": self.mean(input_ids, labels)["loss"].sqrt()}
@@ -867,6 +878,8 @@ def _heads() -> list[Head]:
         Head("compiled", seeded(lambda: torch.compile(DropsKwargs(), backend="eager")), text(), FLOAT64),
         Head("compiled-no-kwargs", seeded(lambda: torch.compile(NoKwargs(), backend="eager")), text(), FLOAT64),
         Head("mean-of-sample-means", seeded(MeanOfSampleMeans), text(), FLOAT64),
+        # On two ranks at b=1 the first rank's samples are all of one length and cannot tell whether the mask counts.
+        Head("attended-only", seeded(AttendedOnly), text(lengths=(9, 5, 9, 17, 9, 3, 9, 11)), FLOAT64),
         Head("root-of-mean", seeded(RootOfMean), text(), FLOAT64, exact=False),
         Head("two-terms", seeded(TwoTerms), two_terms, FLOAT64, exact=False),
         Head("segformer-batch-norm", seeded(segformer(freeze=False)), images(segments), FLOAT64, exact=False),
