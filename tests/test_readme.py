@@ -7,7 +7,8 @@ from pathlib import Path
 
 import hf_accum_fix
 from hf_accum_fix.reporting import defect_table
-from hf_accum_fix.upstream.defects import DEFECTS, TESTED_RELEASES
+from hf_accum_fix.upstream.defects import DEFECTS
+from hf_accum_fix.upstream.seams import TESTED_RELEASES
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 

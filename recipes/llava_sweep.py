@@ -1,0 +1,835 @@
+r"""One global batch cut in several ways: the LLaVA-1.5 loss table of LLaMA-Factory #7443, broken and mended.
+
+    accelerate launch --cpu --num_processes 4 recipes/llava_sweep.py                # 20 steps, 2 minutes on 2 cores
+    accelerate launch --cpu --num_processes 4 recipes/llava_sweep.py --steps 100    # the published length
+    accelerate launch --cpu --num_processes 4 recipes/llava_sweep.py --head bert    # a head wrong on 5.23.0
+    accelerate launch --num_processes 4 recipes/llava_sweep.py                      # the same on 4 GPUs
+    python recipes/llava_sweep.py --splits 16x8,1x128 --modes stock,apply           # one process
+    accelerate launch --num_processes 8 recipes/llava_sweep.py --model llava-hf/llava-1.5-7b-hf \
+        --data conversations.json --images pictures --lora --dtype bfloat16         # your own model and data
+
+A split PxG is P samples per device and G micro-batches per optimizer step. The samples of a step are the same
+whatever the split, so its loss and gradient should be too: the mean over the target tokens of the whole step.
+Every split runs in every mode, from the same weights, over the same samples, with the same optimizer (AdamW):
+
+    stock    the installed transformers.Trainer
+    hotfix   LLaMA-Factory's: model_accepts_loss_kwargs = False, so that the Trainer divides by G
+    apply    stock under hf_accum_fix.apply()
+    trainer  hf_accum_fix.GlobalBatchTrainer
+
+Two errors are on show. transformers 4.49.0 adds up the means of the G micro-batches: loss and gradient come out
+G times too large. Dividing by G leaves the mean of the micro-batch means, where a one-word answer alone in its
+micro-batch weighs as much as a long one: a rest that depends on the per-device batch (published: 138/32 = 4.31
+with one sample, 6.4/2 = 3.20 with sixteen).
+
+For the rest to show, the loss of a token must depend on the length of its answer, as it does where training
+starts from a language model that has read text. A random model pays ln V for every token. So the small model
+first reads the long answers as plain text, without pictures, for WARM_UP_STEPS steps, chosen so that the rest is
+about as large as the published one: sentences become cheap, one-word answers stay dear. These weights are made
+once, kept as `initial_model` in the output folder, and every cell starts from them.
+
+Without --data the pictures are scikit-learn's digits and the conversations are written from their pixels, in
+LLaVA-Instruct's format; without --model the model is a small LlavaForConditionalGeneration, built here. The
+output folder gets results.jsonl (a line per cell: loss and gradient norm of every step, not rounded),
+environment.json and curves.png. --resume goes on with a run that was cut off. Bad input: exit code 2.
+
+Source: https://github.com/hiyouga/LLaMA-Factory/issues/7443 (the table), pull request 7448 (the hotfix).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import platform
+import random
+import re
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+if TYPE_CHECKING:  # a wrong option is answered at once: nothing heavy is imported before the options are read
+    from collections.abc import Callable
+
+    import torch
+    from datasets import Dataset
+
+MODES = ("stock", "hotfix", "apply", "trainer")
+# (processes, per-device batch, accumulation): initial and step-100 loss
+PUBLISHED = {
+    (4, 16, 2): (6.4, 1.8),
+    (4, 8, 4): (13.65, 3.6),
+    (4, 1, 32): (138, 33.13),
+    (8, 1, 16): (69, 16.5),
+}
+OTHER_PER_DEVICE = (16, 8, 1)  # where no published split fits
+
+WARM_UP_STEPS = 12
+IMAGE_SIZE, PATCH_SIZE = 32, 8  # [pixels]; 4 x 4 patches, 16 image tokens
+IGNORED = -100
+
+# ---- 1. What is asked for ---------------------------------------------------------------------------------
+
+
+class BadInputError(ValueError):
+    """The command line or the data can't be used; says what was found and what is needed."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises where argparse would print its usage on every rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadInputError(message)
+
+
+class Split(NamedTuple):
+    """One way to cut the global batch."""
+
+    per_device: int
+    accumulation: int
+
+
+def read_options(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(description="Cut one global batch in several ways; compare stock and mended training.")
+    add = parser.add_argument
+    add("--steps", type=int, default=20, help="optimizer steps of a cell (published: 100)")
+    add("--total-batch", type=int, default=128, help="samples of one optimizer step, over all processes")
+    add("--modes", default=",".join(MODES), help="some of %(default)s")
+    add("--splits", help="such as 16x2,1x32; default: the published ones that fit the number of processes")
+    add("--head", choices=("llava", "bert"), default="llava", help="bert reads digits as 64 words")
+    add("--model", help="LLaVA checkpoint, a local folder or a hub id; default: a small one built here")
+    add("--stage", choices=("pretrain", "finetune"), default="finetune", help="train the projector only, or with "
+        "the language model; the vision tower is frozen in both")
+    add("--lora", action="store_true", help="finetune with LoRA on the language model's attention")
+    add("--data", type=Path, help="conversations in LLaVA-Instruct or ShareGPT format (JSON)")
+    add("--images", type=Path, help="the folder that the image names in --data start from")
+    add("--dtype", choices=("float32", "float64", "bfloat16"), default="float32", help="bfloat16 is mixed "
+        "precision: the weights stay float32")
+    add("--lr", type=float, default=1e-3, help="constant learning rate of AdamW")
+    add("--seed", type=int, default=0, help="of the weights and of the order of the samples")
+    add("--output", type=Path, default=Path("results/llava_sweep"), help="folder for the results")
+    add("--resume", action="store_true", help="keep the finished cells of an earlier run of the same kind")
+    options = parser.parse_args(argv)
+    options.world = processes_asked_for()
+    for name in ("steps", "total_batch", "lr"):
+        if not getattr(options, name) > 0:
+            raise BadInputError(f"--{name.replace('_', '-')} is {getattr(options, name)}: give more than zero")
+    options.modes = list(dict.fromkeys(options.modes.split(",")))
+    for mode in options.modes:
+        if mode not in MODES:
+            raise BadInputError(f"unknown mode '{mode}': --modes takes some of {','.join(MODES)}")
+    options.splits = choose_splits(options.splits, options.total_batch, options.world)
+    pretrain = options.stage == "pretrain"
+    if options.head == "bert" and (options.model or options.data or options.lora or pretrain):
+        raise BadInputError("--head bert has its own model and data: without --model, --data, --stage, --lora")
+    if options.lora and pretrain:
+        raise BadInputError("--lora adapts the language model, which --stage pretrain leaves alone: give one")
+    if (options.data is None) != (options.images is None):
+        raise BadInputError("--data and --images are given together")
+    if options.model:
+        check_model(options.model)
+    check_output(options)
+    return options
+
+
+def processes_asked_for() -> int:
+    """The number of processes of this run, this one included.
+
+    `accelerate launch --cpu --num_processes N` starts one process and does not tell it N, so N is read from the
+    launcher's command line; `main` then starts the N processes.
+
+    Source: https://github.com/huggingface/accelerate/issues/2741
+    """
+    if "WORLD_SIZE" in os.environ or os.environ.get("ACCELERATE_USE_CPU", "").lower() != "true":
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    import psutil
+
+    launcher = psutil.Process().parent()
+    found = re.search(r"--num[_-]processes[ =](\d+)", " ".join(launcher.cmdline()) if launcher else "")
+    if found is None and "MASTER_PORT" in os.environ:  # which accelerate sets for more than one process
+        raise BadInputError("accelerate launch --cpu reads its number of processes from a file: give it as "
+                            "--num_processes N, or start by torchrun --nproc_per_node N")
+    return int(found[1]) if found else 1
+
+
+def choose_splits(text: str | None, total: int, world: int) -> list[Split]:
+    """The splits asked for, else the published ones of this world size, else sensible ones."""
+    if total % world:
+        raise BadInputError(f"--total-batch {total} does not divide by {world} processes: give a multiple")
+    share = total // world
+    if text is None:
+        fits = [Split(p, g) for gpus, p, g in PUBLISHED if gpus == world and p * g == share]
+        return fits or [Split(p, share // p) for p in OTHER_PER_DEVICE if share % p == 0]
+    splits = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)x(\d+)", part)
+        if found is None:
+            raise BadInputError(f"--splits has '{part}': give PxG, such as 16x2, with commas between")
+        splits.append(Split(int(found[1]), int(found[2])))
+        if splits[-1].per_device * splits[-1].accumulation != share:
+            raise BadInputError(f"split {part} does not make --total-batch {total} on {world} processes: "
+                                f"give PxG with P x G = {share}")
+    return list(dict.fromkeys(splits))
+
+
+def check_model(name: str) -> None:
+    from transformers import AutoConfig
+
+    try:
+        found = AutoConfig.from_pretrained(name).model_type
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"--model {name} can't be read: {str(error).splitlines()[0]}") from error
+    if found != "llava":
+        raise BadInputError(f"--model {name} is a {found} model: this sweep needs a llava one")
+
+
+def check_output(options: argparse.Namespace) -> None:
+    """Refuses a folder that can't be written, and one with results that this run may not add to."""
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+        probe = options.output / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise BadInputError(f"the output folder {options.output} can't be written: {error.strerror}") from error
+    if not (options.output / "results.jsonl").exists():
+        return
+    if not options.resume:
+        raise BadInputError(f"{options.output} holds results: go on with --resume, or give another --output")
+    earlier = json.loads((options.output / "environment.json").read_text())["identity"]
+    for name, value in identity(options).items():
+        if earlier.get(name) != value:
+            raise BadInputError(f"{options.output} was made with {name} {earlier.get(name)}, this run has {value}: "
+                                "give another --output")
+
+
+def identity(options: argparse.Namespace) -> dict[str, str]:
+    """What must be equal in two runs whose cells stand in one table."""
+    versions = {name: importlib.metadata.version(name) for name in ("transformers", "accelerate", "torch")}
+    free = ("modes", "splits", "output", "resume")
+    return versions | {name: str(value) for name, value in vars(options).items() if name not in free}
+
+
+# ---- 2. The conversations ---------------------------------------------------------------------------------
+
+
+def read_conversations(path: Path, folder: Path) -> list[dict[str, Any]]:
+    """Reads LLaVA-Instruct or ShareGPT records.
+
+    Returns:
+        A dict per record: `images`, paths; `turns`, [prompt, answer] pairs with as many <image> as images.
+
+    Raises:
+        BadInputError: a record can't be used; the message has its index and what is wrong.
+    """
+    try:
+        records = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{path} can't be read as JSON: {error}") from error
+    if not isinstance(records, list) or not records:
+        raise BadInputError(f"{path} holds no list of records")
+    conversations = []
+    for index, record in enumerate(records):
+        try:
+            if not isinstance(record, dict):
+                raise BadInputError(f"is {type(record).__name__}, not an object")
+            images, turns = read_images(record, folder), read_turns(record)
+            markers = sum(prompt.count("<image>") for prompt, _ in turns)
+            if markers != len(images):
+                raise BadInputError(f"has {markers} <image> in its prompts and {len(images)} images")
+        except BadInputError as error:
+            raise BadInputError(f"{path}: record {index} {error}") from error
+        conversations.append({"images": images, "turns": turns})
+    return conversations
+
+
+def read_images(record: dict[str, Any], folder: Path) -> list[str]:
+    names = record.get("images", record.get("image"))
+    names = [names] if isinstance(names, str) else names
+    # where a whole micro-batch has no picture the projector gets no gradient, and DDP waits for it
+    if not isinstance(names, list) or not names:
+        raise BadInputError("has no 'image' or 'images': this sweep needs a picture in every record")
+    for name in names:
+        if not isinstance(name, str) or not (folder / name).is_file():
+            raise BadInputError(f"has image {name!r}, which is no file in {folder}")
+    return [str(folder / name) for name in names]
+
+
+def read_turns(record: dict[str, Any]) -> list[list[str]]:
+    messages = record.get("conversations", record.get("messages"))
+    if not isinstance(messages, list):
+        raise BadInputError("has no list 'conversations' or 'messages'")
+    turns: list[list[str]] = []
+    system, expected = "", ("human", "user")
+    for place, message in enumerate(messages):
+        fields = message if isinstance(message, dict) else {}
+        role, text = fields.get("from", fields.get("role")), fields.get("value", fields.get("content"))
+        if not isinstance(text, str) or not text.strip():
+            raise BadInputError(f"has no text in message {place}")
+        if role == "system" and place == 0:
+            system = text.strip() + " "
+        elif role not in expected:
+            raise BadInputError(f"has message {place} from {role!r}, where {' or '.join(expected)} has its turn")
+        elif role in ("human", "user"):
+            turns.append([system + text.strip()])
+            system, expected = "", ("gpt", "assistant")
+        elif "<image>" in text:
+            raise BadInputError(f"has <image> in the answer, message {place}")
+        else:
+            turns[-1].append(text.strip())
+            expected = ("human", "user")
+    if not turns or len(turns[-1]) != 2:
+        raise BadInputError("does not end with an answer")
+    return turns
+
+
+def write_digits(folder: Path) -> None:
+    """Writes scikit-learn's 1797 digits as pictures, and a conversation about each in LLaVA-Instruct's format."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    folder.mkdir(exist_ok=True)
+    digits, choose, records = load_digits(), random.Random(7443), []
+    for index, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
+        name = f"{index:04}.png"
+        picture = Image.fromarray((pixels * 255 / 16).astype("uint8"))
+        picture.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR).save(folder / name)
+        question, answer = converse(pixels, int(label), choose)
+        messages = [{"from": "human", "value": f"<image>\n{question}"}, {"from": "gpt", "value": answer}]
+        records.append({"id": f"digit-{index:04}", "image": name, "conversations": messages})
+    (folder / "conversations.json").write_text(json.dumps(records, indent=1))
+
+
+def converse(pixels: Any, label: int, choose: random.Random) -> tuple[str, str]:
+    """A question about a digit and its answer: one word for half of them, sentences for a third.
+
+    Args:
+        pixels: grey levels, 0 (ground) to 16 (ink), shape (8, 8).
+        label: the digit.
+        choose: draws the kind of question and the wording.
+    """
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    digit, rows, columns = words[label], pixels.sum(1), pixels.sum(0)
+    parity = "odd" if label % 2 else "even"
+    stroke = "faint" if pixels.mean() < 4.5 else "plain" if pixels.mean() < 5.3 else "heavy"
+    half = "upper" if rows[:4].sum() > rows[4:].sum() else "lower"
+    side = "left" if columns[:4].sum() > columns[4:].sum() else "right"
+    high, wide = words[(rows > 8).sum()], words[(columns > 8).sum()]
+    kind = choose.random()
+    if kind < 0.5:
+        question, answer = choose.choice([
+            ("Which digit is this ?", digit), ("Is the digit odd or even ?", parity),
+            ("Which side holds more ink ?", side), ("Is the stroke faint , plain or heavy ?", stroke),
+        ])
+        return f"{question} Answer with one word .", answer
+    if kind < 0.65:
+        return "What is in the picture ?", choose.choice([f"A handwritten {digit} .", f"The digit {digit} ."])
+    sentences = [
+        (f"The picture shows a handwritten {digit} in {stroke} strokes on a dark ground .",
+         f"Somebody has written the digit {digit} with a {stroke} pen , bright on dark ."),
+        (f"It fills {wide} columns and {high} rows of the small field .",
+         f"From side to side it takes {wide} columns , and from top to bottom {high} rows ."),
+        (f"Most of its ink lies in the {half} half and towards the {side} .",
+         f"The {half} half holds more of the ink , and so does the {side} side ."),
+        (f"It is an {parity} number , and {words[label + 1]} would be the next one .",
+         f"Counting on from this {parity} number one comes to {words[label + 1]} ."),
+    ]
+    told = sentences[: choose.choice([2, 3, 4])]
+    return "Describe the picture in detail .", " ".join(choose.choice(wordings) for wordings in told)
+
+
+# ---- 3. The models ----------------------------------------------------------------------------------------
+
+
+def build_llava(conversations: list[dict[str, Any]], folder: Path, seed: int) -> None:
+    """Saves a small LLaVA and its processor as a checkpoint; its language model has read the long answers."""
+    import torch
+    import transformers as hf
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    prompts, answers = zip(*(turn for record in conversations for turn in record["turns"]), strict=True)
+    words = pre_tokenizers.Whitespace()
+    counts = Counter(word for text in ("USER: ASSISTANT:", *prompts, *answers)
+                     for word, _ in words.pre_tokenize_str(text.replace("<image>", " ")))
+    special = ["<unk>", "<pad>", "<s>", "</s>", "<image>"]
+    vocabulary = special + [word for word, _ in counts.most_common(32000 - len(special))]
+    ids = {word: place for place, word in enumerate(vocabulary)}
+    model_of_words = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    model_of_words.pre_tokenizer = words
+    tokenizer = hf.PreTrainedTokenizerFast(
+        tokenizer_object=model_of_words, unk_token="<unk>", pad_token="<pad>", bos_token="<s>",
+        eos_token="</s>", additional_special_tokens=["<image>"],
+    )
+    square = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    processor = hf.LlavaProcessor(
+        hf.CLIPImageProcessor(size=square, crop_size=square), tokenizer, patch_size=PATCH_SIZE,
+        vision_feature_select_strategy="default", num_additional_image_tokens=1,
+    )
+
+    torch.manual_seed(seed)
+    tower = hf.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, projection_dim=32,
+        image_size=IMAGE_SIZE, patch_size=PATCH_SIZE,
+    )
+    language = hf.LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=2048, pad_token_id=1, bos_token_id=2, eos_token_id=3,
+    )
+    model = hf.LlavaForConditionalGeneration(hf.LlavaConfig(
+        vision_config=tower, text_config=language, image_token_index=ids["<image>"], pad_token_id=1,
+        image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2,
+    ))
+
+    mean = sum(map(len, answers)) / len(answers)
+    long = [f"<s> {answer} </s>" for answer in answers if len(answer) >= mean]
+    draw, optimizer = random.Random(seed), torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(WARM_UP_STEPS):
+        texts = draw.choices(long, k=32)
+        batch = tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt")
+        mask = batch["attention_mask"]
+        labels = batch["input_ids"].masked_fill(mask == 0, IGNORED)
+        model(input_ids=batch["input_ids"], attention_mask=mask, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def initial_model(options: argparse.Namespace, checkpoint: str) -> torch.nn.Module:
+    """The weights that every cell starts from, with the parameters of the stage set to train."""
+    import torch
+    import transformers as hf
+
+    torch.manual_seed(options.seed)
+    dtype = torch.float64 if options.dtype == "float64" else torch.float32
+    if options.head == "bert":
+        return hf.BertForSequenceClassification(hf.BertConfig(
+            vocab_size=18, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=65, num_labels=10, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+        )).to(dtype)
+    model = hf.LlavaForConditionalGeneration.from_pretrained(checkpoint).to(dtype)
+    if options.lora:
+        from peft import LoraConfig, get_peft_model
+
+        # by path: the tower's attention has the same names
+        attention = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj)"
+        adapters = LoraConfig(target_modules=attention, modules_to_save=["multi_modal_projector"])
+        return get_peft_model(model, adapters)
+    for name, parameter in model.named_parameters():
+        # the tower is frozen as in LLaVA-1.5; its last layer is never read and would keep DDP waiting besides
+        in_stage = options.stage == "finetune" and "vision_tower" not in name
+        parameter.requires_grad_(in_stage or "multi_modal_projector" in name)
+    return model
+
+
+# ---- 4. The samples ---------------------------------------------------------------------------------------
+
+
+def sample_order(records: int, options: argparse.Namespace) -> list[int]:
+    """Index of the record at every place of the run: epoch after epoch, each in an order of its own."""
+    shuffle, order = random.Random(options.seed), []
+    while len(order) < options.steps * options.total_batch:
+        order += shuffle.sample(range(records), records)
+    return order[: options.steps * options.total_batch]
+
+
+def llava_samples(
+    conversations: list[dict[str, Any]], options: argparse.Namespace, checkpoint: str
+) -> tuple[Dataset, Collator]:
+    """Tokenised conversations in the order of the run, and what makes micro-batches of them."""
+    from datasets import Dataset
+    from transformers import AutoConfig, AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    tokenizer = processor.tokenizer
+    picture = processor.image_token * AutoConfig.from_pretrained(checkpoint).image_seq_length
+
+    def encode(record: dict[str, Any]) -> dict[str, list[int]]:
+        # Vicuna's turns; the targets are the answers and the end of sequence behind each
+        input_ids = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        labels = [IGNORED] * len(input_ids)
+        for prompt, answer in record["turns"]:
+            text = f"USER: {prompt} ASSISTANT:".replace("<image>", picture)
+            asked = tokenizer(text, add_special_tokens=False)["input_ids"]
+            said = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+            input_ids += asked + said
+            labels += [IGNORED] * len(asked) + said
+        return {"input_ids": input_ids, "labels": labels}
+
+    order = sample_order(len(conversations), options)
+    used = sorted(set(order))
+    row = {index: place for place, index in enumerate(used)}
+    dataset = Dataset.from_list([conversations[index] for index in used]).map(encode, remove_columns="turns")
+    dataset = dataset.select([row[index] for index in order]).add_column("place", list(range(len(order))))
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return dataset, Collator(pad, processor.image_processor)
+
+
+def bert_samples(options: argparse.Namespace) -> tuple[Dataset, Collator]:
+    """Digits as sentences: a [CLS] and 64 grey levels as words; the label is the digit."""
+    from datasets import Dataset
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    order = sample_order(len(digits.target), options)
+    rows = [{"input_ids": [17, *map(int, digits.data[index])], "labels": int(digits.target[index]), "place": place}
+            for place, index in enumerate(order)]
+    return Dataset.from_list(rows), Collator(0, None)
+
+
+class Collator:
+    """Makes a micro-batch of samples, padded on the right, and remembers which ones this rank was given."""
+
+    def __init__(self, pad: int, image_processor: Any) -> None:
+        self.pad, self.image_processor = pad, image_processor
+        self.seen: list[int] = []
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        import torch
+        from PIL import Image
+        from torch.nn.utils.rnn import pad_sequence
+
+        self.seen += [sample["place"] for sample in samples]
+        ids = [torch.tensor(sample["input_ids"]) for sample in samples]
+        labels = [torch.tensor(sample["labels"]) for sample in samples]
+        of_tokens = labels[0].dim() == 1
+        batch = {
+            "input_ids": pad_sequence(ids, True, self.pad),
+            "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], True),
+            "labels": pad_sequence(labels, True, IGNORED) if of_tokens else torch.stack(labels),
+        }
+        if self.image_processor:
+            pictures = [Image.open(path).convert("RGB") for sample in samples for path in sample["images"]]
+            batch["pixel_values"] = self.image_processor(pictures, return_tensors="pt")["pixel_values"]
+        return batch
+
+
+def full_batch(model: torch.nn.Module, samples: list[dict[str, Any]], collate: Collator) -> dict[str, float]:
+    """The reference, without a Trainer: the mean over the items of one global batch, and its gradient's norm.
+
+        loss = sum of -log p over all target tokens / number of target tokens
+
+    For classification the items are the samples. In the dtype of `model`, eight samples at a time.
+    """
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    device = next(model.parameters()).device
+    total, items = 0.0, 0
+    for start in range(0, len(samples), 8):
+        batch = {name: value.to(device) for name, value in collate(samples[start : start + 8]).items()}
+        labels = batch.pop("labels")
+        logits = model(**batch).logits
+        if labels.dim() == 2:  # position t predicts token t + 1
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        loss = cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        loss.backward()
+        total += loss.item()
+        items += int((labels != IGNORED).sum())
+    squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+    grad_norm = torch.stack(squares).sum().sqrt().item() / items
+    return {"loss": total / items, "grad_norm": grad_norm, "items": items}
+
+
+# ---- 5. A cell: one mode, one split -----------------------------------------------------------------------
+
+
+class Recorder:
+    """Put before a Trainer: takes the samples in order, keeps losses and gradient norms as they are.
+
+    The loss of a step is what the Trainer would log, before it rounds: what `training_step` returned, summed
+    over the window and averaged over the ranks.
+    """
+
+    def __init__(self, *args: Any, on_step: Callable[[], None], **kwargs: Any) -> None:
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+        self.window: list[torch.Tensor] = []
+        self.on_step = on_step
+        super().__init__(*args, **kwargs)
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        from torch.utils.data import SequentialSampler
+
+        return SequentialSampler(self.train_dataset)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.window.append(loss.detach().double())
+        if len(self.window) == self.args.gradient_accumulation_steps:
+            self.losses.append(self.accelerator.reduce(sum(self.window), reduction="mean").item())
+            self.window.clear()
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "grad_norm" in logs:
+            self.grad_norms.append(float(logs["grad_norm"]))
+            self.on_step()
+        super().log(logs, *args, **kwargs)
+
+
+def run_cell(
+    mode: str, split: Split, options: argparse.Namespace, checkpoint: str, dataset: Dataset,
+    collate: Collator, on_step: Callable[[], None],
+) -> dict[str, Any]:
+    """Trains one cell from the initial weights and returns its line of results.jsonl."""
+    import transformers as hf
+    from accelerate.state import AcceleratorState, GradientState
+
+    import hf_accum_fix
+
+    # accelerate keeps these for the whole process; the process group below them stays
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    hf.set_seed(options.seed)
+    collate.seen.clear()
+    started = time.perf_counter()
+    arguments = hf.TrainingArguments(  # new ones for every cell: one release writes into those it is given
+        output_dir=str(options.output), per_device_train_batch_size=split.per_device,
+        gradient_accumulation_steps=split.accumulation, max_steps=options.steps, learning_rate=options.lr,
+        lr_scheduler_type="constant", optim="adamw_torch", bf16=options.dtype == "bfloat16", seed=options.seed,
+        max_grad_norm=1e9,  # the norm is measured, nothing is clipped: clipping would hide a factor
+        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, log_level="error",
+        use_cpu=on_cpu(), dataloader_pin_memory=False, remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
+    )
+    base = hf_accum_fix.GlobalBatchTrainer if mode == "trainer" else hf.Trainer
+    with hf_accum_fix.apply() if mode == "apply" else contextlib.nullcontext():
+        trainer = type("Cell", (Recorder, base), {})(
+            model=initial_model(options, checkpoint), args=arguments, train_dataset=dataset,
+            data_collator=collate, on_step=on_step,
+        )
+        trainer.remove_callback(hf.PrinterCallback)
+        if mode == "hotfix":
+            trainer.model_accepts_loss_kwargs = False
+        trainer.train()
+    check_samples(collate.seen, options)
+    return {
+        "mode": mode, "processes": options.world, **split._asdict(),
+        "seconds": round(time.perf_counter() - started, 1),
+        "losses": trainer.losses, "grad_norms": trainer.grad_norms,
+    }
+
+
+def check_samples(seen: list[int], options: argparse.Namespace) -> None:
+    """Proves that every optimizer step had the samples that it has under any other split.
+
+    Args:
+        seen: places in the dataset that this rank was given, in order, [steps * total_batch / world].
+        options: the run.
+    """
+    from torch.distributed import all_gather_object
+
+    ranks = [seen] * options.world
+    if options.world > 1:
+        all_gather_object(ranks, seen)
+    share = options.total_batch // options.world
+    for step in range(options.steps):
+        found = sorted(place for rank in ranks for place in rank[step * share : (step + 1) * share])
+        if found != list(range(step * options.total_batch, (step + 1) * options.total_batch)):
+            raise RuntimeError(f"step {step + 1} did not have its own {options.total_batch} samples")
+
+
+def on_cpu() -> bool:
+    import torch
+
+    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or not torch.cuda.is_available()
+
+
+# ---- 6. What came out -------------------------------------------------------------------------------------
+
+
+def show_table(rows: list[dict[str, Any]], reference: dict[str, float], options: argparse.Namespace) -> None:
+    """Prints the published table again, with loss and gradient norm as multiples of the full batch's."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    table = Table(
+        title=f"{options.head}, total batch {options.total_batch}, transformers "
+        f"{importlib.metadata.version('transformers')}; full batch at step 1: loss {reference['loss']:.4f}, "
+        f"gradient norm {reference['grad_norm']:.4f}, {reference['items']} items"
+    )
+    published = options.head == "llava" and options.total_batch == 128
+    headings = ["mode", "processes", "per device", "accumulation", "initial loss", f"step-{options.steps} loss",
+                "initial loss / full batch", "gradient norm / full batch"]
+    for heading in headings + ["published initial", "published step 100"] * published:
+        table.add_column(heading, justify="right")
+    for mode, of_mode in by_mode(rows).items():
+        table.add_section()
+        for row in of_mode:
+            cut = (row["processes"], row["per_device"], row["accumulation"])
+            shown = [*map(str, cut), f"{row['losses'][0]:.4f}", f"{row['losses'][-1]:.4f}"]
+            shown.append(f"{row['losses'][0] / reference['loss']:.6f}")
+            shown.append(f"{row['grad_norms'][0] / reference['grad_norm']:.6f}")
+            table.add_row(mode, *shown, *(f"{loss:g}" for loss in PUBLISHED.get(cut, ()) if published))
+    console.print(table)
+    tolerance = 1e-2 if options.dtype == "bfloat16" else 1e-5
+    for mode, of_mode in by_mode(rows).items():
+        loss = compare("loss", of_mode, [row["losses"][0] / reference["loss"] for row in of_mode], tolerance)
+        norms = [row["grad_norms"][0] / reference["grad_norm"] for row in of_mode]
+        last = [row["losses"][-1] for row in of_mode]
+        apart = f"; step-{options.steps} losses of the splits within {max(last) / min(last) - 1:.0e}"
+        norm = compare("gradient norm", of_mode, norms, tolerance)
+        console.print(f"{mode}: {loss}; {norm}{apart if 'right' in loss else ''}", highlight=False)
+
+
+def by_mode(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    return {mode: [row for row in rows if row["mode"] == mode] for mode in dict.fromkeys(r["mode"] for r in rows)}
+
+
+def compare(name: str, rows: list[dict[str, Any]], ratios: list[float], tolerance: float) -> str:
+    """Says what multiples of the full batch's value are: right, or a factor, and what dividing by it leaves."""
+    factors = {
+        "": [1.0 for row in rows],
+        "G times": [row["accumulation"] for row in rows],
+        "W times": [row["processes"] for row in rows],
+        "G x W times": [row["accumulation"] * row["processes"] for row in rows],
+        "1/G of": [1 / row["accumulation"] for row in rows],
+    }
+    rests = {word: [ratio / factor for ratio, factor in zip(ratios, factors[word], strict=True)] for word in factors}
+    # the factor that explains most is the one whose rests come nearest to 1
+    word = min(rests, key=lambda word: max(abs(math.log(rest)) for rest in rests[word]))
+    off, apart = max(abs(rest - 1) for rest in rests[word]), max(rests[word]) / min(rests[word]) - 1
+    if off <= tolerance:
+        return f"{name} {word} the full batch's" if word else f"{name} right, within {off:.0e} of the full batch's"
+    rest = f"off by up to {off:.1%}, {apart:.1%} between splits"
+    return f"{name} {word} the full batch's, and then {rest}" if word else f"{name} {rest}"
+
+
+def draw_curves(rows: list[dict[str, Any]], reference: dict[str, float], path: Path) -> None:
+    """Draws the loss over optimizer steps: one panel per mode, one line per split, one logarithmic scale."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    modes = by_mode(rows)
+    figure, panels = pyplot.subplots(1, len(modes), figsize=(3.4 * len(modes) + 1, 3.6), sharey=True, squeeze=False)
+    for panel, (mode, of_mode) in zip(panels[0], modes.items(), strict=True):
+        for place, row in enumerate(of_mode):
+            label = f"{row['processes']} x {row['per_device']} x {row['accumulation']}"
+            # thinner from line to line: where they lie on one another all of them show
+            panel.plot(range(1, len(row["losses"]) + 1), row["losses"], label=label, linewidth=3.6 / (place + 1))
+        panel.axhline(reference["loss"], color="grey", linewidth=0.8, label="full batch, step 1")
+        panel.set(title=mode, xlabel="optimizer step", yscale="log")
+    panels[0][0].set_ylabel("loss")
+    panels[0][-1].legend(title="processes x batch x accumulation", fontsize="small", title_fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def environment(options: argparse.Namespace, reference: dict[str, float]) -> dict[str, Any]:
+    import torch
+
+    versions = {}
+    for name in ("transformers", "accelerate", "torch", "datasets", "tokenizers", "peft", "hf-accum-fix"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "identity": identity(options), "reference": reference, "versions": versions,
+        "python": platform.python_version(), "platform": platform.platform(), "cpu_count": os.cpu_count(),
+        "device": "cpu" if on_cpu() else torch.cuda.get_device_name(), "processes": options.world,
+        "arguments": {name: str(value) for name, value in vars(options).items()},
+    }
+
+
+def replace_file(path: Path, text: str) -> None:
+    """A run that is cut off here leaves the old file or the new one, never half of it."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)
+
+
+# ---- 7. The run -------------------------------------------------------------------------------------------
+
+
+def sweep(options: argparse.Namespace, conversations: list[dict[str, Any]] | None) -> None:
+    """Runs every cell that is not finished, then shows and draws all of them."""
+    import datasets
+    import torch
+    import transformers
+    from accelerate import PartialState
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    state = PartialState(cpu=on_cpu())
+    first = state.is_main_process
+    results = options.output / "results.jsonl"
+    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+    checkpoint = options.model or str(options.output / "initial_model")
+    if options.head == "bert":
+        dataset, collate = bert_samples(options)
+    else:
+        digits = options.output / "digits"
+        if first and not rows:  # what an interrupted run left unfinished is made again
+            if conversations is None:
+                write_digits(digits)
+            if options.model is None:
+                texts = conversations or read_conversations(digits / "conversations.json", digits)
+                build_llava(texts, Path(checkpoint), options.seed)
+        state.wait_for_everyone()
+        conversations = conversations or read_conversations(digits / "conversations.json", digits)
+        dataset, collate = llava_samples(conversations, options, checkpoint)
+
+    model = initial_model(options, checkpoint).to(state.device)
+    model = model if options.model else model.double()
+    reference = full_batch(model, [dataset[place] for place in range(options.total_batch)], collate)
+    del model
+    if first:
+        told = json.dumps(environment(options, reference), indent=1)
+        replace_file(options.output / "environment.json", told)
+
+    finished = {(row["mode"], Split(row["per_device"], row["accumulation"])) for row in rows}
+    cells = [cell for cell in itertools.product(options.modes, options.splits) if cell not in finished]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not first, transient=True) as progress:
+        bar = progress.add_task("steps", total=len(cells) * options.steps)
+        for mode, split in cells:
+            progress.update(bar, description=f"{mode} {split.per_device}x{split.accumulation}")
+            on_step = functools.partial(progress.advance, bar)
+            rows.append(run_cell(mode, split, options, checkpoint, dataset, collate, on_step))
+            if first:
+                replace_file(results, "".join(json.dumps(row) + "\n" for row in rows))
+
+    if first:
+        rows.sort(key=lambda row: (MODES.index(row["mode"]), -row["per_device"]))
+        draw_curves(rows, reference, options.output / "curves.png")
+        show_table(rows, reference, options)
+    if options.world > 1:
+        # the backend's threads may still hold tensors of the last collective, and abort in an interpreter that ends
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        options = read_options(argv)
+        conversations = read_conversations(options.data, options.images) if options.data else None
+    except BadInputError as error:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"llava_sweep: {error}\n")
+        return 2
+    if options.world > int(os.environ.get("WORLD_SIZE", "1")):
+        ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.world}"]
+        os.execv(sys.executable, [sys.executable, *ranks, __file__, *(sys.argv[1:] if argv is None else argv)])
+    if options.world == 1:
+        # with two GPUs in sight the Trainer would turn to DataParallel, which is another story
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    sweep(options, conversations)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
