@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.observe import observe
+from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, observe
 from hf_accum_fix.accumulation.window import Items, count_dtype, mean_item_count, share_of_mean, total_items
 from hf_accum_fix.errors import ContractError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
@@ -63,7 +64,7 @@ class Window:
         counts: items of each, 0-dim, on the training device; empty where the contract counts none.
         total: N over all ranks.
         mean: n_mean.
-        upstream_number: what the installed release counted; None: nothing.
+        upstream_number: what the installed release counted, over all ranks; None: nothing.
     """
 
     batches: list[Any]
@@ -120,8 +121,11 @@ def train(
         return wrapped(*args, **kwargs)
     check_setup(trainer)
     session = trainer.__dict__[SESSION] = Session(options)
-    with _busy(session, "train"):
-        result = wrapped(*args, **kwargs)
+    try:
+        with _busy(session, "train"):
+            result = wrapped(*args, **kwargs)
+    finally:
+        session.window = None
     if session.empty_windows is not None and int(session.empty_windows):
         _warn_empty(session)
     return result
@@ -165,33 +169,48 @@ def get_batch_samples(
             f"no micro-batch of the last window came through Trainer.training_step: {type(trainer).__name__} overrides "
             "it without calling super(), so nothing would be mended; call super().training_step, or revert()"
         )
+    averaged = getattr(trainer.args, "average_tokens_across_devices", False)
     with _busy(session, "get_batch_samples"):
-        batches, upstream_number = wrapped(*args, **kwargs)
+        # Upstream's own gather would be a second collective, and one that a rank without micro-batches does not join.
+        with _shadow(trainer.args, "average_tokens_across_devices", False):
+            batches, upstream_number = wrapped(*args, **kwargs)
         _mark_state(trainer, session)
-        device = trainer.args.device
-        world_size = trainer.args.world_size
         contract = _settle_contract(trainer, session, batches, options)
-        zero = torch.zeros((), dtype=count_dtype(device), device=device)
-        if contract.items is None:
-            session.window = Window(batches, [], zero, zero, upstream_number)
-            return batches, upstream_number
-        counts, total = total_items(contract.items, batches, device)
-        if world_size > 1:
-            total = trainer.accelerator.reduce(total, reduction="sum")
-            if not batches and bool(total > 0):
-                raise SeamError(
-                    f"rank {trainer.args.process_index} has no micro-batch left while other ranks do; every rank needs "
-                    "one in every window: let accelerate even the batches out (even_batches=True), or drop the rest"
-                )
-        mean = mean_item_count(total, max(len(batches), 1), world_size)
-        session.window = Window(batches, counts, total, mean, upstream_number)
-        if batches:
-            _note_empty(session, total)
-        if upstream_number is None and contract.owned_by_trainer and contract.reduction is Reduction.MEAN:
-            return batches, None
-        averaged = getattr(trainer.args, "average_tokens_across_devices", False)
-        owned = contract.owned_by_trainer and not averaged
-        return batches, total / world_size if owned else total
+        session.window = window = _counted(trainer, contract, batches, upstream_number)
+    if contract.items is None:
+        return batches, upstream_number
+    if batches:
+        _note_empty(session, window.total)
+    if contract.owned_by_trainer and not contract.by_number:
+        return batches, upstream_number
+    # A trainer that scales by itself multiplies by W only where it averages tokens across devices.
+    owned = contract.owned_by_trainer and not averaged
+    return batches, window.total / trainer.args.world_size if owned else window.total.long()
+
+
+def _counted(trainer: Any, contract: LossContract, batches: list[Any], upstream_number: Any) -> Window:
+    """The window with its items counted over all ranks, by the one collective of an optimizer step.
+
+    Three numbers ride in it: the items, upstream's own count, and whether this rank has a micro-batch at all.
+    """
+    device, world_size = trainer.args.device, trainer.args.world_size
+    counts, total = total_items(contract.items, batches, device) if contract.items is not None else ([], None)
+    zero = torch.zeros((), dtype=count_dtype(device), device=device)
+    number = zero if upstream_number is None else torch.as_tensor(upstream_number).to(zero)
+    sums = torch.stack([zero if total is None else total, number, torch.full_like(zero, bool(batches))])
+    if world_size > 1:
+        sums = trainer.accelerator.reduce(sums, reduction="sum")
+        if not batches and bool(sums[2] > 0):
+            raise _uneven(trainer)
+    counted = None if upstream_number is None else sums[1]
+    return Window(batches, counts, sums[0], mean_item_count(sums[0], max(len(batches), 1), world_size), counted)
+
+
+def _uneven(trainer: Any) -> SeamError:
+    return SeamError(
+        f"rank {trainer.args.process_index}: some ranks have a micro-batch in this window and others have none; every "
+        "rank needs one: let accelerate even the batches out (even_batches=True), or drop the rest"
+    )
 
 
 def _mark_state(trainer: Any, session: Session) -> None:
@@ -235,38 +254,61 @@ def _settle_contract(trainer: Any, session: Session, window: list[Any], options:
     if known is not None and (known.conclusive or session.attempts >= _ATTEMPTS):
         return known
     if options.contract is not None:
-        found = options.contract
-    elif not window:
-        return known or LossContract(Reduction.PLAIN, conclusive=False, reason="no window was seen yet")
+        found = _given(trainer, session, options.contract)
     else:
-        session.attempts += 1
-        found = _agreed(trainer, _observe(trainer, session, [trainer._prepare_inputs(batch) for batch in window]))
+        found = _agreed(trainer, _observe(trainer, session, window) if window else None)
+        session.attempts += found.reason != NO_TARGET_SEEN
     session.contract = found
-    if found.reduction is Reduction.PLAIN and (found.conclusive or session.attempts >= _ATTEMPTS):
-        session.warn_once("plain", f"{_head_name(trainer)}: {found.reason}. It gets the plain mean over micro-batches.")
+    if not found.conclusive and session.attempts < _ATTEMPTS:
+        return found
+    head = _head_name(trainer)
+    if found.reduction is Reduction.PLAIN:
+        session.warn_once("inexact", f"{head}: {found.reason}. It gets the plain mean over micro-batches.")
+    elif found.changed_by_trainer:
+        words = f"{type(trainer).__name__}.compute_loss changes the base's loss, so that it is not called exact."
+        session.warn_once("inexact", f"{head}: {words}")
+    elif not found.conclusive:
+        session.warn_once("inexact", f"{head}: the loss {found}, as far as {_ATTEMPTS} windows tell.")
     if found.reduction is Reduction.SUM:
-        session.warn_once(
-            "sum", f"{_head_name(trainer)}: the loss is a sum over the global batch, and grows with the global batch."
-        )
+        session.warn_once("sum", f"{head}: the loss is a sum over the global batch, and grows with the global batch.")
     return found
 
 
+def _given(trainer: Any, session: Session, contract: LossContract) -> LossContract:
+    """A contract given by hand, held against what can be known without a forward."""
+    if contract.by_number and not session.passes_number and trainer.compute_loss_func is None:
+        raise ContractError(
+            f"the contract given says that the loss {contract.reduction.value}, but {_head_name(trainer)} is not "
+            "handed the number; give Reduction.MEAN, or let model_accepts_loss_kwargs be True"
+        )
+    if not contract.by_number:
+        # A head that would divide by the number returns its own mean without it.
+        session.passes_number = False
+    return contract
+
+
 def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
+    """Observe the loss through the very call that training makes."""
     model = trainer.model_wrapped
     # A forward through DDP without gradient would switch off the next one's buffer sync.
-    module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    module: nn.Module = _inside_ddp(model) or model
     compute_loss = _compute_loss_of(trainer)
-    owned = False
+    owned = changed = False
 
     def call(inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
-        nonlocal owned
+        nonlocal owned, changed
+        inputs = trainer._prepare_inputs(inputs)
         session.base_loss = None
         with trainer.compute_loss_context_manager():
             if compute_loss is None:
                 return _base_loss(trainer, module, inputs, number, smooth=False)
             loss, outputs = compute_loss(module, inputs, return_outputs=True, num_items_in_batch=number)
         owned = session.base_loss is None
-        return (loss, outputs) if session.base_loss is None else session.base_loss
+        if session.base_loss is None:
+            return loss, outputs
+        # Both nan, where there was no target, is no change.
+        changed = changed or not torch.allclose(loss, session.base_loss[0], rtol=1e-6, atol=0.0, equal_nan=True)
+        return session.base_loss
 
     session.observing = True
     try:
@@ -274,17 +316,18 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
             call,
             window,
             module,
+            device=trainer.args.device,
             passes_number=compute_loss is not None or session.passes_number or trainer.compute_loss_func is not None,
-            needs_number=trainer.compute_loss_func is not None,
-            router_coefficient=_router_coefficient(module),
+            needs_number=trainer.compute_loss_func is not None or compute_loss is not None,
+            router_coefficient=0.0 if trainer.compute_loss_func is not None else _router_coefficient(module),
             world_size=trainer.args.world_size,
             low_precision=trainer.accelerator.mixed_precision != "no"
-            or torch.backends.cuda.matmul.allow_tf32
+            or _products_are_rounded()
             or any(parameter.dtype.itemsize < 4 for parameter in module.parameters()),
         )
     except Exception:
         logger.error(
-            "%s: its loss could not be run without gradient to observe it; give its contract by hand instead: "
+            "%s: its loss could not be run to be observed. Where training itself would run, give the contract by hand: "
             "apply(contract=LossContract(...))",
             _head_name(trainer),
         )
@@ -293,6 +336,8 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
         session.observing, session.base_loss = False, None
     if owned:
         return replace(found, owned_by_trainer=True)
+    if changed:
+        found = replace(found, changed_by_trainer=True)
     smoothed = trainer.label_smoother is not None and trainer.compute_loss_func is None
     if smoothed and found.reduction is not Reduction.PLAIN:
         shift = found.items is not None and found.items.shift
@@ -301,17 +346,31 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
     return found
 
 
-def _agreed(trainer: Any, found: LossContract) -> LossContract:
-    """The ranks' one contract: the first rule that fits what every conclusive one saw."""
-    if trainer.args.world_size == 1:
-        return found
-    ranks: list[LossContract] = gather_object([found])
+def _products_are_rounded() -> bool:
+    """Whether matrix products run in TF32; read by the interface that the user set it with, they must not be mixed."""
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):
+        return bool(matmul.fp32_precision == "tf32")
+    return bool(matmul.allow_tf32)
+
+
+def _agreed(trainer: Any, found: LossContract | None) -> LossContract:
+    """The ranks' one contract: the first rule that fits what every conclusive one saw; None: it had no window."""
+    gathered: list[LossContract | None] = gather_object([found]) if trainer.args.world_size > 1 else [found]
+    ranks = [each for each in gathered if each is not None]
+    if not ranks:
+        return LossContract(Reduction.PLAIN, conclusive=False, reason=NO_TARGET_SEEN)
+    if len(ranks) < len(gathered):
+        raise _uneven(trainer)
+    if len(ranks) == 1:
+        return ranks[0]
     conclusive = [each for each in ranks if each.conclusive]
     # One rank's samples that do not compose outweigh any number that do.
     plain = [each for each in conclusive if each.reduction is Reduction.PLAIN]
     if plain:
         return plain[0]
-    pool = conclusive or [each for each in ranks if each.reduction is not Reduction.PLAIN] or ranks
+    seeing = [each for each in ranks if each.reason != NO_TARGET_SEEN]
+    pool = conclusive or [each for each in seeing if each.reduction is not Reduction.PLAIN] or seeing or ranks
     first = pool[0]
     common = tuple(rule for rule in first.alternatives if all(rule in each.alternatives for each in pool))
     same_kind = len({(each.reduction, each.owned_by_trainer) for each in pool}) == 1
@@ -328,7 +387,7 @@ def _agreed(trainer: Any, found: LossContract) -> LossContract:
 def _compute_loss_of(trainer: Any) -> Callable[..., Any] | None:
     """The trainer's own ``compute_loss`` where something overrides the base; None where the base is all there is.
 
-    It is bound to a shallow copy, so that what it notes on the trainer while it is observed is dropped.
+    It is bound to a copy, containers and all, so that what it notes on the trainer while it is observed is dropped.
     """
     from transformers import Trainer
 
@@ -336,15 +395,38 @@ def _compute_loss_of(trainer: Any) -> Callable[..., Any] | None:
         return trainer.compute_loss  # type: ignore[no-any-return]
     ours = ("hf_accum_fix.trainer", Trainer.__module__)
     defining = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
-    return None if defining.__module__ in ours else copy.copy(trainer).compute_loss
+    if defining.__module__ in ours:
+        return None
+    clone = copy.copy(trainer)
+    for name, value in vars(trainer).items():
+        vars(clone)[name] = _without_sharing(value)
+    return clone.compute_loss  # type: ignore[no-any-return]
+
+
+def _without_sharing(value: Any) -> Any:
+    """The same, but containers, and containers in them, are new ones."""
+    if type(value) in (dict, defaultdict, OrderedDict):
+        copied = copy.copy(value)
+        copied.update((key, _without_sharing(each)) for key, each in value.items())
+        return copied
+    if type(value) in (list, deque, set):
+        copied = copy.copy(value)
+        if type(value) is list:
+            copied[:] = map(_without_sharing, value)
+        return copied
+    return value
 
 
 def _takes_number(model: nn.Module) -> bool:
     """Whether the forward can be called with the number at all: a compiled module's own signature takes anything."""
-    while isinstance(inner := getattr(model, "_orig_mod", getattr(model, "module", None)), nn.Module):
+    while isinstance(inner := getattr(model, "_orig_mod", None) or _inside_ddp(model), nn.Module):
         model = inner
     parameters = inspect.signature(model.forward).parameters
     return "num_items_in_batch" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _inside_ddp(model: nn.Module) -> nn.Module | None:
+    return model.module if isinstance(model, DistributedDataParallel) else None
 
 
 def _router_coefficient(model: nn.Module) -> float:
@@ -414,9 +496,9 @@ def _loss_in_window(
         loss, outputs = _base_loss(trainer, model, contract.items.with_target(inputs), _number(window.mean, contract))
         ratio = items.to(window.mean.device) / window.mean
     carried = None
-    if contract.router_coefficient and trainer.compute_loss_func is None:
+    if contract.router_coefficient:
         carried = contract.router_coefficient * outputs["aux_loss"].to(loss.device)
-        if trainer.label_smoother is not None:
+        if trainer.label_smoother is not None and trainer.compute_loss_func is None:
             loss = loss + carried
     return share_of_mean(loss, ratio, carried), outputs
 
@@ -521,10 +603,7 @@ def training_step(
 def _set_loss(session: Session, micro_batch: MicroBatch, window: Window) -> Tensor:
     """This micro-batch's share: summed over the window, averaged over ranks, it is the global batch's loss."""
     assert micro_batch.loss is not None and session.contract is not None
-    scaled_by_trainer = session.contract.owned_by_trainer and session.contract.reduction in (
-        Reduction.NUMBER,
-        Reduction.INTEGER,
-    )
+    scaled_by_trainer = session.contract.owned_by_trainer and session.contract.by_number
     if scaled_by_trainer and not micro_batch.base_called:
         return micro_batch.loss
     return micro_batch.loss / len(window.batches)
@@ -587,7 +666,8 @@ def _stock_factor(trainer: Any, session: Session, window: Window, passed: Tensor
     if contract.reduction is Reduction.MEAN:
         return undivided * (world_size if averaged and handed and window.upstream_number is not None else 1)
     if contract.reduction is Reduction.NUMBER and window.upstream_number is not None:
-        counted = float(torch.as_tensor(window.upstream_number)) * (1 if averaged else world_size)
+        # Where upstream does not average, a rank divides by its own count: about 1/W of them all.
+        counted = float(window.upstream_number)
         return undivided / len(window.batches) * float(window.total) / counted if counted else None
     return None
 

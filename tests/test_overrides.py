@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import debug_launcher
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
@@ -81,14 +84,19 @@ class ScalesItself(StockRecorder):
 
 
 class IgnoresTheNumber(StockRecorder):
-    """Never calls super and returns a mean, as TRL's preference trainers do."""
+    """Never calls super and returns a mean, as TRL's preference trainers do; notes what it saw, in two ways."""
 
     noted = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.metrics: dict[str, list[int]] = {"rows": []}
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         self.noted += 1
+        self.metrics["rows"].append(len(inputs["labels"]))
         logits = model(input_ids=inputs["input_ids"], labels=inputs["labels"])["logits"]
         loss = shifted_cross_entropy(logits, inputs["labels"])
         return (loss, {"logits": logits}) if return_outputs else loss
@@ -121,7 +129,8 @@ def test_a_subclass_that_ignores_the_number_gets_the_mean_over_micro_batches(
     assert step.error(wanted) <= 1e-12
     assert step.loss == pytest.approx(wanted.loss, rel=1e-12)
     # What a subclass notes on itself while it is observed is dropped: four micro-batches, four notes.
-    assert step.trainer.noted == 4
+    assert step.trainer.noted == 4 and step.trainer.metrics["rows"] == [2, 2, 2, 2]
+    assert not step.trainer.__dict__["_hf_accum_fix_session"].contract.exact
 
 
 def test_the_subclass_stands_behind_a_trainer_of_ones_own(tmp_path: Path) -> None:
@@ -135,6 +144,102 @@ def test_the_subclass_stands_behind_a_trainer_of_ones_own(tmp_path: Path) -> Non
 def test_a_mixin_that_would_bypass_a_trainer_is_refused() -> None:
     with pytest.raises(SeamError, match="put the mixin last"):
         type("Wrong", (GlobalBatchMixin, ScalesItself), {})
+
+
+class BuildsAnother(StockRecorder):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        return (loss**2, outputs) if return_outputs else loss**2
+
+
+def test_a_subclass_that_changes_the_loss_is_not_called_exact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="hf_accum_fix"):
+        step = take_step(DROPS, DROPS.samples, 2, 4, "apply", tmp_path, trainer_class=BuildsAnother)
+    assert not step.trainer.__dict__["_hf_accum_fix_session"].contract.exact
+    assert sum("not called exact" in record.message for record in caplog.records) == 1
+
+
+class NeedsTheNumber(TokenModel):
+    """Has no branch for a missing number; in training the number always comes."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor, **kwargs: Any) -> Any:
+        logits, labels = self.logits(input_ids)[:, :-1], labels[:, 1:]
+        valid = labels != -100
+        log_p = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        return {"loss": -(log_p * valid).sum() / num_items_in_batch}
+
+
+def _with_model(head: Any, model: type[torch.nn.Module], **changes: Any) -> Any:
+    return dataclasses.replace(head, build=lambda: _like(model(), DROPS.build()), **changes)
+
+
+def test_a_head_that_cannot_do_without_the_number(tmp_path: Path) -> None:
+    head = _with_model(DROPS, NeedsTheNumber)
+    reference = reference_step(DROPS, cut(DROPS.samples, 2))
+    assert take_step(head, DROPS.samples, 2, 4, "apply", tmp_path).error(reference) <= 1e-12
+
+
+class ClassWeighted(TokenModel):
+    def forward(self, input_ids: Tensor, labels: Tensor, **kwargs: Any) -> Any:
+        weight = torch.linspace(0.2, 1.0, 48, dtype=torch.float64)
+        logits, labels = self.logits(input_ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels, weight=weight)}
+
+
+def test_class_weights_are_never_called_exact(tmp_path: Path) -> None:
+    head = _with_model(DROPS, ClassWeighted)
+    step = take_step(head, DROPS.samples, 2, 4, "trainer", tmp_path)
+    contract = step.trainer.__dict__["_hf_accum_fix_session"].contract
+    assert contract.reduction is Reduction.PLAIN and "weighted by class" in contract.reason
+
+
+# --- windows that tell nothing ----------------------------------------------------------------------------------
+
+
+def _blank(samples: Any) -> list[Any]:
+    return [{**sample, "labels": torch.full_like(sample["labels"], -100)} for sample in samples]
+
+
+@pytest.mark.parametrize("name", ["llama", "uses-tensor", "mixtral", "no-kwargs", "bert-mlm", "mean-of-sample-means"])
+def test_windows_without_a_target_settle_nothing(name: str, tmp_path: Path) -> None:
+    """Four blank windows first, more than there are attempts: all exact zeros, and then the loss is observed."""
+    head = HEADS[name]
+    no_mask = [{k: v for k, v in sample.items() if k != "attention_mask"} for sample in head.samples]
+    samples = no_mask if name in ("llama", "uses-tensor") else list(head.samples)
+    data = [*(_blank(samples) * 4), *samples]
+    step = take_step(head, data, 2, 4, "apply", tmp_path, steps=5, learning_rate=0.0)
+    norms = next(c.norms for c in step.trainer.callback_handler.callbacks if hasattr(c, "norms"))
+    reference = reference_step(head, cut(samples, 2))
+    if not head.router:
+        assert norms[:4] == [0.0] * 4
+    assert norms[4] == pytest.approx(reference.norm, rel=head.tolerance)
+    assert all(torch.isfinite(loss) for loss in step.trainer.returned)
+    assert float(sum(step.trainer.returned[-4:])) == pytest.approx(reference.loss, rel=1e-6)
+
+
+# --- noise in the forward ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bert-mlm", "bert-classes", "llama"])
+def test_noisy_embeddings_do_not_hide_the_reduction(name: str, tmp_path: Path) -> None:
+    step = take_step(HEADS[name], HEADS[name].samples, 2, 4, "trainer", tmp_path, neftune_noise_alpha=5.0)
+    assert step.trainer.__dict__["_hf_accum_fix_session"].contract.exact
+
+
+@pytest.mark.parametrize(("reduction", "kind"), [("mean", Reduction.MEAN), ("sum", Reduction.SUM)])
+def test_masked_spans_of_speech_do_not_hide_the_reduction(reduction: str, kind: Reduction, tmp_path: Path) -> None:
+    head = HEADS[f"wav2vec2-ctc-{reduction}"]
+
+    def build() -> Any:
+        model = head.build()
+        model.config.apply_spec_augment, model.config.mask_time_prob, model.config.mask_time_length = True, 0.3, 2
+        model.wav2vec2.masked_spec_embed = torch.nn.Parameter(torch.zeros(16, dtype=torch.float64))
+        return model
+
+    step = take_step(dataclasses.replace(head, build=build), head.samples, 2, 4, "trainer", tmp_path)
+    assert step.trainer.__dict__["_hf_accum_fix_session"].contract.reduction is kind
 
 
 # --- what is passed on ------------------------------------------------------------------------------------------
@@ -224,7 +329,7 @@ def test_a_forward_that_fails_is_said_and_raised(tmp_path: Path, caplog: pytest.
     )
     with caplog.at_level("ERROR", logger="hf_accum_fix"), pytest.raises(RuntimeError, match="no such kernel"):
         trainer.train()
-    assert "give its contract by hand" in caplog.text
+    assert "give the contract by hand" in caplog.text
 
 
 def test_a_model_without_a_loss_is_named(tmp_path: Path) -> None:
@@ -407,6 +512,40 @@ def test_a_failing_step_leaves_trainer_and_accelerator_as_they_were(tmp_path: Pa
     assert "compute_loss" not in vars(trainer) and "backward" not in vars(trainer.accelerator)
 
 
+def test_the_window_ends_with_training(tmp_path: Path) -> None:
+    step = take_step(DROPS, DROPS.samples, 2, 4, "trainer", tmp_path, learning_rate=0.0)
+    batch = DROPS.batch(DROPS.samples[:2])
+    with torch.no_grad():
+        wanted = float(step.trainer.model(**batch)["loss"])
+    step.trainer.current_gradient_accumulation_steps = 1
+    assert float(step.trainer.training_step(step.trainer.model, batch)) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("contract", "message"),
+    [
+        (LossContract(Reduction.NUMBER, Items(("labels",))), "is not handed the number"),
+        ("is a sum", "needed is one of Reduction"),
+    ],
+)
+def test_a_contract_given_by_hand_is_checked(contract: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ContractError, match=message):
+        contract = LossContract(contract) if isinstance(contract, str) else contract
+        cls = type("Given", (GlobalBatchTrainer,), {"global_batch_options": Options(contract=contract)})
+        head = HEADS["declares-false"]
+        cls(
+            model=head.build(), args=arguments(tmp_path), train_dataset=list(head.samples), data_collator=head.batch
+        ).train()
+
+
+def test_a_mean_given_by_hand_holds_for_a_head_that_would_divide_by_the_number(tmp_path: Path) -> None:
+    head = HEADS["uses-tensor"]
+    given = Options(contract=LossContract(Reduction.MEAN, Items(("labels",), shift=True)))
+    cls = type("Given", (ClassRecorder,), {"global_batch_options": given})
+    step = take_step(head, head.samples, 2, 4, "trainer", tmp_path, trainer_class=cls)
+    assert step.error(reference_step(head, cut(head.samples, 2))) <= 1e-12
+
+
 def test_two_trainers_in_one_process_do_not_disturb_each_other(tmp_path: Path) -> None:
     """The second one trains whole inside a callback of the first."""
     alone = take_step(DROPS, DROPS.samples, 2, 4, "apply", tmp_path)
@@ -423,16 +562,27 @@ def test_two_trainers_in_one_process_do_not_disturb_each_other(tmp_path: Path) -
     assert inner[0].error(reference_step(MLM, cut(MLM.samples, 1))) <= 1e-12
 
 
-def _train_in_a_launcher(output: str) -> None:
-    torch.set_num_threads(1)
-    reference = reference_step(MLM, cut(MLM.samples, 2))
-    # The parent's apply() reaches a forked launcher; the step finds it active.
-    assert hf_accum_fix.applying.active_handle() is not None
-    step = take_step(MLM, MLM.samples, 2, 2, "apply", Path(output), ddp_backend="gloo")
-    assert step.error(reference) <= 1e-12
+LAUNCHED = """
+import sys
+from pathlib import Path
+import hf_accum_fix
+from tests.numerics.heads import HEADS
+from tests.numerics.parity import cut, reference_step, take_step
+
+def trained(output):
+    head = HEADS["bert-mlm"]
+    assert hf_accum_fix.active_handle().active
+    step = take_step(head, head.samples, 2, 2, "apply", Path(output), ddp_backend="gloo")
+    assert step.error(reference_step(head, cut(head.samples, 2))) <= 1e-12
+
+hf_accum_fix.apply()
+debug_launcher(trained, args=(sys.argv[1],), num_processes=2)
+"""
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_patch_reaches_a_notebook_launcher(tmp_path: Path) -> None:
-    with hf_accum_fix.apply():
-        debug_launcher(_train_in_a_launcher, args=(str(tmp_path),), num_processes=2)
+    """A notebook's launcher forks; here from an interpreter of its own, since a fork must not follow a backward pass."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", LAUNCHED, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -44,6 +44,10 @@ _DROPOUTS = {
     torch.dropout_, torch.alpha_dropout,
 }  # fmt: skip
 _RANDOM = {torch.rand, torch.randn, torch.rand_like, torch.randn_like}
+_RANDOM_IN_PLACE = {Tensor.uniform_, Tensor.normal_, Tensor.bernoulli_}
+
+#: Why a contract could not be observed yet: nothing was there to be learnt from.
+NO_TARGET_SEEN = "no target was seen yet"
 
 #: The numbers handed in: small, so that a cut fraction shows; not multiples, so that it shows in one call.
 _NUMBERS = (8.0, 16.5, 8.5)
@@ -51,10 +55,10 @@ _NUMBERS = (8.0, 16.5, 8.5)
 
 @dataclass(frozen=True)
 class WatchedLoss:
-    """One scalar call of an unweighted loss function of torch, as seen.
+    """One scalar call of a loss function of torch, as seen.
 
     Attributes:
-        reduction: "mean" or "sum".
+        reduction: "mean" or "sum"; "weighted" with class weights.
         value: what it returned.
         items: what it reduced over: valid targets, samples for CTC, elements for the element-wise losses.
         ignore_index: None for losses that have none.
@@ -84,6 +88,8 @@ class LossWatch(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func in _RANDOM and isinstance(out, Tensor) and out.ndim > 1:
             out = out[:1].expand_as(out).clone()
+        elif func in _RANDOM_IN_PLACE and out.ndim > 1:
+            out.copy_(out[:1].expand_as(out).clone())
         elif func in _LOSSES:
             self._note(func, args, kwargs, out)
         return out
@@ -92,7 +98,7 @@ class LossWatch(TorchFunctionMode):
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        if out.ndim > 0 or given.get("weight") is not None or given.get("reduction") not in ("mean", "sum"):
+        if out.ndim > 0 or given.get("reduction") not in ("mean", "sum"):
             return
         ignore_index = given.get("ignore_index")
         if func is F.ctc_loss:
@@ -101,7 +107,8 @@ class LossWatch(TorchFunctionMode):
             items = int((given["target"] != ignore_index).sum())
         else:
             items = given["target"].numel()
-        self.calls.append(WatchedLoss(given["reduction"], float(out), items, ignore_index))
+        reduction = given["reduction"] if given.get("weight") is None else "weighted"
+        self.calls.append(WatchedLoss(reduction, float(out), items, ignore_index))
 
 
 def _without_dropout(
@@ -116,12 +123,18 @@ def _without_dropout(
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Run forwards as training does, without gradient, and leave modes, buffers and every RNG as they were."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
+    buffers = [
+        (module._buffers, name, buffer, buffer._version, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count()))
     stance = getattr(torch.compiler, "set_stance", None)
     eager: AbstractContextManager[Any] = stance("force_eager") if stance is not None else nullcontext()
     try:
-        with torch.random.fork_rng(), torch.no_grad(), eager, warnings.catch_warnings():
+        with torch.random.fork_rng(devices), torch.no_grad(), eager, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*None of the inputs have requires_grad.*")
             model.train()
             yield
@@ -130,7 +143,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         np.random.set_state(numpy_state)
         for module, training in modes:
             module.training = training
-        for buffer, version, before in buffers:
+        for holder, name, buffer, version, before in buffers:
+            holder[name] = buffer
             if buffer._version != version:
                 with torch.no_grad():
                     buffer.copy_(before)
@@ -138,12 +152,13 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Seen:
-    """One forward: its loss, its router loss if its outputs carry one, the loss calls in it."""
+    """One forward: its loss, the router loss its outputs carry, the loss calls in it, whether it drew at random."""
 
     loss: float
     dtype: torch.dtype
     router: float
     calls: tuple[WatchedLoss, ...]
+    random: bool
 
 
 def observe(
@@ -151,6 +166,7 @@ def observe(
     window: Sequence[Mapping[str, Any]],
     model: nn.Module,
     *,
+    device: torch.device,
     passes_number: bool,
     needs_number: bool = False,
     router_coefficient: float = 0.0,
@@ -164,10 +180,11 @@ def observe(
 
     Args:
         call: one forward of the training's own loss.
-        window: the micro-batches, on the model's device.
+        window: the micro-batches, as the loader gave them.
         model: the model whose modes, buffers and BatchNorm layers are looked after.
+        device: where the number is put.
         passes_number: whether training hands the number over at all.
-        needs_number: the loss cannot be called without one (``compute_loss_func``).
+        needs_number: the loss is somebody's own and may not do without one.
         router_coefficient: what the configuration multiplies ``outputs.aux_loss`` by; 0.0: it names none.
         world_size: W; a trainer that scales its loss itself multiplies by it when it is given a number.
         low_precision: matrix products keep fewer than float32's digits, so two batch sizes agree to 2 % only.
@@ -178,11 +195,18 @@ def observe(
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
-        handed = None if number is None else torch.tensor(number, device=_device(batch))
+        before = _rng_state()
+        handed = None if number is None else torch.tensor(number, device=device)
         with LossWatch() as watch:
             loss, outputs = call(dict(batch), handed)
         router = outputs.get("aux_loss") if isinstance(outputs, Mapping) else None
-        return _Seen(float(loss), loss.dtype, float(router) if isinstance(router, Tensor) else 0.0, tuple(watch.calls))
+        return _Seen(
+            float(loss.detach()),
+            loss.dtype,
+            float(router.detach()) if isinstance(router, Tensor) else 0.0,
+            tuple(watch.calls),
+            _rng_state() != before,
+        )
 
     low, high, between = _NUMBERS
     with undisturbed(model):
@@ -190,10 +214,9 @@ def observe(
         first = run(inputs, low if passes_number else None)
         second = run(inputs, high) if passes_number else first
         if abs(first.loss - second.loss) > 1e-6 * abs(first.loss):
-            third = run(_without_first_label(inputs), low) if needs_number else run(inputs, None)
-            found = _by_number(
-                inputs, (first, second, run(inputs, between)), third, needs_number, router_coefficient, world_size
-            )
+            fourth = run(inputs, between)
+            third = run(_without_first_label(inputs), low) if needs_number else _without_number(run, inputs, first)
+            found = _by_number(inputs, (first, second, fourth), third, needs_number, router_coefficient, world_size)
         else:
             one, other, sliced = _parts(inputs, first)
             seen = (first, *(run(part, low if passes_number else None) for part in (one, other)))
@@ -205,10 +228,27 @@ def observe(
     return replace(found, dtype=first.dtype)
 
 
+def _without_number(run: Callable[..., _Seen], inputs: Mapping[str, Any], first: _Seen) -> _Seen | None:
+    """One forward without a number; one more with it where a loss call tells the count already."""
+    low = _NUMBERS[0]
+    if not any(call.reduction == "sum" and _close(call.value / low, first.loss) for call in first.calls):
+        try:
+            return run(inputs, None)
+        except TypeError:
+            return None
+    run(inputs, low)
+    return None
+
+
+def _rng_state() -> tuple[Any, ...]:
+    numpy_state = np.random.get_state(legacy=True)
+    return random.getstate(), numpy_state[1].tobytes(), numpy_state[2], torch.get_rng_state().numpy().tobytes()  # type: ignore[index]
+
+
 def _by_number(
     inputs: Mapping[str, Any],
     seen: tuple[_Seen, _Seen, _Seen],
-    third: _Seen,
+    third: _Seen | None,
     needs_number: bool,
     router_coefficient: float,
     world_size: int,
@@ -224,13 +264,13 @@ def _by_number(
     rules = list(_rules(inputs, seen[0].calls))
     calls = [call for call in seen[0].calls if call.reduction == "sum"]
     counts: list[float] = [c.items for c in calls if _close(c.value, summed) or _close(c.value * world_size, summed)]
-    if not counts and not needs_number and third.loss != rest:
+    if not counts and not needs_number and third is not None and third.loss != rest:
         counts = [summed / (third.loss - rest), summed / (third.loss - rest) / world_size]
     fitting = next((near for count in counts if (near := _nearest(rules, inputs, count))), [])
     conclusive = bool(fitting)
     if not fitting:
         # No count to compare with: whether position 0 of the labels moves the loss tells at least if it is shifted.
-        shifted = needs_number and third.loss == at_low
+        shifted = needs_number and third is not None and third.loss == at_low
         fitting = [rule for rule in rules if rule.shift == shifted] or rules
     router = seen[0].router
     carries_router = router != 0.0 and abs(rest) > 1e-5 * abs(summed / low)
@@ -253,21 +293,33 @@ def _by_parts(
 ) -> LossContract:
     """The loss does not move with the number: a mean over something, a sum, or neither."""
     inputs, whole = batches[0], seen[0]
-    coefficient = _router_term(whole, router_coefficient)
-    losses = [each.loss - coefficient * each.router for each in seen]
+    blank = not np.isfinite(whole.loss) or _close(whole.loss, router_coefficient * whole.router, 1e-6)
+    coefficients = [router_coefficient if whole.router else 0.0] if blank else _router_terms(whole, router_coefficient)
+    coefficient, losses, fitting = coefficients[0], [whole.loss], list[Items]()
+    rules = list(_rules(inputs, whole.calls))
+    if blank:
+        # Weighed by its items, of which there are none, such a window is an exact zero whatever the loss does.
+        return LossContract(Reduction.MEAN, rules[0], coefficient, conclusive=False, reason=NO_TARGET_SEEN)
+    for coefficient in coefficients:
+        losses = [each.loss - coefficient * each.router for each in seen]
+        fitting = [rule for rule in rules if _composes(rule, batches, losses, tolerance)]
+        if fitting:
+            break
     calls = [call for call in whole.calls if _close(call.value, losses[0])]
-    rules = list(_rules(inputs, calls or whole.calls))
     means = {call.items for call in calls if call.reduction == "mean"}
     named = [rule for rule in rules if _counts(rule, inputs) in means]
     in_parts = batches[1] is not inputs and bool(np.isfinite(losses).all())
+    summed = any(call.reduction == "sum" for call in calls)
+    if any(call.reduction == "weighted" for call in calls):
+        reason = "the loss is weighted by class, so its mean is over weights, not items"
+        return LossContract(Reduction.PLAIN, reason=reason)
 
     if in_parts:
-        fitting = [rule for rule in rules if _composes(rule, batches, losses, tolerance)]
         adds_up = _close(losses[1] + losses[2], losses[0], tolerance) and losses[0] != 0.0
-        if adds_up and (not fitting or any(call.reduction == "sum" for call in calls)):
+        if (adds_up and (not fitting or summed)) or (summed and whole.random):
             return LossContract(Reduction.SUM, router_coefficient=coefficient, reason="the losses of two parts add up")
-        if not fitting and named and not sliced:
-            # Masked labels may be inputs as well (a decoder's): the loss call decides.
+        if not fitting and named and (whole.random or not sliced):
+            # Noise differs from part to part, and masked labels may be inputs too (a decoder's): the call decides.
             return LossContract(
                 Reduction.MEAN, named[0], coefficient, reason="the loss call is a mean over these items"
             )
@@ -283,10 +335,10 @@ def _by_parts(
             (agreed or fitting)[0],
             router_coefficient=coefficient,
             alternatives=tuple(agreed or fitting),
-            conclusive=bool(agreed) or len(fitting) == 1 or fitting[0].width_of is not None,
+            conclusive=bool(agreed) or (len(fitting) == 1 and tolerance < 1e-3) or fitting[0].width_of is not None,
             reason="the losses of two parts compose to the whole's as the mean over these items",
         )
-    if any(call.reduction == "sum" for call in calls):
+    if summed:
         return LossContract(Reduction.SUM, router_coefficient=coefficient, reason="the loss call is a sum")
     if named:
         reason = "the loss call is the mean over these items"
@@ -297,15 +349,15 @@ def _by_parts(
 # --- router terms --------------------------------------------------------------------------------------------------
 
 
-def _router_term(seen: _Seen, configured: float) -> float:
-    """Coefficient of the router loss inside a loss that is otherwise a mean."""
+def _router_terms(seen: _Seen, configured: float) -> list[float]:
+    """What the coefficient of the router loss inside a loss that is otherwise a mean may be, likeliest first."""
     if seen.router == 0.0:
-        return 0.0
+        return [0.0]
     rests = [(seen.loss - call.value) / seen.router for call in seen.calls if call.reduction == "mean"]
     if not rests:
-        return configured
+        return [configured, 0.0]
     nearest = min(rests, key=lambda rest: abs(rest - configured))
-    return _rounded(nearest, configured) if abs(nearest * seen.router) > 1e-6 * abs(seen.loss) else 0.0
+    return [_rounded(nearest, configured) if abs(nearest * seen.router) > 1e-6 * abs(seen.loss) else 0.0]
 
 
 def _rounded(seen: float, configured: float) -> float:
@@ -388,7 +440,7 @@ def _probe(window: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     A target is put at position 0 and at a padded position of every row of token labels, and rows of one length lose a
     target in one of them: rules that shift, that heed the attention mask, and that count samples then differ.
     """
-    ordered = sorted(window, key=_label_count, reverse=True)
+    ordered = sorted(window, key=_target_count, reverse=True)
     inputs = dict(ordered[0])
     if sample_count(inputs) == 1:
         inputs = _stacked(inputs, ordered[1] if len(ordered) > 1 else inputs) or inputs
@@ -416,6 +468,11 @@ def _with_unequal_rows(labels: Tensor) -> Tensor:
     labels = labels.clone()
     labels[-1, int(targets[-1].nonzero()[-1])] = -100
     return labels
+
+
+def _target_count(inputs: Mapping[str, Any]) -> float:
+    """Targets of a micro-batch by the most telling way of counting there is."""
+    return float(next(_rules(inputs, ())).count(inputs))
 
 
 def _label_count(inputs: Mapping[str, Any]) -> int:
@@ -485,10 +542,6 @@ def _rows(inputs: Mapping[str, Any], rows: list[int]) -> dict[str, Any]:
         return [value[row] for row in rows] if isinstance(value, list) else value
 
     return {key: taken(value) for key, value in inputs.items()}
-
-
-def _device(inputs: Mapping[str, Any]) -> torch.device:
-    return next((value.device for value in inputs.values() if isinstance(value, Tensor)), torch.device("cpu"))
 
 
 def _same_shape(a: Tensor | None, b: Tensor) -> bool:

@@ -89,12 +89,13 @@ class Items:
             found[..., 0] = False
         return found
 
-    def count(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Items of one micro-batch: 0-dim tensor on the targets' device; no device sync."""
+    def count(self, inputs: Mapping[str, Any], device: torch.device | None = None) -> Tensor:
+        """Items of one micro-batch: 0-dim tensor on ``device`` (default: the targets'); no device sync."""
         if not self.keys:
-            return torch.tensor(sample_count(inputs), dtype=torch.float64)
-        found = self.targets(inputs)
-        return found.sum().to(count_dtype(found.device))
+            device = device or torch.device("cpu")
+            return torch.full((), sample_count(inputs), dtype=count_dtype(device), device=device)
+        found = self.targets(inputs).sum()
+        return found.to(device=device, dtype=count_dtype(device or found.device))
 
     def with_target(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The same inputs, with one dummy target where there is none.
@@ -103,7 +104,7 @@ class Items:
         still an exact zero, and every parameter is still touched. Decided on the device, without a sync.
         """
         result = dict(inputs)
-        if not self.keys or (self.ignore_index is None and self.width_of is None):
+        if not self.keys or self.keys[0] not in result or (self.ignore_index is None and self.width_of is None):
             return result
         if result[self.keys[0]].is_floating_point() or result[self.keys[0]].dtype is torch.bool:
             return result
@@ -138,7 +139,7 @@ def count_dtype(device: torch.device) -> torch.dtype:
 
 def total_items(items: Items, window: Sequence[Mapping[str, Any]], device: torch.device) -> tuple[list[Tensor], Tensor]:
     """Items of each micro-batch of a window and their sum, 0-dim tensors on ``device``; no device sync."""
-    counts = [items.count(inputs).to(device=device, dtype=count_dtype(device)) for inputs in window]
+    counts = [items.count(inputs, device) for inputs in window]
     return counts, torch.stack(counts).sum() if counts else torch.zeros((), dtype=count_dtype(device), device=device)
 
 
