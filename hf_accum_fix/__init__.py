@@ -25,7 +25,8 @@ from hf_accum_fix.errors import (
 from hf_accum_fix.options import Options
 
 if TYPE_CHECKING:
-    from hf_accum_fix.accumulation.contract import LossContract
+    from hf_accum_fix.accumulation.contract import LossContract, Reduction
+    from hf_accum_fix.accumulation.window import Items
     from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchSeq2SeqTrainer, GlobalBatchTrainer
 
 __version__ = "0.1.0"
@@ -37,10 +38,12 @@ __all__ = [
     "GlobalBatchMixin",
     "GlobalBatchSeq2SeqTrainer",
     "GlobalBatchTrainer",
+    "Items",
     "LossContract",
     "Options",
     "OptionsError",
     "PatchHandle",
+    "Reduction",
     "SeamError",
     "UnsupportedSetupError",
     "UnsupportedVersionError",
@@ -55,7 +58,9 @@ _LAZY = {
     "GlobalBatchMixin": "hf_accum_fix.trainer",
     "GlobalBatchSeq2SeqTrainer": "hf_accum_fix.trainer",
     "GlobalBatchTrainer": "hf_accum_fix.trainer",
+    "Items": "hf_accum_fix.accumulation.window",
     "LossContract": "hf_accum_fix.accumulation.contract",
+    "Reduction": "hf_accum_fix.accumulation.contract",
 }
 
 

@@ -21,6 +21,8 @@ SPLITS = ((4, 1), (2, 2), (1, 4))
 #: A compiled module's DDP graph is dynamo's affair; a detection loss averages its number of boxes over ranks by itself.
 LEFT_OUT = ("compiled", "compiled-no-kwargs", "yolos")
 
+WITHOUT_ITEMS = ("llama", "mixtral", "uses-tensor", "bert-mlm", "no-kwargs", "llama-smoothing", "func-with-mean")
+
 
 def blank_on_second_rank(samples: Sequence[Sample]) -> list[Sample]:
     """Every other sample without a target: at b=1 the second rank has no item at all."""
@@ -30,12 +32,13 @@ def blank_on_second_rank(samples: Sequence[Sample]) -> list[Sample]:
     return blanked
 
 
-def main(output: Path) -> None:
+def main(output: Path, names: Sequence[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows = []
-    cases = [(name, HEADS[name].samples, split) for name in HEADS if name not in LEFT_OUT for split in SPLITS]
-    for name in ("llama", "bert-mlm", "no-kwargs", "llama-smoothing", "func-with-mean"):
+    kept = names or [name for name in HEADS if name not in LEFT_OUT]
+    cases = [(name, HEADS[name].samples, split) for name in kept for split in SPLITS]
+    for name in () if names else WITHOUT_ITEMS:
         cases.append((f"{name} (second rank without items)", blank_on_second_rank(HEADS[name].samples), (1, 4)))
     for label, samples, (per_device, accumulate) in cases:
         head = HEADS[label.split(" (")[0]]
@@ -89,4 +92,4 @@ def main(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])
