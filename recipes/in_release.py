@@ -45,7 +45,8 @@ def main(arguments: list[str]) -> int:
         # A script that only the newest environment holds is run by this release's Python all the same.
         script = next((s for s in (scripts / words[0], ENVIRONMENTS / NEWEST / BIN / words[0]) if s.exists()), None)
         if script is not None and not words[0].startswith("python"):
-            words = [str(scripts / "python"), str(script), *words[1:]]
+            written_in_python = script.read_bytes()[:2] == b"#!"
+            words = [*([str(scripts / "python")] if written_in_python else []), str(script), *words[1:]]
         path = os.pathsep.join([str(scripts), os.environ.get("PATH", "")])
         words[0] = shutil.which(words[0], path=path) or words[0]
         done = subprocess.run(words, cwd=ROOT, env={**os.environ, "PATH": path}, check=False)

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 import hf_accum_fix
-from hf_accum_fix import observations
+from hf_accum_fix import observations, overrides
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.errors import ContractError, ForeignPatchError, SeamError, UnsupportedSetupError
@@ -462,6 +463,30 @@ def test_a_seam_replaced_after_apply_is_refused_at_train(tmp_path: Path, monkeyp
             trainer.train()
 
 
+def _rank(reduced: list[float]) -> Any:
+    """A trainer of two ranks whose collective gives back what is said here."""
+    return SimpleNamespace(
+        args=SimpleNamespace(device=torch.device("cpu"), world_size=2, process_index=1),
+        accelerator=SimpleNamespace(reduce=lambda tensor, reduction: torch.tensor(reduced, dtype=tensor.dtype)),
+    )
+
+
+def test_a_rank_without_a_micro_batch_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the loss is still to be observed all ranks raise; later the empty one does, after the one collective."""
+    contract = LossContract(Reduction.MEAN, Items(("labels",)))
+    for reduction in (contract, LossContract(Reduction.SUM)):
+        with pytest.raises(SeamError, match="even_batches=True"):
+            overrides._counted(_rank([5.0, 0.0, 1.0]), reduction, [], None)
+        # At the end of the data no rank has one, and there is nothing to say.
+        assert overrides._counted(_rank([0.0, 0.0, 0.0]), reduction, [], None).batches == []
+    for mine in (contract, None):
+        monkeypatch.setattr(overrides, "gather_object", lambda objects: [contract, None])
+        with pytest.raises(SeamError, match="even_batches=True"):
+            overrides._agreed(_rank([]), mine)
+    monkeypatch.setattr(overrides, "gather_object", lambda objects: [None, None])
+    assert not overrides._agreed(_rank([]), None).conclusive
+
+
 def test_a_step_by_hand_outside_of_training_is_stock(tmp_path: Path) -> None:
     trainer = GlobalBatchTrainer(
         model=DROPS.build(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
@@ -565,6 +590,7 @@ def test_two_trainers_in_one_process_do_not_disturb_each_other(tmp_path: Path) -
 LAUNCHED = """
 import sys
 from pathlib import Path
+from accelerate import debug_launcher
 import hf_accum_fix
 from tests.numerics.heads import HEADS
 from tests.numerics.parity import cut, reference_step, take_step
