@@ -293,14 +293,12 @@ def _by_parts(
 ) -> LossContract:
     """The loss does not move with the number: a mean over something, a sum, or neither."""
     inputs, whole = batches[0], seen[0]
-    blank = not np.isfinite(whole.loss) or _close(whole.loss, router_coefficient * whole.router, 1e-6)
-    coefficients = [router_coefficient if whole.router else 0.0] if blank else _router_terms(whole, router_coefficient)
-    coefficient, losses, fitting = coefficients[0], [whole.loss], list[Items]()
     rules = list(_rules(inputs, whole.calls))
-    if blank:
+    if not np.isfinite(whole.loss) or _close(whole.loss, router_coefficient * whole.router, 1e-6):
         # Weighed by its items, of which there are none, such a window is an exact zero whatever the loss does.
+        coefficient = router_coefficient if whole.router else 0.0
         return LossContract(Reduction.MEAN, rules[0], coefficient, conclusive=False, reason=NO_TARGET_SEEN)
-    for coefficient in coefficients:
+    for coefficient in _router_terms(whole, router_coefficient):
         losses = [each.loss - coefficient * each.router for each in seen]
         fitting = [rule for rule in rules if _composes(rule, batches, losses, tolerance)]
         if fitting:
@@ -320,9 +318,8 @@ def _by_parts(
             return LossContract(Reduction.SUM, router_coefficient=coefficient, reason="the losses of two parts add up")
         if not fitting and named and (whole.random or not sliced):
             # Noise differs from part to part, and masked labels may be inputs too (a decoder's): the call decides.
-            return LossContract(
-                Reduction.MEAN, named[0], coefficient, reason="the loss call is a mean over these items"
-            )
+            reason = "the loss call is the mean over these items"
+            return LossContract(Reduction.MEAN, named[0], coefficient, tuple(named), reason=reason)
         if not fitting:
             return LossContract(
                 Reduction.PLAIN,
