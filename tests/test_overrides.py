@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 import hf_accum_fix
 from hf_accum_fix import observations, overrides
@@ -36,27 +36,9 @@ from tests.numerics.parity import (
     take_step,
     trainable,
 )
+from tests.numerics.parity import training_arguments as arguments
 
 DROPS, MLM, CLASSES = HEADS["drops-kwargs"], HEADS["bert-mlm"], HEADS["bert-classes"]
-
-
-def arguments(output: Path, **overrides: Any) -> TrainingArguments:
-    given = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 4,
-        "max_steps": 1,
-        "learning_rate": 1.0,
-        "optim": "sgd",
-        "lr_scheduler_type": "constant",
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
-        "dataloader_pin_memory": False,
-    }
-    return TrainingArguments(output_dir=str(output), **{**given, **overrides})
 
 
 # --- other people's compute_loss --------------------------------------------------------------------------------
@@ -444,7 +426,10 @@ def test_a_window_that_was_not_counted_is_refused(tmp_path: Path) -> None:
             return [next(epoch_iterator) for _ in range(num_batches)], None
 
     trainer = Fetches(
-        model=DROPS.build(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
+        model=DROPS.build(),
+        args=arguments(tmp_path),
+        train_dataset=list(DROPS.samples),
+        data_collator=DROPS.batch,
     )
     with hf_accum_fix.apply(), pytest.raises(SeamError, match="no window was counted"):
         trainer.train()
@@ -455,7 +440,10 @@ def test_a_seam_replaced_after_apply_is_refused_at_train(tmp_path: Path, monkeyp
         return [next(epoch_iterator) for _ in range(num_batches)], None
 
     trainer = Trainer(
-        model=DROPS.build(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
+        model=DROPS.build(),
+        args=arguments(tmp_path),
+        train_dataset=list(DROPS.samples),
+        data_collator=DROPS.batch,
     )
     with hf_accum_fix.apply(), monkeypatch.context() as later:
         later.setattr(Trainer, "get_batch_samples", replacement)
@@ -489,7 +477,10 @@ def test_a_rank_without_a_micro_batch_is_an_error_on_every_rank(monkeypatch: pyt
 
 def test_a_step_by_hand_outside_of_training_is_stock(tmp_path: Path) -> None:
     trainer = GlobalBatchTrainer(
-        model=DROPS.build(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
+        model=DROPS.build(),
+        args=arguments(tmp_path),
+        train_dataset=list(DROPS.samples),
+        data_collator=DROPS.batch,
     )
     batch = DROPS.batch(DROPS.samples[:2])
     with torch.no_grad():
@@ -530,7 +521,10 @@ def test_a_failing_step_leaves_trainer_and_accelerator_as_they_were(tmp_path: Pa
             return super().forward(input_ids, labels)
 
     trainer = GlobalBatchTrainer(
-        model=FailsLater(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
+        model=FailsLater(),
+        args=arguments(tmp_path),
+        train_dataset=list(DROPS.samples),
+        data_collator=DROPS.batch,
     )
     with pytest.raises(ValueError, match="later"):
         trainer.train()
@@ -559,7 +553,10 @@ def test_a_contract_given_by_hand_is_checked(contract: Any, message: str, tmp_pa
         cls = type("Given", (GlobalBatchTrainer,), {"global_batch_options": Options(contract=contract)})
         head = HEADS["declares-false"]
         cls(
-            model=head.build(), args=arguments(tmp_path), train_dataset=list(head.samples), data_collator=head.batch
+            model=head.build(),
+            args=arguments(tmp_path),
+            train_dataset=list(head.samples),
+            data_collator=head.batch,
         ).train()
 
 

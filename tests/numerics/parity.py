@@ -77,6 +77,30 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().double().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
+def training_arguments(output: Path, per_device: int = 2, accumulate: int = 4, **overrides: Any) -> TrainingArguments:
+    """One step of plain SGD, lr 1, no clipping, nothing saved or sent."""
+    given = {
+        "max_steps": 1,
+        "learning_rate": 1.0,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1e30,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(
+        output_dir=str(output),
+        per_device_train_batch_size=per_device,
+        gradient_accumulation_steps=accumulate,
+        **{**given, **overrides},
+    )
+
+
 def take_step(
     head: Head,
     samples: Sequence[Sample],
@@ -90,27 +114,7 @@ def take_step(
     **arguments: Any,
 ) -> Step:
     """Train ``steps`` optimizer steps on the samples in order: stock, by the patch or by the subclass."""
-    args = TrainingArguments(
-        output_dir=str(output),
-        per_device_train_batch_size=per_device,
-        gradient_accumulation_steps=accumulate,
-        **{
-            "max_steps": steps,
-            "learning_rate": 1.0,
-            "optim": "sgd",
-            "lr_scheduler_type": "constant",
-            "max_grad_norm": 1e30,
-            "use_cpu": True,
-            "report_to": "none",
-            "save_strategy": "no",
-            "logging_steps": 1,
-            "disable_tqdm": True,
-            "remove_unused_columns": False,
-            "dataloader_pin_memory": False,
-            **head.arguments,
-            **arguments,
-        },
-    )
+    args = training_arguments(output, per_device, accumulate, max_steps=steps, **{**head.arguments, **arguments})
     observed = Steps()
     cls = trainer_class or (ClassRecorder if path == "trainer" else StockRecorder)
     with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext():
