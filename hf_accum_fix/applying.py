@@ -122,7 +122,8 @@ class PatchHandle:
                         "transformers.trainer holds no class Trainer; needed is that class; apply before or "
                         "after that module is imported, not while it is"
                     )
-                patches = [Patch(trainer, name, self._wrapper(name, fn)) for name, fn in OVERRIDES.items()]
+                names = [state.seam.name for state in environment.seams]
+                patches = [Patch(trainer, name, self._wrapper(name, OVERRIDES[name])) for name in names]
                 self._installation = install(patches, is_pristine, self.options.allow_foreign)
                 self._state = _State.APPLIED
             finally:
@@ -173,7 +174,7 @@ def apply(*, contract: LossContract | None = None, allow_foreign: tuple[str, ...
         The handle: revert(), or a with block, takes the patch back.
 
     Raises:
-        UnsupportedVersionError: if transformers is missing or older than 4.46.
+        UnsupportedVersionError: if transformers is missing or older than 4.41.
         SeamError: if a method to be wrapped is missing or has another signature.
         ForeignPatchError: if somebody else replaced one, and allow_foreign does not name them.
         OptionsError: if an option is invalid, or differs from those already applied.
@@ -255,8 +256,6 @@ def _claim(options: Options) -> PatchHandle:
 def _announce(environment: Environment, plan: Plan) -> None:
     """The one line that says what was patched and what changes for the user's run."""
     from hf_accum_fix import __version__
-    from hf_accum_fix.upstream.seams import SEAMS
-
     felt = "; ".join(f"{defect.name} ({defect.gradient})" for defect in plan.mended if defect.gradient)
     _LOG.info(
         "hf-accum-fix %s on transformers %s: wrapped Trainer.%s; %d defects of this release are mended. "
@@ -264,7 +263,7 @@ def _announce(environment: Environment, plan: Plan) -> None:
         "learning rate felt it: %s%s",
         __version__,
         environment.transformers,
-        ", ".join(seam.name for seam in SEAMS),
+        ", ".join(state.seam.name for state in environment.seams),
         len(plan.mended),
         felt,
         "" if plan.untested is None else f". UNTESTED: {plan.untested}",

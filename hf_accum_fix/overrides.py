@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,16 +23,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import transformers
 from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer
 
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, observe
+from hf_accum_fix.accumulation.whole_windows import Blank, WholeWindows, without_blanks
 from hf_accum_fix.accumulation.window import Items, count_dtype, mean_item_count, share_of_mean, total_items
 from hf_accum_fix.errors import ContractError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
+from hf_accum_fix.upstream.defects import is_present
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -122,7 +127,7 @@ def train(
     check_setup(trainer)
     session = trainer.__dict__[SESSION] = Session(options)
     try:
-        with _busy(session, "train"):
+        with _busy(session, "train"), _whole_windows(trainer, options):
             result = wrapped(*args, **kwargs)
     finally:
         session.window = None
@@ -146,6 +151,44 @@ def check_setup(trainer: Any) -> None:
         raise UnsupportedSetupError(f"{name} splits samples over ranks {split}; only data-parallel ranks are supported")
 
 
+@contextmanager
+def _whole_windows(trainer: Any, options: Options) -> Iterator[None]:
+    """Hand the loop whole windows, where its release or a stream would let the end of an epoch leak or be lost."""
+    module = sys.modules[Trainer.__module__]
+    original_loader, original_skip = trainer.get_train_dataloader, module.skip_first_batches
+    counts_windows = hasattr(Trainer, "get_batch_samples")
+    loses_the_rest = is_present("epoch-tail-not-trained", transformers.__version__) or not counts_windows
+
+    def opened(window: list[Any]) -> None:
+        _open_window(trainer, session_of(trainer, options), window, None, options)
+
+    def get_train_dataloader(*args: Any, **kwargs: Any) -> Any:
+        loader = original_loader(*args, **kwargs)
+        if isinstance(loader, WholeWindows) or not (loses_the_rest or _is_endless(loader)):
+            return loader
+        return WholeWindows(loader, trainer.args.gradient_accumulation_steps, None if counts_windows else opened)
+
+    def skip_first_batches(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(dataloader, WholeWindows):
+            return original_skip(dataloader, *args, **kwargs)
+        return dataloader.around(original_skip(dataloader.__wrapped__, *args, **kwargs))
+
+    with (
+        _shadow(trainer, "get_train_dataloader", get_train_dataloader),
+        _shadow(module, "skip_first_batches", skip_first_batches),
+    ):
+        yield
+
+
+def _is_endless(loader: Any) -> bool:
+    """Whether a loader cannot say how many micro-batches an epoch has."""
+    try:
+        len(loader)
+    except TypeError:
+        return True
+    return False
+
+
 def _parallel_size(trainer: Any, kind: str) -> int:
     size = getattr(trainer, f"get_{kind}_size", None)
     if size is not None:
@@ -164,28 +207,36 @@ def get_batch_samples(
     session = session_of(trainer, options)
     if not enabled() or "get_batch_samples" in session.busy:
         return wrapped(*args, **kwargs)
+    averaged = getattr(trainer.args, "average_tokens_across_devices", False)
+    with _busy(session, "get_batch_samples"):
+        # Upstream's own gather would be a second collective, and one that a rank without micro-batches does not join.
+        with _shadow(trainer.args, "average_tokens_across_devices", False):
+            fetched, upstream_number = wrapped(*args, **kwargs)
+        window = _open_window(trainer, session, without_blanks(fetched), upstream_number, options)
+    contract = session.contract
+    assert contract is not None
+    if contract.items is None or (contract.owned_by_trainer and not contract.by_number):
+        return fetched, upstream_number
+    # A trainer that scales by itself multiplies by W only where it averages tokens across devices.
+    owned = contract.owned_by_trainer and not averaged
+    return fetched, window.total / trainer.args.world_size if owned else window.total.long()
+
+
+def _open_window(
+    trainer: Any, session: Session, batches: list[Any], upstream_number: Any, options: Options
+) -> Window:
+    """Count the window whose micro-batches are about to be run."""
     if session.window is not None and session.window.batches and session.window.steps_run == 0:
         raise SeamError(
             f"no micro-batch of the last window came through Trainer.training_step: {type(trainer).__name__} overrides "
             "it without calling super(), so nothing would be mended; call super().training_step, or revert()"
         )
-    averaged = getattr(trainer.args, "average_tokens_across_devices", False)
-    with _busy(session, "get_batch_samples"):
-        # Upstream's own gather would be a second collective, and one that a rank without micro-batches does not join.
-        with _shadow(trainer.args, "average_tokens_across_devices", False):
-            batches, upstream_number = wrapped(*args, **kwargs)
-        _mark_state(trainer, session)
-        contract = _settle_contract(trainer, session, batches, options)
-        session.window = window = _counted(trainer, contract, batches, upstream_number)
-    if contract.items is None:
-        return batches, upstream_number
-    if batches:
+    _mark_state(trainer, session)
+    contract = _settle_contract(trainer, session, batches, options)
+    session.window = window = _counted(trainer, contract, batches, upstream_number)
+    if contract.items is not None and batches:
         _note_empty(session, window.total)
-    if contract.owned_by_trainer and not contract.by_number:
-        return batches, upstream_number
-    # A trainer that scales by itself multiplies by W only where it averages tokens across devices.
-    owned = contract.owned_by_trainer and not averaged
-    return batches, window.total / trainer.args.world_size if owned else window.total.long()
+    return window
 
 
 def _counted(trainer: Any, contract: LossContract, batches: list[Any], upstream_number: Any) -> Window:
@@ -246,10 +297,10 @@ def _warn_empty(session: Session) -> None:
 
 def _settle_contract(trainer: Any, session: Session, window: list[Any], options: Options) -> LossContract:
     """The contract of this trainer's loss as it is now; observed where it has not been, on every rank alike."""
-    computed_by = (trainer.model_accepts_loss_kwargs, trainer.compute_loss_func, trainer.label_smoother)
+    computed_by = (_accepts_number(trainer), _loss_func(trainer), trainer.label_smoother)
     if session.observed_for != computed_by:
         session.contract, session.observed_for, session.attempts = None, computed_by, 0
-        session.passes_number = bool(trainer.model_accepts_loss_kwargs) and _takes_number(trainer.model_wrapped)
+        session.passes_number = _accepts_number(trainer) and _takes_number(trainer.model_wrapped)
     known = session.contract
     if known is not None and (known.conclusive or session.attempts >= _ATTEMPTS):
         return known
@@ -276,7 +327,7 @@ def _settle_contract(trainer: Any, session: Session, window: list[Any], options:
 
 def _given(trainer: Any, session: Session, contract: LossContract) -> LossContract:
     """A contract given by hand, held against what can be known without a forward."""
-    if contract.by_number and not session.passes_number and trainer.compute_loss_func is None:
+    if contract.by_number and not session.passes_number and _loss_func(trainer) is None:
         raise ContractError(
             f"the contract given says that the loss {contract.reduction.value}, but {_head_name(trainer)} is not "
             "handed the number; give Reduction.MEAN, or let model_accepts_loss_kwargs be True"
@@ -293,6 +344,7 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
     # A forward through DDP without gradient would switch off the next one's buffer sync.
     module: nn.Module = _inside_ddp(model) or model
     compute_loss = _compute_loss_of(trainer)
+    takes_number = compute_loss is not None and _has_parameter(compute_loss, "num_items_in_batch")
     owned = changed = False
 
     def call(inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
@@ -302,7 +354,8 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
         with trainer.compute_loss_context_manager():
             if compute_loss is None:
                 return _base_loss(trainer, module, inputs, number, smooth=False)
-            loss, outputs = compute_loss(module, inputs, return_outputs=True, num_items_in_batch=number)
+            given = {"num_items_in_batch": number} if takes_number else {}
+            loss, outputs = compute_loss(module, inputs, return_outputs=True, **given)
         owned = session.base_loss is None
         if session.base_loss is None:
             return loss, outputs
@@ -317,9 +370,9 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
             window,
             module,
             device=trainer.args.device,
-            passes_number=compute_loss is not None or session.passes_number or trainer.compute_loss_func is not None,
-            needs_number=trainer.compute_loss_func is not None or compute_loss is not None,
-            router_coefficient=0.0 if trainer.compute_loss_func is not None else _router_coefficient(module),
+            passes_number=compute_loss is not None or session.passes_number or _loss_func(trainer) is not None,
+            needs_number=_loss_func(trainer) is not None or compute_loss is not None,
+            router_coefficient=0.0 if _loss_func(trainer) is not None else _router_coefficient(module),
             world_size=trainer.args.world_size,
             low_precision=trainer.accelerator.mixed_precision != "no"
             or _products_are_rounded()
@@ -338,7 +391,7 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
         return replace(found, owned_by_trainer=True)
     if changed:
         found = replace(found, changed_by_trainer=True)
-    smoothed = trainer.label_smoother is not None and trainer.compute_loss_func is None
+    smoothed = trainer.label_smoother is not None and _loss_func(trainer) is None
     if smoothed and found.reduction is not Reduction.PLAIN:
         shift = found.items is not None and found.items.shift
         items = Items(("labels",), trainer.label_smoother.ignore_index, shift=shift)
@@ -389,8 +442,6 @@ def _compute_loss_of(trainer: Any) -> Callable[..., Any] | None:
 
     It is bound to a copy, containers and all, so that what it notes on the trainer while it is observed is dropped.
     """
-    from transformers import Trainer
-
     if "compute_loss" in vars(trainer):
         return trainer.compute_loss  # type: ignore[no-any-return]
     ours = ("hf_accum_fix.trainer", Trainer.__module__)
@@ -421,8 +472,24 @@ def _takes_number(model: nn.Module) -> bool:
     """Whether the forward can be called with the number at all: a compiled module's own signature takes anything."""
     while isinstance(inner := getattr(model, "_orig_mod", None) or _inside_ddp(model), nn.Module):
         model = inner
-    parameters = inspect.signature(model.forward).parameters
-    return "num_items_in_batch" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return _has_parameter(model.forward, "num_items_in_batch")
+
+
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function can be called with this keyword."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _accepts_number(trainer: Any) -> bool:
+    """Whether the release's Trainer would hand its model the number; releases before 4.46 know of none."""
+    return bool(getattr(trainer, "model_accepts_loss_kwargs", False))
+
+
+def _loss_func(trainer: Any) -> Callable[..., Any] | None:
+    """The user's own loss; releases before 4.46 know of none."""
+    func: Callable[..., Any] | None = getattr(trainer, "compute_loss_func", None)
+    return func
 
 
 def _inside_ddp(model: nn.Module) -> nn.Module | None:
@@ -498,7 +565,7 @@ def _loss_in_window(
     carried = None
     if contract.router_coefficient:
         carried = contract.router_coefficient * outputs["aux_loss"].to(loss.device)
-        if trainer.label_smoother is not None and trainer.compute_loss_func is None:
+        if trainer.label_smoother is not None and _loss_func(trainer) is None:
             loss = loss + carried
     return share_of_mean(loss, ratio, carried), outputs
 
@@ -516,7 +583,7 @@ def _base_loss(
     it; ``compute_loss_func`` owns its loss; the label smoother takes the labels out of the model's sight.
     """
     inputs = dict(inputs)
-    func, smoother = trainer.compute_loss_func, trainer.label_smoother if smooth else None
+    func, smoother = _loss_func(trainer), trainer.label_smoother if smooth else None
     labels = inputs.pop("labels", None) if func is not None or smoother is not None else None
     session: Session = trainer.__dict__[SESSION]
     if session.passes_number and number is not None:
@@ -559,6 +626,9 @@ def training_step(
             "Trainer.get_batch_samples without calling it; call super().get_batch_samples, or revert()"
         )
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    if isinstance(inputs, Blank):
+        return torch.zeros((), device=trainer.args.device)
+    model = kwargs["model"] if "model" in kwargs else args[0]
     micro_batch = session.micro_batch = MicroBatch(window.items_of(inputs))
     accelerator = trainer.accelerator
     original_loss, original_backward = trainer.compute_loss, accelerator.backward
@@ -585,7 +655,11 @@ def training_step(
         return original_backward(right * _engine_divisor(accelerator, backward_kwargs), **backward_kwargs)
 
     try:
-        with _shadow(trainer, "compute_loss", record_loss), _shadow(accelerator, "backward", set_loss):
+        with (
+            _shadow(trainer, "compute_loss", record_loss),
+            _shadow(accelerator, "backward", set_loss),
+            _reduced_in_the_last(trainer, window, model),
+        ):
             result = wrapped(*args, **kwargs)
     finally:
         session.micro_batch = None
@@ -598,6 +672,22 @@ def training_step(
             "its gradient was not mended: use accelerator.backward, or revert()"
         )
     return micro_batch.reported
+
+
+@contextmanager
+def _reduced_in_the_last(trainer: Any, window: Window, model: nn.Module) -> Iterator[None]:
+    """Reduce over ranks in the last micro-batch of a window alone; 4.46.2 does so in every other one."""
+    if trainer.args.world_size == 1 or not is_present("last-micro-batch-not-reduced", transformers.__version__):
+        yield
+        return
+    if not isinstance(model, DistributedDataParallel):
+        raise UnsupportedSetupError(
+            f"transformers {transformers.__version__} leaves the gradients of the last micro-batch on each rank, and "
+            f"only under DistributedDataParallel can that be mended, not under {type(model).__name__}; take 4.46.3"
+        )
+    last = window.steps_run + 1 == len(window.batches)
+    with _shadow(model, "require_backward_grad_sync", last):
+        yield
 
 
 def _set_loss(session: Session, micro_batch: MicroBatch, window: Window) -> Tensor:
@@ -659,7 +749,7 @@ def _stock_factor(trainer: Any, session: Session, window: Window, passed: Tensor
     assert contract is not None
     if contract.owned_by_trainer or trainer.label_smoother is not None or not bool(right):
         return None
-    handed = session.passes_number or trainer.compute_loss_func is not None
+    handed = session.passes_number or _loss_func(trainer) is not None
     averaged = getattr(trainer.args, "average_tokens_across_devices", False)
     world_size = trainer.args.world_size
     undivided = float((passed / right).detach()) / int(trainer.accelerator.gradient_accumulation_steps)

@@ -174,6 +174,26 @@ DEFECTS: Final = (
         gradient="r / G in that window",
     ),
     Defect(
+        name="epoch-tail-not-trained",
+        summary="The last window of an epoch is fetched and stepped by wrong counts: its data are lost, or leak.",
+        since="4.38.2",
+        until="4.52.0",
+        seam="train",
+        source=(_issue(37777), _pull(37923)),
+        remove_when=_floor("4.52.0"),
+        evidence="run",
+    ),
+    Defect(
+        name="last-micro-batch-not-reduced",
+        summary="DDP reduces on every micro-batch but the last: ranks drift apart.",
+        since="4.46.2",
+        until="4.46.3",
+        seam="training_step",
+        source=(_pull(34373),),
+        remove_when=_floor("4.46.3"),
+        evidence="run",
+    ),
+    Defect(
         name="gradient-divided-twice",
         summary="accelerate divides the gradient by G once more; the log looks right.",
         since="5.2.0",
@@ -347,3 +367,12 @@ DEFECTS: Final = (
         evidence="run",
     ),
 )
+
+
+def is_present(name: str, release: str) -> bool:
+    """Whether a release has the defect of this name.
+
+    Raises:
+        KeyError: if there is no such row.
+    """
+    return {defect.name: defect for defect in DEFECTS}[name].is_in(Version(release))

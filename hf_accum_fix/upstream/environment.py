@@ -13,9 +13,11 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
+
 from hf_accum_fix.upstream.chain import author, follow, held
 from hf_accum_fix.upstream.patch import is_ours
-from hf_accum_fix.upstream.seams import SEAMS, TESTED_BODIES, TRAINER_CLASS, TRAINER_MODULE, Seam
+from hf_accum_fix.upstream.seams import SEAMS, TESTED_BODIES, TRAINER_CLASS, TRAINER_MODULE, Seam, seams_of
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,23 @@ class Environment:
 def detect() -> Environment:
     """What is installed now. It imports none of it: seams are known once transformers.trainer is imported."""
     trainer = imported_trainer()
+    transformers = _version("transformers")
     return Environment(
-        transformers=_version("transformers"),
+        transformers=transformers,
         accelerate=_version("accelerate"),
         torch=_version("torch"),
         python=platform.python_version(),
         trainer_imported=trainer is not None,
-        seams=() if trainer is None else tuple(_state(trainer, seam) for seam in SEAMS),
+        seams=() if trainer is None else tuple(_state(trainer, seam) for seam in seams_of(parsed(transformers))),
     )
+
+
+def parsed(version: str | None) -> Version | None:
+    """A version to compare; None where there is none, or one that is not written as versions are."""
+    try:
+        return None if version is None else Version(version)
+    except InvalidVersion:
+        return None
 
 
 def imported_trainer() -> type | None:
@@ -116,7 +127,8 @@ def fingerprints(trainer_file: Path) -> dict[str, str | None]:
     module = compile(trainer_file.read_text(encoding="utf-8"), str(trainer_file), "exec")
     [trainer] = [code for code in _nested(module) if code.co_name == TRAINER_CLASS]
     bodies = {code.co_name: code for code in _nested(trainer)}
-    return {seam.name: fingerprint(bodies[seam.name]) for seam in SEAMS if seam.name in bodies}
+    names = dict.fromkeys(seam.name for seam in SEAMS)
+    return {name: fingerprint(bodies[name]) for name in names if name in bodies}
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from hf_accum_fix.errors import AccumFixError, ForeignPatchError, SeamError, UnsupportedVersionError
 from hf_accum_fix.options import Options
 from hf_accum_fix.upstream.defects import DEFECTS, Defect
-from hf_accum_fix.upstream.environment import Environment, SeamState
+from hf_accum_fix.upstream.environment import Environment, SeamState, parsed
 from hf_accum_fix.upstream.seams import FIRST_RELEASE, TESTED_RELEASES, TRAINER_CLASS
 
 
@@ -59,17 +59,10 @@ def make_plan(environment: Environment, options: Options) -> Plan:
             are judged.
         options: what the user decided.
     """
-    release = _parse(environment.transformers)
+    release = parsed(environment.transformers)
     refusal = _refusal(environment, release, options)
     decisions = tuple(_decide(defect, release, refusal) for defect in DEFECTS)
     return Plan(decisions, refusal, _untested(environment, release))
-
-
-def _parse(version: str | None) -> Version | None:
-    try:
-        return None if version is None else Version(version)
-    except InvalidVersion:
-        return None
 
 
 def _refusal(environment: Environment, release: Version | None, options: Options) -> AccumFixError | None:
@@ -82,8 +75,8 @@ def _refusal(environment: Environment, release: Version | None, options: Options
         )
     if Version(release.base_version) < Version(FIRST_RELEASE):
         return UnsupportedVersionError(
-            f"transformers {release} does not count the items of an accumulation window; needed is a release "
-            f"from {FIRST_RELEASE} on, which does; pip install -U transformers"
+            f"transformers {release} is installed; needed is a release from {FIRST_RELEASE} on; "
+            "pip install -U transformers"
         )
     for state in environment.seams:
         method = f"{TRAINER_CLASS}.{state.seam.name}"
