@@ -641,9 +641,12 @@ def training_step(
             result = original_loss(*loss_args, **loss_kwargs)
         finally:
             depth -= 1
-        if depth == 0:
-            micro_batch.loss = result[0] if isinstance(result, tuple) else result
-        return result
+        if depth > 0:
+            return result
+        micro_batch.loss = result[0] if isinstance(result, tuple) else result
+        # 4.46.0 scales in place what it is handed.
+        handed = micro_batch.loss.clone()
+        return (handed, *result[1:]) if isinstance(result, tuple) else handed
 
     def set_loss(loss: Tensor, **backward_kwargs: Any) -> Any:
         if micro_batch.loss is None:
