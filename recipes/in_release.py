@@ -30,6 +30,8 @@ TORCH = "torch==2.13.0"
 BIN = "Scripts" if os.name == "nt" else "bin"
 #: What a release's own resolver may have to pin lower than the newest environment holds.
 BESIDE_TRANSFORMERS = ("accelerate", "datasets", "peft")
+#: What a minor release needs older than its metadata says: newer peft and pyarrow do not import beside it.
+OLDER = {"4.41": ("peft<0.14",), "4.42": ("peft<0.14", "pyarrow<20")}
 
 
 def main(arguments: list[str]) -> int:
@@ -62,22 +64,24 @@ def environment(release: str) -> Path:
     shared = environment(NEWEST) if release != NEWEST else None
     print(f"making the environment of transformers {release} in {folder.relative_to(ROOT)}", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
-    venv.create(folder, with_pip=True, symlinks=os.name != "nt")
-    python = folder / BIN / "python"
+    venv.create(folder, with_pip=shared is None, symlinks=os.name != "nt")
     if shared is None:
         # torch first and alone: a range would take the newest build there is, with its CUDA packages.
-        _install(python, TORCH)
-        _install(python, f"transformers=={release}", "-e", f"{ROOT}[dev,recipes]")
+        _install(folder, TORCH)
+        _install(folder, f"transformers=={release}", "-e", f"{ROOT}[dev,recipes]")
     else:
         link = _site_packages(folder) / "shared.pth"
         link.write_text(f"import site; site.addsitedir({str(_site_packages(shared))!r})\n")
-        _install(python, f"transformers=={release}", *BESIDE_TRANSFORMERS)
+        older = OLDER.get(release.rpartition(".")[0], ())
+        _install(folder, f"transformers=={release}", *BESIDE_TRANSFORMERS, *older)
     (folder / "complete").touch()
     return folder
 
 
-def _install(python: Path, *requirements: str) -> None:
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *requirements], check=True)
+def _install(folder: Path, *requirements: str) -> None:
+    """By the newest environment's pip, so that the small ones need none."""
+    pip = [ENVIRONMENTS / NEWEST / BIN / "python", "-m", "pip", "--python", folder / BIN / "python"]
+    subprocess.run([*pip, "install", "--quiet", *requirements], check=True)
 
 
 def _site_packages(folder: Path) -> Path:

@@ -1,0 +1,90 @@
+"""Whole trajectories over several epochs whose last window is short, beside plain SGD over the global batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+import hf_accum_fix
+from tests.numerics.heads import Head, Sample
+from tests.numerics.parity import ClassRecorder, StockRecorder, trainable, training_arguments
+
+#: Seven micro-batches of one sample on every rank: windows of three, three and one an epoch.
+EPOCHS, WINDOWS, RATE = 3, 3, 1e-2
+
+
+class Stream(IterableDataset[Sample]):
+    """The samples without a length."""
+
+    def __init__(self, samples: list[Sample]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.samples)
+
+
+def epoch_samples(head: Head, world_size: int = 1) -> list[Sample]:
+    """Seven samples for every rank."""
+    return [*head.samples, *head.samples][: 7 * world_size]
+
+
+def reference(head: Head, world_size: int = 1) -> tuple[dict[str, Tensor], list[float]]:
+    """Plain SGD over the global batches in their order, in float64: parameter changes and the loss of each step."""
+    model = head.build()
+    model.train()
+    start, losses = trainable(model), []
+    samples = epoch_samples(head, world_size)
+    windows = [samples[at : at + 3 * world_size] for at in range(0, len(samples), 3 * world_size)]
+    for window in windows * EPOCHS:
+        model.zero_grad()
+        loss = head.reference_loss(model, head.batch(window))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= RATE * parameter.grad
+    end = trainable(model)
+    return {name: end[name] - start[name] for name in start}, losses
+
+
+def train(
+    head: Head,
+    path: str,
+    output: Path,
+    *,
+    stream: bool,
+    world_size: int = 1,
+    checkpoint: Path | None = None,
+    **arguments: Any,
+) -> Any:
+    """All epochs: the change of the parameters, the trainer, the losses it logged."""
+    samples = epoch_samples(head, world_size)
+    given: dict[str, Any] = {"max_steps": EPOCHS * WINDOWS} if stream else {"num_train_epochs": EPOCHS, "max_steps": -1}
+    # A dispatching loader would have to concatenate ragged samples.
+    given["accelerator_config"] = {"dispatch_batches": False} if stream else None
+    args = training_arguments(output, 1, 3, learning_rate=RATE, **given, **arguments)
+    with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext():
+        model = head.build()
+        start = trainable(model)
+        trainer = (ClassRecorder if path == "trainer" else StockRecorder)(
+            model=model,
+            args=args,
+            train_dataset=Stream(samples) if stream else samples,
+            data_collator=head.batch,
+        )
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    end = trainable(model)
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {name: end[name] - start[name] for name in start}, trainer, logged
+
+
+def error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    difference = torch.cat([(found[name] - wanted[name]).flatten() for name in wanted])
+    return float(difference.norm() / torch.cat([each.flatten() for each in wanted.values()]).norm())
