@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = ROOT / ".environments"
 NEWEST = "5.23.0"
 TORCH = "torch==2.13.0"
+RELEASE = re.compile(r"\d+\.\d+\.\d+")
 BIN = "Scripts" if os.name == "nt" else "bin"
 #: What a release's own resolver may have to pin lower than the newest environment holds.
 BESIDE_TRANSFORMERS = ("accelerate", "datasets", "peft")
@@ -36,7 +37,7 @@ OLDER = {"4.41": ("peft<0.14",), "4.42": ("peft<0.14", "pyarrow<20")}
 
 def main(arguments: list[str]) -> int:
     releases, dashes, command = _split(arguments)
-    if not dashes or not releases or not command or not all(re.fullmatch(r"\d+\.\d+\.\d+", r) for r in releases):
+    if not dashes or not releases or not command or not all(map(RELEASE.fullmatch, releases)):
         print("usage: python recipes/in_release.py RELEASE [RELEASE ...] -- COMMAND [ARGUMENT ...]", file=sys.stderr)
         return 2
     code = 0

@@ -388,10 +388,12 @@ def llava() -> nn.Module:
 
 def llava_samples() -> list[Sample]:
     g = _generator(4)
+    # Up to 4.44 the model itself spreads one token over the four patches.
+    tokens = 1 if before("4.45") else 4
     samples = []
-    for _index, sample in enumerate(text()):
-        ids = torch.cat([torch.full((4,), IMAGE_TOKEN), sample["input_ids"]])
-        labels = torch.cat([torch.full((4,), -100), sample["labels"]])
+    for sample in text():
+        ids = torch.cat([torch.full((tokens,), IMAGE_TOKEN), sample["input_ids"]])
+        labels = torch.cat([torch.full((tokens,), -100), sample["labels"]])
         pixels = torch.randn(3, 16, 16, generator=g, dtype=torch.float64)
         samples.append(
             {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "pixel_values": pixels}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +138,8 @@ def take_step(
         dist.all_reduce(loss)
         loss = loss / dist.get_world_size()
     change = {name: after[name] - before[name] for name in before}
-    return Step(change, float(loss), observed.norms[0], trainer)
+    # Releases before 4.46 do not call back before the optimizer.
+    return Step(change, float(loss), observed.norms[0] if observed.norms else math.nan, trainer)
 
 
 def reference_step(head: Head, micro_batches: Sequence[Sequence[Sample]]) -> Step:

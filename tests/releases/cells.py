@@ -22,7 +22,7 @@ import torch.distributed as dist
 import transformers
 
 from tests.numerics import epochs
-from tests.numerics.heads import HEADS
+from tests.numerics.heads import HEADS, Head, before
 from tests.numerics.parity import PATHS, cut, reference_step, take_step
 
 #: One head for each way in which a release can go wrong.
@@ -49,49 +49,49 @@ EPOCHS_TOLERANCE = 1e-5
 def cells(world_size: int, output: Path) -> Iterator[dict[str, Any]]:
     """One cell after the other, the same on every rank."""
     for name in CHOSEN:
-        head = HEADS[name]
-        for per_device, accumulate in SPLITS[world_size]:
-            cell = {"head": name, "split": [per_device, accumulate], "tolerance": head.tolerance, "router": head.router}
-            reference, why = _tried(lambda: reference_step(head, cut(head.samples, per_device)))
-            for path in PATHS:
-                if reference is None:
-                    yield {**cell, "path": path, "error": None, "loss": None, "why": why}
-                    continue
-                step, why = _tried(lambda: take_step(head, head.samples, per_device, accumulate, path, output))
-                yield {
-                    **cell,
-                    "path": path,
-                    "error": None if step is None else step.error(reference),
-                    "loss": None if step is None else step.loss / reference.loss,
-                    "why": why,
-                }
+        for split in SPLITS[world_size]:
+            yield from one_step(HEADS[name], split, output)
     for name in EPOCHS:
-        head = HEADS[name]
-        wanted, losses = epochs.reference(head, world_size)
         for stream in (False, True):
-            cell = {"head": f"{name}, {'stream' if stream else 'epochs'}", "split": [1, 3], "router": 0.0}
-            for path in PATHS:
-                taken, why = _tried(lambda: epochs.train(head, path, output, stream=stream, world_size=world_size))
-                yield {
-                    **cell,
-                    "tolerance": EPOCHS_TOLERANCE,
-                    "path": path,
-                    "error": None if taken is None else epochs.error(taken[0], wanted),
-                    "loss": None if taken is None or not taken[2] else taken[2][-1] / losses[-1],
-                    "why": why,
-                }
+            yield from whole_epochs(HEADS[name], stream, world_size, output)
 
 
-def _tried(run: Callable[[], Any]) -> tuple[Any, str | None]:
+def one_step(head: Head, split: tuple[int, int], output: Path) -> Iterator[dict[str, Any]]:
+    per_device, accumulate = split
+    cell = {"head": head.name, "split": split, "tolerance": head.tolerance, "router": head.router}
+    reference, why = _tried(reference_step, head, cut(head.samples, per_device))
+    for path in PATHS:
+        step = None
+        if reference is not None:
+            step, why = _tried(take_step, head, head.samples, per_device, accumulate, path, output)
+        error = None if step is None else step.error(reference)
+        yield {**cell, "path": path, "error": error, "loss": step and step.loss / reference.loss, "why": why}
+
+
+def whole_epochs(head: Head, stream: bool, world_size: int, output: Path) -> Iterator[dict[str, Any]]:
+    name = f"{head.name}, {'stream' if stream else 'epochs'}"
+    cell = {"head": name, "split": (1, 3), "tolerance": EPOCHS_TOLERANCE, "router": head.router}
+    wanted, losses = epochs.reference(head, world_size)
+    for path in PATHS:
+        taken, why = _tried(epochs.train, head, path, output, stream=stream, world_size=world_size)
+        change, _, logged = taken or (None, None, None)
+        error = None if change is None else epochs.error(change, wanted)
+        yield {**cell, "path": path, "error": error, "loss": logged and logged[-1] / losses[-1], "why": why}
+
+
+def _tried(run: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
     """What it returned, or why it could not be run."""
     try:
-        return run(), None
+        return run(*args, **kwargs), None
     except Exception as error:  # whatever a release raises is what its cell has to say
         return None, f"{type(error).__name__}: {error}"
 
 
 def main(output: Path) -> None:
     torch.set_num_threads(1)
+    if before("5.0"):
+        # Older releases make their masks in the default dtype, which the least float64 does not fit into.
+        torch.set_default_dtype(torch.float64)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
         dist.init_process_group("gloo")

@@ -1,0 +1,238 @@
+"""Every release, head and cut, stock and mended, on one rank and two: the error of one step beside the full batch.
+
+    python recipes/release_matrix.py                          # the first and last patch of every minor, some two hours
+    python recipes/release_matrix.py 4.46.3 5.4.0 5.23.0      # a few
+
+Each release gets an environment of its own (recipes/in_release.py), which is deleted after use, and two processes, one
+for each number of ranks, that run tests/releases/cells.py. Their cells are kept in --output as JSON lines, so that a
+matrix that was cut off goes on where it stopped; of them come a table to read, table.md, and a picture, matrix.png.
+
+Exit code: 0 if ours is at the float floor in every cell that can be run; 1 if not; 2 for a wrong call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import in_release
+
+#: The first and last patch release of every minor, yanked ones too, and those between which something changed.
+RELEASES = (
+    *("4.41.0", "4.41.2", "4.42.0", "4.42.4", "4.43.0", "4.43.4", "4.44.0", "4.44.2", "4.45.0", "4.45.2"),
+    *("4.46.0", "4.46.1", "4.46.2", "4.46.3", "4.47.0", "4.47.1", "4.48.0", "4.48.1", "4.48.3", "4.49.0"),
+    *("4.50.0", "4.50.3", "4.51.0", "4.51.3", "4.52.0", "4.52.4", "4.53.0", "4.53.3", "4.54.0", "4.54.1"),
+    *("4.55.0", "4.55.4", "4.56.0", "4.56.2", "4.57.0", "4.57.6"),
+    *("5.0.0", "5.1.0", "5.2.0", "5.3.0", "5.4.0", "5.5.0", "5.5.3", "5.5.4", "5.6.0", "5.6.2", "5.7.0"),
+    *("5.8.0", "5.8.1", "5.9.0", "5.10.0", "5.10.1", "5.10.4", "5.11.0", "5.12.0", "5.12.1", "5.13.0", "5.13.1"),
+    *("5.14.0", "5.14.1", "5.15.0", "5.15.1", "5.16.0", "5.16.1", "5.17.0", "5.18.0", "5.19.0"),
+    *("5.20.0", "5.20.2", "5.21.0", "5.21.1", "5.22.0", "5.22.2", "5.23.0"),
+)
+WORLD_SIZES = (1, 2)
+OURS = ("apply", "trainer")
+
+#: Environments are made one at a time: pip's cache is shared.
+_MAKING = Lock()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One release, number of ranks and head: the worst over its cuts.
+
+    Attributes:
+        stock: worst relative error of the stock step; None if none could be run.
+        ours: worst of patch and subclass; None if none could be run.
+        within: whether every one of ours is within its tolerance.
+        why: what hindered the cells that could not be run; the first.
+        convention: whether the reference is a convention (router losses), so that it is never called exact.
+    """
+
+    stock: float | None
+    ours: float | None
+    within: bool
+    why: str | None
+    convention: bool
+
+    def words(self) -> str:
+        """Stock and ours as a cell of the table."""
+        if self.ours is None:
+            return "not runnable"
+        stock = "fails" if self.stock is None else f"{self.stock:.0e}" if self.stock < 1e-3 else f"{self.stock:.2g}"
+        return f"{stock} / {'' if self.within else '**'}{self.ours:.0e}{'' if self.within else '**'}"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("releases", nargs="*", default=RELEASES, metavar="RELEASE")
+    parser.add_argument("--output", type=Path, default=Path("release_matrix"))
+    parser.add_argument("--workers", type=int, default=1, help="releases at once")
+    options = parser.parse_args(arguments)
+    releases = tuple(options.releases)
+    unknown = [release for release in releases if not in_release.RELEASE.fullmatch(release)]
+    if unknown or options.workers < 1:
+        parser.error(f"no release: {', '.join(unknown)}" if unknown else "--workers needs at least 1")
+    options.output.mkdir(parents=True, exist_ok=True)
+    in_release.environment(in_release.NEWEST)
+    failed = run(releases, options.output.resolve(), options.workers)
+    summaries = summarise(releases, options.output)
+    (options.output / "table.md").write_text(table(summaries) + "\n", encoding="utf-8")
+    draw(summaries, options.output / "matrix.png")
+    print(table(summaries))
+    for (release, ranks, head), summary in summaries.items():
+        if not summary.within:
+            print(f"{release}, {ranks} ranks, {head}: {summary.ours} {summary.why or ''}")
+    for release, why in failed.items():
+        print(f"{release}: {why}")
+    return int(bool(failed) or not all(summary.within for summary in summaries.values()))
+
+
+def run(releases: Sequence[str], output: Path, workers: int) -> dict[str, str]:
+    """Fill in the cells that are not there yet; what could not be run at all, with the end of its output."""
+    from rich.console import Console
+    from rich.progress import track
+
+    failed = {}
+    with ThreadPoolExecutor(workers) as pool:
+        jobs = {pool.submit(run_release, release, output): release for release in releases}
+        for job in track(as_completed(jobs), "releases", total=len(jobs), console=Console(stderr=True)):
+            why = job.result()
+            if why is not None:
+                failed[jobs[job]] = why
+    return failed
+
+
+def run_release(release: str, output: Path) -> str | None:
+    """The cells of one release; None, or why they could not be run."""
+    wanted = [ranks for ranks in WORLD_SIZES if not cells_file(output, release, ranks).exists()]
+    if not wanted:
+        return None
+    made = not (in_release.ENVIRONMENTS / release / "complete").exists()
+    try:
+        with _MAKING:
+            python = in_release.environment(release) / in_release.BIN / "python"
+        for ranks in wanted:
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+            command = [str(python), *launcher, "-m", "tests.releases.cells", str(cells_file(output, release, ranks))]
+            with (output / f"{release}-{ranks}.log").open("wb") as log:
+                done = subprocess.run(
+                    command, cwd=in_release.ROOT, env=_quiet(), stdout=log, stderr=subprocess.STDOUT, check=False
+                )
+            if not cells_file(output, release, ranks).exists():
+                return f"{ranks} ranks ended with {done.returncode}; see {log.name}"
+    except subprocess.CalledProcessError as error:
+        return f"its environment could not be made: {error}"
+    finally:
+        if made and release != in_release.NEWEST:
+            shutil.rmtree(in_release.ENVIRONMENTS / release, ignore_errors=True)
+    return None
+
+
+def _quiet() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
+
+
+def cells_file(output: Path, release: str, ranks: int) -> Path:
+    return output / f"{release}-{ranks}.jsonl"
+
+
+def summarise(releases: Sequence[str], output: Path) -> dict[tuple[str, int, str], Summary]:
+    """The worst of every (release, ranks, head), in the order they were run."""
+    found = {}
+    for release in releases:
+        for ranks in WORLD_SIZES:
+            if cells_file(output, release, ranks).exists():
+                rows = [json.loads(line) for line in cells_file(output, release, ranks).read_text().splitlines()]
+                for head in dict.fromkeys(row["head"] for row in rows):
+                    found[release, ranks, head] = _summary([row for row in rows if row["head"] == head])
+    return found
+
+
+def _summary(rows: Sequence[dict[str, Any]]) -> Summary:
+    stock = [row["error"] for row in rows if row["path"] == "stock" and row["error"] is not None]
+    ours = [row for row in rows if row["path"] in OURS]
+    errors = [row["error"] for row in ours if row["error"] is not None]
+    # A head that this release cannot run at all is no cell of ours; one that stock runs and we do not is.
+    runnable = [row for row in ours if row["error"] is not None or stock]
+    return Summary(
+        stock=max(stock, default=None),
+        ours=max(errors, default=None),
+        within=all(row["error"] is not None and row["error"] <= row["tolerance"] for row in runnable),
+        why=next((row["why"] for row in ours if row["why"]), None),
+        convention=bool(rows[0]["router"]),
+    )
+
+
+def _heads(summaries: dict[tuple[str, int, str], Summary]) -> list[str]:
+    return list(dict.fromkeys(head for _, _, head in summaries))
+
+
+def _lines(summaries: dict[tuple[str, int, str], Summary]) -> Iterator[tuple[str, int]]:
+    return iter(dict.fromkeys((release, ranks) for release, ranks, _ in summaries))
+
+
+def table(summaries: dict[tuple[str, int, str], Summary]) -> str:
+    """Markdown: a line for each release and number of ranks, a column for each head, stock / ours."""
+    heads = _heads(summaries)
+    convention = {head for (_, _, head), summary in summaries.items() if summary.convention}
+    names = [f"{head} *" if head in convention else head for head in heads]
+    lines = [f"| release | ranks | {' | '.join(names)} |", "|---|---|" + "---|" * len(heads)]
+    for release, ranks in _lines(summaries):
+        cells = [summaries[release, ranks, head].words() for head in heads if (release, ranks, head) in summaries]
+        lines.append(f"| {release} | {ranks} | {' | '.join(cells)} |")
+    lines += ["", "Worst relative error of the parameter change over the cuts, stock / ours."]
+    lines[-1] += " *: beside the plain mean of the router losses, a convention that is never called exact."
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for (release, ranks, head), summary in summaries.items():
+        if summary.ours is None and ranks == min(WORLD_SIZES):
+            reasons.setdefault((head, " ".join((summary.why or "").split())[:160]), []).append(release)
+    if reasons:
+        lines += ["", "Not runnable, stock or ours:", ""]
+    for (head, why), where in reasons.items():
+        lines.append(f"- {head} on {where[0]}{f' to {where[-1]} ({len(where)})' if len(where) > 1 else ''}: `{why}`")
+    return "\n".join(lines)
+
+
+def draw(summaries: dict[tuple[str, int, str], Summary], file: Path) -> None:
+    """Stock on the left, ours on the right: white at the float floor, dark where the gradient is another one."""
+    import matplotlib
+    import numpy as np
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    heads, releases = _heads(summaries), list(dict.fromkeys(release for release, _, _ in summaries))
+    columns = [(head, ranks) for head in heads for ranks in WORLD_SIZES]
+    figure, axes = pyplot.subplots(1, 2, figsize=(15, 3 + 0.19 * len(releases)), sharey=True, layout="constrained")
+    image = None
+    for axis, (title, side) in zip(axes, (("stock", "stock"), ("hf_accum_fix", "ours")), strict=True):
+        values = np.full((len(releases), len(columns)), np.nan)
+        for row, release in enumerate(releases):
+            for column, (head, ranks) in enumerate(columns):
+                summary = summaries.get((release, ranks, head))
+                value = None if summary is None else getattr(summary, side)
+                if value is not None:
+                    values[row, column] = np.log10(max(value, 1e-16))
+        axis.set_facecolor("lightgrey")
+        image = axis.imshow(values, cmap="magma_r", vmin=-8, vmax=1, aspect="auto")
+        axis.set_title(f"{title}: relative error of one step")
+        axis.set_xticks(range(len(columns)), [f"{head}, {ranks}" for head, ranks in columns], rotation=90, fontsize=7)
+        axis.set_yticks(range(len(releases)), releases, fontsize=7)
+    bar = figure.colorbar(image, ax=axes, label="log10 of the worst relative error; grey: the release cannot run it")
+    bar.ax.tick_params(labelsize=8)
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
