@@ -28,17 +28,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import in_release
 
-#: The first and last patch release of every minor, yanked ones too, and those between which something changed.
-RELEASES = (
-    *("4.41.0", "4.41.2", "4.42.0", "4.42.4", "4.43.0", "4.43.4", "4.44.0", "4.44.2", "4.45.0", "4.45.2"),
-    *("4.46.0", "4.46.1", "4.46.2", "4.46.3", "4.47.0", "4.47.1", "4.48.0", "4.48.1", "4.48.3", "4.49.0"),
-    *("4.50.0", "4.50.3", "4.51.0", "4.51.3", "4.52.0", "4.52.4", "4.53.0", "4.53.3", "4.54.0", "4.54.1"),
-    *("4.55.0", "4.55.4", "4.56.0", "4.56.2", "4.57.0", "4.57.6"),
-    *("5.0.0", "5.1.0", "5.2.0", "5.3.0", "5.4.0", "5.5.0", "5.5.3", "5.5.4", "5.6.0", "5.6.2", "5.7.0"),
-    *("5.8.0", "5.8.1", "5.9.0", "5.10.0", "5.10.1", "5.10.4", "5.11.0", "5.12.0", "5.12.1", "5.13.0", "5.13.1"),
-    *("5.14.0", "5.14.1", "5.15.0", "5.15.1", "5.16.0", "5.16.1", "5.17.0", "5.18.0", "5.19.0"),
-    *("5.20.0", "5.20.2", "5.21.0", "5.21.1", "5.22.0", "5.22.2", "5.23.0"),
-)
+from hf_accum_fix.upstream.seams import TESTED_RELEASES
+
 WORLD_SIZES = (1, 2)
 OURS = ("apply", "trainer")
 
@@ -74,7 +65,7 @@ class Summary:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("releases", nargs="*", default=RELEASES, metavar="RELEASE")
+    parser.add_argument("releases", nargs="*", default=TESTED_RELEASES, metavar="RELEASE")
     parser.add_argument("--output", type=Path, default=Path("release_matrix"))
     parser.add_argument("--workers", type=int, default=1, help="releases at once")
     options = parser.parse_args(arguments)

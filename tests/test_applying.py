@@ -19,8 +19,9 @@ from transformers import Seq2SeqTrainer, Trainer
 import hf_accum_fix
 from hf_accum_fix import ForeignPatchError, Options, OptionsError, observations, overrides
 from hf_accum_fix.upstream.plan import Action
-from hf_accum_fix.upstream.seams import SEAMS
+from hf_accum_fix.upstream.seams import seams_of
 
+SEAMS = seams_of(None)
 NAMES = [seam.name for seam in SEAMS]
 ORIGINALS = {name: vars(Trainer)[name] for name in NAMES}
 
@@ -380,8 +381,8 @@ print(handle.active, second.active, Trainer().train(None), hf_accum_fix.active_h
 def test_what_is_wrong_at_the_deferred_import_comes_out_of_that_import(toy: Callable[[str], str]) -> None:
     script = """
 from dataclasses import replace
-import hf_accum_fix.upstream.environment as environment
-environment.SEAMS = (*environment.SEAMS[:-1], replace(environment.SEAMS[-1], parameters=("batch",)))
+import hf_accum_fix.upstream.seams as seams
+seams.SEAMS = (*seams.SEAMS[:-1], replace(seams.SEAMS[-1], parameters=("batch",)))
 handle = hf_accum_fix.apply()
 try:
     import transformers.trainer
@@ -441,10 +442,10 @@ except hf_accum_fix.SeamError as error:
 def test_an_unsupported_version_is_refused_at_once(toy: Callable[[str], str]) -> None:
     script = """
 from importlib import metadata
-metadata.version = lambda name: "4.45.2"
+metadata.version = lambda name: "4.40.2"
 try:
     hf_accum_fix.apply()
 except hf_accum_fix.UnsupportedVersionError as error:
-    print("4.45.2" in str(error), hf_accum_fix.active_handle())
+    print("4.40.2" in str(error), hf_accum_fix.active_handle())
 """
     assert toy(script) == "True None"

@@ -10,7 +10,8 @@ from hf_accum_fix.reporting import defect_table
 from hf_accum_fix.upstream.defects import DEFECTS
 from hf_accum_fix.upstream.seams import TESTED_RELEASES
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 
 
 def test_the_defect_table_is_printed_from_the_rows() -> None:
@@ -23,9 +24,12 @@ def test_every_public_name_is_in_the_readme() -> None:
         assert f"`{name}" in README or f"{name}(" in README, name
 
 
-def test_every_tested_release_is_named() -> None:
+def test_every_tested_release_is_in_the_matrix() -> None:
+    matrix = "recipes/release_matrix.md"
+    assert f"({matrix})" in README and "(recipes/release_matrix.png)" in README
+    lines = (ROOT / matrix).read_text().splitlines()
     for release in TESTED_RELEASES:
-        assert release in README
+        assert {f"| {release} | {ranks} |" for ranks in (1, 2)} <= {line[: len(release) + 8] for line in lines}
 
 
 def test_python_examples_compile() -> None:
@@ -36,6 +40,5 @@ def test_python_examples_compile() -> None:
 
 
 def test_what_it_links_to_is_there() -> None:
-    root = Path(__file__).parents[1]
     for target in re.findall(r"\]\((?!https?://|#)([^)]+)\)", README):
-        assert (root / target).exists(), target
+        assert (ROOT / target).exists(), target
