@@ -8,6 +8,7 @@ A cell that cannot be run says why, in the words of the error: a release may not
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -81,6 +82,8 @@ def whole_epochs(head: Head, stream: bool, world_size: int, output: Path) -> Ite
 
 def _tried(run: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
     """What it returned, or why it could not be run."""
+    # Every training collects garbage first; looking through what was imported is most of its time.
+    gc.freeze()
     try:
         return run(*args, **kwargs), None
     except Exception as error:  # whatever a release raises is what its cell has to say
