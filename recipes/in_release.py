@@ -7,7 +7,8 @@
 The first call makes a virtual environment with torch, the newest release and this package with its extras in
 .environments/; every further release gets a small one that looks there for whatever it does not hold itself. An
 environment is made whole or not at all, and is made once: delete .environments/ to start again. ``{release}`` in the
-command is replaced by the release. Adding a release is naming it.
+command is replaced by the release. Adding a release is naming it; what it shall run beside is pinned after an @:
+4.46.3@accelerate==0.26.0@peft==0.13.2.
 
 Needs nothing but Python 3.10 or newer. Exit code: the first that is not 0; 2 for a wrong call.
 """
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = ROOT / ".environments"
 NEWEST = "5.23.0"
 TORCH = "torch==2.13.0"
-RELEASE = re.compile(r"\d+\.\d+\.\d+")
+RELEASE = re.compile(r"\d+\.\d+\.\d+(@[\w-]+[<>=]=[\w.]+)*")
 BIN = "Scripts" if os.name == "nt" else "bin"
 #: What a release's own resolver may have to pin lower than the newest environment holds.
 BESIDE_TRANSFORMERS = ("accelerate", "datasets", "peft")
@@ -57,9 +58,14 @@ def main(arguments: list[str]) -> int:
     return code
 
 
+def folder_of(release: str) -> Path:
+    """Where the environment of a release is, or would be."""
+    return ENVIRONMENTS / re.sub(r"[<>=]+", "-", release)
+
+
 def environment(release: str) -> Path:
     """The folder of a release's environment, made if it is not there."""
-    folder = ENVIRONMENTS / release
+    folder = folder_of(release)
     if (folder / "complete").exists():
         return folder
     shared = environment(NEWEST) if release != NEWEST else None
@@ -73,8 +79,9 @@ def environment(release: str) -> Path:
     else:
         link = _site_packages(folder) / "shared.pth"
         link.write_text(f"import site; site.addsitedir({str(_site_packages(shared))!r})\n")
-        older = OLDER.get(release.rpartition(".")[0], ())
-        _install(folder, f"transformers=={release}", *BESIDE_TRANSFORMERS, *older)
+        version, *pins = release.split("@")
+        older = OLDER.get(version.rpartition(".")[0], ())
+        _install(folder, f"transformers=={version}", *BESIDE_TRANSFORMERS, *older, *pins)
     (folder / "complete").touch()
     return folder
 

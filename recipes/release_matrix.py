@@ -108,14 +108,15 @@ def run_release(release: str, output: Path) -> str | None:
     wanted = [ranks for ranks in WORLD_SIZES if not cells_file(output, release, ranks).exists()]
     if not wanted:
         return None
-    made = not (in_release.ENVIRONMENTS / release / "complete").exists()
+    folder = in_release.folder_of(release)
+    made = not (folder / "complete").exists()
     try:
         with _MAKING:
             python = in_release.environment(release) / in_release.BIN / "python"
         for ranks in wanted:
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
             command = [str(python), *launcher, "-m", "tests.releases.cells", str(cells_file(output, release, ranks))]
-            with (output / f"{release}-{ranks}.log").open("wb") as log:
+            with cells_file(output, release, ranks).with_suffix(".log").open("wb") as log:
                 done = subprocess.run(
                     command, cwd=in_release.ROOT, env=_quiet(), stdout=log, stderr=subprocess.STDOUT, check=False
                 )
@@ -125,7 +126,7 @@ def run_release(release: str, output: Path) -> str | None:
         return f"its environment could not be made: {error}"
     finally:
         if made and release != in_release.NEWEST:
-            shutil.rmtree(in_release.ENVIRONMENTS / release, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
     return None
 
 
@@ -134,7 +135,7 @@ def _quiet() -> dict[str, str]:
 
 
 def cells_file(output: Path, release: str, ranks: int) -> Path:
-    return output / f"{release}-{ranks}.jsonl"
+    return output / f"{in_release.folder_of(release).name}-{ranks}.jsonl"
 
 
 def summarise(releases: Sequence[str], output: Path) -> dict[tuple[str, int, str], Summary]:
