@@ -13,7 +13,6 @@ from hf_accum_fix.upstream.defects import DEFECTS, Defect
 from hf_accum_fix.upstream.environment import Environment, SeamState, parsed
 from hf_accum_fix.upstream.seams import FIRST_RELEASE, TESTED_RELEASES, TRAINER_CLASS
 
-
 _TESTED = f"{TESTED_RELEASES[0]} to {TESTED_RELEASES[-1]}"
 
 
