@@ -41,6 +41,7 @@ _TAKING_A_VALUE: Final = "WX"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What ``run`` takes."""
+    parser.usage = "%(prog)s [-h] [--allow-foreign MODULE.QUALNAME] CMD ..."
     parser.add_argument(
         "--allow-foreign",
         action="append",
