@@ -71,16 +71,15 @@ def observe_head(asked: str) -> ObservedHead:
         raise ContractError(f"{SWITCH} switches the observation off as well; unset it")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     folder = Path(asked)
-    from_folder = folder.is_dir()
-    head = _class_of_checkpoint(folder) if from_folder else _class_named(asked)
     try:
         # Trainer and models print to stdout, which is the report's.
         with redirect_stdout(sys.stderr):
-            model = _loaded(head, folder) if from_folder else head(_small_config(head.config_class))
-            return ObservedHead(f"{head.__name__} of {asked}" if from_folder else f"a small {asked}", _trained(model))
+            model = _checkpoint(folder) if folder.is_dir() else _small_model(asked)
+            head = type(model).__name__
+            return ObservedHead(f"{head} of {asked}" if folder.is_dir() else f"a small {head}", _trained(model))
     except AccumFixError:
         raise
-    except Exception as error:  # whatever a model of somebody's may raise
+    except Exception as error:  # whatever somebody's model may raise
         reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
         raise ContractError(
             f"{asked} could not be built and trained on made-up samples ({reason}); what your own run observes is "
@@ -88,10 +87,11 @@ def observe_head(asked: str) -> ObservedHead:
         ) from error
 
 
-def _class_named(name: str) -> Any:
+def _small_model(name: str) -> Any:
     head = getattr(transformers, name, None)
     if isinstance(head, type) and issubclass(head, transformers.PreTrainedModel):
-        return head
+        config_class: Any = head.config_class
+        return head(config_class(**_small_fields(config_class())))
     near = get_close_matches(name, [each for each in dir(transformers) if _samples_for(each)], n=1, cutoff=0.0)
     raise OptionsError(
         f"{name!r} is no folder and no model class of transformers {transformers.__version__}; the nearest head is "
@@ -99,33 +99,8 @@ def _class_named(name: str) -> Any:
     )
 
 
-def _class_of_checkpoint(folder: Path) -> Any:
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ContractError(f"{folder} holds no config that can be read: {str(error).splitlines()[0]}") from error
-    named = (config.architectures or [None])[0]
-    if named is None or not hasattr(transformers, named):
-        raise ContractError(
-            f"the config of {folder} names the architecture {named}; needed is a class of transformers "
-            f"{transformers.__version__}: code that comes with a checkpoint is not run"
-        )
-    return getattr(transformers, named)
-
-
-def _loaded(head: Any, folder: Path) -> Any:
-    """The checkpoint; with fresh weights where it has none."""
-    if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
-        return head.from_pretrained(folder, local_files_only=True)
-    return head(head.config_class.from_pretrained(folder))
-
-
-def _small_config(config_class: Any) -> Any:
-    return config_class(**_small_fields(config_class()))
-
-
 def _small_fields(config: Any) -> dict[str, Any]:
-    """The arguments that make the config of the same class small, and those inside it."""
+    """The arguments that make a config of the same class small, and those inside it."""
     fields: dict[str, Any] = {}
     for name, largest in _SIZES.items():
         value = getattr(config, name, None)
@@ -135,6 +110,21 @@ def _small_fields(config: Any) -> dict[str, Any]:
         if isinstance(value, transformers.PretrainedConfig):
             fields[name] = {**_small_fields(value), "model_type": value.model_type}
     return fields
+
+
+def _checkpoint(folder: Path) -> Any:
+    """The model of a folder; with fresh weights where it holds none."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    named = (config.architectures or [None])[0]
+    head: Any = getattr(transformers, named or "", None)
+    if head is None:
+        raise ContractError(
+            f"the config of {folder} names the architecture {named}; needed is a class of transformers "
+            f"{transformers.__version__}: code that comes with a checkpoint is not run"
+        )
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
+        return head.from_pretrained(folder, local_files_only=True)
+    return head(config)
 
 
 def _trained(model: Any) -> dict[str, Any]:

@@ -73,8 +73,8 @@ def test_nothing_else_is_touched(stand_in: Path) -> None:
 def test_the_module_looks_as_if_nobody_had_been_there(stand_in: Path) -> None:
     script = (
         "import sys, inspect; before = len(sys.meta_path); import transformers.trainer as t;"
-        "print(type(t.__loader__).__name__, t.__loader__ is t.__spec__.loader, 'patched' in inspect.getsource(t.Trainer),"
-        "before - len(sys.meta_path))"
+        "print(type(t.__loader__).__name__, t.__loader__ is t.__spec__.loader,"
+        "'patched' in inspect.getsource(t.Trainer), before - len(sys.meta_path))"
     )
     assert python(script, stand_in)[0] == "SourceFileLoader True True 1\n"
 
