@@ -92,7 +92,8 @@ def _small_model(name: str) -> Any:
     if isinstance(head, type) and issubclass(head, transformers.PreTrainedModel):
         config_class: Any = head.config_class
         return head(config_class(**_small_fields(config_class())))
-    near = get_close_matches(name, [each for each in dir(transformers) if _samples_for(each)], n=1, cutoff=0.0)
+    heads = [each for each in dir(transformers) if _samples_for(each) and not each.startswith("Auto")]
+    near = get_close_matches(name, heads, n=1, cutoff=0.0)
     raise OptionsError(
         f"{name!r} is no folder and no model class of transformers {transformers.__version__}; the nearest head is "
         f"{near[0]}"
@@ -103,7 +104,7 @@ def _small_fields(config: Any) -> dict[str, Any]:
     """The arguments that make a config of the same class small, and those inside it."""
     fields: dict[str, Any] = {}
     for name, largest in _SIZES.items():
-        value = getattr(config, name, None)
+        value = vars(config).get(name)
         if type(value) is int and value > largest:
             fields[name] = largest
     for name, value in vars(config).items():
