@@ -23,6 +23,11 @@ COMMANDS: Final = {
 }
 """Name of the command and of its module here, and what it does."""
 
+LEGEND: Final = """\
+G: gradient_accumulation_steps, W: data-parallel ranks, r: micro-batches of a short window,
+N: items (targets) of the global batch, n: items of one micro-batch, S: its summed loss."""
+"""What the letters of the defect table mean."""
+
 WRONG_USAGE: Final = 2
 COULD_NOT_TELL: Final = 3
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 from packaging.version import InvalidVersion, Version
 
 import hf_accum_fix
+from hf_accum_fix.cli import LEGEND
 from hf_accum_fix.cli.inherit import VARIABLE
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.reporting import Report
@@ -173,7 +174,7 @@ def to_text(diagnosis: Diagnosis) -> str:
     blocks = [[f"hf-accum-fix {diagnosis.report.version}: {diagnosis.reason}", _versions(diagnosis)]]
     for decision in diagnosis.present:
         defect = decision.defect
-        factor = f"gradient times {defect.gradient}" if defect.gradient else "no one factor"
+        factor = f"gradient {defect.gradient} times the right one" if defect.gradient else "no one factor says it"
         blocks.append([f"{defect.name}: {factor}", *(f"    {line}" for line in (defect.summary, defect.who) if line)])
     blocks.append([*_what_apply_does(diagnosis), *_head(diagnosis)])
     blocks.append([_LEGEND])
@@ -194,10 +195,7 @@ def to_markdown(diagnosis: Diagnosis) -> str:
     return "\n".join([*lines, "", _LEGEND])
 
 
-_LEGEND: Final = (
-    "G: gradient_accumulation_steps, W: data-parallel ranks, N: items of the global batch, r: micro-batches of a short "
-    "window.\nhf-accum-fix explain NAME has the equations and the links."
-)
+_LEGEND: Final = f"{LEGEND}\nhf-accum-fix explain NAME has the equations and the links."
 
 
 def _versions(diagnosis: Diagnosis) -> str:

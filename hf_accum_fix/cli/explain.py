@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Final
 
+from hf_accum_fix.cli import LEGEND
 from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.upstream.defects import DEFECTS, Defect
 
@@ -53,12 +54,6 @@ def explanation(defect: Defect) -> str:
     }
     lines = [f"{name:10}  {fact}" for name, fact in facts.items() if fact]
     return "\n".join([defect.name, defect.summary, "", *lines, "", LEGEND])
-
-
-LEGEND: Final = (
-    "G: gradient_accumulation_steps, W: data-parallel ranks, N: items (targets) of the global batch,\n"
-    "n: items of one micro-batch, S: its summed loss."
-)
 
 
 def _unknown(name: str, names: list[str]) -> OptionsError:

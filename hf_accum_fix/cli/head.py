@@ -27,21 +27,18 @@ from hf_accum_fix.observations import recorded
 from hf_accum_fix.options import SWITCH, enabled
 from hf_accum_fix.trainer import GlobalBatchTrainer
 
-#: The largest value of a config's field, whatever the architecture calls it. The vocabulary stays, for the special
-#: tokens are in it; what is not named here stays too.
-_SIZES: Final = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "word_embed_proj_dim", "dim"), 32),
-    **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim"), 64),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), 2),
-    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads"), 2),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
-    **dict.fromkeys(("head_dim", "d_kv"), 16),
+_WIDTHS: Final = ("hidden_size", "d_model", "n_embd", "dim")
+_HEADS: Final = ("num_attention_heads", "encoder_attention_heads", "num_heads", "n_head", "n_heads")
+#: What the architectures call their other sizes, and the largest that is left of them. The width is made as many heads
+#: wide as are left, for positions are cut to the head; the vocabulary stays, for the special tokens are in it.
+_LARGEST: Final = {
+    **dict.fromkeys((*_HEADS, "decoder_attention_heads", "num_key_value_heads"), 2),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_decoder_layers", "num_experts_per_tok"), 2),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok",), 2),
-    **dict.fromkeys(("moe_intermediate_size",), 32),
-    **dict.fromkeys(("image_size",), 32),
-    **dict.fromkeys(("patch_size",), 8),
+    **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim"), 64),
+    **dict.fromkeys(("embedding_size", "word_embed_proj_dim", "moe_intermediate_size", "image_size"), 32),
+    "patch_size": 8,
 }
 _LENGTHS: Final = (7, 12, 5, 9)
 """Tokens of the samples: two micro-batches of two."""
@@ -102,11 +99,12 @@ def _small_model(name: str) -> Any:
 
 def _small_fields(config: Any) -> dict[str, Any]:
     """The arguments that make a config of the same class small, and those inside it."""
-    fields: dict[str, Any] = {}
-    for name, largest in _SIZES.items():
-        value = vars(config).get(name)
-        if type(value) is int and value > largest:
-            fields[name] = largest
+    sizes = {name: value for name, value in vars(config).items() if type(value) is int}
+    fields: dict[str, Any] = {name: min(sizes[name], most) for name, most in _LARGEST.items() if name in sizes}
+    heads = next((name for name in _HEADS if sizes.get(name)), None)
+    width = next((name for name in _WIDTHS if name in sizes), None)
+    if heads is not None and width is not None:
+        fields[width] = sizes[width] // sizes[heads] * fields[heads]
     for name, value in vars(config).items():
         if isinstance(value, transformers.PretrainedConfig):
             fields[name] = {**_small_fields(value), "model_type": value.model_type}

@@ -126,6 +126,8 @@ def defeating_flag(words: Sequence[str]) -> str | None:
 
 def _shebang(script: Path) -> list[str]:
     """The words of a script's first line; none where it is no script."""
+    if not os.access(script, os.R_OK):  # a program may be run without being read, such as sudo; a script may not
+        return []
     with script.open("rb") as file:
         line = file.readline(1024)
     return line[2:].decode(errors="replace").split() if line.startswith(b"#!") else []

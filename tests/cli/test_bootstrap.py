@@ -163,7 +163,7 @@ def test_a_python_without_this_package_says_so_once_and_goes_on(stand_in: Path, 
     again = f"import subprocess, sys; sys.stdout.flush(); subprocess.run([sys.executable, '-c', {PATCHED!r}])"
     done = start([other, "-c", f"{PATCHED}; {again}"], environment(BOOTSTRAP, stand_in), Path("/"))
     assert (done.returncode, done.stdout) == (0, "False\nFalse\n")
-    assert done.stderr == f"hf-accum-fix: NOT on: this hf_accum_fix is not installed in the environment of {other}\n"
+    assert done.stderr == f"hf-accum-fix: NOT on: {other} has no hf_accum_fix with a command line; install it there\n"
 
 
 def test_a_broken_installation_is_an_error(stand_in: Path) -> None:

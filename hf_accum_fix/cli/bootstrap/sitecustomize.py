@@ -67,7 +67,7 @@ def _patch() -> None:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "hf_accum_fix":
             raise
-        _say_once(f"NOT on: this hf_accum_fix is not installed in the environment of {sys.executable}")
+        _say_once(f"NOT on: {sys.executable} has no hf_accum_fix with a command line; install it there")
     else:
         _say_once(apply_inherited())
 
