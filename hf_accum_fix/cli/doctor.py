@@ -42,7 +42,8 @@ exit code:
   1  defects present, which nothing mends in this process
   2  wrong usage
   3  could not tell: transformers is not installed, is a pre-release, or is outside {OLDEST} to {NEWEST}, the releases
-     looked at; its Trainer cannot be imported; or the head of --model cannot be built, fed or trained
+     looked at; its Trainer cannot be imported; the patch is on, but our tests have not run the release; or the head of
+     --model cannot be built, fed or trained
 """
 
 
@@ -159,6 +160,8 @@ def judge(report: Report) -> tuple[Verdict, str]:
         return Verdict.CLEAN, f"no known defect is in transformers {release}"
     defects = f"{count} defects are in transformers {release}"
     if report.state == "applied" and not report.missing:
+        if report.plan.untested is not None:
+            return Verdict.COULD_NOT_TELL, f"{defects}; the patch is on, but {report.plan.untested}"
         return Verdict.CLEAN, f"{defects}, and mended in this process"
     return Verdict.DEFECTS, f"{defects}, and not mended in this process ({report.state})"
 

@@ -158,25 +158,11 @@ def _trained(model: Any) -> dict[str, Any]:
             remove_unused_columns=False,
             dataloader_pin_memory=False,
         )
-        trainer = GlobalBatchTrainer(
-            model=model, args=arguments, train_dataset=_Samples(samples), data_collator=lambda rows: _batch(rows)
-        )
+        trainer = GlobalBatchTrainer(model=model, args=arguments, train_dataset=samples, data_collator=_batch)
+        trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
     *_, run = recorded()
     return run
-
-
-class _Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Samples in memory."""
-
-    def __init__(self, samples: Sequence[dict[str, Tensor]]) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, place: int) -> dict[str, Tensor]:
-        return self._samples[place]
 
 
 def _batch(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

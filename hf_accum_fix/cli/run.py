@@ -36,6 +36,7 @@ _NOT_FOUND: Final = 127
 
 _PYTHON: Final = re.compile(r"(python|pypy)[\d.]*t?(\.exe)?")
 _DEFEATING: Final = "EIS"
+_ENDING: Final = "cm"
 _TAKING_A_VALUE: Final = "WX"
 
 
@@ -103,19 +104,19 @@ def defeating_flag(words: Sequence[str]) -> str | None:
 
     Source: https://docs.python.org/3/using/cmdline.html
     """
-    words = list(words)
-    while words and not _PYTHON.fullmatch(Path(words[0]).name):
-        words.pop(0)
-    flags = iter(words[1:])
+    python = next((place for place, word in enumerate(words) if _PYTHON.fullmatch(Path(word).name)), len(words))
+    flags = iter(words[python + 1 :])
     for word in flags:
-        if not re.match("-[^-]", word) and not word.startswith("--"):
+        if word == "-" or not word.startswith("-"):
             return None
-        if word == "--check-hash-based-pycs":
-            next(flags, None)
-        for place, letter in enumerate(word[1:] if not word.startswith("--") else "", start=2):
+        if word.startswith("--"):
+            if word == "--check-hash-based-pycs":
+                next(flags, None)
+            continue
+        for place, letter in enumerate(word[1:], start=2):
             if letter in _DEFEATING:
                 return word
-            if letter in "cm":
+            if letter in _ENDING:
                 return None
             if letter in _TAKING_A_VALUE:
                 if place == len(word):
