@@ -12,7 +12,7 @@ from enum import IntEnum
 from importlib import import_module
 from typing import Any, Final
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 import hf_accum_fix
 from hf_accum_fix.cli import LEGEND
@@ -20,8 +20,9 @@ from hf_accum_fix.cli.inherit import VARIABLE
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.reporting import Report
 from hf_accum_fix.upstream.defects import DEFECTS
+from hf_accum_fix.upstream.environment import parsed
 from hf_accum_fix.upstream.plan import Action, Decision
-from hf_accum_fix.upstream.seams import SEAMS, TESTED_RELEASES, TRAINER_MODULE
+from hf_accum_fix.upstream.seams import TESTED_RELEASES, TRAINER_MODULE, seams_of
 
 NEWEST: Final = max(map(Version, TESTED_RELEASES))
 OLDEST: Final = min(Version(defect.since) for defect in DEFECTS)
@@ -30,9 +31,9 @@ OLDEST: Final = min(Version(defect.since) for defect in DEFECTS)
 DESCRIPTION: Final = """\
 Say what is installed, which defects it has, what each does to whom, and what apply() would do.
 
-The release's number settles that, so nothing heavy is imported, unless our tests have not run that release: then
-transformers.trainer is imported, to see whether its methods can be wrapped. It is imported under hf-accum-fix run as
-well, to see whether the patch is on, and for --model.
+The release's number settles that, so nothing heavy is imported, unless our tests have not run that very release: then
+transformers.trainer is imported, to look at its methods. It is imported under hf-accum-fix run as well, to see whether
+the patch is on, and for --model.
 """
 
 EPILOG: Final = f"""\
@@ -105,8 +106,10 @@ def diagnose(model: str | None) -> Diagnosis:
         OptionsError: if the model is neither a class of transformers nor a folder.
     """
     report = hf_accum_fix.report()
+    release = parsed(report.environment.transformers)
+    was_run = release is not None and release.public in TESTED_RELEASES
     broken = None
-    if report.plan.refusal is None and (model or VARIABLE in os.environ or report.plan.untested):
+    if report.plan.refusal is None and (model or VARIABLE in os.environ or not was_run):
         broken = _import_trainer()
         report = hf_accum_fix.report()
     verdict, reason = judge(report)
@@ -146,9 +149,8 @@ def _observed(model: str, obstacle: str | None) -> dict[str, Any]:
 def judge(report: Report) -> tuple[Verdict, str]:
     """The verdict on a report, and the reason for it. Pure."""
     installed = report.environment.transformers
-    try:
-        release = Version(installed or "")
-    except InvalidVersion:
+    release = parsed(installed)
+    if release is None:
         found = "not installed" if installed is None else f"of no release, {installed!r}"
         return Verdict.COULD_NOT_TELL, f"transformers is {found}"
     if release.is_prerelease:
@@ -210,7 +212,7 @@ def _what_apply_does(diagnosis: Diagnosis) -> list[str]:
     if report.plan.refusal is not None:
         return [f"apply() refuses: {report.plan.refusal}"]
     does = "wraps" if report.state == "applied" else "would wrap"
-    methods = ", ".join(seam.name for seam in SEAMS)
+    methods = ", ".join(seam.name for seam in seams_of(parsed(report.environment.transformers)))
     lines = [f"apply() {does} {methods} of Trainer: {len(report.plan.mended)} defects mended"]
     if report.missing:
         lines.append(f"dropped since by another patch: {', '.join(report.missing)}")

@@ -132,7 +132,7 @@ def _trained(model: Any) -> dict[str, Any]:
     if make is None:
         kinds = ", ".join(_SAMPLES)
         raise ContractError(f"no samples are known for a {type(model).__name__}, only for classes that end in {kinds}")
-    for config in (model.config, model.config.get_text_config()):
+    for config in (model.config, _text_config(model.config)):
         for name in ("pad_token_id", "decoder_start_token_id"):
             if getattr(config, name, None) is None:
                 setattr(config, name, 0)
@@ -165,6 +165,11 @@ def _trained(model: Any) -> dict[str, Any]:
     return run
 
 
+def _text_config(config: Any) -> Any:
+    """The config of the language model inside, where there is one; releases before 4.45 do not know how to ask."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else getattr(config, "text_config", config)
+
+
 def _batch(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Tokens padded on the right, the rest stacked."""
     batch = {}
@@ -178,7 +183,7 @@ def _batch(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 def _tokens(config: Any) -> list[dict[str, Tensor]]:
     """Ragged texts away from both ends of the vocabulary, where the special tokens are; the last one ends a text."""
-    vocabulary = int(config.get_text_config().vocab_size)
+    vocabulary = int(_text_config(config).vocab_size)
     end = getattr(config, "eos_token_id", None)
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(vocabulary // 8, vocabulary // 2, (length,), generator=generator) for length in _LENGTHS]

@@ -26,6 +26,11 @@ def environment(*pythonpath: Path | str, **variables: str) -> dict[str, str]:
     return {**kept, **variables}
 
 
+def with_bytecode_in(folder: Path) -> dict[str, str]:
+    """Variables that let the second process find what the first has compiled, as it is where pip has installed."""
+    return {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
+
+
 def start(
     command: Sequence[str | Path], env: Mapping[str, str], cwd: Path = ROOT, timeout: float = 240
 ) -> subprocess.CompletedProcess[str]:

@@ -54,7 +54,9 @@ def test_the_verdict_on_a_process() -> None:
     assert judge(report_on("5.23.0", "switched off"))[0] is Verdict.DEFECTS
     assert judge(report_on("5.23.0", "pending"))[0] is Verdict.DEFECTS
     assert judge(report_on("5.24.0", "applied"))[0] is Verdict.COULD_NOT_TELL
-    assert judge(report_on("5.22.7", "applied"))[0] is Verdict.COULD_NOT_TELL
+    changed = report_on("5.22.7", "applied")
+    changed = replace(changed, plan=replace(changed.plan, untested="compute_loss of Trainer is not as it was"))
+    assert judge(changed)[0] is Verdict.COULD_NOT_TELL
 
 
 def test_a_release_without_defects_is_clean() -> None:
@@ -78,7 +80,7 @@ def test_every_form_tells_each_defect_present_and_no_other(form: Any, release: s
         rows = {row["name"]: row for row in json.loads(told)["defects"]}
         assert [*rows] == [defect.name for defect in DEFECTS]
         assert rows["gradient-divided-twice"]["decision"] == ("mend" if release == "5.3.0" else "not affected")
-    assert "transformers 4.40.0 does not count" in told or release != "4.40.0"
+    assert ("pip install -U transformers" in told) == (release == "4.40.0")
 
 
 def test_whose_runs_are_met_is_told() -> None:
@@ -92,7 +94,8 @@ def test_whose_runs_are_met_is_told() -> None:
 def test_what_apply_would_do_is_told() -> None:
     for release, words in (
         ("5.23.0", "apply() would wrap train, get_batch_samples, training_step, compute_loss of Trainer"),
-        ("5.22.7", "UNTESTED"),
+        ("4.45.2", "apply() would wrap train, training_step, compute_loss of Trainer"),
+        ("5.24.0", "UNTESTED"),
         ("4.40.0", "apply() refuses: transformers 4.40.0"),
     ):
         report = report_on(release)
@@ -125,7 +128,6 @@ def test_a_release_that_our_tests_have_not_run_is_imported(tmp_path: Path) -> No
     done = start([sys.executable, "-m", "hf_accum_fix", "doctor", "--json"], environment(tmp_path))
     told = json.loads(done.stdout)
     assert done.returncode == 1, done.stderr
-    assert told["untested"] is not None
     assert told["trainer_imported"] and {seam["state"] for seam in told["seams"]} == {"original"}
 
 
