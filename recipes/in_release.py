@@ -32,8 +32,12 @@ RELEASE = re.compile(r"\d+\.\d+\.\d+(@[\w-]+[<>=]=[\w.]+)*")
 BIN = "Scripts" if os.name == "nt" else "bin"
 #: What a release's own resolver may have to pin lower than the newest environment holds.
 BESIDE_TRANSFORMERS = ("accelerate", "datasets", "peft")
-#: What a minor release needs older than its metadata says: newer peft and pyarrow do not import beside it.
-OLDER = {"4.41": ("peft<0.14",), "4.42": ("peft<0.14", "pyarrow<20")}
+#: What a minor release needs older than its metadata says: newer ones do not import or run beside it.
+OLDER = {
+    "4.38": ("accelerate<1", "peft<0.12"),
+    "4.41": ("peft<0.14",),
+    "4.42": ("peft<0.14", "pyarrow<20"),
+}
 
 
 def main(arguments: list[str]) -> int:
