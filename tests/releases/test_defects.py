@@ -15,7 +15,7 @@ import pytest
 
 from hf_accum_fix.upstream.defects import DEFECTS, OLDEST_READ, Defect
 from hf_accum_fix.upstream.seams import TESTED_RELEASES
-from tests.releases.probes import PROBES, Probe
+from tests.releases.probes import PROBES, Probe, Where
 from tests.releases.test_releases import run_in
 
 #: Every release from the oldest read to the newest tested, the yanked ones (4.46.0, 4.52.0, 4.57.0, 5.10.0) included.
@@ -25,23 +25,23 @@ MEASURED = {defect.name: defect for defect in DEFECTS if defect.evidence == "run
 CHOSEN = ("4.48.3", "4.49.0", "5.5.3", "5.5.4", "5.23.0")
 
 
-def edges(defect: Defect) -> Iterator[tuple[str, bool]]:
-    """The first and last release of its range, and those before and after, with whether it is there."""
+def edges(defect: Defect) -> Iterator[tuple[str, Where]]:
+    """The first and last release of its range, the one before and the one after."""
     first = PUBLISHED.index(defect.since)
     after = len(PUBLISHED) if defect.until is None else PUBLISHED.index(defect.until)
-    yield PUBLISHED[first], True
-    yield PUBLISHED[after - 1], True
+    yield PUBLISHED[first], "inside"
+    yield PUBLISHED[after - 1], "inside"
     if first > 0:
-        yield PUBLISHED[first - 1], False
+        yield PUBLISHED[first - 1], "before"
     if after < len(PUBLISHED):
-        yield PUBLISHED[after], False
+        yield PUBLISHED[after], "after"
 
 
-#: Of each release that bounds a range: the rows it bounds, and whether it has them.
-EXPECTED: dict[str, dict[str, bool]] = {}
+#: Of each release that bounds a range: the rows it bounds, and where in their range it is.
+EXPECTED: dict[str, dict[str, Where]] = {}
 for _defect in MEASURED.values():
-    for _release, _present in edges(_defect):
-        EXPECTED.setdefault(_release, {})[_defect.name] = _present
+    for _release, _where in edges(_defect):
+        EXPECTED.setdefault(_release, {})[_defect.name] = _where
 
 
 def test_every_row_measured_has_a_probe_and_every_other_says_that_it_was_read() -> None:
@@ -54,14 +54,15 @@ def test_the_list_of_releases_ends_with_the_newest_tested() -> None:
 
 
 def test_a_probe_tells_presence_from_absence() -> None:
-    probe = Probe(lambda: 0.0, inside=4.0, outside=(1.0, None))
-    assert probe.shows(4.001, present=True) and not probe.shows(4.001, present=False)
-    assert probe.shows(1.001, present=False) and not probe.shows(1.001, present=True)
-    assert probe.shows(None, present=False) and not probe.shows(None, present=True)
+    probe = Probe(lambda: 0.0, inside=4.0, before=None, after=1.0)
+    for value, where in ((4.001, "inside"), (None, "before"), (1.001, "after")):
+        assert [each for each in ("before", "inside", "after") if probe.shows(value, each)] == [where]
     for neither in (2.0, float("nan")):
-        assert not probe.shows(neither, present=True) and not probe.shows(neither, present=False)
+        assert not any(probe.shows(neither, where) for where in ("before", "inside", "after"))
     for name, each in PROBES.items():
-        assert not any(each.shows(value, present=True) for value in each.outside), name
+        bounds = {where for rows in EXPECTED.values() for row, where in rows.items() if row == name}
+        assert not any(each.shows(getattr(each, where), "inside") for where in bounds - {"inside"}), name
+        assert all(getattr(each, where) is None for where in {"before", "after"} - bounds), name
 
 
 @pytest.mark.releases_all
@@ -82,8 +83,8 @@ def test_the_rows_that_a_release_bounds_are_true_of_it(release: str, tmp_path: P
     rows = {row["defect"]: row for row in map(json.loads, output.read_text().splitlines())}
     assert rows.keys() == EXPECTED[release].keys()
     untrue = [
-        {**rows[name], "said": "present" if present else "absent"}
-        for name, present in EXPECTED[release].items()
-        if "error" in rows[name] or not PROBES[name].shows(rows[name]["value"], present=present)
+        {**rows[name], "where": where, "expected": getattr(PROBES[name], where)}
+        for name, where in EXPECTED[release].items()
+        if "error" in rows[name] or not PROBES[name].shows(rows[name]["value"], where)
     ]
     assert not untrue
