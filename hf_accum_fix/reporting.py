@@ -94,9 +94,6 @@ def _row(decision: Decision) -> dict[str, Any]:
     return {
         "name": defect.name,
         "summary": defect.summary,
-        "who": defect.who,
-        "wrong": defect.wrong,
-        "right": defect.right,
         "releases": defect.range,
         "decision": decision.action.value,
         "reason": decision.reason,
