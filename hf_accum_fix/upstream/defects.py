@@ -451,7 +451,7 @@ DEFECTS: Final = (
     Defect(
         name="ctc-sum-divided-by-accelerate",
         summary="A sum is divided by G as if it were a mean, by accelerate.",
-        who="heads that return a sum, such as CTC with that reduction; G > 1 or W > 1",
+        who="heads that return a sum, such as CTC with reduction sum; G > 1 or W > 1",
         wrong="grad 1/(G W) sum_m S_m",
         right="grad sum_m S_m",
         since="4.38.2",
@@ -465,7 +465,7 @@ DEFECTS: Final = (
     Defect(
         name="ctc-sum-divided",
         summary='ctc_loss_reduction="sum" is divided by G as if it were a mean.',
-        who="heads that return a sum and take no **kwargs: CTC with that reduction; G > 1 or W > 1",
+        who="heads that return a sum and take no **kwargs: CTC with reduction sum; G > 1 or W > 1",
         wrong="grad 1/(G W) sum_m S_m",
         right="grad sum_m S_m",
         since="4.48.0",
