@@ -537,11 +537,16 @@ def _probe(window: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _ways_told_apart(inputs: Mapping[str, Any]) -> int:
-    """How many different shares of a batch its part of one row has, by all the ways of counting."""
+    """How many different shares of a batch its part of one row has, by all the ways of counting.
+
+    None where it has no such part, or one of the two parts has no target.
+    """
     if not _has_rows(inputs):
         return 0
     one = _rows(inputs, [_least_row(inputs)])
     counts = [(_counts(rule, one), _counts(rule, inputs)) for rule in _rules(inputs, ())]
+    if counts[0][0] in (0.0, counts[0][1]):
+        return 0
     return len({round(part / whole, 6) for part, whole in counts if whole})
 
 

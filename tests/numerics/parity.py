@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_accum_fix
 from hf_accum_fix.trainer import GlobalBatchTrainer
-from tests.numerics.heads import Batch, Head, Sample
+from tests.numerics.heads import Head, Sample
 
 PATHS = ("stock", "apply", "trainer")
 
@@ -159,8 +159,8 @@ def reference_step(head: Head, micro_batches: Sequence[Sequence[Sample]]) -> Ste
         loss = head.reference_loss(model, dict(whole))
         if head.router:
             if head.loss is None:
-                loss = loss - head.router * _router_loss(model, whole)
-            loss = loss + head.router * torch.stack([_router_loss(model, piece) for piece in pieces]).mean()
+                loss = loss - head.router * head.router_loss(model(**whole))
+            loss = loss + head.router * torch.stack([head.router_loss(model(**piece)) for piece in pieces]).mean()
     loss.backward()
     grads = {
         n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters() if p.requires_grad
@@ -169,10 +169,6 @@ def reference_step(head: Head, micro_batches: Sequence[Sequence[Sample]]) -> Ste
     with torch.no_grad():
         change = {name: (before[name] - grad.double()) - before[name] for name, grad in grads.items()}
     return Step(change, float(loss.detach()), norm)
-
-
-def _router_loss(model: nn.Module, batch: Batch) -> Tensor:
-    return model(**batch)["aux_loss"]
 
 
 def cut(samples: Sequence[Sample], per_device: int) -> list[list[Sample]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -61,9 +62,11 @@ class Head:
         stock_wrong: the installed stock Trainer is off by more than 1e-3 for the split (2, 4).
         loss: loss of a batch as the promise defines it, where that is not what the model returns for the full batch.
         router: coefficient of the model's router loss, which is a mean over micro-batches and ranks by convention.
+        router_loss: that loss, from the model's outputs.
         arguments, trainer: further keyword arguments of TrainingArguments and of the Trainer.
         told_false: ``model_accepts_loss_kwargs`` is set False after ``Trainer.__init__``, as LLaMA-Factory does.
         exact: False for a loss that is no weighted mean over items; its reference is the mean over micro-batches.
+        observable: False for a loss that is exact but cannot be known to be, so that it is not called so.
     """
 
     name: str
@@ -75,10 +78,12 @@ class Head:
     stock_wrong: bool = True
     loss: Callable[[nn.Module, Batch], Tensor] | None = None
     router: float = 0.0
+    router_loss: Callable[[Any], Tensor] = operator.itemgetter("aux_loss")
     arguments: Mapping[str, Any] = field(default_factory=dict)
     trainer: Mapping[str, Any] = field(default_factory=dict)
     collate: Callable[[Sequence[Sample]], Batch] | None = None
     exact: bool = True
+    observable: bool = True
     told_false: bool = False
 
     def batch(self, samples: Sequence[Sample]) -> Batch:

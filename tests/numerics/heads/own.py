@@ -152,6 +152,7 @@ def heads() -> list[Head]:
             stock_wrong=False,
             loss=func_reference,
             trainer={"compute_loss_func": func_by_hand},
+            observable=False,
         ),
         Head("no-kwargs", seeded(NoKwargs), text(), FLOAT64),
         Head("drops-kwargs", seeded(DropsKwargs), text(), FLOAT64),

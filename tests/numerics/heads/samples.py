@@ -40,6 +40,11 @@ def with_labels(
     return [{**sample, "labels": labels(index, sample, g)} for index, sample in enumerate(base or text())]
 
 
+def alike() -> list[Sample]:
+    """Text of one length, for models whose loss of a row moves with the padding beside it."""
+    return text(lengths=(12,) * 8)
+
+
 def first_is_target(index: int, length: int) -> int:
     return 0
 
@@ -62,6 +67,50 @@ def one_class(index: int, sample: Sample, g: torch.Generator) -> Tensor:
     return torch.tensor(index % 3)
 
 
+def right_or_wrong(index: int, sample: Sample, g: torch.Generator) -> Tensor:
+    return torch.tensor(index % 2)
+
+
+def some_unlabelled(index: int, sample: Sample, g: torch.Generator) -> Tensor:
+    return torch.tensor(-100 if index in (1, 4, 6) else index % 3)
+
+
+def choices() -> list[Sample]:
+    """Two texts each, of which one is right."""
+    samples = []
+    for index, sample in enumerate(text()):
+        ids = torch.stack([sample["input_ids"], sample["input_ids"].flip(0)])
+        samples.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor(index % 2)})
+    return samples
+
+
+def with_padded_choices(samples: Sequence[Sample]) -> Batch:
+    width = max(sample["input_ids"].shape[1] for sample in samples)
+    padded = [
+        {key: F.pad(s[key], (0, width - s[key].shape[1])) for key in ("input_ids", "attention_mask")} for s in samples
+    ]
+    return {**collate(padded), "labels": torch.stack([sample["labels"] for sample in samples])}
+
+
+def with_end(samples: Sequence[Sample], end: int = 2) -> list[Sample]:
+    """The same texts with a token at their end, which sequence to sequence models classify by."""
+    ended = []
+    for sample in samples:
+        ids = torch.cat([sample["input_ids"], torch.tensor([end])])
+        ended.append({**sample, "input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    return ended
+
+
+def with_boxes(samples: Sequence[Sample]) -> list[Sample]:
+    """The place of every token on its page."""
+
+    def box(length: int) -> Tensor:
+        at = torch.arange(length)
+        return torch.stack([at, at, at + 5, at + 7], dim=-1)
+
+    return [{**sample, "bbox": box(len(sample["input_ids"]))} for sample in samples]
+
+
 def images(
     labels: Callable[[int, torch.Generator], Any], size: int = 32, dtype: torch.dtype = torch.float64
 ) -> list[Sample]:
@@ -76,6 +125,23 @@ def segments(index: int, g: torch.Generator) -> Tensor:
     labels = torch.randint(0, 4, (32, 32), generator=g)
     labels[: 4 * index] = 255
     return labels
+
+
+def videos(key: str = "pixel_values") -> list[Sample]:
+    g = generator(2)
+    return [
+        {key: torch.randn(2, 3, 16, 16, generator=g, dtype=torch.float64), "labels": torch.tensor(index % 3)}
+        for index in range(8)
+    ]
+
+
+def heard(samples: Sequence[Sample]) -> list[Sample]:
+    """The labels of texts, beside a spectrogram of 8 bins and 16 steps."""
+    g = generator(5)
+    return [
+        {"input_features": torch.randn(8, 16, generator=g, dtype=torch.float64), "labels": sample["labels"]}
+        for sample in samples
+    ]
 
 
 def speech() -> list[Sample]:

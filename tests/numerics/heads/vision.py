@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers as hf
 from torch import nn
 
-from tests.numerics.heads.head import FLOAT64, NO_DROPOUT, Head, Origin, of_class, seeded
-from tests.numerics.heads.samples import boxes, images, masked_images, segments
+from tests.numerics.heads.head import FLOAT64, NO_DROPOUT, TINY, VOCABULARY, Head, Origin, of_class, seeded
+from tests.numerics.heads.samples import alike, boxes, images, masked_images, segments, videos
+from tests.numerics.heads.text import GPT2
 
 VIT = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -36,10 +39,100 @@ def frozen_batch_norm(model: nn.Module) -> None:
             module.__class__ = FrozenBatchNorm
 
 
+def frozen_and_without_dropout(model: nn.Module) -> None:
+    """For heads that drop out a tenth whatever their config says."""
+    frozen_batch_norm(model)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+#: A class of the library, and its config.
+Row = tuple[str, dict[str, Any]]
+
+STAGES = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0}
+SWIN = {
+    **STAGES, "image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2],
+    "window_size": 2,
+}  # fmt: skip
+PYRAMID = {
+    **STAGES, "image_size": 32, "num_encoder_blocks": 2, "depths": [1, 1], "hidden_sizes": [8, 16],
+    "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2],
+}  # fmt: skip
+CLIP_PAIR = {"vision_config": {**VIT, "num_hidden_layers": 1}, "text_config": TINY}
+MOBILE_VIT = {
+    **STAGES, "image_size": 32, "hidden_sizes": [8, 8, 8], "neck_hidden_sizes": [4, 4, 8, 8, 8, 8, 16],
+    "aspp_out_channels": 8, "aspp_dropout_prob": 0.0, "classifier_dropout_prob": 0.0,
+}  # fmt: skip
+CONVNEXT = {"num_stages": 2, "depths": [1, 1], "hidden_sizes": [8, 16], "drop_path_rate": 0.0}
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+BEIT = {
+    **VIT, "num_hidden_layers": 4, "drop_path_rate": 0.0, "out_indices": [1, 2, 3, 4], "pool_scales": [1, 2],
+    "semantic_loss_ignore_index": 255, "use_auxiliary_head": True, "auxiliary_channels": 8,
+}  # fmt: skip
+DPT = {
+    **VIT, "num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [8, 8, 8, 8],
+    "fusion_hidden_size": 8, "reassemble_factors": [4, 2, 1, 0.5], "use_batch_norm_in_fusion_residual": False,
+    "is_hybrid": False, "semantic_classifier_dropout": 0.0,
+}  # fmt: skip
+VIDEO = {**VIT, "image_size": 16, "num_hidden_layers": 1, "num_frames": 2, "tubelet_size": 2}
+VJEPA = {
+    **VIDEO, "crop_size": 16, "frames_per_clip": 2, "mlp_ratio": 2.0, "num_pooler_layers": 1, "pred_hidden_size": 16,
+    "pred_num_attention_heads": 2, "pred_num_hidden_layers": 1, "drop_path_rate": 0.0,
+}  # fmt: skip
+
+CLASSES: list[Row] = [
+    ("BeitForImageClassification", {**VIT, "drop_path_rate": 0.0}),
+    ("SiglipForImageClassification", CLIP_PAIR),
+    ("CLIPForImageClassification", CLIP_PAIR),
+    ("Swinv2ForImageClassification", SWIN),
+    ("DonutSwinForImageClassification", SWIN),
+    (
+        "HieraForImageClassification",
+        {
+            "image_size": [32, 32], "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "patch_size": [3, 3],
+            "patch_stride": [2, 2], "patch_padding": [1, 1], "query_stride": [2, 2], "num_query_pool": 1,
+            "masked_unit_size": [8, 8], "masked_unit_attention": [True, False], "drop_path_rate": 0.0,
+        },
+    ),
+    (
+        "FocalNetForImageClassification",
+        {
+            **STAGES, "image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "hidden_sizes": [8, 16],
+            "focal_levels": [1, 1], "focal_windows": [1, 1],
+        },
+    ),
+    ("PvtForImageClassification", {**PYRAMID, "patch_sizes": [4, 2], "sequence_reduction_ratios": [2, 1]}),
+    ("PvtV2ForImageClassification", {**PYRAMID, "patch_sizes": [7, 3], "sr_ratios": [2, 1]}),
+    (
+        "PoolFormerForImageClassification",
+        {
+            "num_encoder_blocks": 2, "depths": [1, 1], "hidden_sizes": [8, 16], "patch_sizes": [7, 3],
+            "strides": [4, 2], "padding": [2, 1], "mlp_ratio": 2.0, "drop_path_rate": 0.0,
+        },
+    ),
+    ("MobileViTForImageClassification", MOBILE_VIT),
+    ("MobileNetV1ForImageClassification", {"depth_multiplier": 0.25, "image_size": 32, "classifier_dropout_prob": 0.0}),
+    ("ResNetForImageClassification", RESNET),
+]  # fmt: skip
+#: Right in stock as long as all images are labelled: as many items in every micro-batch.
+BY_NUMBER: list[Row] = [
+    ("Dinov2ForImageClassification", {**VIT, "drop_path_rate": 0.0}),
+    ("SwinForImageClassification", SWIN),
+    ("SegformerForImageClassification", SEGFORMER),
+]
+
+
 def heads() -> list[Head]:
     vit = {"model": "ViTForImageClassification", "tolerance": FLOAT64, "origin": Origin.LOSS_TYPE_DROPS}
     number = images(lambda i, g: torch.tensor(0.3 * i, dtype=torch.float64))
     several = images(lambda i, g: torch.tensor([i % 2, 1, i % 3], dtype=torch.float64).clamp(max=1))
+    labelled = images(lambda i, g: torch.tensor(i % 3))
+    some = images(lambda i, g: torch.tensor(-100 if i in (1, 4, 6) else i % 3))
+    pixels = [{"input_ids": s["input_ids"], "labels": s["labels"]} for s in alike()]
+    picture = [{"input_ids": s["input_ids"], "labels": torch.tensor(i % 3)} for i, s in enumerate(pixels)]
+    three, four = {"num_labels": 3}, {"num_labels": 4}
+    frozen = {"prepare": frozen_batch_norm}
     multi_label = {**VIT, "num_labels": 3, "problem_type": "multi_label_classification"}
     return [
         of_class(
@@ -85,5 +178,34 @@ def heads() -> list[Head]:
             origin=Origin.DROPS,
             stock_wrong=False,
             exact=False,
+        ),
+        *(of_class(name, {**config, **three}, labelled, FLOAT64, **frozen) for name, config in CLASSES),
+        *(
+            of_class(name, {**config, **three}, labelled, FLOAT64, origin=Origin.LOSS_TYPE_DROPS, stock_wrong=False)
+            for name, config in BY_NUMBER
+        ),
+        of_class("ConvNextForImageClassification", {**CONVNEXT, **three}, some, FLOAT64, origin=Origin.DECLARES_FALSE),
+        of_class(
+            "ConvNextV2ForImageClassification", {**CONVNEXT, **three}, some, FLOAT64, origin=Origin.DECLARES_FALSE
+        ),
+        of_class("VJEPA2ForVideoClassification", {**VJEPA, **three}, videos("pixel_values_videos"), FLOAT64),
+        of_class(
+            "VideoMAEForVideoClassification",
+            {**VIDEO, **three},
+            videos(),
+            FLOAT64,
+            origin=Origin.LOSS_TYPE_DROPS,
+            stock_wrong=False,
+        ),
+        of_class("ImageGPTForImageClassification", {**GPT2, **three}, picture, FLOAT64),
+        of_class("ImageGPTForCausalImageModeling", {**GPT2, "vocab_size": VOCABULARY + 1}, pixels, FLOAT64),
+        of_class("BeitForSemanticSegmentation", {**BEIT, **four}, images(segments), FLOAT64, **frozen),
+        of_class("MobileViTForSemanticSegmentation", {**MOBILE_VIT, **four}, images(segments), FLOAT64, **frozen),
+        of_class(
+            "DPTForSemanticSegmentation",
+            {**DPT, **four},
+            images(segments),
+            FLOAT64,
+            prepare=frozen_and_without_dropout,
         ),
     ]
