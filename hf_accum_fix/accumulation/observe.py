@@ -642,7 +642,7 @@ def _parts(
     losses = [whole.loss - _weighed(coefficients, whole.router) for coefficients in _router_terms(whole, configured)]
     calls = [c for c in whole.calls if any(_close(c.value, loss) for loss in losses)]
     ignored = [c.ignore_index for c in calls if c.ignore_index is not None]
-    if ignored and isinstance(labels, Tensor) and labels.ndim > 1 and not labels.is_floating_point():
+    if ignored and isinstance(labels, Tensor) and labels.numel() > 1 and not labels.is_floating_point():
         order = (labels != ignored[0]).flatten().cumsum(0).view_as(labels)
         first_third = order <= (order.max() // 3).clamp(min=1)
         one, other = (torch.where(keep, labels, ignored[0]) for keep in (first_third, ~first_third))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from tests.numerics.heads import experts, multimodal, own, seq2seq, signals, text, vision
 from tests.numerics.heads.head import Batch, Head, Origin, Sample, before
+from tests.numerics.heads.left_out import LEFT_OUT
 from tests.numerics.heads.losses import shifted_cross_entropy
 from tests.numerics.heads.own import DropsKwargs, TokenModel
-from tests.numerics.heads.text import bert
+from tests.numerics.heads.text import bert, llama
 
 __all__ = [
-    "HEADS", "Batch", "DropsKwargs", "Head", "Origin", "Sample", "TokenModel", "before", "bert",
+    "HEADS", "LEFT_OUT", "Batch", "DropsKwargs", "Head", "Origin", "Sample", "TokenModel", "before", "bert", "llama",
     "shifted_cross_entropy",
 ]  # fmt: skip
 

@@ -40,13 +40,18 @@ Batch = dict[str, Any]
 
 
 class Origin(str, Enum):
-    """Which list of what 5.23.0 gets wrong a class of the library was taken from."""
+    """Which list of what 5.23.0 gets wrong a class of the library was taken from.
 
-    DROPS = "takes **kwargs, drops the count"
+    Classes that take ``**kwargs`` and drop the count in their own loss; that add a router loss to one that is divided by
+    it; that declare ``accepts_loss_kwargs = False``; that hand the count to the loss of their ``loss_type``, which drops
+    it; that have no ``loss_type``, so that position 0 is counted as well.
+    """
+
+    DROPS = "drops the count"
     ROUTER = "adds a router loss"
-    DECLARES_FALSE = "declares accepts_loss_kwargs = False"
-    LOSS_TYPE_DROPS = "hands the count to a loss_type that drops it"
-    POSITION_0 = "has no loss_type, so position 0 is counted"
+    DECLARES_FALSE = "declares False"
+    LOSS_TYPE_DROPS = "its loss_type drops the count"
+    POSITION_0 = "position 0 is counted"
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Head:
         tolerance: relative, of parameter change, loss and gradient norm.
         model: the class of the library that is built; empty for modules of one's own.
         origin: the list that class was taken from; None: none of them.
-        stock_wrong: the installed stock Trainer is off by more than 1e-3 for the split (2, 4).
+        stock_wrong: the installed stock Trainer is off by more than 1e-3 for the split (1, 8).
         loss: loss of a batch as the promise defines it, where that is not what the model returns for the full batch.
         router: coefficient of the model's router loss, which is a mean over micro-batches and ranks by convention.
         router_loss: that loss, from the model's outputs.
@@ -85,6 +90,11 @@ class Head:
     exact: bool = True
     observable: bool = True
     told_false: bool = False
+
+    @property
+    def in_zoo(self) -> bool:
+        """Whether it stands for its class alone, so that the everyday tests run it at fewer cuts."""
+        return self.name == self.model
 
     def batch(self, samples: Sequence[Sample]) -> Batch:
         return (self.collate or collate)(samples)
@@ -133,12 +143,14 @@ def of_class(
     name: str = "",
     origin: Origin | None = Origin.DROPS,
     prepare: Callable[[nn.Module], None] | None = None,
+    dtype: torch.dtype = torch.float64,
     **more: Any,
 ) -> Head:
     """A head that is a class of the library, built from its config; neither is looked up before it is built.
 
     Args:
         prepare: changes the model once it is built.
+        dtype: of the model; float32 where its code makes float32 tensors of its own.
         more: further attributes of the head.
     """
 
@@ -149,7 +161,7 @@ def of_class(
             prepare(built)
         return built
 
-    return Head(name or model, seeded(build), samples, tolerance, model=model, origin=origin, **more)
+    return Head(name or model, seeded(build, dtype), samples, tolerance, model=model, origin=origin, **more)
 
 
 def freeze(part: str) -> Callable[[nn.Module], None]:

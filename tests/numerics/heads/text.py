@@ -205,6 +205,7 @@ def heads() -> list[Head]:
         *(of_class(name, {**ENCODER, **more}, mlm, FLOAT64) for name, more in MASKED),
         *(of_class(name, {**ENCODER, **more}, mlm_alike, FLOAT64) for name, more in MASKED_ALIKE),
         of_class("FunnelForMaskedLM", funnel, mlm_alike, FLOAT64),
+        of_class("FunnelForPreTraining", funnel, with_labels(replaced_tokens, alike())),
         of_class("PerceiverForMaskedLM", perceiver, mlm_alike, FLOAT64),
         of_class("XLNetLMHeadModel", xlnet, mlm, FLOAT64),
         *(of_class(name, {**four, **more}, tokens, FLOAT64) for name, more in TOKENS),

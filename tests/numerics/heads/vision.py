@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import transformers as hf
 from torch import nn
 
-from tests.numerics.heads.head import FLOAT64, NO_DROPOUT, TINY, VOCABULARY, Head, Origin, of_class, seeded
-from tests.numerics.heads.samples import alike, boxes, images, masked_images, segments, videos
+from tests.numerics.heads.head import (
+    FLOAT64,
+    NO_DROPOUT,
+    TINY,
+    VOCABULARY,
+    Batch,
+    Head,
+    Origin,
+    Sample,
+    collate,
+    of_class,
+)
+from tests.numerics.heads.samples import alike, boxes, generator, images, masked_images, segments, videos
 from tests.numerics.heads.text import GPT2
 
 VIT = {
@@ -75,6 +86,14 @@ DPT = {
     "fusion_hidden_size": 8, "reassemble_factors": [4, 2, 1, 0.5], "use_batch_norm_in_fusion_residual": False,
     "is_hybrid": False, "semantic_classifier_dropout": 0.0,
 }  # fmt: skip
+UPERNET = {
+    "backbone_config": {
+        "model_type": "convnext", "hidden_sizes": [8] * 4, "depths": [1] * 4,
+        "out_features": ["stage1", "stage2", "stage3", "stage4"],
+    },
+    "hidden_size": 8, "pool_scales": [1, 2], "auxiliary_channels": 8, "auxiliary_in_channels": 8,
+}  # fmt: skip
+BIT = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_groups": 2}
 VIDEO = {**VIT, "image_size": 16, "num_hidden_layers": 1, "num_frames": 2, "tubelet_size": 2}
 VJEPA = {
     **VIDEO, "crop_size": 16, "frames_per_clip": 2, "mlp_ratio": 2.0, "num_pooler_layers": 1, "pred_hidden_size": 16,
@@ -123,6 +142,12 @@ BY_NUMBER: list[Row] = [
 ]
 
 
+def with_flat_labels(samples: Sequence[Sample]) -> Batch:
+    """One label for each masked patch of the batch, without a sample axis."""
+    batch = collate([{key: value for key, value in sample.items() if key != "labels"} for sample in samples])
+    return {**batch, "labels": torch.cat([sample["labels"] for sample in samples])}
+
+
 def heads() -> list[Head]:
     vit = {"model": "ViTForImageClassification", "tolerance": FLOAT64, "origin": Origin.LOSS_TYPE_DROPS}
     number = images(lambda i, g: torch.tensor(0.3 * i, dtype=torch.float64))
@@ -131,6 +156,11 @@ def heads() -> list[Head]:
     some = images(lambda i, g: torch.tensor(-100 if i in (1, 4, 6) else i % 3))
     pixels = [{"input_ids": s["input_ids"], "labels": s["labels"]} for s in alike()]
     picture = [{"input_ids": s["input_ids"], "labels": torch.tensor(i % 3)} for i, s in enumerate(pixels)]
+    g = generator(12)
+    visual_words = [
+        {**s, "labels": torch.randint(0, VOCABULARY, (int(s["bool_masked_pos"].sum()),), generator=g)}
+        for s in masked_images()
+    ]
     three, four = {"num_labels": 3}, {"num_labels": 4}
     frozen = {"prepare": frozen_batch_norm}
     multi_label = {**VIT, "num_labels": 3, "problem_type": "multi_label_classification"}
@@ -169,13 +199,13 @@ def heads() -> list[Head]:
             origin=None,
         ),
         # Detection losses build float32 class weights of their own, so the whole head is run in float32.
-        Head(
-            "yolos",
-            seeded(lambda: hf.YolosForObjectDetection(hf.YolosConfig(**YOLOS)), torch.float32),
+        of_class(
+            "YolosForObjectDetection",
+            YOLOS,
             images(boxes, dtype=torch.float32),
             1e-5,
-            model="YolosForObjectDetection",
-            origin=Origin.DROPS,
+            name="yolos",
+            dtype=torch.float32,
             stock_wrong=False,
             exact=False,
         ),
@@ -207,5 +237,16 @@ def heads() -> list[Head]:
             images(segments),
             FLOAT64,
             prepare=frozen_and_without_dropout,
+        ),
+        of_class(
+            "UperNetForSemanticSegmentation", {**UPERNET, **four}, images(segments), FLOAT64, prepare=frozen_batch_norm
+        ),
+        of_class("BitForImageClassification", {**BIT, **three}, labelled, FLOAT64),
+        of_class(
+            "BeitForMaskedImageModeling",
+            {**VIT, "vocab_size": VOCABULARY, "use_mask_token": True, "drop_path_rate": 0.0},
+            visual_words,
+            FLOAT64,
+            collate=with_flat_labels,
         ),
     ]
