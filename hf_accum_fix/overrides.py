@@ -222,9 +222,7 @@ def get_batch_samples(
     return fetched, window.total / trainer.args.world_size if owned else window.total.long()
 
 
-def _open_window(
-    trainer: Any, session: Session, batches: list[Any], upstream_number: Any, options: Options
-) -> Window:
+def _open_window(trainer: Any, session: Session, batches: list[Any], upstream_number: Any, options: Options) -> Window:
     """Count the window whose micro-batches are about to be run."""
     if session.window is not None and session.window.batches and session.window.steps_run == 0:
         raise SeamError(
@@ -314,7 +312,8 @@ def _settle_contract(trainer: Any, session: Session, window: list[Any], options:
         return found
     head = _head_name(trainer)
     if found.reduction is Reduction.PLAIN:
-        session.warn_once("inexact", f"{head}: {found.reason}. It gets the plain mean over micro-batches.")
+        given = "the plain mean over micro-batches" if found.items is None else "each micro-batch weighed by its items"
+        session.warn_once("inexact", f"{head}: {found.reason}. It gets {given}.")
     elif found.changed_by_trainer:
         words = f"{type(trainer).__name__}.compute_loss changes the base's loss, so that it is not called exact."
         session.warn_once("inexact", f"{head}: {words}")
@@ -372,7 +371,7 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
             device=trainer.args.device,
             passes_number=compute_loss is not None or session.passes_number or _loss_func(trainer) is not None,
             needs_number=_loss_func(trainer) is not None or compute_loss is not None,
-            router_coefficient=0.0 if _loss_func(trainer) is not None else _router_coefficient(module),
+            router_coefficients=(0.0, 0.0) if _loss_func(trainer) is not None else _router_coefficients(module),
             world_size=trainer.args.world_size,
             low_precision=trainer.accelerator.mixed_precision != "no"
             or _products_are_rounded()
@@ -496,14 +495,16 @@ def _inside_ddp(model: nn.Module) -> nn.Module | None:
     return model.module if isinstance(model, DistributedDataParallel) else None
 
 
-def _router_coefficient(model: nn.Module) -> float:
+def _router_coefficients(model: nn.Module) -> tuple[float, float]:
+    """What the configuration multiplies the router's load-balancing loss and its z-loss by; 0.0: it names none."""
     config = getattr(model, "config", None)
-    for holder in (config, getattr(config, "text_config", None)):
-        for name in ("router_aux_loss_coef", "aux_loss_coef"):
-            value = getattr(holder, name, None)
-            if isinstance(value, (int, float)):
-                return float(value)
-    return 0.0
+    holders = (config, getattr(config, "text_config", None))
+
+    def configured(*names: str) -> float:
+        values = (getattr(holder, name, None) for holder in holders for name in names)
+        return next((float(value) for value in values if isinstance(value, (int, float))), 0.0)
+
+    return configured("router_aux_loss_coef", "aux_loss_coef"), configured("router_z_loss_coef")
 
 
 def _head_name(trainer: Any) -> str:
@@ -562,9 +563,9 @@ def _loss_in_window(
             items = contract.items.count(inputs)
         loss, outputs = _base_loss(trainer, model, contract.items.with_target(inputs), _number(window.mean, contract))
         ratio = items.to(window.mean.device) / window.mean
-    carried = None
-    if contract.router_coefficient:
-        carried = contract.router_coefficient * outputs["aux_loss"].to(loss.device)
+    carried = contract.carried(outputs)
+    if carried is not None:
+        carried = carried.to(loss.device)
         if trainer.label_smoother is not None and _loss_func(trainer) is None:
             loss = loss + carried
     return share_of_mean(loss, ratio, carried), outputs
@@ -731,6 +732,7 @@ def _announce(trainer: Any, session: Session, window: Window, *, passed: Tensor,
             "reduction": contract.reduction.value,
             "items": None if contract.items is None else str(contract.items),
             "router_coefficient": contract.router_coefficient,
+            "router_z_coefficient": contract.router_z_coefficient,
             "exact": contract.exact,
             "reason": contract.reason,
             "accumulation_steps": steps,

@@ -238,6 +238,7 @@ def _head(diagnosis: Diagnosis) -> list[str]:
     run = head["observed"]
     items = f" ({run['items']})" if run["items"] else ""
     router = f", plus {run['router_coefficient']:g} x router loss" if run["router_coefficient"] else ""
+    router += f", plus {run['router_z_coefficient']:g} x router z-loss" if run["router_z_coefficient"] else ""
     exact = "exact for every cut" if run["exact"] else "not exact"
     lines = [f"{head['built']}: its loss {run['reduction']}{items}{router}; under apply() {exact} ({run['reason']})"]
     factor = run["stock_gradient_factor"]

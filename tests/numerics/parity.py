@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_accum_fix
+from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.overrides import SESSION
 from hf_accum_fix.trainer import GlobalBatchTrainer
-from tests.numerics.heads import Batch, Head, Sample
+from tests.numerics.heads import Head, Sample
 
 PATHS = ("stock", "apply", "trainer")
 
@@ -68,10 +71,19 @@ class Step:
 
     def error(self, reference: Step) -> float:
         """Relative error of the parameter change; absolute where the reference is zero."""
-        wanted = torch.cat([reference.change[name].flatten() for name in sorted(reference.change)])
-        found = torch.cat([self.change[name].flatten() for name in sorted(reference.change)])
+        found, wanted = self._beside(reference)
         scale = float(wanted.norm())
         return float((found - wanted).norm()) / (scale if scale else 1.0)
+
+    def times(self, reference: Step) -> float:
+        """How many times the reference's step this one is, along it."""
+        found, wanted = self._beside(reference)
+        return float(found @ wanted / (wanted @ wanted))
+
+    def _beside(self, reference: Step) -> tuple[Tensor, Tensor]:
+        names = sorted(reference.change)
+        found, wanted = (torch.cat([step.change[name].flatten() for name in names]) for step in (self, reference))
+        return found, wanted
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
@@ -100,6 +112,12 @@ def training_arguments(output: Path, per_device: int = 2, accumulate: int = 4, *
         gradient_accumulation_steps=accumulate,
         **{**given, **overrides},
     )
+
+
+def pass_over_imports() -> None:
+    """Let the garbage collection that every training begins with pass over what is there already."""
+    gc.collect()
+    gc.freeze()
 
 
 def take_step(
@@ -159,8 +177,8 @@ def reference_step(head: Head, micro_batches: Sequence[Sequence[Sample]]) -> Ste
         loss = head.reference_loss(model, dict(whole))
         if head.router:
             if head.loss is None:
-                loss = loss - head.router * _router_loss(model, whole)
-            loss = loss + head.router * torch.stack([_router_loss(model, piece) for piece in pieces]).mean()
+                loss = loss - head.router * head.router_loss(model(**whole))
+            loss = loss + head.router * torch.stack([head.router_loss(model(**piece)) for piece in pieces]).mean()
     loss.backward()
     grads = {
         n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters() if p.requires_grad
@@ -171,8 +189,11 @@ def reference_step(head: Head, micro_batches: Sequence[Sequence[Sample]]) -> Ste
     return Step(change, float(loss.detach()), norm)
 
 
-def _router_loss(model: nn.Module, batch: Batch) -> Tensor:
-    return model(**batch)["aux_loss"]
+def contract_of(step: Step) -> LossContract:
+    """What was observed of the loss."""
+    contract = step.trainer.__dict__[SESSION].contract
+    assert isinstance(contract, LossContract)
+    return contract
 
 
 def cut(samples: Sequence[Sample], per_device: int) -> list[list[Sample]]:
