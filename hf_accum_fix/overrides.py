@@ -215,7 +215,7 @@ def get_batch_samples(
         window = _open_window(trainer, session, without_blanks(fetched), upstream_number, options)
     contract = session.contract
     assert contract is not None
-    if contract.items is None or (contract.owned_by_trainer and not contract.by_number):
+    if contract.items is None:
         return fetched, upstream_number
     # A trainer that scales by itself multiplies by W only where it averages tokens across devices.
     owned = contract.owned_by_trainer and not averaged
@@ -314,7 +314,9 @@ def _settle_contract(trainer: Any, session: Session, window: list[Any], options:
         return found
     head = _head_name(trainer)
     if found.reduction is Reduction.PLAIN:
-        session.warn_once("inexact", f"{head}: {found.reason}. It gets the plain mean over micro-batches.")
+        left = found.owned_by_trainer and _scales_itself(trainer)
+        outcome = "stays as the trainer scales it" if left else "gets the plain mean over micro-batches"
+        session.warn_once("inexact", f"{head}: {found.reason}. It {outcome}.")
     elif found.changed_by_trainer:
         words = f"{type(trainer).__name__}.compute_loss changes the base's loss, so that it is not called exact."
         session.warn_once("inexact", f"{head}: {words}")
@@ -345,20 +347,22 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
     module: nn.Module = _inside_ddp(model) or model
     compute_loss = _compute_loss_of(trainer)
     takes_number = compute_loss is not None and _has_parameter(compute_loss, "num_items_in_batch")
-    owned = changed = False
+    if not all(isinstance(batch, Mapping) for batch in window):
+        reason = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
+        return LossContract(Reduction.PLAIN, owned_by_trainer=compute_loss is not None, reason=reason)
+    changed = False
 
     def call(inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
-        nonlocal owned, changed
+        nonlocal changed
         inputs = trainer._prepare_inputs(inputs)
         session.base_loss = None
         with trainer.compute_loss_context_manager():
             if compute_loss is None:
                 return _base_loss(trainer, module, inputs, number, smooth=False)
-            given = {"num_items_in_batch": number} if takes_number else {}
-            loss, outputs = compute_loss(module, inputs, return_outputs=True, **given)
-        owned = session.base_loss is None
+            result = compute_loss(module, inputs, **({"num_items_in_batch": number} if takes_number else {}))
+        loss = result[0] if isinstance(result, tuple) else result
         if session.base_loss is None:
-            return loss, outputs
+            return loss, None
         # Both nan, where there was no target, is no change.
         changed = changed or not torch.allclose(loss, session.base_loss[0], rtol=1e-6, atol=0.0, equal_nan=True)
         return session.base_loss
@@ -387,8 +391,8 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
         raise
     finally:
         session.observing, session.base_loss = False, None
-    if owned:
-        return replace(found, owned_by_trainer=True)
+    if found.owned_by_trainer:
+        return found
     if changed:
         found = replace(found, changed_by_trainer=True)
     smoothed = trainer.label_smoother is not None and _loss_func(trainer) is None
@@ -651,7 +655,7 @@ def training_step(
     def set_loss(loss: Tensor, **backward_kwargs: Any) -> Any:
         if micro_batch.loss is None:
             return original_backward(loss, **backward_kwargs)
-        right = _set_loss(session, micro_batch, window)
+        right = _set_loss(trainer, session, micro_batch, window)
         micro_batch.reported = right.detach()
         if window.steps_run == 0:
             _announce(trainer, session, window, passed=loss, right=right)
@@ -693,13 +697,26 @@ def _reduced_in_the_last(trainer: Any, window: Window, model: nn.Module) -> Iter
         yield
 
 
-def _set_loss(session: Session, micro_batch: MicroBatch, window: Window) -> Tensor:
+def _set_loss(trainer: Any, session: Session, micro_batch: MicroBatch, window: Window) -> Tensor:
     """This micro-batch's share: summed over the window, averaged over ranks, it is the global batch's loss."""
-    assert micro_batch.loss is not None and session.contract is not None
-    scaled_by_trainer = session.contract.owned_by_trainer and session.contract.by_number
-    if scaled_by_trainer and not micro_batch.base_called:
+    contract = session.contract
+    assert micro_batch.loss is not None and contract is not None
+    owned = contract.owned_by_trainer and not micro_batch.base_called
+    if owned and (contract.by_number or _scales_itself(trainer)):
         return micro_batch.loss
     return micro_batch.loss / len(window.batches)
+
+
+def _scales_itself(trainer: Any) -> bool:
+    """Whether a trainer says that the loss it computes is divided for the window already.
+
+    Source: ``Trainer.loss_is_scaled_for_ga`` (5.19.0 on); before it, a ``compute_loss_func`` that is no function, whose
+    presence alone keeps the Trainer from dividing.
+    """
+    declared = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if declared is None:
+        return _loss_func(trainer) is not None and not callable(_loss_func(trainer))
+    return bool(declared)
 
 
 def _engine_divisor(accelerator: Any, backward_kwargs: Mapping[str, Any]) -> int:

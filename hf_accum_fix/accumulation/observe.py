@@ -32,7 +32,8 @@ from torch.overrides import TorchFunctionMode
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.window import Items, sample_count
 
-#: One forward: (inputs, number or None) -> (loss, outputs).
+#: One forward: (inputs, number or None) -> (loss, outputs); no outputs where the loss is a trainer's own, of which
+#: nothing but the loss is known.
 LossCall = Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]]
 
 _LOSSES = {
@@ -152,13 +153,18 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Seen:
-    """One forward: its loss, the router loss its outputs carry, the loss calls in it, whether it drew at random."""
+    """One forward: its loss, the router loss its outputs carry, the loss calls in it, whether it drew at random.
+
+    Attributes:
+        own: a trainer computed the loss by itself.
+    """
 
     loss: float
     dtype: torch.dtype
     router: float
     calls: tuple[WatchedLoss, ...]
     random: bool
+    own: bool
 
 
 def observe(
@@ -176,7 +182,8 @@ def observe(
     """Observe the contract of a loss on samples of one window.
 
     Every rank runs the same number of forwards whatever it sees, so that sharded models stay in step: four where a
-    number is passed, else three. Nothing is left behind (see `undisturbed`).
+    number is passed, else three, and two of a trainer's own loss that takes no number: it is not taken apart, since it
+    may rest on how its batches are laid out (pairs, groups). Nothing is left behind (see `undisturbed`).
 
     Args:
         call: one forward of the training's own loss.
@@ -206,6 +213,7 @@ def observe(
             float(router.detach()) if isinstance(router, Tensor) else 0.0,
             tuple(watch.calls),
             _rng_state() != before,
+            own=outputs is None,
         )
 
     low, high, between = _NUMBERS
@@ -217,6 +225,8 @@ def observe(
             fourth = run(inputs, between)
             third = run(_without_first_label(inputs), low) if needs_number else _without_number(run, inputs, first)
             found = _by_number(inputs, (first, second, fourth), third, needs_number, router_coefficient, world_size)
+        elif first.own:
+            found = _own(inputs, first)
         else:
             one, other, sliced = _parts(inputs, first)
             seen = (first, *(run(part, low if passes_number else None) for part in (one, other)))
@@ -224,8 +234,16 @@ def observe(
             found = _by_parts((inputs, one, other), seen, router_coefficient, tolerance, sliced)
     if batch_norm is not None:
         reason = f"BatchNorm in training mode ({batch_norm}): its statistics are those of one micro-batch"
-        return LossContract(Reduction.PLAIN, dtype=first.dtype, reason=reason)
-    return replace(found, dtype=first.dtype)
+        found = LossContract(Reduction.PLAIN, reason=reason)
+    return replace(found, dtype=first.dtype, owned_by_trainer=first.own)
+
+
+def _own(inputs: Mapping[str, Any], seen: _Seen) -> LossContract:
+    """A trainer's own loss that does not move with the number, which labels without a target cannot show."""
+    if isinstance(inputs.get("labels"), Tensor) and (_label_count(inputs) == 0 or not np.isfinite(seen.loss)):
+        rule = next(_rules(inputs, seen.calls))
+        return LossContract(Reduction.NUMBER, rule, conclusive=False, reason=NO_TARGET_SEEN)
+    return LossContract(Reduction.PLAIN, reason="the trainer computes the loss by itself and takes no item count")
 
 
 def _without_number(run: Callable[..., _Seen], inputs: Mapping[str, Any], first: _Seen) -> _Seen | None:
@@ -269,8 +287,9 @@ def _by_number(
     fitting = next((near for count in counts if (near := _nearest(rules, inputs, count))), [])
     conclusive = bool(fitting)
     if not fitting:
-        # No count to compare with: whether position 0 of the labels moves the loss tells at least if it is shifted.
-        shifted = needs_number and third is not None and third.loss == at_low
+        # No count to compare with: whether position 0 of the labels moves the loss tells if it is shifted.
+        conclusive = needs_number and any(rule.shift for rule in rules)
+        shifted = conclusive and third is not None and third.loss == at_low
         fitting = [rule for rule in rules if rule.shift == shifted] or rules
     router = seen[0].router
     carries_router = router != 0.0 and abs(rest) > 1e-5 * abs(summed / low)
