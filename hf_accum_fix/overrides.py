@@ -548,7 +548,7 @@ def _loss_in_window(
 ) -> tuple[Tensor, Any]:
     contract, window = session.contract, session.window
     assert contract is not None and window is not None
-    if contract.reduction is Reduction.NUMBER:
+    if contract.reduction is Reduction.NUMBER and trainer.compute_loss_func is None:
         return _base_loss(trainer, model, inputs, _number(window.mean, contract))
     if contract.reduction is Reduction.PLAIN:
         return _base_loss(trainer, model, inputs, _number(window.mean, contract) if contract.items else None)
@@ -561,11 +561,11 @@ def _loss_in_window(
         ratio = cut / window.mean
     else:
         assert contract.items is not None
-        items = micro_batch.items
-        if items is None:
-            items = contract.items.count(inputs)
+        items = contract.items.count(inputs) if micro_batch.items is None else micro_batch.items
+        items = items.to(window.mean.device)
+        # A function of one's own may return a constant without a graph where it finds no target: it is given one, too.
         loss, outputs = _base_loss(trainer, model, contract.items.with_target(inputs), _number(window.mean, contract))
-        ratio = items.to(window.mean.device) / window.mean
+        ratio = (items > 0) * 1.0 if contract.by_number else items / window.mean
     carried = None
     if contract.router_coefficient:
         carried = contract.router_coefficient * outputs["aux_loss"].to(loss.device)
