@@ -222,9 +222,7 @@ def get_batch_samples(
     return fetched, window.total / trainer.args.world_size if owned else window.total.long()
 
 
-def _open_window(
-    trainer: Any, session: Session, batches: list[Any], upstream_number: Any, options: Options
-) -> Window:
+def _open_window(trainer: Any, session: Session, batches: list[Any], upstream_number: Any, options: Options) -> Window:
     """Count the window whose micro-batches are about to be run."""
     if session.window is not None and session.window.batches and session.window.steps_run == 0:
         raise SeamError(
@@ -548,7 +546,7 @@ def _loss_in_window(
 ) -> tuple[Tensor, Any]:
     contract, window = session.contract, session.window
     assert contract is not None and window is not None
-    if contract.reduction is Reduction.NUMBER and trainer.compute_loss_func is None:
+    if contract.reduction is Reduction.NUMBER and _loss_func(trainer) is None:
         return _base_loss(trainer, model, inputs, _number(window.mean, contract))
     if contract.reduction is Reduction.PLAIN:
         return _base_loss(trainer, model, inputs, _number(window.mean, contract) if contract.items else None)
