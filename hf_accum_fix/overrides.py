@@ -305,7 +305,10 @@ def _settle_contract(trainer: Any, session: Session, window: list[Any], options:
     if options.contract is not None:
         found = _given(trainer, session, options.contract)
     else:
-        found = _agreed(trainer, _observe(trainer, session, window) if window else None)
+        # The loop notes the length of a window once it was fetched; a loss of one's own may divide a term by it.
+        with _shadow(trainer, "current_gradient_accumulation_steps", len(window)):
+            seen = _observe(trainer, session, window) if window else None
+        found = _agreed(trainer, seen)
         session.attempts += found.reason != NO_TARGET_SEEN
     session.contract = found
     if not found.conclusive and session.attempts < _ATTEMPTS:
