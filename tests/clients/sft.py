@@ -6,7 +6,6 @@ full batch to float32's rounding.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,14 +14,13 @@ from typing import Any
 import datasets
 import peft
 import torch
-import transformers as hf
 from datasets import Dataset
 from torch import Tensor, nn
 from trl import SFTConfig, SFTTrainer
 
 from hf_accum_fix.trainer import GlobalBatchTrainer
 from tests.clients.words import prompts_and_answers, tokenizer
-from tests.numerics.heads import FLOAT32_LOSS, HEADS, Batch, Head, Sample, llama, seeded, text
+from tests.numerics.heads import HEADS, Batch, Head, Sample, llama, seeded, text
 from tests.numerics.parity import Recorder, Step, cut, reference_step, step_of, training_arguments
 
 datasets.disable_progress_bars()

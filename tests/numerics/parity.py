@@ -22,8 +22,8 @@ from tests.numerics.heads import Batch, Head, Sample
 PATHS = ("stock", "apply", "trainer")
 
 
-class Recorder:
-    """Keeps what ``training_step`` returned in each window, and the data in its order."""
+class Returned:
+    """Keeps what ``training_step`` returned in each window."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -33,6 +33,10 @@ class Recorder:
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         self.returned.append(loss.double())
         return loss
+
+
+class Recorder(Returned):
+    """Keeps the data in its order, too."""
 
     def _get_train_sampler(self, *args: Any) -> Any:
         return SequentialSampler(self.train_dataset)  # type: ignore[attr-defined]
