@@ -7,8 +7,8 @@ Three cases, each a tiny model and 16 samples written to disk: a text model (`te
 model under `use_asft_loss` (`asft`), a loss that LLaMA-Factory averages over micro-batches, so its answers are of one
 length. Every split P x G of the 16 samples takes one step of plain SGD. The whole batch in one micro-batch on one
 process is the reference, and every other split should log its loss and its gradient norm. The stock Trainer runs the
-first and the last split, hf_accum_fix all of them; it is put on by a sitecustomize.py on PYTHONPATH, because
-llamafactory-cli starts itself again through torchrun.
+first and the last split, `hf-accum-fix run` all of them: llamafactory-cli starts itself again through torchrun, and
+the patch reaches those processes too.
 
 The output folder gets results.jsonl, a line per run as it ends; the table is printed. Exit code: 0 if every mended
 split is within 1e-3 of the reference in loss and gradient norm; 1 if not; 2 for a wrong call.
@@ -130,9 +130,8 @@ def trained(work: Path, python: Path, case: str, mode: str, ranks: int, size: in
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(work / "cache")}
     if ranks > 1:
         environment |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(ranks)}
-    if mode == "mended":
-        environment["PYTHONPATH"] = os.pathsep.join([str(work / "bootstrap"), str(in_release.ROOT)])
-    command = [scripts / "llamafactory-cli", "train", work / f"{name}.yaml"]
+    run = [scripts / "hf-accum-fix", "run"] if mode == "mended" else []
+    command = [*run, scripts / "llamafactory-cli", "train", work / f"{name}.yaml"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         print(done.stdout[-3000:], done.stderr[-6000:], sep="\n", file=sys.stderr)
@@ -159,9 +158,7 @@ def words(row: dict[str, Any]) -> str:
 
 
 def write_inputs(folder: Path) -> None:
-    """Two models with their tokenizers, three data sets, and the bootstrap folder that puts the patch on."""
-    (folder / "bootstrap").mkdir()
-    (folder / "bootstrap" / "sitecustomize.py").write_text("import hf_accum_fix\n\nhf_accum_fix.apply()\n")
+    """Two models with their tokenizers, and three data sets."""
     write_models(folder)
     write_data(folder)
 

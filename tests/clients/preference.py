@@ -32,6 +32,8 @@ from tests.numerics.parity import Recorder, Returned, Step, step_of, training_ar
 
 datasets.disable_progress_bars()
 
+LLAMA = seeded(llama)
+
 
 @dataclass(frozen=True)
 class Preference:
@@ -61,7 +63,7 @@ def preference(
     trainer: type,
     config: type,
     rows: Sequence[Mapping[str, Any]],
-    build: Callable[[], nn.Module] = seeded(llama),
+    build: Callable[[], nn.Module] = LLAMA,
     sampled: bool = False,
     **further: Any,
 ) -> Preference:
@@ -74,7 +76,7 @@ def preference(
 
 def another() -> dict[str, Any]:
     """A reference model that differs, so that the loss is not the same for every pair."""
-    model = seeded(llama)()
+    model = LLAMA()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.9)
