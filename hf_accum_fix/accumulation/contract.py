@@ -21,7 +21,7 @@ class Reduction(str, Enum):
     INTEGER = "divides by the number handed in, cut to an integer"
     MEAN = "is the mean over its own items"
     SUM = "is a sum"
-    PLAIN = "is no weighted mean over items"
+    PLAIN = "is averaged over micro-batches"
 
 
 def router_loss(outputs: Any, kind: str) -> Tensor | None:

@@ -34,7 +34,8 @@ from torch.overrides import TorchFunctionMode
 from hf_accum_fix.accumulation.contract import LossContract, Reduction, router_loss
 from hf_accum_fix.accumulation.window import Items, sample_count
 
-#: One forward: (inputs, number or None) -> (loss, outputs).
+#: One forward: (inputs, number or None) -> (loss, outputs); no outputs where the loss is a trainer's own, of which
+#: nothing but the loss is known.
 LossCall = Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]]
 
 _LOSSES = {
@@ -163,13 +164,18 @@ RouterPair = tuple[float, float]
 
 @dataclass(frozen=True)
 class _Seen:
-    """One forward: its loss, the router losses its outputs carry, the loss calls in it, whether it drew at random."""
+    """One forward: its loss, the router losses its outputs carry, the loss calls in it, whether it drew at random.
+
+    Attributes:
+        own: a trainer computed the loss by itself.
+    """
 
     loss: float
     dtype: torch.dtype
     router: RouterPair
     calls: tuple[WatchedLoss, ...]
     random: bool
+    own: bool
 
 
 def observe(
@@ -187,8 +193,9 @@ def observe(
     """Observe the contract of a loss on samples of one window.
 
     Every rank runs the same number of forwards whatever it sees, so that sharded models stay in step: one where a
-    BatchNorm trains, else four where a number is passed and three where none is. Nothing is left behind (see
-    `undisturbed`).
+    BatchNorm trains, else four where a number is passed and three where none is, and two of a trainer's own loss that
+    takes no number: it is not taken apart, since it may rest on how its batches are laid out (pairs, groups). Nothing
+    is left behind (see `undisturbed`).
 
     Args:
         call: one forward of the training's own loss.
@@ -219,6 +226,7 @@ def observe(
             (0.0 if aux is None else float(aux.detach()), 0.0 if z is None else float(z.detach())),
             tuple(watch.calls),
             _rng_state() != before,
+            own=outputs is None,
         )
 
     low, high, between = _NUMBERS
@@ -228,26 +236,37 @@ def observe(
         if batch_norm is not None:
             # Taken apart it may not run at all: the statistics of one sample may be those of one number.
             reason = f"BatchNorm in training mode ({batch_norm}): its statistics are those of one micro-batch"
-            return LossContract(Reduction.PLAIN, dtype=first.dtype, reason=reason)
+            return LossContract(Reduction.PLAIN, dtype=first.dtype, reason=reason, owned_by_trainer=first.own)
         second = run(inputs, high) if passes_number else first
-        one, other, sliced = _parts(inputs, first, router_coefficients)
-        tolerance = 2e-2 if first.dtype.itemsize < 4 or (low_precision and sliced) else 1e-5
         moves = abs(first.loss - second.loss) > 1e-6 * abs(first.loss)
-        if not moves:
-            parts = [run(part, low if passes_number else None) for part in (one, other)]
-            found = _by_parts((inputs, one, other), (first, *parts), router_coefficients, tolerance, sliced)
-        elif not needs_number and (place := _summing_call(first, second)) is not None:
-            parts = [run(part, low) for part in (one, other)]
-            summed = [each.calls[place].value if place < len(each.calls) else np.nan for each in (first, *parts)]
-            found = _by_number(inputs, first, second, None, None, needs_number, router_coefficients, world_size)
-            if sliced and not first.random and not _close(summed[0], summed[1] + summed[2], tolerance):
-                reason = "the rows of a batch change one another's loss, so that no cut of it adds up to the whole"
-                found = replace(found, reduction=Reduction.PLAIN, reason=reason)
-        else:
+        place = _summing_call(first, second) if moves and not needs_number else None
+        if first.own and not moves:
+            found = _own(inputs, first)
+        elif moves and place is None:
             fourth = run(inputs, between)
             third = run(_without_first_label(inputs), low) if needs_number else _without_number(run, inputs)
             found = _by_number(inputs, first, second, fourth, third, needs_number, router_coefficients, world_size)
-    return replace(found, dtype=first.dtype)
+        else:
+            one, other, sliced = _parts(inputs, first, router_coefficients)
+            tolerance = 2e-2 if first.dtype.itemsize < 4 or (low_precision and sliced) else 1e-5
+            seen = (first, *(run(part, low if passes_number else None) for part in (one, other)))
+            if place is None:
+                found = _by_parts((inputs, one, other), seen, router_coefficients, tolerance, sliced)
+            else:
+                found = _by_number(inputs, first, second, None, None, needs_number, router_coefficients, world_size)
+                summed = [each.calls[place].value if place < len(each.calls) else np.nan for each in seen]
+                if sliced and not first.random and not _close(summed[0], summed[1] + summed[2], tolerance):
+                    reason = "the rows of a batch change one another's loss, so that no cut of it adds up to the whole"
+                    found = replace(found, reduction=Reduction.PLAIN, reason=reason)
+    return replace(found, dtype=first.dtype, owned_by_trainer=first.own)
+
+
+def _own(inputs: Mapping[str, Any], seen: _Seen) -> LossContract:
+    """A trainer's own loss that does not move with the number, which labels without a target cannot show."""
+    if isinstance(inputs.get("labels"), Tensor) and (_label_count(inputs) == 0 or not np.isfinite(seen.loss)):
+        rule = next(_rules(inputs, seen.calls))
+        return LossContract(Reduction.NUMBER, rule, conclusive=False, reason=NO_TARGET_SEEN)
+    return LossContract(Reduction.PLAIN, reason="the trainer computes the loss by itself and takes no item count")
 
 
 def _without_number(run: Callable[..., _Seen], inputs: Mapping[str, Any]) -> _Seen | None:
@@ -309,8 +328,9 @@ def _by_number(
     fitting = next((near for count in counts if (near := _nearest(rules, inputs, count))), [])
     conclusive = bool(fitting)
     if not fitting:
-        # No count to compare with: whether position 0 of the labels moves the loss tells at least if it is shifted.
-        shifted = needs_number and third is not None and third.loss == first.loss
+        # No count to compare with: whether position 0 of the labels moves the loss tells if it is shifted.
+        conclusive = needs_number and any(rule.shift for rule in rules)
+        shifted = conclusive and third is not None and third.loss == first.loss
         fitting = [rule for rule in rules if rule.shift == shifted] or rules
     aux, z = (0.0, 0.0)
     if abs(rest) > 1e-5 * abs(summed / low):

@@ -85,7 +85,8 @@ def _refusal(environment: Environment, release: Version | None, options: Options
     for state in environment.seams:
         method = f"{TRAINER_CLASS}.{state.seam.name}"
         if state.foreign is not None and not state.composable and state.foreign not in options.allow_foreign:
-            return ForeignPatchError.replaced(method, state.foreign)
+            advice = "" if state.patcher is None else state.patcher.advice
+            return ForeignPatchError.replaced(method, state.foreign, advice)
         if not state.fits:
             return SeamError(f"{_misfit(method, state)} in transformers {release}; {_what_to_do()}")
     return None

@@ -71,7 +71,6 @@ class Head:
         arguments, trainer: further keyword arguments of TrainingArguments and of the Trainer.
         told_false: ``model_accepts_loss_kwargs`` is set False after ``Trainer.__init__``, as LLaMA-Factory does.
         exact: False for a loss that is no weighted mean over items; its reference is the mean over micro-batches.
-        observable: False for a loss that is exact but cannot be known to be, so that it is not called so.
     """
 
     name: str
@@ -88,7 +87,6 @@ class Head:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     collate: Callable[[Sequence[Sample]], Batch] | None = None
     exact: bool = True
-    observable: bool = True
     told_false: bool = False
 
     @property

@@ -30,6 +30,13 @@ def func_by_hand(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -
     return -(log_p * valid).sum() / num_items_in_batch
 
 
+def func_with_constant(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A constant without a graph where there is no target, as LLaMA-Factory's DFT loss returns."""
+    if not bool((labels[:, 1:] != -100).any()):
+        return torch.tensor(0.0, dtype=torch.float64)
+    return func_by_hand(outputs, labels, num_items_in_batch)
+
+
 def func_reference(model: nn.Module, batch: Batch) -> Tensor:
     labels = batch.pop("labels")
     return shifted_cross_entropy(model(**batch)["logits"], labels)
@@ -152,7 +159,15 @@ def heads() -> list[Head]:
             stock_wrong=False,
             loss=func_reference,
             trainer={"compute_loss_func": func_by_hand},
-            observable=False,
+        ),
+        Head(
+            "func-with-constant",
+            seeded(llama),
+            # On two ranks the stock step fails on both at once, so that neither waits for the other.
+            text(masked=lambda index, length: length if index < 4 else 2),
+            FLOAT64,
+            loss=func_reference,
+            trainer={"compute_loss_func": func_with_constant},
         ),
         Head("no-kwargs", seeded(NoKwargs), text(), FLOAT64),
         Head("drops-kwargs", seeded(DropsKwargs), text(), FLOAT64),
