@@ -203,8 +203,7 @@ def with_image(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def aligned_t5() -> nn.Module:
-    config = t5().config
-    return AlignedForConditionalGeneration(config)
+    return AlignedForConditionalGeneration(t5().config)
 
 
 def classes() -> list[Sample]:
@@ -234,7 +233,6 @@ IGNORED = VOCABULARY - 1
 
 def func_with_own_ignore_index(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     logits, labels = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    labels = labels.masked_fill(labels == -100, IGNORED)
     return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / num_items_in_batch
 
 
@@ -245,10 +243,10 @@ def own_ignore_index_reference(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def some_ignored(samples: Sequence[Sample]) -> list[Sample]:
-    """Four of the eight targets of each sample are to be ignored, by an index of the loss's own."""
+    """Of the eleven targets of each sample seven are to be ignored, by an index of the loss's own."""
     for sample in samples:
         sample["labels"].clamp_(max=IGNORED - 1)
-        sample["labels"][-4:] = IGNORED
+        sample["labels"][1:4] = sample["labels"][-4:] = IGNORED
     return list(samples)
 
 
@@ -277,13 +275,15 @@ class Stream(IterableDataset[Sample]):
 
 @dataclass
 class MicroBatch:
-    """One call of ``training_step``: its inputs, the count it was handed, the index of its first sample."""
+    """One call of ``training_step``: its inputs, the count it was handed, the optimizer steps taken by then."""
 
     inputs: Batch
     count: float | None
+    after: int
 
     @property
     def index(self) -> int:
+        """The mark of its first sample."""
         return int(self.inputs["input_ids"][0, 0])
 
 
@@ -294,7 +294,6 @@ class Run:
     change: Gradient
     log: float
     steps: list[list[MicroBatch]]
-    unstepped: list[MicroBatch]
 
 
 class Watched(StockRecorder):
@@ -306,20 +305,8 @@ class Watched(StockRecorder):
 
     def training_step(self, model: nn.Module, inputs: Batch, *count: Any) -> Tensor:
         number = None if not count or count[0] is None else float(count[0])
-        self.micro_batches.append(MicroBatch(dict(inputs), number))
+        self.micro_batches.append(MicroBatch(dict(inputs), number, self.state.global_step))
         return super().training_step(model, inputs, *count)
-
-
-class Boundaries(hf.TrainerCallback):
-    """How many micro-batches had run at the end of each optimizer step."""
-
-    def __init__(self) -> None:
-        self.trainer: Watched | None = None
-        self.at: list[int] = []
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        assert self.trainer is not None
-        self.at.append(len(self.trainer.micro_batches))
 
 
 def run(head: Head, per_device: int = 2, accumulate: int = 4, *, stream: bool = False, **arguments: Any) -> Run:
@@ -330,33 +317,28 @@ def run(head: Head, per_device: int = 2, accumulate: int = 4, *, stream: bool = 
     before = trainable(model)
     trainer = _trainer(head, model, per_device, accumulate, stream=stream, **arguments)
     trainer.train()
-    ends = trainer.boundaries.at
-    micro = trainer.micro_batches
-    steps = [micro[start:end] for start, end in pairwise([0, *ends])]
+    steps = [
+        [each for each in trainer.micro_batches if each.after == step] for step in range(trainer.state.global_step)
+    ]
     change = {name: after - before[name] for name, after in trainable(model).items()}
     log = next((entry["loss"] for entry in trainer.state.log_history if "loss" in entry), math.nan)
-    return Run(change, log, steps, micro[ends[-1] if ends else 0 :])
+    return Run(change, log, steps)
 
 
 def _trainer(
     head: Head, model: nn.Module, per_device: int, accumulate: int, *, stream: bool = False, **arguments: Any
-) -> Any:
+) -> Watched:
     if dist.is_initialized():
         arguments["ddp_backend"] = "gloo"
     output = Path(tempfile.gettempdir()) / "hf_accum_fix_probes"
-    boundaries = Boundaries()
-    trainer: Any = Watched(
+    return Watched(
         model=model,
         args=training_arguments(output, per_device, accumulate, **{**head.arguments, **arguments}),
         train_dataset=Stream(head.samples) if stream else list(head.samples),
         eval_dataset=list(head.samples),
         data_collator=head.batch,
-        callbacks=[boundaries],
         **head.trainer,
     )
-    trainer.boundaries = boundaries
-    boundaries.trainer = trainer
-    return trainer
 
 
 def _takes(argument: str) -> bool:
@@ -742,7 +724,7 @@ PROBES: dict[str, Probe] = {
                 trainer={"compute_loss_func": func_with_own_ignore_index},
             )
         ),
-        4 / 8,
+        4 / 11,
     ),
     "window-without-items-is-nan": Probe(blank_is_nan, 1.0),
     "nan-filter-in-the-log": Probe(nan_filter, 1.0),
