@@ -31,35 +31,14 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from tests.numerics.heads import (
-    IMAGE_TOKEN,
-    ROUTER,
-    VOCABULARY,
-    Batch,
-    Head,
-    Sample,
-    TokenModel,
-    bert,
-    func_reference,
-    func_with_mean,
-    func_with_number,
-    images,
-    llama,
-    llama_config,
-    llava,
-    mixtral,
-    one_class,
-    prompt_tuning,
-    seeded,
-    shifted_cross_entropy,
-    smoothing_reference,
-    speech,
-    t5,
-    text,
-    vit,
-    wav2vec2_ctc,
-    with_labels,
-)
+from tests.numerics.heads import HEADS, Batch, Head, Sample, TokenModel, bert, llama, llama_config
+from tests.numerics.heads.experts import ROUTER
+from tests.numerics.heads.head import VOCABULARY, seeded
+from tests.numerics.heads.losses import shifted_cross_entropy, smoothing_reference
+from tests.numerics.heads.multimodal import IMAGE_TOKEN
+from tests.numerics.heads.own import func_reference, func_with_mean, func_with_number
+from tests.numerics.heads.samples import images, one_class, speech, text, with_labels
+from tests.numerics.heads.text import prompt_tuning
 from tests.numerics.parity import StockRecorder, cut, reference_step, trainable, training_arguments
 
 Gradient = dict[str, Tensor]
@@ -203,7 +182,7 @@ def with_image(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def aligned_t5() -> nn.Module:
-    return AlignedForConditionalGeneration(t5().config)
+    return AlignedForConditionalGeneration(HEADS["t5"].build().config)
 
 
 def classes() -> list[Sample]:
@@ -212,7 +191,7 @@ def classes() -> list[Sample]:
 
 def ctc_sum() -> Head:
     samples = [{**sample, "labels": sample["labels"][:2]} for sample in speech()]
-    return Head("ctc-sum", seeded(wav2vec2_ctc("sum")), samples)
+    return Head("ctc-sum", HEADS["wav2vec2-ctc-sum"].build, samples)
 
 
 def _one_number(index: int, _: torch.Generator) -> Tensor:
@@ -651,13 +630,13 @@ PROBES: dict[str, Probe] = {
     "classic-head-drops-item-count": Probe(
         lambda: same(
             gradient(Head("bert", seeded(bert("BertForSequenceClassification", num_labels=3)), classes())),
-            gradient(Head("t5", seeded(t5), even(masked=0))),
+            gradient(Head("t5", HEADS["t5"].build, even(masked=0))),
         ),
         G,
         before=1.0,
     ),
     "llava-mean-loss": Probe(
-        lambda: gradient(Head("llava", seeded(llava), with_image(even()))), G, before=1.0, after=1.0
+        lambda: gradient(Head("llava", HEADS["llava"].build, with_image(even()))), G, before=1.0, after=1.0
     ),
     "undivided-mean-times-ranks": Probe(lambda: gradient(module(TakesKwargs), 4, 1), W, before=1.0, ranks=2),
     "compiled-module-signature": Probe(compiled, 1.0, before=0.0),
@@ -670,11 +649,11 @@ PROBES: dict[str, Probe] = {
     "loss-func-not-times-ranks": Probe(func_averaged, 1 / W, after=1.0, ranks=2),
     "regression-and-multi-label-mean": Probe(
         lambda: same(
-            gradient(Head("regression", seeded(vit(num_labels=1)), images(_one_number))),
+            gradient(Head("regression", HEADS["vit-regression"].build, images(_one_number))),
             gradient(
                 Head(
                     "multi-label",
-                    seeded(vit(num_labels=3, problem_type="multi_label_classification")),
+                    HEADS["vit-multi-label"].build,
                     images(_three_numbers),
                 )
             ),
@@ -684,7 +663,9 @@ PROBES: dict[str, Probe] = {
     ),
     "ctc-sum-divided-by-accelerate": Probe(lambda: gradient(ctc_sum()), 1 / G, after=1.0),
     "ctc-sum-divided": Probe(lambda: gradient(ctc_sum()), 1 / G, before=1.0, after=1.0),
-    "router-loss-times-steps": Probe(lambda: router_term(Head("mixtral", seeded(mixtral), even())), G, before=1.0),
+    "router-loss-times-steps": Probe(
+        lambda: router_term(Head("mixtral", HEADS["mixtral"].build, even())), G, before=1.0
+    ),
     "label-smoothing-mean": Probe(
         lambda: gradient(Head("llama", seeded(llama), even(), loss=smoothing_reference(0.1), arguments=SMOOTHING)),
         G,
@@ -693,7 +674,7 @@ PROBES: dict[str, Probe] = {
     ),
     "label-smoothing-drops-router-loss": Probe(
         lambda: router_term(
-            Head("mixtral", seeded(mixtral), even(), loss=smoothing_reference(0.1), arguments=SMOOTHING)
+            Head("mixtral", HEADS["mixtral"].build, even(), loss=smoothing_reference(0.1), arguments=SMOOTHING)
         ),
         0.0,
     ),
