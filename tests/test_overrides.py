@@ -116,6 +116,41 @@ def test_a_subclass_that_ignores_the_number_gets_the_mean_over_micro_batches(
     assert not step.trainer.__dict__["_hf_accum_fix_session"].contract.exact
 
 
+class ScaledAlready(StockRecorder):
+    """Divides its own mean by the window, without the number, as TRL's GRPOTrainer does."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        logits = model(input_ids=inputs["input_ids"], labels=inputs["labels"])["logits"]
+        return shifted_cross_entropy(logits, inputs["labels"]) / self.current_gradient_accumulation_steps
+
+
+class SaysSo(ScaledAlready):
+    loss_is_scaled_for_ga = True
+
+
+class SaidSoBefore(ScaledAlready):
+    """In the way of the releases that do not know the attribute."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.compute_loss_func = "leave the division to compute_loss"
+
+
+@pytest.mark.parametrize("trainer_class", [SaysSo, SaidSoBefore], ids=lambda cls: cls.__name__)
+def test_a_loss_that_is_said_to_be_scaled_is_divided_no_further(
+    trainer_class: type, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stock = take_step(DROPS, DROPS.samples, 2, 4, "stock", tmp_path, trainer_class=trainer_class)
+    with caplog.at_level("WARNING", logger="hf_accum_fix"):
+        step = take_step(DROPS, DROPS.samples, 2, 4, "apply", tmp_path, trainer_class=trainer_class)
+    assert all(torch.equal(step.change[key], stock.change[key]) for key in stock.change)
+    assert step.loss == stock.loss
+    assert not step.trainer.__dict__["_hf_accum_fix_session"].contract.exact
+    assert sum("stays as the trainer scales it" in record.message for record in caplog.records) == 1
+
+
 def test_the_subclass_stands_behind_a_trainer_of_ones_own(tmp_path: Path) -> None:
     class Mine(CallsSuper, GlobalBatchTrainer):
         pass
