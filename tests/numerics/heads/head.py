@@ -42,9 +42,9 @@ Batch = dict[str, Any]
 class Origin(str, Enum):
     """Which list of what 5.23.0 gets wrong a class of the library was taken from.
 
-    Classes that take ``**kwargs`` and drop the count in their own loss; that add a router loss to one that is divided by
-    it; that declare ``accepts_loss_kwargs = False``; that hand the count to the loss of their ``loss_type``, which drops
-    it; that have no ``loss_type``, so that position 0 is counted as well.
+    Classes that take ``**kwargs`` and drop the count in their own loss; that add a router loss to one that is divided
+    by it; that declare ``accepts_loss_kwargs = False``; that hand the count to the loss of their ``loss_type``, which
+    drops it; that have no ``loss_type``, so that position 0 is counted as well.
     """
 
     DROPS = "drops the count"
