@@ -116,6 +116,39 @@ def test_a_subclass_that_ignores_the_number_gets_the_mean_over_micro_batches(
     assert not step.trainer.__dict__["_hf_accum_fix_session"].contract.exact
 
 
+class Normalised(TokenModel):
+    """Its statistics are those of one micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(16)
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+        hidden = self.mix(self.embed(input_ids))
+        return {"logits": self.head(self.norm(hidden.transpose(1, 2)).transpose(1, 2))}
+
+
+def test_a_trainer_that_scales_itself_goes_on_under_batch_norm(tmp_path: Path) -> None:
+    """What it makes of a cut is upstream's, since upstream counts right here; only exact it is not called."""
+    head = dataclasses.replace(DROPS, build=lambda: Normalised().double())
+
+    def step(path: str) -> Step:
+        torch.manual_seed(0)
+        return take_step(head, DROPS.samples, 2, 4, path, tmp_path, trainer_class=DividesByTargets)
+
+    stock, ours = step("stock"), step("apply")
+    assert ours.error(stock) <= 1e-12
+    assert not ours.trainer.__dict__["_hf_accum_fix_session"].contract.exact
+
+
+class DividesByTargets(ScalesItself):
+    """Told the right count by the stock Trainer too, which would count the first labels of this head."""
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, number = super().get_batch_samples(*args, **kwargs)
+        return batches, number and sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+
+
 class ScaledAlready(StockRecorder):
     """Divides its own mean by the window, without the number, as TRL's GRPOTrainer does."""
 
