@@ -1,0 +1,52 @@
+"""An alarm, and how often the same one is told."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
+
+logger = logging.getLogger("hf_accum_fix.monitor")
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """Something is wrong with this run.
+
+    Attributes:
+        kind: kebab-case name of the symptom and, where one is to blame, the rank: what is counted as the same alarm.
+        message: what was found, where, and what to look at.
+    """
+
+    kind: str
+    message: str
+
+
+class Alarms:
+    """Logs alarms as warnings, on rank 0, each kind at its 1st, 2nd, 4th, 8th ... time.
+
+    Args:
+        ranks: the ranks; None are those of torch.distributed.
+
+    Attributes:
+        count: alarms so far, told or not; the same on every rank.
+    """
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks or TorchRanks()
+        self._times: Counter[str] = Counter()
+
+    @property
+    def count(self) -> int:
+        return self._times.total()
+
+    def say(self, alarm: Alarm | None) -> None:
+        """Count the alarm and log it if it is due; None is no alarm."""
+        if alarm is None:
+            return
+        self._times[alarm.kind] += 1
+        times = self._times[alarm.kind]
+        if self._ranks.rank == 0 and times & (times - 1) == 0:
+            logger.warning("%s: %s%s", alarm.kind, alarm.message, "" if times == 1 else f" (time {times})")

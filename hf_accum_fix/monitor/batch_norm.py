@@ -1,0 +1,282 @@
+"""BatchNorm where batches are cut: what its statistics are taken from, and whether the ranks still share them.
+
+Symptom: a run on several devices, or with accumulation, trains worse than the same batch on one device, although loss
+and gradients are scaled right.
+
+    for finding in check_batch_norm(ddp_model, per_device_batch=4, accumulation_steps=8, optimizer=optimizer):
+        alarms.say(finding)
+
+**Convert before wrapping.** A widely copied snippet wraps a model in DistributedDataParallel and then converts its
+BatchNorm layers. DDP reduces, and the optimizer steps, the parameters that they were given. torch's own converter moves
+the very parameters into the new layers, so that the wrong order happens to be harmless with it (torch 2.13: tested);
+others copy them (apex's ``convert_syncbn_model``, older torch, many hand-written ones), and then the layers that the
+forward runs through have parameters that nobody reduces and nobody steps. What is checked is that, parameter by
+parameter, whoever converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.monitor.alarms import Alarm
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
+
+#: Samples below which batch statistics cost accuracy. Source: Wu and He 2018, "Group Normalization", figure 1.
+SMALL_BATCH = 16
+
+
+def check_batch_norm(
+    model: nn.Module,
+    *,
+    per_device_batch: int,
+    accumulation_steps: int = 1,
+    optimizer: Any = None,
+    ranks: Ranks | None = None,
+    small_batch: int = SMALL_BATCH,
+) -> tuple[Alarm, ...]:
+    """Everything found about the BatchNorm layers of a model; empty without any.
+
+    Call it in training mode, after the first step: layers in evaluation mode are frozen and take no statistics. Two
+    collectives, of two numbers for every rank.
+
+    Args:
+        model: the model that training runs, wrapped where it is.
+        per_device_batch: samples of one micro-batch.
+        accumulation_steps: micro-batches of one optimizer step on a rank.
+        optimizer: is to hold the layers' parameters; None is not looked at.
+        ranks: the data-parallel ranks; None are those of torch.distributed.
+        small_batch: samples below which statistics are called small.
+    """
+    ranks = ranks or TorchRanks()
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    live = {name: layer for name, layer in layers.items() if layer.training}
+    found = [
+        _accumulation(live, per_device_batch, accumulation_steps, ranks),
+        _small(live, per_device_batch, ranks, small_batch),
+        _stale(model, layers, optimizer),
+        _converted_late(model, layers),
+        compare_buffers(model, ranks),
+    ]
+    return tuple(alarm for alarm in found if alarm is not None)
+
+
+def compare_buffers(model: nn.Module, ranks: Ranks | None = None) -> Alarm | None:
+    """The layer whose running statistics differ most over the ranks; None where none does. Two collectives."""
+    ranks = ranks or TorchRanks()
+    buffers = [
+        (name, buffer.detach().double())
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm)
+        for buffer in (module.running_mean, module.running_var)
+        if buffer is not None
+    ]
+    if ranks.size == 1 or not buffers:
+        return None
+    mine = torch.cat([buffer.flatten().cpu() for _, buffer in buffers])
+    mean = ranks.sum(mine) / ranks.size
+    places = torch.tensor([buffer.numel() for _, buffer in buffers]).cumsum(0)
+    apart = (mine - mean).abs()
+    largest = int(apart.argmax())
+    table = by_rank(ranks, torch.tensor([float(apart[largest]), float(largest)]).double()).tolist()
+    amount, place = max((row[0], int(row[1])) for row in table)
+    if amount == 0:
+        return None
+    name = buffers[int((places <= place).sum())][0]
+    shared = isinstance(model, DistributedDataParallel) and model.broadcast_buffers
+    told = "DDP copies rank 0's at the next forward, so that those of the others are lost" if shared else ""
+    told = told or "nothing brings them together, so that every rank evaluates with its own"
+    return Alarm(
+        "batch-norm-buffers-differ",
+        f"the running statistics of the ranks differ, most in {name} (by {amount:.3g} from their mean): {told}, and a "
+        "checkpoint holds rank 0's alone; use SyncBatchNorm, or average the buffers over the ranks before evaluating",
+    )
+
+
+def convert_sync_batch_norm(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
+    """`torch.nn.SyncBatchNorm` for every BatchNorm layer, with the same parameters and buffers, in place where it can.
+
+    Layers that fuse an activation (timm's ``BatchNormAct2d``: child modules that run after the normalisation) keep it;
+    torch's own converter drops it silently. Every converted layer that is no plain BatchNorm is run once, in
+    evaluation mode, beside the original.
+
+    Args:
+        model: not wrapped yet; the optimizer may exist, since it keeps the same parameters.
+        process_group: over which statistics are taken; None is all processes.
+
+    Returns:
+        The model; a new module where it is itself a BatchNorm layer.
+
+    Raises:
+        UnsupportedSetupError: if the model, or a part of it, is wrapped or compiled already, or if a layer computes
+            something that SyncBatchNorm and its child modules do not.
+
+    Source: https://github.com/pytorch/pytorch/issues/187298 (the activation that is dropped).
+    """
+    for name, module in model.named_modules():
+        if _is_wrapper(module):
+            raise UnsupportedSetupError(
+                f"{name or 'the model'} is wrapped already ({type(module).__name__}): what wraps it may hold the "
+                "layers that would be replaced; convert first, then wrap, then make the optimizer"
+            )
+    return _converted(model, "", process_group)
+
+
+def _converted(module: nn.Module, name: str, group: dist.ProcessGroup | None) -> nn.Module:
+    if not isinstance(module, _BatchNorm):
+        for child_name, child in list(module.named_children()):
+            setattr(module, child_name, _converted(child, f"{name}.{child_name}".lstrip("."), group))
+        return module
+    if isinstance(module, nn.SyncBatchNorm):
+        return module
+    name = name or "the model"
+    if isinstance(module, LazyModuleMixin):
+        raise UnsupportedSetupError(
+            f"{name} ({type(module).__name__}) does not know its size yet; run one forward, then convert"
+        )
+    kind = _SyncBatchNormThen if list(module.children()) else nn.SyncBatchNorm
+    layer = kind(module.num_features, module.eps, module.momentum, module.affine, process_group=group)
+    _take_over(layer, module)
+    if type(module) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) and not _same(module, layer):
+        raise UnsupportedSetupError(
+            f"{name} ({type(module).__name__}) computes something else than BatchNorm followed by its child modules "
+            f"{[child for child, _ in module.named_children()]}; convert it by its own library's converter (timm: "
+            "timm.layers.convert_sync_batchnorm), before wrapping"
+        )
+    return layer
+
+
+class _SyncBatchNormThen(nn.SyncBatchNorm):
+    """SyncBatchNorm, and then the child modules of the layer it stands for, in their order."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        for child in self.children():
+            output = child(output)
+        return output
+
+
+def _take_over(layer: nn.SyncBatchNorm, original: _BatchNorm) -> None:
+    layer.track_running_stats = original.track_running_stats
+    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+        setattr(layer, name, getattr(original, name))
+    for name, child in original.named_children():
+        layer.add_module(name, child)
+    layer.training = original.training
+
+
+def _same(original: _BatchNorm, layer: nn.SyncBatchNorm) -> bool:
+    """Whether both compute the same in evaluation mode, for inputs of the dimensions that the original takes."""
+    modes = {module: module.training for module in (*original.modules(), *layer.modules())}
+    like = next((tensor for tensor in (original.weight, original.running_mean) if tensor is not None), torch.zeros(1))
+    try:
+        for module in modes:
+            module.training = False
+        for dimensions in ((), (3,), (3, 3), (3, 3, 3)):
+            probe = torch.linspace(-2, 2, 4 * original.num_features * 3 ** len(dimensions))
+            probe = probe.view(4, original.num_features, *dimensions).to(like)
+            try:
+                with torch.no_grad():
+                    expected = type(original).forward(original, probe)
+            except ValueError:
+                continue  # torch's layers say so of inputs with the wrong number of dimensions
+            with torch.no_grad():
+                if not torch.allclose(layer(probe), expected):
+                    return False
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return True
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    names = {cls.__name__ for cls in type(module).__mro__}
+    wrappers = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule"}
+    return bool(names & wrappers)
+
+
+def _accumulation(
+    live: dict[str, _BatchNorm], per_device_batch: int, accumulation_steps: int, ranks: Ranks
+) -> Alarm | None:
+    if not live or accumulation_steps == 1:
+        return None
+    samples = {name: _samples(layer, per_device_batch, ranks) for name, layer in live.items()}
+    step = per_device_batch * accumulation_steps * ranks.size
+    return Alarm(
+        "batch-norm-accumulation",
+        f"{len(live)} BatchNorm layers take their statistics from one micro-batch: {_few(samples.values())} samples, "
+        f"while an optimizer step has {step}; no scaling of loss or gradients mends that; use larger micro-batches, "
+        "SyncBatchNorm (times the ranks), a normalisation without batch statistics (GroupNorm), or freeze them",
+    )
+
+
+def _small(live: dict[str, _BatchNorm], per_device_batch: int, ranks: Ranks, small_batch: int) -> Alarm | None:
+    small = {name: _samples(layer, per_device_batch, ranks) for name, layer in live.items()}
+    small = {name: samples for name, samples in small.items() if samples < small_batch}
+    if not small:
+        return None
+    return Alarm(
+        "batch-norm-small-batch",
+        f"the statistics of {len(small)} BatchNorm layers (first {next(iter(small))}) are those of "
+        f"{_few(small.values())} samples; below {small_batch} their noise costs accuracy; use SyncBatchNorm where "
+        "there are more ranks, GroupNorm, or frozen statistics",
+    )
+
+
+def _samples(layer: _BatchNorm, per_device_batch: int, ranks: Ranks) -> int:
+    return per_device_batch * (ranks.size if isinstance(layer, nn.SyncBatchNorm) else 1)
+
+
+def _few(samples: Any) -> str:
+    return " or ".join(map(str, sorted(set(samples))))
+
+
+def _stale(model: nn.Module, layers: dict[str, _BatchNorm], optimizer: Any) -> Alarm | None:
+    """Layers in use whose parameters DDP does not reduce or the optimizer does not step."""
+    names = [name for name, _ in _trained(layers)]
+    unreduced, unstepped = names[:0], names[:0]
+    if isinstance(model, DistributedDataParallel):
+        reduced = {id(parameter) for parameter in model._module_parameters}
+        unreduced = [name for name, parameter in _trained(layers) if id(parameter) not in reduced]
+    if optimizer is not None:
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        unstepped = [name for name, parameter in _trained(layers) if id(parameter) not in stepped]
+    if not unreduced and not unstepped:
+        return None
+    words = [f"{len(unreduced)} are not reduced by DDP (first {unreduced[0]})"] if unreduced else []
+    words += [f"{len(unstepped)} are not held by the optimizer (first {unstepped[0]})"] if unstepped else []
+    return Alarm(
+        "batch-norm-stale-parameters",
+        f"of {len(names)} parameters of BatchNorm layers {' and '.join(words)}: the layers were replaced after the "
+        "model was wrapped or the optimizer made, and what the forward uses is not what is trained; convert first "
+        "(convert_sync_batch_norm), then wrap, then make the optimizer",
+    )
+
+
+def _trained(layers: dict[str, _BatchNorm]) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, layer in layers.items():
+        for key, parameter in layer.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                yield f"{name}.{key}", parameter
+
+
+def _converted_late(model: nn.Module, layers: dict[str, _BatchNorm]) -> Alarm | None:
+    """DDP notes at its construction whether it saw a SyncBatchNorm."""
+    if not isinstance(model, DistributedDataParallel) or _stale(model, layers, None) is not None:
+        return None
+    now = any(isinstance(layer, nn.SyncBatchNorm) for layer in layers.values())
+    if not now or model._get_ddp_logging_data().get("has_sync_bn") != 0:
+        return None
+    return Alarm(
+        "sync-batch-norm-after-ddp",
+        "BatchNorm was converted to SyncBatchNorm after DDP wrapped the model; this converter kept the parameters, so "
+        "that DDP still reduces them, but others copy them and leave DDP with stale ones; convert before wrapping",
+    )

@@ -1,0 +1,148 @@
+"""The gradient norm over time: its usual size, its spikes, and how often it is clipped.
+
+Symptom: the run diverges, or learns nothing because every step is clipped; the last gradient norm before each log, one
+in ten, shows neither.
+
+    norms = GradientNorm(max_norm=1.0)
+    ...
+    norms.update(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))        # every step; no device sync
+    reading = norms.read()                                                       # at every log: one device sync
+    alarms.say(norms.judge(reading))
+
+The norm after the reduction is the same on every rank, so nothing is communicated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_accum_fix.monitor.alarms import Alarm
+from hf_accum_fix.monitor.robust import SIGMA_PER_MAD, median_and_sigma
+
+LOOK_AT = "look at the samples of that step, the learning rate (a longer warm-up) and the precision"
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A norm far above the usual.
+
+    Attributes:
+        steps_ago: steps between it and the reading.
+        norm: its size.
+        usual: median of the steps before it.
+        unusual: its distance from the median of log norms, in their robust standard deviations.
+    """
+
+    steps_ago: int
+    norm: float
+    usual: float
+    unusual: float
+
+
+@dataclass(frozen=True)
+class GradientNormReading:
+    """The norms since the last reading, held against the last steps before them.
+
+    Attributes:
+        steps: how many.
+        median: of the norms of the window, these included; nan without any.
+        mad: median absolute deviation from it, in the unit of the norm.
+        spikes: norms far above the usual.
+        clipped: share of the steps whose norm exceeded ``max_norm``; None where that is not known.
+        not_finite: share of the window's steps whose norm was inf or nan.
+    """
+
+    steps: int
+    median: float
+    mad: float
+    spikes: tuple[Spike, ...]
+    clipped: float | None
+    not_finite: float
+
+
+class GradientNorm:
+    """Every step's gradient norm, against a window of the steps before it.
+
+    A spike is a norm more than ``unusual`` robust standard deviations of the log norm above its median, and at least
+    ``factor`` times as large: logarithms, because norms are skewed; the median and its absolute deviation, because the
+    spikes themselves must not raise the bar.
+
+    Args:
+        max_norm: norm that gradients are clipped to; None where they are not.
+        window: steps that say what is usual.
+        unusual: robust standard deviations. At 10, Student's distribution of 5 degrees has 1 spike in 16,000 steps.
+        factor: least ratio of a spike to the median.
+    """
+
+    def __init__(
+        self, max_norm: float | None = None, window: int = 200, unusual: float = 10.0, factor: float = 3.0
+    ) -> None:
+        self.max_norm = max_norm
+        self._unusual, self._factor = unusual, factor
+        self._usual: deque[float] = deque(maxlen=window)
+        self._finite: deque[bool] = deque(maxlen=window)
+        self._new: list[Tensor] = []
+
+    def update(self, norm: Tensor | float) -> None:
+        """Take one step's norm into account, before clipping; no device sync."""
+        self._new.append(torch.as_tensor(norm).detach())
+
+    def read(self) -> GradientNormReading:
+        """What came since the last reading: one device sync."""
+        norms: list[float] = torch.stack([norm.float() for norm in self._new]).tolist() if self._new else []
+        self._new.clear()
+        spikes = []
+        for place, norm in enumerate(norms):
+            self._finite.append(math.isfinite(norm))
+            if not math.isfinite(norm) or norm <= 0:
+                continue
+            spike = self._spike(norm, len(norms) - 1 - place)
+            if spike is not None:
+                spikes.append(spike)
+            self._usual.append(norm)
+        median, sigma = median_and_sigma(self._usual) if self._usual else (math.nan, math.nan)
+        max_norm = self.max_norm
+        return GradientNormReading(
+            steps=len(norms),
+            median=median,
+            mad=sigma / SIGMA_PER_MAD,
+            spikes=tuple(spikes),
+            clipped=None if max_norm is None or not norms else sum(norm > max_norm for norm in norms) / len(norms),
+            not_finite=1 - sum(self._finite) / len(self._finite) if self._finite else 0.0,
+        )
+
+    def judge(self, reading: GradientNormReading) -> Alarm | None:
+        """An alarm for a spike, or where more than 1 in 20 norms of the window are not finite."""
+        if reading.not_finite > 0.05 and len(self._finite) >= _ENOUGH:
+            return Alarm(
+                "gradient-norm-not-finite",
+                f"{reading.not_finite:.0%} of the last {len(self._finite)} gradient norms are inf or nan (a loss "
+                "scaler makes few); look at the learning rate and the precision",
+            )
+        if not reading.spikes:
+            return None
+        worst = max(reading.spikes, key=lambda spike: spike.unusual)
+        return Alarm(
+            "gradient-norm-spike",
+            f"gradient norm {worst.norm:.3g}, {worst.norm / worst.usual:.3g} times the usual {worst.usual:.3g}, "
+            f"{worst.steps_ago} steps before this log; {LOOK_AT}",
+        )
+
+    def _spike(self, norm: float, steps_ago: int) -> Spike | None:
+        if len(self._usual) < _ENOUGH:
+            return None
+        centre, sigma = median_and_sigma([math.log(usual) for usual in self._usual])
+        usual = math.exp(centre)
+        unusual = (math.log(norm) - centre) / max(sigma, _LEAST_SIGMA)
+        return Spike(steps_ago, norm, usual, unusual) if unusual > self._unusual and norm > self._factor * usual else None
+
+
+#: Norms without which nothing is usual.
+_ENOUGH = 30
+#: Deviation of log norms below which a window is taken to be this noisy all the same.
+_LEAST_SIGMA = 0.02

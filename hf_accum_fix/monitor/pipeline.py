@@ -1,0 +1,67 @@
+"""Pipeline parallelism: only the last stage knows the loss, and the others log a number that is none.
+
+Symptom: the dashboard shows -1, or a loss half as large as it is. torchtitan's stages without a loss report -1.0, and
+whatever averages over ranks, or shows rank 0's stream, averages or shows that.
+
+In training, tell the meter nothing where there is no loss; the reading has the last stage's loss on every rank:
+
+    losses = []
+    schedule.step(*inputs, target=target, losses=losses)       # torch.distributed.pipelining; filled on the last stage
+    for loss in losses:
+        meter.update(loss, items=...)                          # no loss, no call (or update(None))
+    meter.read().mean                                          # every rank, rank 0 too
+
+For logs that exist already, `without_sentinels`. An average that was taken over sentinels cannot be mended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: A loss is hardly ever the same negative whole number this often.
+_LEAST_TIMES = 3
+
+
+@dataclass(frozen=True)
+class Sentinel:
+    """A number that stands for "no loss" in a log.
+
+    Attributes:
+        value: the number.
+        places: where it stands.
+        count: of all values of the log.
+    """
+
+    value: float
+    places: tuple[int, ...]
+    count: int
+
+    def __str__(self) -> str:
+        """What to tell the reader of the log."""
+        if len(self.places) == self.count:
+            return (
+                f"all {self.count} losses are {self.value:g}: this is the log of a rank that has no loss (a pipeline "
+                "stage before the last); read the last stage's log, or let a LossMeter bring it to rank 0"
+            )
+        return (
+            f"{len(self.places)} of {self.count} losses are {self.value:g}, which stands for a rank without a loss (a "
+            "pipeline stage before the last); they are left out"
+        )
+
+
+def without_sentinels(losses: Sequence[float]) -> tuple[list[float], Sentinel | None]:
+    """The losses that are losses, and what was left out; None where nothing was.
+
+    A sentinel is a negative whole number that occurs at least three times, digit for digit, and that no other value is
+    near: losses that may be negative do not repeat themselves exactly.
+    """
+    repeated = Counter(loss for loss in losses if loss < 0 and float(loss).is_integer())
+    for value, times in repeated.most_common(1):
+        near = any(0 < abs(loss - value) < 0.5 for loss in losses)
+        if times >= _LEAST_TIMES and not near:
+            places = tuple(place for place, loss in enumerate(losses) if loss == value)
+            kept = [loss for loss in losses if loss != value]
+            return kept, Sentinel(value, places, len(losses))
+    return list(losses), None

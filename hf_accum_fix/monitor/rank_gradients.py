@@ -1,0 +1,217 @@
+"""The gradient of each rank before it is averaged away: its norm, its jitter, and the rank that is off.
+
+Symptom: the norm of the averaged gradient is healthy, or nan, and does not say which rank made it so.
+
+    gradients = RankGradients()
+    gradients.attach(ddp_model)                      # before the first backward
+    ...
+    reading = gradients.read()                       # at every log: one device sync, one collective
+    alarms.say(gradients.judge(reading))
+
+DistributedDataParallel shows the local gradient to its communication hook alone, bucket by bucket, once a window (the
+accumulated gradient of all its micro-batches). It takes one hook: hand over the one you use. The default hook below
+divides and all-reduces as DDP does without a hook.
+
+What FSDP allows (read in torch 2.13, not run): `FullyShardedDataParallel.register_comm_hook` shows the hook a unit's
+whole local gradient, for sharded strategies but the hybrid ones; `fully_shard` shows it to the object given to
+`FSDPModule.set_custom_reduce_scatter` as the input to be scattered. Both leave the reduction to the hook, which is why
+nothing is attached there for you: call `add` from yours, and `end_of_step` once a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean, median, pstdev
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.monitor.alarms import Alarm
+from hf_accum_fix.monitor.deviation import OF_TWO, Deviation, Shifts
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
+from hf_accum_fix.monitor.robust import normal_of_student
+
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+
+#: Steps kept between two readings.
+_KEPT = 64
+
+
+@dataclass(frozen=True)
+class RankGradientsReading:
+    """The local gradient norms since the last reading.
+
+    Attributes:
+        norms: [ranks][steps], in the order of the steps.
+    """
+
+    norms: tuple[tuple[float, ...], ...]
+
+    @property
+    def jitter(self) -> float:
+        """Standard deviation over the ranks, as a share of their mean: the median of the steps; nan without a step."""
+        shares = [pstdev(step) / fmean(step) for step in zip(*self.norms, strict=True) if 0 < fmean(step) < math.inf]
+        return median(shares) if shares else math.nan
+
+
+class RankGradients:
+    """Norm of each rank's gradient before the reduction, and whether one rank's is off for good.
+
+    Args:
+        ranks: the ranks; None are those of torch.distributed.
+        every: steps from one measured to the next; a norm reads the whole gradient once.
+        readings_per_false_alarm: mean number of readings up to a false alarm of any rank.
+        tolerance: difference of norms, as a share, that nobody would act upon.
+        steps: least number of measured steps in a judgement; shorter readings are put together.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks | None = None,
+        every: int = 1,
+        readings_per_false_alarm: float = 20_000,
+        tolerance: float = 0.02,
+        steps: int = 8,
+    ) -> None:
+        self._ranks = ranks or TorchRanks()
+        self._every, self._step = every, 0
+        self._squares: list[Tensor] = []
+        self._norms: deque[Tensor] = deque(maxlen=_KEPT)
+        self._shifts = Shifts(readings_per_false_alarm)
+        self._tolerance, self._steps = tolerance, steps
+        self._carried: list[tuple[float, ...]] = []
+        self.worst: Deviation | None = None
+
+    def attach(self, model: DistributedDataParallel, hook: Hook | None = None, state: Any = None) -> None:
+        """Register with DDP, once, before its first backward.
+
+        Args:
+            model: the wrapped model.
+            hook: the communication hook that does the reduction; None averages as DDP does by itself.
+            state: what the hook is given: for hooks that average, the process group; None is all processes.
+
+        Raises:
+            UnsupportedSetupError: if the model has a hook already, or is not wrapped in DDP.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            raise UnsupportedSetupError(
+                f"{type(model).__name__} shows no gradient before its reduction; needed is DistributedDataParallel; "
+                "for FSDP see the docstring of hf_accum_fix.monitor.rank_gradients"
+            )
+        if hook is None:
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook as hook
+
+            state = model.process_group
+        inner = hook
+
+        def measured(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            self.add(bucket.buffer())
+            if bucket.is_last():
+                self.end_of_step()
+            return inner(state, bucket)
+
+        try:
+            model.register_comm_hook(state, measured)
+        except RuntimeError as error:
+            raise UnsupportedSetupError(
+                "this DistributedDataParallel has a communication hook already, and takes only one; hand it over "
+                "instead of registering it: attach(model, hook=its_hook, state=its_state)"
+            ) from error
+
+    def add(self, gradient: Tensor) -> None:
+        """A part of this rank's gradient, before its reduction; no device sync."""
+        if self._step % self._every == 0:
+            self._squares.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
+
+    def end_of_step(self) -> None:
+        """All parts of this step's gradient have been added."""
+        if self._squares:
+            self._norms.append(torch.linalg.vector_norm(torch.stack(self._squares)))
+            self._squares.clear()
+        self._step += 1
+
+    def read(self) -> RankGradientsReading:
+        """The norms since the last reading, the last 64 of them: one device sync, one collective."""
+        norms = torch.zeros(_KEPT + 1, dtype=torch.float64)
+        norms[-1] = len(self._norms)
+        if self._norms:
+            norms[: len(self._norms)] = torch.stack(tuple(self._norms))
+            self._norms.clear()
+        table = by_rank(self._ranks, norms).tolist()
+        steps = int(min(row[-1] for row in table))
+        return RankGradientsReading(tuple(tuple(row[:steps]) for row in table))
+
+    def judge(self, reading: RankGradientsReading) -> Alarm | None:
+        """The alarm that this reading completes, if any. Every rank judges alike; nothing is communicated."""
+        if len(reading.norms) < 2:
+            return None
+        broken = {
+            rank
+            for step in zip(*reading.norms, strict=True)
+            if any(map(math.isfinite, step))
+            for rank, norm in enumerate(step)
+            if not math.isfinite(norm)
+        }
+        if broken:
+            named = ", ".join(map(str, sorted(broken)))
+            return Alarm(
+                f"rank-gradient-not-finite-{named}",
+                f"the gradient of rank {named} is not finite while those of others are, and so spoils the average; "
+                "look at its data (an empty micro-batch, an outlier) and its precision",
+            )
+        self._carried += [step for step in zip(*reading.norms, strict=True) if 0 < min(step) and max(step) < math.inf]
+        if len(self._carried) < self._steps:
+            return None
+        steps, self._carried = self._carried, []
+        found = deviations(steps, self._tolerance)
+        self.worst = max(found, key=lambda each: abs(each.unusual))
+        shifted = self._shifts.add(found, len(reading.norms))
+        if shifted is None:
+            return None
+        times = math.exp(shifted.difference)
+        return Alarm(
+            f"rank-gradient-{shifted.rank}",
+            f"rank {shifted.rank}: its gradient before the reduction is {times:.3g} times as large as the others', "
+            f"{abs(shifted.unusual):.1f} standard errors and not for the first time"
+            f"{OF_TWO if len(reading.norms) == 2 else ''}; look at this rank's data shard and item counts, its seed "
+            "and its precision",
+        )
+
+
+def deviations(steps: list[tuple[float, ...]], tolerance: float = 0.0) -> list[Deviation]:
+    """Every rank's log norm against the mean of the others'.
+
+    With y[t][r] the log norm minus the mean of its step over the R ranks, a rank's effect is its mean over the T steps,
+    its distance to the others R / (R - 1) times that, and the variance of this distance
+
+        s^2 / T * R / (R - 1),        s^2 = sum (y - effect)^2 / ((T - 1) (R - 1)).
+
+    Student's deviates are turned into normal ones.
+
+    Args:
+        steps: norms [steps][ranks], positive and finite; at least two of each.
+        tolerance: absolute difference of log norms that counts as none.
+
+    Source: two-way analysis of variance without replication, e.g. Scheffe 1959, "The Analysis of Variance", ch. 4.
+    """
+    count, ranks = len(steps), len(steps[0])
+    logs = [[math.log(norm) for norm in step] for step in steps]
+    centred = [[value - fmean(step) for value in step] for step in logs]
+    effects = [fmean(column) for column in zip(*centred, strict=True)]
+    freedom = (count - 1) * (ranks - 1)
+    squares = sum((value - effect) ** 2 for step in centred for value, effect in zip(step, effects, strict=True))
+    error = math.sqrt(squares / freedom / count * ranks / (ranks - 1))
+    found = []
+    for rank, effect in enumerate(effects):
+        difference = effect * ranks / (ranks - 1)
+        beyond = max(abs(difference) - tolerance, 0.0)
+        t = math.copysign(beyond / error if error else math.inf if beyond else 0.0, difference)
+        found.append(Deviation(rank, difference, normal_of_student(t, freedom)))
+    return found

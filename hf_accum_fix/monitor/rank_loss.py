@@ -1,0 +1,152 @@
+"""One rank whose loss is not like the others': a bad data shard, a seed, a precision.
+
+Symptom: the mean over the ranks looks plausible, and hides that one of them learns from something else.
+
+    alignment, alarms = RankLoss(), Alarms()
+    ...
+    alarms.say(alignment.judge(meter.read()))        # meter: a LossMeter, read at every log
+
+What is judged is each rank's mean against that of all others, in the standard errors that its own item count gives it:
+a rank with few items may be far off and yet as usual as any.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hf_accum_fix.monitor.alarms import Alarm
+from hf_accum_fix.monitor.deviation import OF_TWO, Deviation, Shifts
+from hf_accum_fix.monitor.loss import LossReading, Moments
+from hf_accum_fix.monitor.robust import normal_of_student
+
+LOOK_AT = "look at this rank's data shard, its seed (sampler, dropout) and its precision or device"
+
+
+class RankLoss:
+    """Judges, reading by reading, whether a rank's loss has shifted against the others' for good.
+
+    A single odd reading is no alarm (`Shifts`). Readings of fewer than ``micro_batches`` a rank are put together until
+    there are as many, because a deviation needs noise to be held against.
+
+    Args:
+        readings_per_false_alarm: mean number of readings up to a false alarm of any rank.
+        tolerance: difference, as a share of the mean loss, that nobody would act upon.
+        micro_batches: a rank's least number of micro-batches in a judgement.
+
+    Attributes:
+        worst: the most unusual rank of the last judgement; None before the first.
+    """
+
+    def __init__(
+        self, readings_per_false_alarm: float = 20_000, tolerance: float = 0.01, micro_batches: int = 8
+    ) -> None:
+        self._shifts = Shifts(readings_per_false_alarm)
+        self._tolerance, self._micro_batches = tolerance, micro_batches
+        self._carried: tuple[Moments, ...] = ()
+        self._same = 0
+        self.worst: Deviation | None = None
+
+    def judge(self, reading: LossReading) -> Alarm | None:
+        """The alarm that this reading completes, if any. Every rank judges alike; nothing is communicated."""
+        if len(reading.ranks) < 2:
+            return None
+        broken = [rank for rank, moments in enumerate(reading.ranks) if not math.isfinite(moments.loss)]
+        if broken:
+            self._carried = ()
+            return Alarm(
+                f"rank-loss-not-finite-{broken[0]}",
+                f"the loss of rank {_listed(broken)} is not finite, that of the others is; "
+                "look at its data (an empty micro-batch, an outlier) and its precision"
+                if len(broken) < len(reading.ranks)
+                else "the loss is not finite on any rank; look at learning rate and precision",
+            )
+        self._carried = (
+            tuple(carried + new for carried, new in zip(self._carried, reading.ranks, strict=True))
+            if len(self._carried) == len(reading.ranks)
+            else reading.ranks
+        )
+        measured = [rank for rank, moments in enumerate(self._carried) if moments.items]
+        if len(measured) < 2 or any(self._carried[rank].micro_batches < self._micro_batches for rank in measured):
+            return None
+        moments, self._carried = self._carried, ()
+        return self._same_data(moments, measured) or self._shifted(moments, measured)
+
+    def _same_data(self, moments: tuple[Moments, ...], measured: list[int]) -> Alarm | None:
+        """Ranks whose losses are the same number: they were given the same samples."""
+        groups: dict[tuple[float, ...], list[int]] = {}
+        for rank in measured:
+            its = moments[rank]
+            # Six digits: the same samples give the same loss but for the order that a kernel sums in.
+            groups.setdefault((its.items, float(f"{its.loss:.5e}"), float(f"{its.loss_squared:.5e}")), []).append(rank)
+        same = max(groups.values(), key=len)
+        self._same = self._same + 1 if len(same) > 1 else 0
+        # Twice running, so that a coincidence is none.
+        if self._same < 2:
+            return None
+        return Alarm(
+            "ranks-see-the-same-data",
+            f"ranks {_listed(same)} have the same loss and item count in every reading: they are given the same "
+            "samples; look at the sampler (DistributedSampler, set_epoch, its seed and rank)",
+        )
+
+    def _shifted(self, moments: tuple[Moments, ...], measured: list[int]) -> Alarm | None:
+        found = deviations(moments, measured, self._tolerance)
+        if not found:
+            return None
+        self.worst = max(found, key=lambda each: abs(each.unusual))
+        named = self._shifts.add(found, len(moments))
+        if named is None:
+            return None
+        its = moments[named.rank]
+        return Alarm(
+            f"rank-loss-{named.rank}",
+            f"rank {named.rank}: mean loss {its.mean:.4g} over its last {its.items:,.0f} items, "
+            f"{abs(named.difference):.4g} {'above' if named.difference > 0 else 'below'} that of the others, "
+            f"{abs(named.unusual):.1f} standard errors and not for the first time"
+            f"{OF_TWO if len(measured) == 2 else ''}; {LOOK_AT}",
+        )
+
+
+def deviations(moments: tuple[Moments, ...], measured: list[int], tolerance: float = 0.0) -> list[Deviation]:
+    """Every measured rank against all others together.
+
+    With d = S - (rank's mean) n for every micro-batch of n items and D the sum of all d^2, the variance of a rank's
+    mean is the larger of
+
+        D / A * sum(n^2) / sum(n)^2     where a micro-batch's noise does not fall with its items, and
+        D / B / sum(n)                  where it falls with their square root,
+
+    A and B being the sums of n^2 and of n over all micro-batches, each rank's times 1 - 1 / m_eff for the mean that was
+    taken from the same numbers. Student's deviates, of sum(m_eff - 1) degrees of freedom, are turned into normal ones.
+
+    Source: Cochran 1977, "Sampling Techniques", section 9A (both variances); the within-rank deviations as in a one-way
+    analysis of variance, so that a rank that is off does not hide itself.
+    """
+    freedom = sum(moments[rank].effective_micro_batches - 1 for rank in measured)
+    if freedom < 2:
+        return []
+    total, squares, by_squares, by_items = Moments(), 0.0, 0.0, 0.0
+    for its in (moments[rank] for rank in measured):
+        free = 1 - 1 / its.effective_micro_batches
+        total += its
+        squares += its.deviations_squared
+        by_squares += free * its.items_squared
+        by_items += free * its.items
+
+    def variance(part: Moments) -> float:
+        return max(squares / by_squares / part.effective_micro_batches, squares / by_items / part.items)
+
+    found = []
+    for rank in measured:
+        its = moments[rank]
+        others = total - its
+        difference = its.mean - others.mean
+        beyond = max(abs(difference) - tolerance * abs(total.mean), 0.0)
+        error = math.sqrt(variance(its) + variance(others))
+        t = math.copysign(beyond / error if error else math.inf if beyond else 0.0, difference)
+        found.append(Deviation(rank, difference, normal_of_student(t, freedom)))
+    return found
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,85 @@
+"""The one thing the monitors ask of a distributed engine: the sum of a tensor over the ranks.
+
+A table with a row per rank is a sum too (every rank fills its own row), and so is a broadcast (the others hold
+zeros). An engine needs no more than this to plug in. For Horovod (not run here: it has no build for current torch):
+
+    class HorovodRanks:
+        rank, size = hvd.rank(), hvd.size()
+        def sum(self, tensor): return hvd.allreduce(tensor, op=hvd.Sum)
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Ranks(Protocol):
+    """The data-parallel ranks, or any others that hold parts of one number.
+
+    Attributes:
+        rank: the number of this process, from 0.
+        size: how many there are.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The elementwise sum over the ranks, on every rank; ``tensor`` itself stays as it is.
+
+        Every rank calls it, with the same shape and dtype (float64, float32 or int64).
+        """
+        ...
+
+
+class TorchRanks:
+    """The ranks of a torch.distributed process group; one rank where none was initialised.
+
+    Args:
+        group: the process group; None is all processes, looked up when it is used.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+
+    @property
+    def rank(self) -> int:
+        """The number of this process in the group."""
+        return dist.get_rank(self._group) if _running() else 0
+
+    @property
+    def size(self) -> int:
+        """How many processes the group has."""
+        return dist.get_world_size(self._group) if _running() else 1
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """One all-reduce, on a device the group's backend knows."""
+        if self.size == 1:
+            return tensor
+        result = tensor.to(self._device(tensor), copy=True)
+        dist.all_reduce(result, group=self._group)
+        return result.to(tensor.device)
+
+    def _device(self, tensor: Tensor) -> torch.device:
+        """The tensor's device; the GPU where the backend (nccl) does not reduce on the CPU."""
+        if tensor.device.type == "cpu" and "nccl" in dist.get_backend(self._group):
+            return torch.device("cuda", torch.cuda.current_device())
+        return tensor.device
+
+
+def _running() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def by_rank(ranks: Ranks, row: Tensor) -> Tensor:
+    """What each rank holds, on every rank: [ranks, *row.shape], from one sum."""
+    table = row.new_zeros((ranks.size, *row.shape))
+    table[ranks.rank] = row
+    return ranks.sum(table)

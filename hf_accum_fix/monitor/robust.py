@@ -1,0 +1,161 @@
+"""The statistics the monitors decide with: robust, with an error of their own, and with their sources. Pure Python.
+
+A monitor that cries wolf is switched off, so every rule here is one whose rate of false alarms can be stated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, median
+
+#: The standard deviation of a normal sample over its median absolute deviation: 1 / Phi^-1(3/4).
+SIGMA_PER_MAD = 1.482602218505602
+
+
+def median_and_sigma(values: Sequence[float]) -> tuple[float, float]:
+    """Median, and the standard deviation told by the median absolute deviation from it.
+
+    Up to half of the values may be anything. The second is exact for normal values only.
+
+    Source: Hampel 1974, "The influence curve and its role in robust estimation".
+    """
+    centre = median(values)
+    return centre, SIGMA_PER_MAD * median(abs(value - centre) for value in values)
+
+
+def noise_sigma(values: Sequence[float]) -> float:
+    """Standard deviation of the noise of a series around whatever slow trend it has.
+
+    The difference of neighbours has no trend and twice the variance: ``MAD(d) * 1.4826 / sqrt(2)``. Noise that hangs
+    together from one value to the next comes out too small. nan for fewer than three values.
+
+    Source: von Neumann, Kent, Bellinson and Hart 1941, "The mean square successive difference", with the median
+    absolute deviation for the mean square.
+    """
+    if len(values) < 3:
+        return math.nan
+    _, sigma = median_and_sigma([after - before for before, after in zip(values, values[1:], strict=False)])
+    return sigma / math.sqrt(2.0)
+
+
+@dataclass(frozen=True)
+class Slope:
+    """A slope and its interval.
+
+    Attributes:
+        value: median of the slopes of all pairs [y per x].
+        low: lower end of the interval.
+        high: upper end.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+def theil_sen(x: Sequence[float], y: Sequence[float], confidence: float = 0.95) -> Slope:
+    """Slope of y over x as the median over all pairs, with the interval that Kendall's tau gives it.
+
+    Right under up to 29 % outliers. The interval takes the deviations as independent: give it blocks of a series whose
+    neighbours hang together (`blocks`). Pairs are ``n (n - 1) / 2``: keep n in the hundreds.
+
+    Args:
+        x: abscissae; at least two different ones.
+        y: ordinates, as many.
+        confidence: of the two-sided interval.
+
+    Raises:
+        ValueError: if there are not two different abscissae.
+
+    Source: Theil 1950; Sen 1968, "Estimates of the regression coefficient based on Kendall's tau" (the interval; the
+    variance with ties is Kendall's).
+    """
+    slopes = sorted(
+        (y[j] - y[i]) / (x[j] - x[i]) for i in range(len(x)) for j in range(i + 1, len(x)) if x[i] != x[j]
+    )
+    if not slopes:
+        raise ValueError(f"a slope needs two different abscissae; found {len(x)} values at {sorted(set(x))}")
+    variance = _kendall_variance(len(x)) - sum(
+        _kendall_variance(count) for values in (x, y) for count in Counter(values).values()
+    )
+    reach = NormalDist().inv_cdf((1.0 + confidence) / 2.0) * math.sqrt(max(variance, 0.0))
+    first = round((len(slopes) - reach) / 2.0) - 1
+    last = round((len(slopes) + reach) / 2.0)
+    return Slope(median(slopes), slopes[max(first, 0)], slopes[min(last, len(slopes) - 1)])
+
+
+def _kendall_variance(n: int) -> float:
+    return n * (n - 1) * (2 * n + 5) / 18.0
+
+
+def blocks(count: int, parts: int) -> list[range]:
+    """``count`` consecutive places cut into at most ``parts`` ranges of nearly equal length, none empty."""
+    parts = min(parts, count)
+    return [range(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
+
+
+def normal_of_student(t: float, degrees_of_freedom: float) -> float:
+    """The normal deviate that is as unusual as ``t`` is for Student's distribution.
+
+    Within 0.01 of exact for deviates up to 1 and from one degree of freedom on; beyond, it understates (6.0 as 5.9 for
+    five degrees), so that an alarm decided by it is late rather than false.
+
+    Source: Wallace 1959, "Bounds on normal approximations to Student's and the chi-square distributions".
+    """
+    nu = degrees_of_freedom
+    return math.copysign((8 * nu + 1) / (8 * nu + 3) * math.sqrt(nu * math.log1p(t * t / nu)), t)
+
+
+class Cusum:
+    """Says when a standardised series has shifted for good: an outlier does not do it, a small lasting shift does.
+
+    Sums what each value exceeds ``allowance`` by, on either side, never below zero; an alarm at ``threshold``. A value
+    counts for at most ``limit``. Without any shift the mean number of values up to an alarm is
+
+        (exp(2 k b) - 2 k b - 1) / (4 k^2)        k = allowance, b = threshold + 1.166,
+
+    from which the threshold follows. With k = 1/2, a shift by s standard deviations is found after about
+    ``threshold / (s - 1/2)`` values.
+
+    Args:
+        values_per_false_alarm: mean number of values, normal with deviation 1 or less, up to a false alarm.
+        allowance: k, half the shift that is to be found fastest.
+        limit: what a single value counts for at most.
+
+    Source: Page 1954, "Continuous inspection schemes"; Siegmund 1985, "Sequential Analysis", section 2.6 (the mean
+    number; two sides alarm twice as often as one).
+    """
+
+    def __init__(self, values_per_false_alarm: float, allowance: float = 0.5, limit: float = 6.0) -> None:
+        self._allowance, self._limit = allowance, limit
+        self.threshold = _threshold(values_per_false_alarm, allowance)
+        self.reset()
+
+    def add(self, value: float) -> bool:
+        """Whether the series has shifted, with this value (in standard deviations; nan counts as the limit)."""
+        value = self._limit if math.isnan(value) else max(-self._limit, min(self._limit, value))
+        self._up = max(0.0, self._up + value - self._allowance)
+        self._down = max(0.0, self._down - value - self._allowance)
+        return self.level >= self.threshold
+
+    @property
+    def level(self) -> float:
+        """The larger of the two sums."""
+        return max(self._up, self._down)
+
+    def reset(self) -> None:
+        """Start from nothing."""
+        self._up = self._down = 0.0
+
+
+def _threshold(values_per_false_alarm: float, allowance: float) -> float:
+    low, high = 0.0, 200.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2.0
+        rate = 2.0 * allowance * (middle + 1.166)
+        found = (math.exp(rate) - rate - 1.0) / (4.0 * allowance**2)
+        low, high = (middle, high) if found < values_per_false_alarm else (low, middle)
+    return high
