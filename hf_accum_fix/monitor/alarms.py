@@ -29,9 +29,6 @@ class Alarms:
 
     Args:
         ranks: the ranks; None are those of torch.distributed.
-
-    Attributes:
-        count: alarms so far, told or not; the same on every rank.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
@@ -40,6 +37,7 @@ class Alarms:
 
     @property
     def count(self) -> int:
+        """Alarms so far, told or not; the same on every rank."""
         return self._times.total()
 
     def say(self, alarm: Alarm | None) -> None:

@@ -273,7 +273,8 @@ def _converted_late(model: nn.Module, layers: dict[str, _BatchNorm]) -> Alarm | 
     if not isinstance(model, DistributedDataParallel) or _stale(model, layers, None) is not None:
         return None
     now = any(isinstance(layer, nn.SyncBatchNorm) for layer in layers.values())
-    if not now or model._get_ddp_logging_data().get("has_sync_bn") != 0:
+    noted: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    if not now or noted.get("has_sync_bn") != 0:
         return None
     return Alarm(
         "sync-batch-norm-after-ddp",

@@ -52,7 +52,8 @@ class Shifts:
                 shifted.append(each)
         if not shifted:
             return None
-        named = max(shifted, key=lambda each: self._cusums[each.rank].level)
+        # Two ranks are equally far from each other: the one above is named.
+        named = max(shifted, key=lambda each: (round(self._cusums[each.rank].level, 6), each.difference))
         self._cusums.clear()
         return named
 

@@ -139,7 +139,9 @@ class GradientNorm:
         centre, sigma = median_and_sigma([math.log(usual) for usual in self._usual])
         usual = math.exp(centre)
         unusual = (math.log(norm) - centre) / max(sigma, _LEAST_SIGMA)
-        return Spike(steps_ago, norm, usual, unusual) if unusual > self._unusual and norm > self._factor * usual else None
+        if unusual <= self._unusual or norm <= self._factor * usual:
+            return None
+        return Spike(steps_ago, norm, usual, unusual)
 
 
 #: Norms without which nothing is usual.

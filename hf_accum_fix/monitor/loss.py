@@ -203,11 +203,16 @@ class LossMeter:
             device = loss.device if isinstance(loss, Tensor) else torch.device("cpu")
             dtype = torch.float32 if device.type == "mps" else torch.float64  # mps knows no float64
             self._moments = torch.zeros(3, 3, dtype=dtype, device=device)
-        like = self._moments
-        loss = torch.as_tensor(loss, dtype=like.dtype, device=like.device).detach()
-        return loss, torch.as_tensor(items, dtype=like.dtype, device=like.device)
+        return _like(self._moments, loss), _like(self._moments, items)
 
     def _add(self, loss: Tensor, items: Tensor) -> None:
         assert self._moments is not None
         row = torch.stack([loss, items, (items > 0).to(loss.dtype)])
         self._moments.addr_(row, row)
+
+
+def _like(tensor: Tensor, value: Tensor | float) -> Tensor:
+    """The value as a 0-dim tensor there, without a sync: a number is filled in, not copied over."""
+    if isinstance(value, Tensor):
+        return value.detach().to(tensor.device, tensor.dtype, non_blocking=True)
+    return torch.full((), value, dtype=tensor.dtype, device=tensor.device)

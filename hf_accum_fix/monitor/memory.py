@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from statistics import median
 
 import psutil
@@ -80,7 +81,8 @@ def trend(steps: Sequence[float], sizes: Sequence[float]) -> Trend:
 
     It *grows* if the whole interval is above zero, the growth so far is more than a MiB and 0.2 % of the level, each
     half grows at no less than half that pace, and at least two blocks in five are above the one before (of noise, every
-    second is): a few steps up (an evaluation, a longer batch, a heap that settles) are no leak. It is on a *plateau* if not even the upper end of the interval makes a growth of that size. Else it is too early.
+    second is): a few steps up (an evaluation, a longer batch, a heap that settles) are no leak. It is on a *plateau* if
+    not even the upper end of the interval makes a growth of that size. Else it is too early.
 
     Args:
         steps: increasing.
@@ -100,7 +102,7 @@ def trend(steps: Sequence[float], sizes: Sequence[float]) -> Trend:
     elif slope.low > 0 and slope.value * span > none:
         half = len(x) // 2
         paces = (theil_sen(x[:half], y[:half]).value, theil_sen(x[half:], y[half:]).value)
-        rising = sum(after > before for before, after in zip(y, y[1:], strict=False)) / (len(y) - 1)
+        rising = sum(after > before for before, after in pairwise(y)) / (len(y) - 1)
         kind = TrendKind.GROWS if min(paces) > slope.value / 2 and rising > _RISING else kind
     return Trend(kind, len(steps), steps[0], level, slope.value, slope.low, slope.high)
 
@@ -110,7 +112,8 @@ def _end_of_warm_up(steps: Sequence[float], sizes: Sequence[float]) -> int:
     half = len(steps) // 2
     x, y = _medians(steps[half:], sizes[half:])
     slope = theil_sen(x, y).value
-    offset, sigma = median_and_sigma([size - slope * step for step, size in zip(steps[half:], sizes[half:], strict=True)])
+    later = zip(steps[half:], sizes[half:], strict=True)
+    offset, sigma = median_and_sigma([size - slope * step for step, size in later])
     sigma = max(sigma, noise_sigma(sizes[half:]))
     for place in range(half):
         if sizes[place] >= offset + slope * steps[place] - 4 * sigma:
@@ -217,7 +220,9 @@ class MemoryMonitor:
         row = [used, reserved, peak, self._capacity, kinds.index(its.kind), its.samples, its.since, its.level]
         row += [its.slope, its.low, its.high]
         table = by_rank(self._ranks, torch.tensor(row, dtype=torch.float64)).tolist()
-        return MemoryReading(tuple(RankMemory(*of[:4], Trend(kinds[int(of[4])], *of[5:])) for of in table))
+        return MemoryReading(
+            tuple(RankMemory(of[0], of[1], of[2], of[3], Trend(kinds[int(of[4])], *of[5:])) for of in table)
+        )
 
     def judge(self, reading: MemoryReading) -> Alarm | None:
         """An alarm where memory has grown for 250 samples: the rank that is full first. Every rank judges alike."""

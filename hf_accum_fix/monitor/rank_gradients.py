@@ -25,10 +25,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, median, pstdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,7 +37,10 @@ from hf_accum_fix.monitor.deviation import OF_TWO, Deviation, Shifts
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
 from hf_accum_fix.monitor.robust import normal_of_student
 
-Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+
+    Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
 #: Steps kept between two readings.
 _KEPT = 64
@@ -106,17 +108,19 @@ class RankGradients:
                 "for FSDP see the docstring of hf_accum_fix.monitor.rank_gradients"
             )
         if hook is None:
-            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook as hook
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-            state = model.process_group
+            hook, state = allreduce_hook, model.process_group
         inner = hook
 
-        def measured(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        def measured(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
             self.add(bucket.buffer())
             if bucket.is_last():
                 self.end_of_step()
             return inner(state, bucket)
 
+        # DDP compares annotations with its types, and takes postponed ones for others.
+        measured.__annotations__.clear()
         try:
             model.register_comm_hook(state, measured)
         except RuntimeError as error:
@@ -166,7 +170,7 @@ class RankGradients:
                 f"the gradient of rank {named} is not finite while those of others are, and so spoils the average; "
                 "look at its data (an empty micro-batch, an outlier) and its precision",
             )
-        self._carried += [step for step in zip(*reading.norms, strict=True) if 0 < min(step) and max(step) < math.inf]
+        self._carried += [step for step in zip(*reading.norms, strict=True) if min(step) > 0 and max(step) < math.inf]
         if len(self._carried) < self._steps:
             return None
         steps, self._carried = self._carried, []

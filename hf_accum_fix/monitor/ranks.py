@@ -18,18 +18,17 @@ from torch import Tensor
 
 
 class Ranks(Protocol):
-    """The data-parallel ranks, or any others that hold parts of one number.
-
-    Attributes:
-        rank: the number of this process, from 0.
-        size: how many there are.
-    """
+    """The data-parallel ranks, or any others that hold parts of one number."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """The number of this process, from 0."""
+        ...
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """How many there are."""
+        ...
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The elementwise sum over the ranks, on every rank; ``tensor`` itself stays as it is.

@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm
+from hf_accum_fix.monitor.deviation import OF_TWO
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -111,13 +112,12 @@ class Replicas:
         self.difference = difference = self._find(names, prints)
         found = "; ".join(
             f"rank {rank} by up to {largest:.3g} in {elements} elements"
-            for rank, largest, elements in zip(
-                difference.ranks, difference.largest, difference.elements, strict=True
-            )
+            for rank, largest, elements in zip(difference.ranks, difference.largest, difference.elements, strict=True)
         )
         return Alarm(
             "replicas-differ",
-            f"{difference.name} differs: {found}; {difference.tensors} of {len(names)} tensors differ in all; look for "
+            f"{difference.name} differs: {found}; {difference.tensors} of {len(names)} tensors differ in all"
+            f"{OF_TWO if self._ranks.size == 2 else ''}; look for "
             "an update, a load or an initialisation under `if rank == 0`, a parameter that DDP does not reduce, or "
             "unreliable memory on that rank; broadcast the weights of a good rank, or go back to a checkpoint",
         )

@@ -27,18 +27,47 @@ def median_and_sigma(values: Sequence[float]) -> tuple[float, float]:
 
 
 def noise_sigma(values: Sequence[float]) -> float:
-    """Standard deviation of the noise of a series around whatever slow trend it has.
+    """Standard deviation of the noise of a series around whatever smooth trend it has.
 
-    The difference of neighbours has no trend and twice the variance: ``MAD(d) * 1.4826 / sqrt(2)``. Noise that hangs
-    together from one value to the next comes out too small. nan for fewer than three values.
+    A value minus the mean of its neighbours has hardly any trend, and three halves of the noise's variance:
+    ``MAD(x[i-1] - 2 x[i] + x[i+1]) * 1.4826 / sqrt(6)``. Noise that hangs together from one value to the next comes out
+    too small (`noise_of_means`). nan for fewer than four values.
 
-    Source: von Neumann, Kent, Bellinson and Hart 1941, "The mean square successive difference", with the median
-    absolute deviation for the mean square.
+    Source: Gasser, Sroka and Jennen-Steinmetz 1986, "Residual variance and residual pattern in nonlinear regression",
+    with the median absolute deviation for the mean square.
     """
-    if len(values) < 3:
-        return math.nan
-    _, sigma = median_and_sigma([after - before for before, after in zip(values, values[1:], strict=False)])
-    return sigma / math.sqrt(2.0)
+    return _second_difference(values, 1) / math.sqrt(6.0)
+
+
+def noise_of_means(values: Sequence[float]) -> float:
+    """Times ``1 / sqrt(n)`` the standard error of the mean of n neighbours of a series, its smooth trend aside.
+
+    `noise_sigma` where the noise does not hang together. Where it does, it is taken for an autoregression of first
+    order with deviation s and correlation r of neighbours (here between 0 and 0.9). Its second differences over one
+    place and over two have the variances
+
+        v1 = 2 s^2 (1 - r) (3 - r)        v2 = 2 s^2 (1 - r^2) (3 - r^2),
+
+    whose ratio gives r; the variance wanted is ``s^2 (1 + r) / (1 - r)``. nan for fewer than four values.
+
+    Source: the variance of a mean under autocorrelation, e.g. Box and Jenkins 1976, "Time Series Analysis", ch. 2.
+    """
+    over_one, over_two = _second_difference(values, 1), _second_difference(values, 2)
+    if not over_one > 0 or math.isnan(over_two):
+        return over_one / math.sqrt(6.0)
+    low, high = 0.0, 0.9
+    while high - low > 1e-6:
+        r = (low + high) / 2.0
+        expected = (1.0 + r) * (3.0 - r * r) / (3.0 - r)
+        low, high = (r, high) if expected < (over_two / over_one) ** 2 else (low, r)
+    return over_one * math.sqrt((1.0 + low) / (2.0 * (3.0 - low))) / (1.0 - low)
+
+
+def _second_difference(values: Sequence[float], lag: int) -> float:
+    """Robust standard deviation of ``x[i - lag] - 2 x[i] + x[i + lag]``; nan for fewer than two of them."""
+    triples = zip(values, values[lag:], values[2 * lag :], strict=False)
+    found = [before - 2.0 * here + after for before, here, after in triples]
+    return median_and_sigma(found)[1] if len(found) > 1 else math.nan
 
 
 @dataclass(frozen=True)
@@ -73,9 +102,7 @@ def theil_sen(x: Sequence[float], y: Sequence[float], confidence: float = 0.95) 
     Source: Theil 1950; Sen 1968, "Estimates of the regression coefficient based on Kendall's tau" (the interval; the
     variance with ties is Kendall's).
     """
-    slopes = sorted(
-        (y[j] - y[i]) / (x[j] - x[i]) for i in range(len(x)) for j in range(i + 1, len(x)) if x[i] != x[j]
-    )
+    slopes = sorted((y[j] - y[i]) / (x[j] - x[i]) for i in range(len(x)) for j in range(i + 1, len(x)) if x[i] != x[j])
     if not slopes:
         raise ValueError(f"a slope needs two different abscissae; found {len(x)} values at {sorted(set(x))}")
     variance = _kendall_variance(len(x)) - sum(
@@ -132,7 +159,7 @@ class Cusum:
     def __init__(self, values_per_false_alarm: float, allowance: float = 0.5, limit: float = 6.0) -> None:
         self._allowance, self._limit = allowance, limit
         self.threshold = _threshold(values_per_false_alarm, allowance)
-        self.reset()
+        self._up = self._down = 0.0
 
     def add(self, value: float) -> bool:
         """Whether the series has shifted, with this value (in standard deviations; nan counts as the limit)."""
@@ -145,10 +172,6 @@ class Cusum:
     def level(self) -> float:
         """The larger of the two sums."""
         return max(self._up, self._down)
-
-    def reset(self) -> None:
-        """Start from nothing."""
-        self._up = self._down = 0.0
 
 
 def _threshold(values_per_false_alarm: float, allowance: float) -> float:

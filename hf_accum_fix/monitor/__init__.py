@@ -1,0 +1,100 @@
+"""Is this distributed run healthy, and does its loss curve tell the truth? One symptom, one file.
+
+    loss            a curve that shows every micro-batch, with its error
+    rank_loss       a rank whose loss is off
+    rank_gradients  a rank whose gradient is off, before it is averaged
+    gradient_norm   spikes and clipping over time
+    replicas        replicas that are no longer alike
+    batch_norm      statistics of a batch that was cut; SyncBatchNorm in the wrong order
+    pipeline        a sentinel where there is no loss
+    memory          warm-up, plateau or leak
+    watch           a run's logs in one look
+
+Each is a plain object for any PyTorch loop, each stands alone, and ``callbacks`` has them for transformers.Trainer.
+Ranks are reached through ``ranks.Ranks``: one sum. Nothing here knows the rest of the package.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_accum_fix.monitor.alarms import Alarm, Alarms
+    from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers, convert_sync_batch_norm
+    from hf_accum_fix.monitor.callbacks import (
+        BatchNormCallback,
+        GradientNormCallback,
+        LossCallback,
+        MemoryCallback,
+        RankGradientsCallback,
+        ReplicasCallback,
+        all_callbacks,
+    )
+    from hf_accum_fix.monitor.gradient_norm import GradientNorm
+    from hf_accum_fix.monitor.loss import LossMeter
+    from hf_accum_fix.monitor.memory import MemoryMonitor
+    from hf_accum_fix.monitor.pipeline import without_sentinels
+    from hf_accum_fix.monitor.rank_gradients import RankGradients
+    from hf_accum_fix.monitor.rank_loss import RankLoss
+    from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
+    from hf_accum_fix.monitor.replicas import Replicas
+
+_HOMES = {
+    "Alarm": "alarms",
+    "Alarms": "alarms",
+    "BatchNormCallback": "callbacks",
+    "GradientNorm": "gradient_norm",
+    "GradientNormCallback": "callbacks",
+    "LossCallback": "callbacks",
+    "LossMeter": "loss",
+    "MemoryCallback": "callbacks",
+    "MemoryMonitor": "memory",
+    "RankGradients": "rank_gradients",
+    "RankGradientsCallback": "callbacks",
+    "RankLoss": "rank_loss",
+    "Ranks": "ranks",
+    "Replicas": "replicas",
+    "ReplicasCallback": "callbacks",
+    "TorchRanks": "ranks",
+    "all_callbacks": "callbacks",
+    "check_batch_norm": "batch_norm",
+    "compare_buffers": "batch_norm",
+    "convert_sync_batch_norm": "batch_norm",
+    "without_sentinels": "pipeline",
+}
+
+__all__ = [
+    "Alarm",
+    "Alarms",
+    "BatchNormCallback",
+    "GradientNorm",
+    "GradientNormCallback",
+    "LossCallback",
+    "LossMeter",
+    "MemoryCallback",
+    "MemoryMonitor",
+    "RankGradients",
+    "RankGradientsCallback",
+    "RankLoss",
+    "Ranks",
+    "Replicas",
+    "ReplicasCallback",
+    "TorchRanks",
+    "all_callbacks",
+    "check_batch_norm",
+    "compare_buffers",
+    "convert_sync_batch_norm",
+    "without_sentinels",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Each monitor needs torch, and the callbacks transformers: imported when they are first asked for.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"hf_accum_fix.monitor.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,401 @@
+"""The monitors as callbacks of transformers.Trainer: the one file here that knows it.
+
+    for callback in all_callbacks(trainer):                        # all of them; or any one alone:
+        trainer.add_callback(callback)
+    trainer.add_callback(MemoryCallback(trainer))
+
+What they measure is added to what the Trainer logs at each ``logging_steps``, so that trainer_state.json and every
+tracker (TensorBoard, W&B, Trackio ...) have it beside ``loss``, as ``hf_accum_fix/...``. Alarms are warnings of the
+logger ``hf_accum_fix.monitor``; their number is logged too. Nothing is reduced or brought to the host but then (and at
+every hundredth step for the replicas).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback
+
+from hf_accum_fix.monitor.alarms import Alarm, Alarms
+from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
+from hf_accum_fix.monitor.gradient_norm import GradientNorm
+from hf_accum_fix.monitor.loss import LossMeter
+from hf_accum_fix.monitor.memory import MIB, MemoryMonitor, TrendKind
+from hf_accum_fix.monitor.rank_gradients import RankGradients
+from hf_accum_fix.monitor.rank_loss import RankLoss
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
+from hf_accum_fix.monitor.replicas import Replicas
+
+logger = logging.getLogger("hf_accum_fix.monitor")
+
+PREFIX = "hf_accum_fix/"
+
+
+class MonitorCallback(TrainerCallback):
+    """What the callbacks share: what they measure goes out with the Trainer's own log.
+
+    Args:
+        trainer: that the callback is added to. Callbacks are not handed theirs.
+        ranks: the data-parallel ranks; None are those of torch.distributed.
+    """
+
+    #: Where the number of alarms is logged.
+    alarms_name = ""
+
+    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
+        self.trainer = trainer
+        self.ranks = ranks or TorchRanks()
+        self.alarms = Alarms(self.ranks)
+
+    def measured(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """What to log now, beside ``logs``; the one place where something is reduced."""
+        raise NotImplementedError
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Listen to ``Trainer.log``."""
+        _listen(self.trainer, "log", self._before_log, before=True)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the Trainer as it was."""
+        _stop_listening(self.trainer, "log", self._before_log)
+
+    def say(self, alarm: Alarm | None) -> None:
+        """Tell an alarm with the step it was found at."""
+        if alarm is not None:
+            alarm = Alarm(alarm.kind, f"step {self.trainer.state.global_step}: {alarm.message}")
+        self.alarms.say(alarm)
+
+    def _before_log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if "loss" not in logs:
+            return
+        found = self.measured(logs)
+        if self.alarms_name:
+            found[self.alarms_name] = self.alarms.count
+        logs.update((PREFIX + name, value) for name, value in found.items() if not math.isnan(value))
+
+
+class LossCallback(MonitorCallback):
+    """`LossMeter` and `RankLoss`: the loss of every micro-batch, and the rank that is off.
+
+    ``hf_accum_fix/loss`` is the mean over the items of the log interval, where the Trainer's own ``loss`` averages
+    steps whatever they hold. With r what a micro-batch adds to the Trainer's loss and N the item count that its step
+    was handed, it is
+
+        sum(r N) / sum(N),       over the micro-batches above and the steps below, of all ranks,
+
+    whether N is the rank's own count or that of all. Without a count (None) micro-batches weigh by their own items.
+
+    Args:
+        trainer: as in `MonitorCallback`.
+        ranks: as in `MonitorCallback`.
+        items: counts the items of one micro-batch's inputs, 0-dim or int, without a device sync; they weigh the ranks.
+        judge: what judges the ranks; None is a `RankLoss` as it comes.
+    """
+
+    alarms_name = "rank_loss_alarms"
+
+    def __init__(
+        self,
+        trainer: Any,
+        ranks: Ranks | None = None,
+        items: Callable[[Mapping[str, Any]], Tensor | int] | None = None,
+        judge: RankLoss | None = None,
+    ) -> None:
+        super().__init__(trainer, ranks)
+        self._items = items or labels_counted
+        self._judge = judge or RankLoss()
+        self._meter = LossMeter(self.ranks)
+        self._number: Any = None
+        self._numbers: Any = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Listen to ``Trainer.training_step`` too."""
+        super().on_train_begin()
+        _listen(self.trainer, "training_step", self._after_step)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the Trainer as it was."""
+        super().on_train_end()
+        _stop_listening(self.trainer, "training_step", self._after_step)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Add up the counts that the steps were handed."""
+        if self._number is not None:
+            self._numbers = self._number if self._numbers is None else self._numbers + self._number
+
+    def measured(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """Mean loss with its error, spread over the ranks, and the most unusual rank."""
+        reading = self._meter.read()
+        if self._numbers is not None:
+            handed = self.ranks.sum(torch.as_tensor(self._numbers).detach().cpu().double())
+            reading = reading.times(reading.total.items / float(handed) if handed else math.nan)
+            self._numbers = None
+        self.say(self._judge.judge(reading))
+        found = {"loss": reading.mean, "loss_standard_error": reading.standard_error}
+        if self.ranks.size > 1:
+            found["rank_loss_spread"] = reading.spread
+        if self._judge.worst is not None:
+            found["rank_loss_worst_rank"] = self._judge.worst.rank
+            found["rank_loss_worst_in_standard_errors"] = self._judge.worst.unusual
+        return found
+
+    def _after_step(
+        self, loss: Tensor, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any = None, *args: Any
+    ) -> None:
+        items = self._items(inputs)
+        self._number = num_items_in_batch
+        if num_items_in_batch is None:
+            steps = getattr(self.trainer, "current_gradient_accumulation_steps", None)
+            steps = steps or self.trainer.args.gradient_accumulation_steps
+            self._meter.update(loss.detach() * steps, items)
+        else:
+            self._meter.update_sum(loss.detach() * num_items_in_batch, items)
+
+
+class GradientNormCallback(MonitorCallback):
+    """`GradientNorm`: every step's norm before clipping, as ``Accelerator.clip_grad_norm_`` returns it."""
+
+    alarms_name = "gradient_norm_alarms"
+
+    def __init__(self, trainer: Any, ranks: Ranks | None = None, norms: GradientNorm | None = None) -> None:
+        super().__init__(trainer, ranks)
+        self._norms = norms or GradientNorm()
+        self._clips = 0
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Listen to ``Accelerator.clip_grad_norm_`` too."""
+        super().on_train_begin()
+        if self._norms.max_norm is None:
+            self._norms.max_norm = self.trainer.args.max_grad_norm or None
+        _listen(self.trainer.accelerator, "clip_grad_norm_", self._after_clip)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the Trainer as it was."""
+        super().on_train_end()
+        _stop_listening(self.trainer.accelerator, "clip_grad_norm_", self._after_clip)
+
+    def measured(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """Median and MAD of the last steps' norms, spikes and share of clipped steps since the last log."""
+        if self._clips == 0 and isinstance(logs.get("grad_norm"), (int, float)):
+            self._norms.update(logs["grad_norm"])
+        self._clips = 0
+        reading = self._norms.read()
+        self.say(self._norms.judge(reading))
+        found = {"gradient_norm_median": reading.median, "gradient_norm_mad": reading.mad}
+        found["gradient_norm_spikes"] = len(reading.spikes)
+        if reading.clipped is not None:
+            found["clipped_steps_share"] = reading.clipped
+        return found
+
+    def _after_clip(self, norm: Any, *args: Any, **kwargs: Any) -> None:
+        # A DTensor's norm is not here yet, and DeepSpeed's is None at times: then the logged one has to do.
+        if type(norm) in (Tensor, float):
+            self._clips += 1
+            self._norms.update(norm)
+
+
+class RankGradientsCallback(MonitorCallback):
+    """`RankGradients`: the gradient norm of each rank before DDP averages it. Nothing on one process."""
+
+    alarms_name = "rank_gradient_alarms"
+
+    def __init__(self, trainer: Any, ranks: Ranks | None = None, gradients: RankGradients | None = None) -> None:
+        super().__init__(trainer, ranks)
+        self._gradients = gradients or RankGradients(self.ranks)
+        self._attached_to: Any = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Register with DDP.
+
+        Raises:
+            UnsupportedSetupError: if several ranks train with something else than DDP, or DDP has a hook already.
+        """
+        super().on_train_begin()
+        model = self.trainer.model_wrapped
+        if self._attached_to is not model and (self.ranks.size > 1 or isinstance(model, DistributedDataParallel)):
+            self._gradients.attach(model)
+            self._attached_to = model
+
+    def measured(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """Jitter of the norms over the ranks, and the most unusual rank."""
+        if self.ranks.size == 1:
+            return {}
+        reading = self._gradients.read()
+        self.say(self._gradients.judge(reading))
+        found = {"rank_gradient_norm_jitter": reading.jitter}
+        if self._gradients.worst is not None:
+            found["rank_gradient_worst_rank"] = self._gradients.worst.rank
+            found["rank_gradient_worst_in_standard_errors"] = self._gradients.worst.unusual
+        return found
+
+
+class ReplicasCallback(MonitorCallback):
+    """`Replicas`: parameters, buffers and optimizer state, compared over the ranks every ``every`` steps.
+
+    Args:
+        trainer: as in `MonitorCallback`.
+        ranks: as in `MonitorCallback`.
+        every: steps from one check to the next.
+    """
+
+    alarms_name = "replicas_alarms"
+
+    def __init__(self, trainer: Any, ranks: Ranks | None = None, every: int = 100) -> None:
+        super().__init__(trainer, ranks)
+        self._every = every
+        self._replicas: Replicas | None = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Look at what is to be compared.
+
+        Raises:
+            UnsupportedSetupError: if the model is sharded.
+        """
+        super().on_train_begin()
+        if self.ranks.size > 1:
+            model, optimizer = self.trainer.model_wrapped, self.trainer.optimizer
+            self._replicas = Replicas(model, optimizer, self.ranks, self._every)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Compare, if it is due."""
+        if self._replicas is not None:
+            self.say(self._replicas.step())
+
+    def measured(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """Nothing but the number of alarms."""
+        return {}
+
+
+class BatchNormCallback(MonitorCallback):
+    """`check_batch_norm` after the first step, and the running statistics over the ranks at the end."""
+
+    alarms_name = "batch_norm_alarms"
+
+    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
+        super().__init__(trainer, ranks)
+        self._checked = False
+
+    def on_step_end(self, args: Any, *others: Any, **kwargs: Any) -> None:
+        """Look at the layers once, as training has left them."""
+        if self._checked:
+            return
+        self._checked = True
+        for alarm in check_batch_norm(
+            self.trainer.model_wrapped,
+            per_device_batch=args.per_device_train_batch_size,
+            accumulation_steps=args.gradient_accumulation_steps,
+            optimizer=self.trainer.optimizer,
+            ranks=self.ranks,
+        ):
+            self.say(alarm)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Look at the statistics that are evaluated with."""
+        super().on_train_end()
+        self.say(compare_buffers(self.trainer.model_wrapped, self.ranks))
+
+    def measured(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """Nothing but the number of alarms."""
+        return {}
+
+
+class MemoryCallback(MonitorCallback):
+    """`MemoryMonitor`: sampled at every step, decided at every log."""
+
+    alarms_name = "memory_alarms"
+
+    def __init__(self, trainer: Any, ranks: Ranks | None = None, memory: MemoryMonitor | None = None) -> None:
+        super().__init__(trainer, ranks)
+        self._memory = memory or MemoryMonitor(ranks=self.ranks)
+        self._told: list[TrendKind] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Sample."""
+        self._memory.sample()
+
+    def measured(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """Used, reserved and peak memory of the rank that uses most, and how fast the fastest grows [MiB]."""
+        reading = self._memory.read()
+        self.say(self._memory.judge(reading))
+        kinds = [its.trend.kind for its in reading.ranks]
+        if kinds != self._told and self.ranks.rank == 0:
+            self._told = kinds
+            words = "; ".join(f"rank {rank}: {its}" for rank, its in enumerate(reading.ranks))
+            logger.info("step %d: memory of %s", self.trainer.state.global_step, words)
+        slopes = [its.trend.slope for its in reading.ranks if not math.isnan(its.trend.slope)]
+        return {
+            "memory_mib": max(its.used for its in reading.ranks) / MIB,
+            "memory_reserved_mib": max(its.reserved for its in reading.ranks) / MIB,
+            "memory_peak_mib": max(its.peak for its in reading.ranks) / MIB,
+            "memory_growth_mib_per_step": max(slopes, default=math.nan) / MIB,
+        }
+
+
+def all_callbacks(trainer: Any, ranks: Ranks | None = None) -> tuple[MonitorCallback, ...]:
+    """One of each, for this trainer; they are yet to be added to it."""
+    kinds = LossCallback, GradientNormCallback, RankGradientsCallback, ReplicasCallback, BatchNormCallback
+    return (*(kind(trainer, ranks) for kind in kinds), MemoryCallback(trainer, ranks))
+
+
+def labels_counted(inputs: Mapping[str, Any]) -> Tensor | int:
+    """Labels other than -100 where they are whole numbers, else the samples of whichever tensor comes first."""
+    labels = inputs.get("labels")
+    if isinstance(labels, Tensor) and not labels.is_floating_point():
+        return (labels != -100).sum()
+    return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.ndim), 1)
+
+
+# --- listening to a method of one object ------------------------------------------------------------------------------
+
+_LISTENERS = "_hf_accum_fix_listeners"
+_ABSENT = object()
+
+
+def _listen(owner: Any, name: str, listener: Callable[..., None], *, before: bool = False) -> None:
+    """Call ``listener`` with every call's arguments: before it, or after it with the result in front of them.
+
+    The method stands on the instance in front of the class's until the last listener leaves, in whatever order.
+    """
+    of_owner: dict[str, tuple[Any, list[tuple[bool, Callable[..., None]]]]]
+    of_owner = owner.__dict__.setdefault(_LISTENERS, {})
+    if name not in of_owner:
+        method = getattr(owner, name)
+        listeners: list[tuple[bool, Callable[..., None]]] = []
+
+        def heard(*args: Any, **kwargs: Any) -> Any:
+            for early, each in listeners:
+                if early:
+                    each(*args, **kwargs)
+            result = method(*args, **kwargs)
+            for early, each in listeners:
+                if not early:
+                    each(result, *args, **kwargs)
+            return result
+
+        of_owner[name] = vars(owner).get(name, _ABSENT), listeners
+        setattr(owner, name, heard)
+    # A run that ended by an exception has not left: nobody listens twice.
+    _, listeners = of_owner[name]
+    if (before, listener) not in listeners:
+        listeners.append((before, listener))
+
+
+def _stop_listening(owner: Any, name: str, listener: Callable[..., None]) -> None:
+    of_owner = owner.__dict__[_LISTENERS]
+    standing, listeners = of_owner[name]
+    listeners[:] = [(early, each) for early, each in listeners if each != listener]
+    if listeners:
+        return
+    del of_owner[name]
+    if standing is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, standing)
+    if not of_owner:
+        delattr(owner, _LISTENERS)

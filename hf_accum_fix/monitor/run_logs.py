@@ -1,0 +1,159 @@
+"""What a training run has logged, read back: trainer_state.json, lines of JSON, or TensorBoard's event files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_accum_fix.errors import AccumFixError
+
+#: Keys of a line that say at which optimizer step it was written.
+_STEP_KEYS = ("step", "current_steps", "global_step", "iteration")
+#: Columns that a line of a sweep's results holds whole (recipes/llava_sweep.py), and what they are called here.
+_WHOLE_COLUMNS = {"losses": "loss", "grad_norms": "grad_norm"}
+_IGNORED = {"epoch", "total_flos", *_STEP_KEYS}
+
+
+class LogsError(AccumFixError):
+    """There is nothing to read where logs were expected."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One logged number over a run.
+
+    Attributes:
+        steps: optimizer steps, in the order they were logged.
+        values: as many.
+    """
+
+    steps: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's logs.
+
+    Attributes:
+        name: where they were found, and which line of a sweep.
+        series: by the name they were logged under (TensorBoard's ``train/`` taken off).
+    """
+
+    name: str
+    series: Mapping[str, Series]
+
+
+def read_runs(path: Path) -> list[Run]:
+    """The runs in a file or a folder; a folder without logs of its own is looked through for folders with some.
+
+    Raises:
+        LogsError: if there is none.
+    """
+    if not path.exists():
+        raise LogsError(f"{path} does not exist; needed is a folder of logs, a trainer_state.json or a .jsonl file")
+    runs = _runs_of_file(path) if path.is_file() else _runs_of_folder(path)
+    if not runs and path.is_dir():
+        runs = [run for folder in sorted(path.iterdir()) if folder.is_dir() for run in _runs_of_folder(folder)]
+    runs = [run for run in runs if "loss" in run.series]
+    if not runs:
+        raise LogsError(
+            f"no loss was found in {path}; needed is a trainer_state.json (here or in checkpoint-*), a .jsonl file "
+            "whose lines hold `step` and `loss`, or TensorBoard event files"
+        )
+    return runs
+
+
+def _runs_of_folder(folder: Path) -> list[Run]:
+    """Of one kind of logs only: the same run may be logged in several."""
+    state = _latest_state(folder)
+    if state is not None:
+        return _runs_of_file(state)
+    runs = [run for file in sorted(folder.glob("*.jsonl")) for run in _runs_of_file(file)]
+    if runs:
+        return runs
+    events = sorted(folder.glob("**/*tfevents*"))
+    return [_from_events(place) for place in sorted({event.parent for event in events})]
+
+
+def _latest_state(folder: Path) -> Path | None:
+    """The folder's trainer_state.json, or that of its last checkpoint."""
+    if (folder / "trainer_state.json").is_file():
+        return folder / "trainer_state.json"
+    found = [place for place in folder.glob("checkpoint-*/trainer_state.json") if _number(place.parent) is not None]
+    return max(found, key=lambda place: _number(place.parent) or 0, default=None)
+
+
+def _number(checkpoint: Path) -> int | None:
+    last = checkpoint.name.rsplit("-", 1)[-1]
+    return int(last) if last.isdecimal() else None
+
+
+def _runs_of_file(file: Path) -> list[Run]:
+    name = str(file.parent if file.name == "trainer_state.json" else file)
+    try:
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".jsonl":
+            return _from_lines(name, [json.loads(line) for line in text.splitlines() if line.strip()])
+        return [_from_rows(name, json.loads(text)["log_history"])]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LogsError(
+            f"{file} could not be read ({type(error).__name__}: {error}); needed is a trainer_state.json with a "
+            "log_history, or a .jsonl file with an object a line"
+        ) from error
+
+
+def _from_lines(name: str, rows: list[dict[str, Any]]) -> list[Run]:
+    whole = [row for row in rows if "losses" in row]
+    if not whole:
+        return [_from_rows(name, rows)] if rows else []
+    return [Run(f"{name}: {_label(row)}", dict(_columns(row))) for row in whole]
+
+
+def _columns(row: Mapping[str, Any]) -> Iterator[tuple[str, Series]]:
+    for column, meaning in _WHOLE_COLUMNS.items():
+        values = row.get(column, ())
+        if values:
+            yield meaning, Series(tuple(map(float, range(1, len(values) + 1))), tuple(map(float, values)))
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    """What tells one line of a sweep from the next."""
+    told = {key: value for key, value in row.items() if isinstance(value, (str, int)) and not isinstance(value, bool)}
+    return ", ".join(value if isinstance(value, str) else f"{key} {value}" for key, value in told.items())
+
+
+def _from_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> Run:
+    columns: dict[str, tuple[list[float], list[float]]] = {}
+    for place, row in enumerate(rows, start=1):
+        step = next((float(row[key]) for key in _STEP_KEYS if key in row), float(place))
+        for key, value in row.items():
+            if key not in _IGNORED and isinstance(value, (int, float)) and not isinstance(value, bool):
+                steps, values = columns.setdefault(key.removeprefix("train/"), ([], []))
+                steps.append(step)
+                values.append(float(value))
+    return Run(name, {key: Series(tuple(steps), tuple(values)) for key, (steps, values) in columns.items()})
+
+
+def _from_events(folder: Path) -> Run:
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError as error:
+        raise LogsError(
+            f"{folder} holds TensorBoard event files, and tensorboard is not installed; pip install tensorboard, or "
+            "point at the trainer_state.json"
+        ) from error
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    series = {}
+    for tag in events.Tags()["scalars"]:
+        scalars = events.Scalars(tag)
+        key = tag.removeprefix("train/").replace("eval/", "eval_")
+        series[key] = Series(tuple(float(s.step) for s in scalars), tuple(float(s.value) for s in scalars))
+    return Run(str(folder), series)

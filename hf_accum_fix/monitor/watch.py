@@ -1,0 +1,313 @@
+"""A run in one look: its loss, its noise, its gradients and its alarms; and whether runs differ by more than noise.
+
+Reads logs, knows no tensor.
+
+    runs = read_runs(Path("output"))
+    print(report(runs))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, median
+
+from hf_accum_fix.monitor.pipeline import Sentinel, without_sentinels
+from hf_accum_fix.monitor.robust import (
+    SIGMA_PER_MAD,
+    Slope,
+    blocks,
+    median_and_sigma,
+    noise_of_means,
+    noise_sigma,
+    theil_sen,
+)
+from hf_accum_fix.monitor.run_logs import Run, Series
+
+PREFIX = "hf_accum_fix/"
+#: Logs without which a trend, or a difference, is not told from noise.
+_ENOUGH = 8
+#: Most points that a slope is taken from.
+_POINTS = 60
+#: A gradient norm this many robust standard deviations above the median, and times the median, is a spike.
+_SPIKE, _SPIKE_TIMES = 10.0, 3.0
+#: Chance that two runs of the same curve are said to differ.
+_FALSE_DIFFERENCE = 1e-4
+
+
+@dataclass(frozen=True)
+class GradientNorms:
+    """How steady the logged gradient norm was.
+
+    Attributes:
+        median: of all.
+        mad: median absolute deviation from it.
+        spikes: steps of norms far above it.
+    """
+
+    median: float
+    mad: float
+    spikes: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How fast an accuracy rose.
+
+    Attributes:
+        name: it was logged under.
+        first: first value.
+        last: last value.
+        near_step: step at which nine tenths of the gain were reached.
+        slope: over the second half [per step]; None where that is too short.
+    """
+
+    name: str
+    first: float
+    last: float
+    near_step: float
+    slope: Slope | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run.
+
+    Attributes:
+        run: its name.
+        loss: the logged losses that are losses.
+        last: mean of the last tenth of them.
+        last_error: standard error of that, from the noise; nan for a short run.
+        slope: of the loss over the second half [per step], 95 % interval; None where that is too short.
+        noise: standard deviation from log to log; nan for a short run.
+        not_finite: steps whose logged loss is nan or inf.
+        sentinel: what was left out as "no loss"; None: nothing.
+        gradients: None where no norm was logged.
+        accuracy: None where none was logged.
+        alarms: by monitor: how many, and by which step the first was told.
+    """
+
+    run: str
+    loss: Series
+    last: float
+    last_error: float
+    slope: Slope | None
+    noise: float
+    not_finite: tuple[float, ...]
+    sentinel: Sentinel | None
+    gradients: GradientNorms | None
+    accuracy: Accuracy | None
+    alarms: dict[str, tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs' losses over the steps that both logged.
+
+    Attributes:
+        run: the one.
+        other: the one it is held against.
+        steps: how many steps both logged.
+        ratio: median of the losses' ratio.
+        steady: whether that ratio is the same throughout, within 5 %.
+        worst: largest difference, of all steps or of a tenth of them, in its standard errors; nan for too few steps.
+        at: step in the middle of these.
+        differ: whether that is more than noise makes.
+    """
+
+    run: str
+    other: str
+    steps: int
+    ratio: float
+    steady: bool
+    worst: float
+    at: float
+    differ: bool
+
+
+def summarise(run: Run) -> Summary:
+    """What a run's logs say."""
+    logged = run.series["loss"]
+    _, sentinel = without_sentinels([value for value in logged.values if math.isfinite(value)])
+    loss = _where(logged, lambda value: math.isfinite(value) and (sentinel is None or value != sentinel.value))
+    noise = noise_sigma(loss.values)
+    tail = loss.values[-max(len(loss) // 10, 1) :]
+    return Summary(
+        run=run.name,
+        loss=loss,
+        last=fmean(tail) if tail else math.nan,
+        last_error=noise / math.sqrt(len(tail)) if tail else math.nan,
+        slope=_slope_of_second_half(loss),
+        noise=noise,
+        not_finite=_where(logged, lambda value: not math.isfinite(value)).steps,
+        sentinel=sentinel,
+        gradients=_gradients(run),
+        accuracy=_accuracy(run),
+        alarms=dict(_alarms(run)),
+    )
+
+
+def compare(one: Summary, other: Summary) -> Comparison:
+    """Whether two loss curves differ by more than their noise.
+
+    The steps that both logged are looked at as a whole and in up to ten blocks. A mean difference of n steps has the
+    standard error ``sqrt((s1^2 + s2^2) / n)``, s the runs' `noise_of_means`, or what the second differences of the
+    blocks say where that is more. The largest difference in these errors decides; that it is the largest of several is
+    reckoned with (Bonferroni). Noise that both runs share (the same samples in the same order) makes the verdict the
+    more cautious.
+    """
+    mine, theirs = (dict(zip(each.loss.steps, each.loss.values, strict=True)) for each in (one, other))
+    steps = sorted(mine.keys() & theirs.keys())
+    ratios = [mine[step] / theirs[step] for step in steps if theirs[step]]
+    ratio, spread = median_and_sigma(ratios) if ratios else (math.nan, math.nan)
+    steady = len(ratios) >= _ENOUGH and spread < 0.05 * abs(ratio)
+    if len(steps) < _ENOUGH:
+        return Comparison(one.run, other.run, len(steps), ratio, steady, math.nan, math.nan, False)
+    noise = math.hypot(*(noise_of_means([losses[step] for step in steps]) for losses in (mine, theirs)))
+    differences = [mine[step] - theirs[step] for step in steps]
+    parts = blocks(len(steps), min(10, len(steps) // 4))
+    means = [fmean(differences[place] for place in part) for part in parts]
+    curved = [after - 2 * here + before for before, here, after in zip(means, means[1:], means[2:], strict=False)]
+    # A second difference of independent means has six times the variance of one.
+    between = SIGMA_PER_MAD * median(map(abs, curved)) / math.sqrt(6.0) if curved else 0.0
+    found = [(_in_errors(fmean(differences), max(noise / math.sqrt(len(steps)), between / math.sqrt(len(parts)))), 0.5)]
+    for number, (part, mean) in enumerate(zip(parts, means, strict=True)):
+        unusual = _in_errors(mean, max(noise / math.sqrt(len(part)), between))
+        found.append((unusual, (number + 0.5) / len(parts)))
+    worst, share = max(found, key=lambda each: abs(each[0]))
+    threshold = NormalDist().inv_cdf(1 - _FALSE_DIFFERENCE / (2 * len(found)))
+    at = steps[int(share * len(steps))]
+    return Comparison(one.run, other.run, len(steps), ratio, steady, worst, at, abs(worst) > threshold)
+
+
+def report(runs: Sequence[Run]) -> str:
+    """Everything in words: each run, and each held against the first."""
+    summaries = [summarise(run) for run in runs]
+    told = [_told(summary) for summary in summaries]
+    told += [_compared(compare(summary, summaries[0])) for summary in summaries[1:]]
+    return "\n\n".join(told)
+
+
+def _told(its: Summary) -> str:
+    loss = its.loss
+    rows = [("loss", "none left")]
+    if len(loss):
+        rows = [
+            ("loss", f"{loss.values[0]:.4g} at step {loss.steps[0]:.0f}, {_with_error(its.last, its.last_error)} last")
+        ]
+    if its.slope is not None:
+        rows.append(("trend", f"{_direction(its.slope)} over the second half"))
+    if not math.isnan(its.noise):
+        rows.append(("noise", f"{its.noise:.3g} from log to log, {its.noise / abs(its.last):.1%} of the loss"))
+    if its.not_finite:
+        rows.append(("not finite", f"{len(its.not_finite)} logged losses, first at step {its.not_finite[0]:.0f}"))
+    if its.sentinel is not None:
+        rows.append(("no loss", str(its.sentinel)))
+    if its.accuracy is not None:
+        got = its.accuracy
+        words = f"{got.name} {got.first:.4g} to {got.last:.4g}, nine tenths of the gain by step {got.near_step:.0f}"
+        rows.append(("accuracy", words if got.slope is None else f"{words}; {_direction(got.slope)}"))
+    if its.gradients is not None:
+        got_norms = its.gradients
+        words = f"median {got_norms.median:.3g}, MAD {got_norms.mad:.2g}, {len(got_norms.spikes)} spikes"
+        where = ", ".join(f"{step:.0f}" for step in got_norms.spikes[:5])
+        rows.append(("gradient norm", f"{words} (steps {where})" if where else words))
+    rows += [("alarms", _counted(its.alarms) or "none logged")]
+    width = max(len(name) for name, _ in rows)
+    head = f"{its.run}: {len(loss)} logged losses"
+    return "\n".join([head, *(f"  {name:{width}}  {words}" for name, words in rows)])
+
+
+def _compared(its: Comparison) -> str:
+    head = f"{its.run} against {its.other}: "
+    if math.isnan(its.worst):
+        return f"{head}{its.steps} steps in common, too few to tell a difference from noise"
+    factor = f"{its.ratio:.4g} times its loss{' throughout' if its.steady else ' in the median'}"
+    if not its.differ:
+        return f"{head}no more than noise ({abs(its.worst):.1f} standard errors at most; {factor})"
+    words = f"{head}more than noise: {abs(its.worst):.1f} standard errors around step {its.at:.0f}; {factor}"
+    if its.steady and abs(its.ratio - 1) > 0.2:
+        words += "; one factor throughout points at how the loss is scaled or logged, not at what is learned"
+    return words
+
+
+def _where(series: Series, keep: Callable[[float], bool]) -> Series:
+    kept = [(step, value) for step, value in zip(series.steps, series.values, strict=True) if keep(value)]
+    return Series(tuple(step for step, _ in kept), tuple(value for _, value in kept))
+
+
+def _slope_of_second_half(series: Series) -> Slope | None:
+    """Over block means, so that a long run is quick and neighbours that hang together count as one."""
+    half = len(series) // 2
+    steps, values = series.steps[half:], series.values[half:]
+    if len(set(steps)) < _ENOUGH:
+        return None
+    parts = blocks(len(steps), _POINTS)
+    return theil_sen(
+        [fmean(steps[place] for place in part) for part in parts],
+        [fmean(values[place] for place in part) for part in parts],
+    )
+
+
+def _gradients(run: Run) -> GradientNorms | None:
+    norms = _where(run.series.get("grad_norm", Series((), ())), lambda norm: math.isfinite(norm) and norm > 0)
+    if not len(norms):
+        return None
+    logs = [math.log(norm) for norm in norms.values]
+    centre, sigma = median_and_sigma(logs)
+    usual = math.exp(centre)
+    bar = max(centre + _SPIKE * sigma, centre + math.log(_SPIKE_TIMES))
+    spikes = tuple(step for step, log in zip(norms.steps, logs, strict=True) if log > bar)
+    return GradientNorms(usual, median(abs(norm - usual) for norm in norms.values), spikes)
+
+
+def _accuracy(run: Run) -> Accuracy | None:
+    """An evaluation's accuracy before the training's."""
+    names = sorted(
+        (name for name in run.series if name.endswith(("accuracy", "_acc")) or name == "acc"),
+        key=lambda name: (not name.startswith("eval"), name),
+    )
+    if not names:
+        return None
+    series = _where(run.series[names[0]], math.isfinite)
+    if not len(series):
+        return None
+    first, best = series.values[0], max(series.values)
+    near = first + 0.9 * (best - first)
+    step = next(step for step, value in zip(series.steps, series.values, strict=True) if value >= near)
+    return Accuracy(names[0], first, series.values[-1], step, _slope_of_second_half(series))
+
+
+def _alarms(run: Run) -> list[tuple[str, tuple[int, float]]]:
+    """The monitors' own counts, where they were logged."""
+    found = []
+    for key, series in sorted(run.series.items()):
+        name = key.removeprefix(PREFIX).removesuffix("_alarms")
+        if key == f"{PREFIX}{name}_alarms" and max(series.values) > 0:
+            first = next(step for step, count in zip(series.steps, series.values, strict=True) if count > 0)
+            found.append((name.replace("_", " "), (int(max(series.values)), first)))
+    return found
+
+
+def _in_errors(difference: float, error: float) -> float:
+    if error:
+        return difference / error
+    return math.copysign(math.inf, difference) if difference else 0.0
+
+
+def _direction(slope: Slope) -> str:
+    verb = "rises" if slope.low > 0 else "falls" if slope.high < 0 else "flat"
+    low, high = slope.low * 100, slope.high * 100
+    if verb == "flat":
+        return f"flat ({low:+.3g} to {high:+.3g} per 100 steps)"
+    low, high = sorted((abs(low), abs(high)))
+    return f"{verb} by {abs(slope.value) * 100:.3g} per 100 steps ({low:.3g} to {high:.3g})"
+
+
+def _with_error(value: float, error: float) -> str:
+    return f"{value:.4g}" if math.isnan(error) else f"{value:.4g} +- {error:.2g}"
+
+
+def _counted(alarms: dict[str, tuple[int, float]]) -> str:
+    return "; ".join(f"{name}: {count}, first by step {step:.0f}" for name, (count, step) in alarms.items())

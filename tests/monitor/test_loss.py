@@ -1,0 +1,129 @@
+"""The loss meter on one process; with real ranks in test_two_ranks.py."""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from hf_accum_fix.monitor.loss import LossMeter, Moments
+from hf_accum_fix.monitor.pipeline import without_sentinels
+
+
+def test_the_mean_weighs_items_and_not_micro_batches() -> None:
+    meter = LossMeter()
+    meter.update(torch.tensor(8.0), 1)
+    meter.update(torch.tensor(2.0), torch.tensor(1999))
+    meter.update_sum(torch.tensor(4000.0), 2000)
+    reading = meter.read()
+    assert reading.mean == pytest.approx((8 + 2 * 1999 + 4000) / 4000)
+    assert reading.total.micro_batches == 3
+    assert meter.read().total.items == 0
+
+
+def test_reading_without_reset_keeps_on() -> None:
+    meter = LossMeter()
+    meter.update(torch.tensor(1.0), 2)
+    assert meter.read(reset=False).mean == meter.read().mean == 1.0
+
+
+def test_a_loss_over_no_item_is_none_and_a_broken_one_is_seen() -> None:
+    meter = LossMeter()
+    meter.update(torch.tensor(math.nan), torch.tensor(0))
+    meter.update(torch.tensor(3.0), torch.tensor(5))
+    assert meter.read().mean == 3.0
+    meter.update(torch.tensor(math.nan), torch.tensor(2))
+    assert math.isnan(meter.read().mean)
+
+
+def test_nothing_is_kept_of_a_loss_changed_later() -> None:
+    meter = LossMeter()
+    loss = torch.tensor(2.0, requires_grad=True) * 1
+    meter.update(loss, 1)
+    with torch.no_grad():
+        loss /= 16
+    assert meter.read().mean == 2.0
+
+
+def test_no_loss_is_a_fact_and_no_number() -> None:
+    meter = LossMeter()
+    meter.update(None, 7)
+    meter.update_sum(None, 7)
+    reading = meter.read()
+    assert math.isnan(reading.mean) and math.isnan(reading.spread) and reading.total == Moments()
+
+
+def test_the_standard_error_is_the_one_of_simulation() -> None:
+    draw = numpy.random.default_rng(0)
+    means, errors = [], []
+    for _ in range(300):
+        meter = LossMeter()
+        for items in draw.integers(1, 200, size=40):
+            meter.update(2.0 + 0.3 * draw.normal() + draw.normal() / math.sqrt(items), int(items))
+        reading = meter.read()
+        means.append(reading.mean)
+        errors.append(reading.standard_error)
+    assert numpy.mean(errors) == pytest.approx(numpy.std(means), rel=0.12)
+    assert math.isnan(Moments(micro_batches=1, items=5, loss=5).standard_error)
+
+
+def test_the_moments_are_those_by_hand() -> None:
+    sums, items = [3.0, 10.0, 1.0], [1.0, 4.0, 2.0]
+    meter = LossMeter()
+    for pair in zip(sums, items, strict=True):
+        meter.update_sum(*pair)
+    found = meter.read().total
+    mean = sum(sums) / sum(items)
+    assert found.deviations_squared == pytest.approx(sum((s - mean * n) ** 2 for s, n in zip(sums, items, strict=True)))
+    assert found.effective_micro_batches == pytest.approx(49 / 21)
+    assert found.times(3).mean == pytest.approx(3 * mean)
+    assert (found - found) == Moments()
+
+
+class ThreeRanks:
+    """Another engine, plugged in: the other two ranks hold what they were given."""
+
+    rank, size = 2, 3
+
+    def __init__(self, others: Tensor) -> None:
+        self.others = others
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor + self.others
+
+
+def test_another_engine_plugs_in_by_its_sum_alone() -> None:
+    others = torch.zeros(3, 3, 3, dtype=torch.float64)
+    row = torch.tensor([6.0, 2.0, 1.0], dtype=torch.float64)
+    others[0] = torch.outer(row, row)
+    meter = LossMeter(ThreeRanks(others))
+    meter.update(torch.tensor(1.0), 2)
+    reading = meter.read()
+    assert [moments.mean for moments in reading.ranks if moments.items] == [3.0, 1.0]
+    assert reading.mean == 2.0 and reading.spread == 2.0
+
+
+@pytest.mark.parametrize(
+    ("losses", "kept", "told"),
+    [
+        ([-1.0] * 5, 0, "all 5 losses are -1"),
+        ([2.0, -1.0, 1.9, -1.0, 1.8, -1.0], 3, "3 of 6 losses are -1"),
+        ([2.0, 1.9, -100.0, -100.0, -100.0], 2, "3 of 5 losses are -100"),
+    ],
+)
+def test_sentinels_are_recognised(losses: list[float], kept: int, told: str) -> None:
+    remaining, sentinel = without_sentinels(losses)
+    assert len(remaining) == kept and min(remaining, default=0) >= 0
+    assert sentinel is not None and told in str(sentinel) and len(sentinel.places) == len(losses) - kept
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [[2.0, 1.0, 0.5], [-0.9, -0.99, -1.0, -1.0, -1.0, -0.98], [-1.0, 2.0, 1.5, -1.0], [0.0] * 9, [-0.5] * 9, []],
+    ids=["plain", "a similarity that saturates", "twice is chance", "zero", "no whole number", "empty"],
+)
+def test_losses_are_no_sentinels(losses: list[float]) -> None:
+    assert without_sentinels(losses) == (losses, None)

@@ -1,0 +1,110 @@
+"""The statistics against scipy and against simulation."""
+
+from __future__ import annotations
+
+import math
+import random
+from statistics import fmean, pstdev
+
+import numpy
+import pytest
+from scipy import stats
+
+from hf_accum_fix.monitor.robust import (
+    Cusum,
+    blocks,
+    median_and_sigma,
+    noise_of_means,
+    noise_sigma,
+    normal_of_student,
+    theil_sen,
+)
+
+
+@pytest.mark.parametrize("rounded", [None, 1, 0], ids=["no ties", "some ties", "many ties"])
+def test_theil_sen_is_scipys(rounded: int | None) -> None:
+    draw = numpy.random.default_rng(0)
+    x = numpy.arange(40.0)
+    y = 0.05 * x + draw.normal(size=40)
+    y = y if rounded is None else numpy.round(y, rounded)
+    expected = stats.theilslopes(y, x, alpha=0.95)
+    found = theil_sen(x.tolist(), y.tolist(), 0.95)
+    assert found.value == pytest.approx(expected.slope)
+    assert (found.low, found.high) == pytest.approx((expected.low_slope, expected.high_slope))
+
+
+def test_the_interval_of_theil_sen_covers_as_often_as_it_says() -> None:
+    draw = numpy.random.default_rng(1)
+    x = list(map(float, range(24)))
+    covered = sum(
+        its.low <= 0.3 <= its.high
+        for its in (theil_sen(x, (0.3 * numpy.arange(24) + draw.standard_t(3, size=24)).tolist(), 0.9) for _ in range(400))
+    )
+    assert 0.87 <= covered / 400 <= 0.96
+
+
+def test_a_slope_needs_two_places() -> None:
+    with pytest.raises(ValueError, match="two different abscissae"):
+        theil_sen([1.0, 1.0], [2.0, 3.0])
+
+
+def test_the_median_absolute_deviation_is_scipys() -> None:
+    values = numpy.random.default_rng(2).exponential(size=101)
+    centre, sigma = median_and_sigma(values.tolist())
+    assert centre == pytest.approx(numpy.median(values))
+    assert sigma == pytest.approx(stats.median_abs_deviation(values, scale="normal"))
+
+
+def test_noise_is_told_from_trend() -> None:
+    draw = numpy.random.default_rng(3)
+    trend = 2 * numpy.exp(-numpy.arange(2000) / 300)
+    assert noise_sigma((trend + 0.05 * draw.normal(size=2000)).tolist()) == pytest.approx(0.05, rel=0.1)
+    assert noise_sigma(trend.tolist()) < 1e-4
+    assert math.isnan(noise_sigma([1.0, 2.0, 3.0]))
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5])
+def test_the_error_of_a_mean_under_autocorrelation(correlation: float) -> None:
+    draw = numpy.random.default_rng(4)
+    series = draw.normal(size=20_000)
+    for place in range(1, len(series)):
+        series[place] += correlation * series[place - 1]
+    found = noise_of_means(series.tolist()) / math.sqrt(100)
+    assert found == pytest.approx(series.reshape(-1, 100).mean(axis=1).std(), rel=0.2)
+
+
+@pytest.mark.parametrize("freedom", [1, 3, 10, 100])
+@pytest.mark.parametrize("t", [0.2, 1.0, 3.0, 10.0])
+def test_students_deviate_as_a_normal_one(t: float, freedom: int) -> None:
+    exact = stats.norm.isf(stats.t.sf(t, freedom))
+    found = normal_of_student(t, freedom)
+    assert found == pytest.approx(exact, abs=0.01 if exact < 1.05 else 0.2)
+    assert found <= exact + 0.01
+    assert normal_of_student(-t, freedom) == -found
+
+
+def test_the_cusum_alarms_falsely_as_rarely_as_asked() -> None:
+    draw = random.Random(5)
+    lengths = []
+    for _ in range(200):
+        cusum, length = Cusum(200), 1
+        while not cusum.add(draw.gauss(0, 1)):
+            length += 1
+        lengths.append(length)
+    assert fmean(lengths) == pytest.approx(200, abs=4 * pstdev(lengths) / math.sqrt(200))
+
+
+def test_the_cusum_needs_more_than_one_outlier_and_little_of_a_lasting_shift() -> None:
+    cusum = Cusum(100_000)
+    assert not cusum.add(1e9)
+    steady = Cusum(100_000)
+    assert [steady.add(2.0) for _ in range(10)].index(True) == math.ceil(steady.threshold / 1.5) - 1
+    broken = Cusum(100_000)
+    assert any(broken.add(math.nan) for _ in range(3))
+
+
+def test_blocks_cover_everything_once() -> None:
+    for count, parts in ((10, 3), (3, 10), (24, 24), (1, 1)):
+        cut = blocks(count, parts)
+        assert [place for part in cut for place in part] == list(range(count))
+        assert all(cut) and len(cut) == min(count, parts)

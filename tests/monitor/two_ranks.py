@@ -1,0 +1,417 @@
+"""Run by torchrun on two gloo ranks: every check of the monitors that needs real ranks, in one launch; JSON on rank 0.
+
+torchrun --nproc_per_node 2 -m tests.monitor.two_ranks OUTPUT.json
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from hf_accum_fix.monitor import LossMeter, RankGradients, Replicas, all_callbacks, check_batch_norm
+
+RANK_BATCH, EVERY, STEPS = 16, 10, 900
+
+
+def classifier(*hidden: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), *hidden, nn.Linear(32, 10))
+
+
+def batches(steps: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same global batches on every rank: ten clouds of points that overlap."""
+    draw = torch.Generator().manual_seed(1)
+    centres = torch.randn(10, 64, generator=draw)
+    for _ in range(steps):
+        labels = torch.randint(10, (size,), generator=draw)
+        yield centres[labels] + 2.0 * torch.randn(size, 64, generator=draw), labels
+
+
+def loss_curves(rank: int) -> dict[str, Any]:
+    """Two ranks and one process over the same global batches: what a log of one batch in ten shows, and the meter."""
+    curves: dict[str, list[float]] = {}
+    errors = []
+    for name, ranks in (("two ranks", 2), ("one process", 1)):
+        model = classifier()
+        wrapped = DistributedDataParallel(model) if ranks == 2 else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        meter = LossMeter() if ranks == 2 else LossMeter(Alone())
+        for step, (points, labels) in enumerate(batches(STEPS, RANK_BATCH * 2), start=1):
+            mine = slice(rank * RANK_BATCH, (rank + 1) * RANK_BATCH) if ranks == 2 else slice(None)
+            loss = cross_entropy(wrapped(points[mine]), labels[mine])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            meter.update(loss, items=len(labels[mine]))
+            if step % EVERY == 0:
+                reading = meter.read()
+                curves.setdefault(f"{name}, every micro-batch", []).append(reading.mean)
+                errors.append(reading.standard_error)
+                sampled = loss.detach().clone()
+                curves.setdefault(f"{name}, one rank's last batch", []).append(float(sampled))
+                if ranks == 2:
+                    dist.all_reduce(sampled)
+                    curves.setdefault("two ranks, last batch", []).append(float(sampled) / 2)
+    # Half the mean square of successive differences: the variance without the trend (von Neumann et al. 1941).
+    settled = {name: curve[len(curve) // 2 :] for name, curve in curves.items()}
+    noise = {name: fmean((b - a) ** 2 for a, b in pairwise(curve)) / 2 for name, curve in settled.items()}
+    ours, one = curves["two ranks, every micro-batch"], curves["one process, every micro-batch"]
+    return {
+        "variance": noise,
+        "apart": max(abs(a - b) / b for a, b in zip(ours, one, strict=True)),
+        "standard_error": errors[len(ours) - 1],
+    }
+
+
+class Alone:
+    """The protocol, plugged in: one rank."""
+
+    rank, size = 0, 1
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+class Counted:
+    """The protocol, plugged in: torch.distributed, counting."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.sums = dist.get_rank(), dist.get_world_size(), 0
+        self.steps: set[int] = set()
+        self.step: Callable[[], int] = lambda: 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        self.sums += 1
+        self.steps.add(self.step())
+        result = tensor.clone()
+        dist.all_reduce(result)
+        return result
+
+
+def uneven_readings(rank: int) -> dict[str, Any]:
+    """Unequal item counts, a rank without a loss, and a loss of 0 / 0."""
+    losses = [[(2.0, 3), (4.0, 1), (float("nan"), 0)], [(1.0, 6)]]
+    meter = LossMeter()
+    for loss, items in losses[rank]:
+        meter.update(torch.tensor(loss), torch.tensor(items))
+    reading = meter.read()
+    empty = meter.read()
+    meter.update(torch.tensor(5.0) if rank == 1 else None, 7)
+    last_stage = meter.read()
+    return {
+        "mean": reading.mean,
+        "rank_means": [moments.mean for moments in reading.ranks],
+        "spread": reading.spread,
+        "micro_batches": reading.total.micro_batches,
+        "empty": empty.total.items,
+        "last_stage": last_stage.mean,
+        "with_a_loss": [bool(moments.items) for moments in last_stage.ranks],
+        "seen_by": gather(float(last_stage.mean)),
+    }
+
+
+def gradients_before_reduction(rank: int) -> dict[str, Any]:
+    """The hook's norm of an accumulated gradient against one by hand; and the averaged gradient with and without it."""
+    window = list(batches(2, RANK_BATCH * 2))
+    mine = slice(rank * RANK_BATCH, (rank + 1) * RANK_BATCH)
+    averaged: list[list[Tensor]] = []
+    reading = None
+    for hooked in (False, True):
+        model = classifier()
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=0.005)
+        gradients = RankGradients()
+        if hooked:
+            gradients.attach(wrapped)
+        for step in range(2):
+            wrapped.zero_grad()
+            for place, (points, labels) in enumerate(window):
+                if place == 0:
+                    with wrapped.no_sync():
+                        cross_entropy(wrapped(points[mine]), labels[mine]).backward()
+                else:
+                    cross_entropy(wrapped(points[mine]), labels[mine]).backward()
+        averaged.append([parameter.grad.clone() for parameter in model.parameters()])
+        if hooked:
+            reading = gradients.read()
+    assert reading is not None
+    model = classifier()
+    sum(cross_entropy(model(points[mine]), labels[mine]) for points, labels in window).backward()
+    by_hand = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
+    return {
+        "steps": [len(norms) for norms in reading.norms],
+        "apart": abs(reading.norms[rank][-1] - float(by_hand)) / float(by_hand),
+        "ranks_differ": reading.norms[0] != reading.norms[1],
+        "same_bits": all(torch.equal(a, b) for a, b in zip(*averaged, strict=True)),
+        "refused": refusal(lambda: gradients.attach(wrapped)),
+    }
+
+
+def planted_gradient(rank: int) -> dict[str, Any]:
+    """Rank 1 forgets to divide its loss by eight; beside a healthy run."""
+    told = {}
+    for factor in (1.0, 8.0):
+        model = classifier()
+        wrapped = DistributedDataParallel(model)
+        gradients = RankGradients()
+        gradients.attach(wrapped)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        alarms = []
+        for step, (points, labels) in enumerate(batches(200, RANK_BATCH * 2), start=1):
+            mine = slice(rank * RANK_BATCH, (rank + 1) * RANK_BATCH)
+            loss = cross_entropy(wrapped(points[mine]), labels[mine]) * (factor if rank == 1 else 1.0)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step % EVERY == 0:
+                alarm = gradients.judge(gradients.read())
+                alarms += [] if alarm is None else [alarm.message]
+        told[f"times {factor:g}"] = alarms
+    return told
+
+
+def replicas_in_step(rank: int) -> dict[str, Any]:
+    """Healthy training with dropout that differs by rank, and three faults."""
+    found: dict[str, Any] = {}
+    model = classifier(nn.Dropout(0.5), nn.BatchNorm1d(32))
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    counted = Counted()
+    replicas = Replicas(wrapped, optimizer, counted, every=5)
+    torch.manual_seed(rank)
+    healthy = []
+    for points, labels in batches(20, RANK_BATCH * 2):
+        mine = slice(rank * RANK_BATCH, (rank + 1) * RANK_BATCH)
+        optimizer.zero_grad()
+        cross_entropy(wrapped(points[mine]), labels[mine]).backward()
+        optimizer.step()
+        healthy.append(replicas.step())
+    found["healthy"] = [str(alarm) for alarm in healthy if alarm is not None]
+    found["sums_in_20_steps"] = counted.sums
+    found["generators_differ"] = len(set(gather(float(torch.rand(()))))) == 2
+    good = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    def restore() -> None:
+        model.load_state_dict(good[0])
+        optimizer.load_state_dict(copy.deepcopy(good[1]))
+
+    def fault(name: str, change: Callable[[], Any]) -> None:
+        if rank == 1:
+            with torch.no_grad():
+                change()
+        alarm = replicas.check()
+        its = replicas.difference
+        found[name] = {
+            "told": "" if alarm is None else alarm.message,
+            "name": None if its is None else its.name,
+            "ranks": None if its is None else its.ranks,
+            "largest": None if its is None else its.largest,
+            "elements": None if its is None else its.elements,
+            "tensors": None if its is None else its.tensors,
+        }
+        restore()
+        found[f"{name}, mended"] = replicas.check() is None
+
+    def change_one_element() -> None:
+        model[4].weight.view(-1)[7] += 0.25
+
+    def update_one_parameter() -> None:
+        model[0].bias -= 0.5
+
+    def change_the_optimizer() -> None:
+        optimizer.state[model[0].weight]["exp_avg"].view(-1)[3] += 1e-3
+
+    fault("one element", change_one_element)
+    fault("one parameter", update_one_parameter)
+    fault("optimizer", change_the_optimizer)
+    fault("one bit", lambda: model[0].weight.view(torch.int32).view(-1)[0].add_(1))
+    if rank == 1:
+        optimizer.state[model[0].bias].clear()
+    found["state missing on one rank"] = str(replicas.check())
+    restore()
+    return found
+
+
+def copying_converter(module: nn.Module) -> nn.Module:
+    """A converter that copies: what apex's and older ones do, with a layer that runs on a CPU."""
+    result = module
+    if isinstance(module, nn.BatchNorm1d):
+        result = nn.BatchNorm1d(module.num_features)
+        result.load_state_dict(module.state_dict())
+    for name, child in module.named_children():
+        result.add_module(name, copying_converter(child))
+    return result
+
+
+def batch_norm(rank: int) -> dict[str, Any]:
+    """A model converted after it was wrapped, and one converted before: what is told, and what training does."""
+    found: dict[str, Any] = {}
+    for order in ("after", "before"):
+        model = classifier(nn.BatchNorm1d(32))
+        if order == "before":
+            model = copying_converter(model)
+        # Without this DDP refuses the second step: the layers that it knows are no longer used.
+        wrapped: nn.Module = DistributedDataParallel(model, find_unused_parameters=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if order == "after":
+            wrapped = copying_converter(wrapped)
+        layer = next(module for module in wrapped.modules() if isinstance(module, nn.BatchNorm1d))
+        start = layer.weight.detach().clone()
+        for points, labels in batches(5, RANK_BATCH * 2):
+            mine = slice(rank * RANK_BATCH, (rank + 1) * RANK_BATCH)
+            optimizer.zero_grad()
+            layer.zero_grad()
+            cross_entropy(wrapped(points[mine]), labels[mine]).backward()
+            optimizer.step()
+        findings = check_batch_norm(wrapped, per_device_batch=RANK_BATCH, accumulation_steps=4, optimizer=optimizer)
+        found[order] = {
+            "kinds": [finding.kind for finding in findings],
+            "told": [finding.message for finding in findings],
+            "trained": not torch.equal(layer.weight, start),
+            "gradients_averaged": len(set(gather(float(layer.weight.grad.sum())))) == 1,
+        }
+    return found
+
+
+def pipeline(rank: int) -> dict[str, Any]:
+    """1F1B over two stages: only the last knows the loss, and rank 0 logs it."""
+    torch.manual_seed(0)
+    stages = nn.ModuleList([nn.Sequential(nn.Linear(64, 32), nn.ReLU()), nn.Linear(32, 10)])
+    whole = copy.deepcopy(nn.Sequential(*stages))
+    stage = PipelineStage(stages[rank], rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=cross_entropy)
+    meter = LossMeter()
+    sentinel, expected = [], []
+    for points, labels in batches(3, 32):
+        losses: list[Tensor] = []
+        if rank == 0:
+            schedule.step(points)
+        else:
+            schedule.step(target=labels, losses=losses)
+        for loss in losses:
+            meter.update(loss, items=8)
+        sentinel.append(float(torch.stack(losses).mean()) if losses else -1.0)
+        with torch.no_grad():
+            expected.append(float(cross_entropy(whole(points), labels)))
+    reading = meter.read()
+    return {
+        "mean": gather(reading.mean),
+        "expected": sum(expected) / len(expected),
+        "with_a_loss": [bool(moments.items) for moments in reading.ranks],
+        "micro_batches": reading.total.micro_batches,
+        "average_over_sentinels": sum(gather(sum(sentinel) / len(sentinel))) / 2,
+    }
+
+
+def trainer(rank: int) -> dict[str, Any]:
+    """The Trainer on two ranks with every callback on: what is logged, when something is summed, what is left behind."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    draw = torch.Generator().manual_seed(3)
+    samples = []
+    for _ in range(192):
+        ids = torch.randint(1, 32, (12,), generator=draw)
+        labels = ids.clone()
+        labels[: int(torch.randint(0, 11, (), generator=draw))] = -100
+        samples.append({"input_ids": ids, "labels": labels})
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=12,
+        logging_steps=4, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, ddp_backend="gloo",
+        seed=0, max_grad_norm=1.0,
+    )  # fmt: skip
+    its = Trainer(LlamaForCausalLM(config), arguments, train_dataset=samples)
+    numbers: list[tuple[float, float]] = []
+    counted = Counted()
+    counted.step = lambda: its.state.global_step
+    for callback in all_callbacks(its, counted):
+        if type(callback).__name__ == "ReplicasCallback":
+            callback._every = 6
+        its.add_callback(callback)
+    step = its.training_step
+
+    def recorded(*args: Any, **kwargs: Any) -> Tensor:
+        loss = step(*args, **kwargs)
+        numbers.append((float(loss), float(args[2])))
+        return loss
+
+    its.training_step = recorded
+    its.train()
+    rows = [row for row in its.state.log_history if "loss" in row]
+    # By hand: the Trainer's losses of every micro-batch of the first interval, weighed by the items of their step.
+    first = torch.tensor(numbers[:8], dtype=torch.float64)
+    sums = torch.stack([(first[:, 0] * first[:, 1]).sum(), first[::2, 1].sum()])
+    dist.all_reduce(sums)
+    return {
+        "rows": rows,
+        "by_hand": float(sums[0] / sums[1]),
+        "summed_at_steps": sorted(counted.steps),
+        "as_it_was": vars(its)["training_step"] is recorded,
+        "left_behind": sorted({"log", "_hf_accum_fix_listeners"} & vars(its).keys()),
+        "accelerator": sorted({"clip_grad_norm_", "_hf_accum_fix_listeners"} & vars(its.accelerator).keys()),
+    }
+
+
+def gather(value: float) -> list[float]:
+    table = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+    table[dist.get_rank()] = value
+    dist.all_reduce(table)
+    return table.tolist()
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+CHECKS = (
+    loss_curves, uneven_readings, gradients_before_reduction, planted_gradient, replicas_in_step, batch_norm, pipeline,
+    trainer,
+)  # fmt: skip
+
+
+def main(output: Path) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.INFO)
+    dist.init_process_group("gloo")
+    rows = {}
+    for check in CHECKS:
+        import time; t=time.perf_counter(), time.process_time()
+        mine = check(dist.get_rank())
+        print(check.__name__, time.perf_counter()-t[0], time.process_time()-t[1])
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, mine)
+        rows[check.__name__] = both
+    if dist.get_rank() == 0:
+        output.write_text(json.dumps(rows))
+    dist.barrier()
+    # Tearing gloo down may wait for ever: its thread frees the barrier's tensors under the lock this one holds.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
