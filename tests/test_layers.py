@@ -54,9 +54,35 @@ def test_upstream_runs_one_way() -> None:
         assert not imports(f"hf_accum_fix.upstream.{name}") & later, name
 
 
-def test_only_overrides_the_subclasses_and_doctor_know_the_trainer() -> None:
+@pytest.mark.parametrize("module", modules_of("hf_accum_fix.monitor"))
+def test_monitors_know_nothing_else_of_the_package(module: str) -> None:
+    allowed = ("torch", "transformers", "hf_accum_fix.monitor", "hf_accum_fix.errors")
+    assert {name for name in imports(module) if not name.startswith(allowed)} <= {"hf_accum_fix"}
+
+
+def test_nothing_else_of_the_package_knows_the_monitors() -> None:
+    knowing = {name for name in MODULES if any(found.startswith("hf_accum_fix.monitor") for found in imports(name))}
+    assert knowing - {*modules_of("hf_accum_fix.monitor")} <= {"hf_accum_fix.cli.watch"}
+
+
+def test_monitors_run_one_way() -> None:
+    order = ["robust", "ranks", "pipeline", "run_logs", "watch", "picture", "alarms", "deviation", "loss", "rank_loss"]
+    order += ["rank_gradients", "gradient_norm", "replicas", "batch_norm", "memory", "callbacks"]
+    assert {f"hf_accum_fix.monitor.{name}" for name in order} == set(modules_of("hf_accum_fix.monitor")[1:])
+    for rank, name in enumerate(order):
+        later = {f"hf_accum_fix.monitor.{other}" for other in order[rank:]}
+        assert not imports(f"hf_accum_fix.monitor.{name}") & later, name
+
+
+def test_reading_logs_needs_no_framework() -> None:
+    for name in ("robust", "pipeline", "run_logs", "watch", "picture"):
+        assert not imports(f"hf_accum_fix.monitor.{name}") & FRAMEWORKS, name
+
+
+def test_few_modules_know_the_trainer() -> None:
     knowing = {name for name in MODULES if any(found.split(".")[0] == "transformers" for found in imports(name))}
-    assert knowing <= {"hf_accum_fix.overrides", "hf_accum_fix.trainer", "hf_accum_fix.cli.head"}
+    named = {"overrides", "trainer", "cli.head", "monitor.callbacks"}
+    assert knowing <= {f"hf_accum_fix.{name}" for name in named}
 
 
 def test_nothing_depends_on_the_command_line() -> None:

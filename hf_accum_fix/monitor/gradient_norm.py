@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -105,11 +106,11 @@ class GradientNorm:
             if spike is not None:
                 spikes.append(spike)
             self._usual.append(norm)
-        median, sigma = median_and_sigma(self._usual) if self._usual else (math.nan, math.nan)
+        centre, sigma = median_and_sigma(self._usual) if self._usual else (math.nan, math.nan)
         max_norm = self.max_norm
         return GradientNormReading(
             steps=len(norms),
-            median=median,
+            median=centre,
             mad=sigma / SIGMA_PER_MAD,
             spikes=tuple(spikes),
             clipped=None if max_norm is None or not norms else sum(norm > max_norm for norm in norms) / len(norms),
@@ -136,12 +137,12 @@ class GradientNorm:
     def _spike(self, norm: float, steps_ago: int) -> Spike | None:
         if len(self._usual) < _ENOUGH:
             return None
-        centre, sigma = median_and_sigma([math.log(usual) for usual in self._usual])
-        usual = math.exp(centre)
-        unusual = (math.log(norm) - centre) / max(sigma, _LEAST_SIGMA)
-        if unusual <= self._unusual or norm <= self._factor * usual:
+        usual = median(self._usual)
+        if norm <= self._factor * usual:
             return None
-        return Spike(steps_ago, norm, usual, unusual)
+        centre, sigma = median_and_sigma([math.log(each) for each in self._usual])
+        unusual = (math.log(norm) - centre) / max(sigma, _LEAST_SIGMA)
+        return Spike(steps_ago, norm, usual, unusual) if unusual > self._unusual else None
 
 
 #: Norms without which nothing is usual.

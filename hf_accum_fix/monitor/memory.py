@@ -75,9 +75,9 @@ class Trend:
 def trend(steps: Sequence[float], sizes: Sequence[float]) -> Trend:
     """Warm-up set aside, then plateau, growth, or too few steps to tell them apart.
 
-    The warm-up ends where the samples first reach the line through the second half of them (less four robust standard
-    deviations). From there on the medians of up to 24 blocks are taken, so that neither single peaks nor what hangs
-    together over a few steps decides, and the slope is Theil and Sen's.
+    The warm-up ends where the samples first reach the line through the second half of them, less four robust standard
+    deviations or what counts as no growth. From there on the medians of up to 24 blocks are taken, so that neither
+    single peaks nor what hangs together over a few steps decides, and the slope is Theil and Sen's.
 
     It *grows* if the whole interval is above zero, the growth so far is more than a MiB and 0.2 % of the level, each
     half grows at no less than half that pace, and at least two blocks in five are above the one before (of noise, every
@@ -95,7 +95,7 @@ def trend(steps: Sequence[float], sizes: Sequence[float]) -> Trend:
     level, span = median(sizes), steps[-1] - steps[0]
     x, y = _medians(steps, sizes)
     slope = theil_sen(x, y, _CONFIDENCE)
-    none = max(_NO_GROWTH, _NO_GROWTH_SHARE * level)
+    none = _no_growth(level)
     kind = TrendKind.TOO_FEW_STEPS
     if slope.high * span < none:
         kind = TrendKind.PLATEAU
@@ -114,11 +114,15 @@ def _end_of_warm_up(steps: Sequence[float], sizes: Sequence[float]) -> int:
     slope = theil_sen(x, y).value
     later = zip(steps[half:], sizes[half:], strict=True)
     offset, sigma = median_and_sigma([size - slope * step for step, size in later])
-    sigma = max(sigma, noise_sigma(sizes[half:]))
+    below = max(4 * sigma, 4 * noise_sigma(sizes[half:]), _no_growth(median(sizes[half:])))
     for place in range(half):
-        if sizes[place] >= offset + slope * steps[place] - 4 * sigma:
+        if sizes[place] >= offset + slope * steps[place] - below:
             return place
     return half
+
+
+def _no_growth(level: float) -> float:
+    return max(_NO_GROWTH, _NO_GROWTH_SHARE * level)
 
 
 def _medians(steps: Sequence[float], sizes: Sequence[float]) -> tuple[list[float], list[float]]:

@@ -53,4 +53,3 @@ def write_picture(runs: Sequence[Run], path: Path) -> None:
     axes["loss"].legend(fontsize="small")
     axes[panels[-1]].set_xlabel("optimizer step")
     figure.savefig(path, dpi=120)
-

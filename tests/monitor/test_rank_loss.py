@@ -17,8 +17,10 @@ ITEMS = {
     "even": lambda draw, shape: numpy.full(shape, 128.0),
     "ragged": lambda draw, shape: draw.integers(1, 400, size=shape).astype(float),
     "heavy": lambda draw, shape: numpy.ceil(draw.lognormal(4, 1.2, size=shape)),
-    "one rank short": lambda draw, shape: numpy.vstack([numpy.full((1, shape[1]), 4.0), numpy.full((shape[0] - 1, shape[1]), 400.0)]),
-}  # fmt: skip
+    "one rank short": lambda draw, shape: numpy.where(
+        numpy.arange(shape[0])[:, None] == 0, 4.0, numpy.full(shape, 400.0)
+    ),
+}
 
 
 def a_reading(

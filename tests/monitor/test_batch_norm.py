@@ -1,0 +1,142 @@
+"""BatchNorm on one process; what order and ranks do is in test_two_ranks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.monitor.batch_norm import check_batch_norm, convert_sync_batch_norm
+
+
+class FusedBatchNorm(nn.BatchNorm2d):
+    """The shape of timm's BatchNormAct2d."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.drop = nn.Dropout(0.5)
+        self.act = nn.SiLU()
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.act(self.drop(super().forward(input)))
+
+
+class HiddenActivation(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+def network(*layers: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), *layers, nn.Conv2d(4, 2, 3))
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            nn.init.normal_(module.weight)
+            nn.init.normal_(module.bias)
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2.0)
+    return model
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of this process alone, so that DDP can wrap."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def kinds(model: nn.Module, **kwargs: object) -> list[str]:
+    return [found.kind for found in check_batch_norm(model, **{"per_device_batch": 32, **kwargs})]  # type: ignore[arg-type]
+
+
+def test_nothing_is_found_without_batch_norm() -> None:
+    assert kinds(network(nn.GroupNorm(2, 4)), per_device_batch=1, accumulation_steps=8) == []
+
+
+def test_accumulation_and_small_batches_are_told_with_the_batch_of_the_statistics() -> None:
+    model = network(nn.BatchNorm2d(4))
+    assert kinds(model) == []
+    assert kinds(model, accumulation_steps=4) == ["batch-norm-accumulation"]
+    (small,) = check_batch_norm(model, per_device_batch=2)
+    assert small.kind == "batch-norm-small-batch" and "those of 2 samples" in small.message
+    (cut, _) = check_batch_norm(model, per_device_batch=2, accumulation_steps=8)
+    assert "2 samples, while an optimizer step has 16; no scaling of loss or gradients mends that" in cut.message
+
+
+def test_frozen_layers_take_no_statistics() -> None:
+    assert kinds(network(nn.BatchNorm2d(4)).eval(), per_device_batch=1, accumulation_steps=8) == []
+
+
+def test_parameters_the_optimizer_does_not_hold_are_told() -> None:
+    model = network(nn.BatchNorm2d(4))
+    held = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert kinds(model, optimizer=held) == []
+    model[1] = nn.BatchNorm2d(4)
+    (stale,) = check_batch_norm(model, per_device_batch=32, optimizer=held)
+    assert stale.kind == "batch-norm-stale-parameters" and "2 are not held by the optimizer" in stale.message
+    for parameter in model[1].parameters():
+        parameter.requires_grad_(False)
+    assert kinds(model, optimizer=held) == []
+
+
+def test_torchs_own_converter_after_wrapping_keeps_the_parameters(one_rank: None) -> None:
+    """What the wrong order does with torch's converter: told, and not called stale."""
+    wrapped = DistributedDataParallel(network(nn.BatchNorm2d(4)))
+    before = [id(parameter) for parameter in wrapped.parameters()]
+    assert kinds(wrapped) == []
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(wrapped)
+    assert [id(parameter) for parameter in converted.parameters()] == before
+    assert kinds(converted) == ["sync-batch-norm-after-ddp"]
+
+
+def test_a_wrapped_or_compiled_model_is_refused(one_rank: None) -> None:
+    model = network(nn.BatchNorm2d(4))
+    compiled = type("OptimizedModule", (nn.Sequential,), {})(model)
+    for wrapped in (DistributedDataParallel(model), nn.Sequential(nn.DataParallel(model)), compiled):
+        with pytest.raises(UnsupportedSetupError, match=r"wrapped already .* convert first, then wrap"):
+            convert_sync_batch_norm(wrapped)
+        assert type(model[1]) is nn.BatchNorm2d
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm2d, FusedBatchNorm])
+def test_converted_layers_compute_the_same_with_the_same_parameters(layer: type[nn.BatchNorm2d]) -> None:
+    model = network(layer(4), nn.Sequential(layer(4))).eval()
+    images = torch.randn(3, 1, 8, 8)
+    expected = model(images)
+    tensors = [id(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    state = list(model.state_dict())
+    converted = convert_sync_batch_norm(model)
+    assert converted is model and torch.allclose(converted(images), expected, atol=1e-6)
+    assert [id(tensor) for tensor in (*converted.parameters(), *converted.buffers())] == tensors
+    assert list(converted.state_dict()) == state
+    assert sum(isinstance(module, nn.SyncBatchNorm) for module in converted.modules()) == 2
+    assert not any(module.training for module in converted.modules())
+
+
+def test_torchs_own_converter_drops_the_activation() -> None:
+    """What ours is for."""
+    model = network(FusedBatchNorm(4)).eval()
+    images = torch.randn(3, 1, 8, 8)
+    expected = model(images)
+    assert not torch.allclose(nn.SyncBatchNorm.convert_sync_batchnorm(model)(images), expected, atol=1e-3)
+
+
+def test_a_layer_that_computes_something_else_is_refused() -> None:
+    with pytest.raises(UnsupportedSetupError, match=r"1 \(HiddenActivation\) computes something else"):
+        convert_sync_batch_norm(network(HiddenActivation(4)))
+    with pytest.raises(UnsupportedSetupError, match="does not know its size yet"):
+        convert_sync_batch_norm(nn.Sequential(nn.LazyBatchNorm2d()))
+
+
+def test_a_model_that_is_one_layer() -> None:
+    layer = nn.BatchNorm1d(3)
+    converted = convert_sync_batch_norm(layer)
+    assert isinstance(converted, nn.SyncBatchNorm) and converted.weight is layer.weight
+    assert convert_sync_batch_norm(converted) is converted

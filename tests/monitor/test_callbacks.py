@@ -1,0 +1,248 @@
+"""The callbacks on one process: what reaches the trackers, what it costs, and that the Trainer is left alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from hf_accum_fix import GlobalBatchTrainer
+from hf_accum_fix.monitor.callbacks import (
+    GradientNormCallback,
+    LossCallback,
+    MemoryCallback,
+    MonitorCallback,
+    all_callbacks,
+    labels_counted,
+)
+from hf_accum_fix.monitor.gradient_norm import GradientNorm
+from hf_accum_fix.monitor.loss import LossMeter
+from hf_accum_fix.monitor.rank_gradients import RankGradients
+
+
+def samples(count: int = 48) -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(count):
+        ids = torch.randint(1, 32, (12,), generator=draw)
+        labels = ids.clone()
+        labels[: int(torch.randint(0, 11, (), generator=draw))] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def trainer(folder: Path, kind: type[Trainer] = Trainer, model: nn.Module | None = None, **arguments: Any) -> Trainer:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    settings = {
+        "output_dir": str(folder), "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 6,
+        "logging_steps": 3, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "seed": 0,
+    }  # fmt: skip
+    return kind(
+        model or LlamaForCausalLM(config), TrainingArguments(**{**settings, **arguments}), train_dataset=samples()
+    )
+
+
+def logged(its: Trainer) -> list[dict[str, float]]:
+    return [row for row in its.state.log_history if "loss" in row]
+
+
+def test_a_real_event_file_holds_every_number_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    its = trainer(tmp_path, report_to=["tensorboard"], save_strategy="steps", save_steps=6)
+    for callback in all_callbacks(its):
+        its.add_callback(callback)
+    its.train()
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    rows = logged(its)
+    assert [row["step"] for row in rows] == [3, 6]
+    names = {key for key in rows[-1] if key.startswith("hf_accum_fix/")}
+    assert {"hf_accum_fix/loss", "hf_accum_fix/gradient_norm_median", "hf_accum_fix/memory_mib"} <= names
+    for name in names:
+        found = [(event.step, event.value) for event in events.Scalars(f"train/{name}")]
+        expected = [(row["step"], row[name]) for row in rows if name in row]
+        assert found == [(step, pytest.approx(value, rel=1e-6)) for step, value in expected]
+    saved = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
+    assert saved["log_history"][-1]["hf_accum_fix/loss"] == rows[-1]["hf_accum_fix/loss"]
+
+
+@pytest.mark.parametrize("kind", [Trainer, GlobalBatchTrainer])
+def test_the_logged_loss_is_the_mean_over_the_tokens_of_the_interval(kind: type[Trainer], tmp_path: Path) -> None:
+    """Without learning every step's loss can be had again: by hand, over all tokens of the interval at once."""
+    its = trainer(tmp_path, kind, learning_rate=0.0)
+    its.add_callback(LossCallback(its))
+    batches: list[dict[str, Tensor]] = []
+
+    step = its.training_step
+
+    def recorded(model: nn.Module, inputs: dict[str, Tensor], *others: Any) -> Tensor:
+        batches.append(copy.deepcopy(dict(inputs)))
+        return step(model, inputs, *others)
+
+    its.training_step = recorded  # type: ignore[method-assign]
+    its.train()
+    row = logged(its)[0]
+    total = items = 0.0
+    with torch.no_grad():
+        for batch in batches[:6]:
+            logits = its.model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
+            labels = batch["labels"][:, 1:]
+            total += float(nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels, reduction="sum"))
+            items += float((labels != -100).sum())
+    assert row["hf_accum_fix/loss"] == pytest.approx(total / items, rel=1e-5)
+    assert row["loss"] != pytest.approx(total / items, rel=1e-5)
+    assert 0 < row["hf_accum_fix/loss_standard_error"] < 1
+
+
+class Regression(nn.Module):
+    """Takes no item count: its micro-batches are means, whatever is handed over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 1)
+
+    def forward(self, points: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.line(points).squeeze(-1) - labels).pow(2).mean()}
+
+
+def test_a_head_without_item_count_is_weighed_by_its_own_items(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(1)
+    dataset = [{"points": torch.randn(3, generator=draw), "labels": torch.randn((), generator=draw)} for _ in range(16)]
+    its = trainer(tmp_path, model=Regression(), learning_rate=0.0, max_steps=2, logging_steps=2)
+    its.train_dataset = dataset
+    its.add_callback(LossCallback(its))
+    its.train()
+    with torch.no_grad():
+        points, labels = (torch.stack([sample[key] for sample in dataset]) for key in ("points", "labels"))
+        expected = float(its.model(points, labels)["loss"])
+    assert logged(its)[0]["hf_accum_fix/loss"] == pytest.approx(expected, rel=1e-5)
+
+
+class Syncs(TorchDispatchMode):
+    """Counts what reads a tensor's value on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        return func(*args, **(kwargs or {}))
+
+
+class Counted:
+    """Two ranks, of which this is one; the other holds zeros."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.sums = 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        self.sums += 1
+        return tensor.clone()
+
+
+def test_between_two_logs_there_is_no_sync_and_no_collective(tmp_path: Path) -> None:
+    counts = Counter[str]()
+    for monitored in (False, True):
+        its = trainer(tmp_path, logging_strategy="no")
+        ranks = Counted()
+        if monitored:
+            for callback in (LossCallback(its, ranks), GradientNormCallback(its, ranks), MemoryCallback(its, ranks)):
+                its.add_callback(callback)
+        with Syncs() as syncs:
+            its.train()
+        counts[f"monitored: {monitored}"] = syncs.count
+        assert ranks.sums == 0
+    assert counts["monitored: True"] == counts["monitored: False"] > 0
+
+
+def test_what_is_called_at_every_step_never_looks_at_a_number() -> None:
+    """On the meta device no tensor has a value: whoever reads one fails."""
+    loss, items, norm = (torch.zeros((), device="meta") for _ in range(3))
+    meter, norms, gradients = LossMeter(), GradientNorm(max_norm=1.0), RankGradients()
+    for _ in range(3):
+        meter.update(loss, items)
+        meter.update(loss, 5)
+        meter.update_sum(loss, items)
+        norms.update(norm)
+        gradients.add(torch.zeros(4, device="meta"))
+        gradients.end_of_step()
+    for read in (meter.read, norms.read, gradients.read):
+        with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+            read()
+
+
+def test_the_loss_of_a_log_is_two_sums(tmp_path: Path) -> None:
+    its = trainer(tmp_path)
+    ranks = Counted()
+    its.add_callback(LossCallback(its, ranks))
+    its.train()
+    # The meter's, and the count that the steps were handed.
+    assert ranks.sums == 2 * len(logged(its))
+
+
+def test_the_trainer_is_left_as_it_was_in_whatever_order_callbacks_leave(tmp_path: Path) -> None:
+    its = trainer(tmp_path)
+    mine = its.log
+    its.log = lambda *args, **kwargs: mine(*args, **kwargs)  # type: ignore[method-assign]
+    standing = its.log
+    callbacks: tuple[MonitorCallback, ...] = (LossCallback(its), GradientNormCallback(its), MemoryCallback(its))
+    for callback in callbacks:
+        its.add_callback(callback)
+    its.train()
+    assert vars(its)["log"] is standing and "training_step" not in vars(its)
+    assert "clip_grad_norm_" not in vars(its.accelerator)
+    assert not any("listeners" in name for name in (*vars(its), *vars(its.accelerator)))
+    assert "hf_accum_fix/memory_mib" in logged(its)[-1]
+
+
+def test_a_run_that_failed_does_not_count_twice(tmp_path: Path) -> None:
+    its = trainer(tmp_path)
+    its.add_callback(LossCallback(its))
+    step = its.compute_loss
+    its.compute_loss = lambda *args, **kwargs: (_ for _ in ()).throw(KeyError("planted"))  # type: ignore
+    with pytest.raises(KeyError, match="planted"):
+        its.train()
+    its.compute_loss = step  # type: ignore[method-assign]
+    its.train()
+    row = logged(its)[0]
+    assert row["hf_accum_fix/loss"] == pytest.approx(row["loss"], rel=0.01)
+    assert "log" not in vars(its)
+
+
+def test_without_clipping_norms_are_measured_all_the_same(tmp_path: Path) -> None:
+    its = trainer(tmp_path, max_grad_norm=0.0)
+    its.add_callback(GradientNormCallback(its))
+    its.train()
+    row = logged(its)[-1]
+    assert row["hf_accum_fix/gradient_norm_median"] > 0 and "hf_accum_fix/clipped_steps_share" not in row
+
+
+def test_every_step_is_clipped_where_the_bar_is_low(tmp_path: Path) -> None:
+    its = trainer(tmp_path, max_grad_norm=1e-6)
+    its.add_callback(GradientNormCallback(its))
+    its.train()
+    assert [row["hf_accum_fix/clipped_steps_share"] for row in logged(its)] == [1.0, 1.0]
+
+
+def test_items_of_a_micro_batch() -> None:
+    assert int(labels_counted({"labels": torch.tensor([[1, -100, 2]])})) == 2
+    assert labels_counted({"labels": torch.zeros(4), "points": torch.zeros(4, 3)}) == 4
+    assert labels_counted({"mask": 3, "points": torch.zeros(5, 3)}) == 5
+    assert labels_counted({}) == 1

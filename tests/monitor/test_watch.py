@@ -1,0 +1,204 @@
+"""A run in one look: what is read, what is said of one run, and when two differ by more than noise."""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from hf_accum_fix.cli import watch as command
+from hf_accum_fix.monitor.run_logs import LogsError, Run, Series, read_runs
+from hf_accum_fix.monitor.watch import compare, report, summarise
+
+
+def curve(draw: numpy.random.Generator, logs: int, *, noise: float = 0.02, times: float = 1.0) -> list[float]:
+    return (times * (0.5 + 2 * numpy.exp(-5 * numpy.arange(logs) / logs) + noise * draw.normal(size=logs))).tolist()
+
+
+def a_run(name: str, losses: list[float], every: int = 10) -> Run:
+    steps = tuple(float(every * place) for place in range(1, len(losses) + 1))
+    return Run(name, {"loss": Series(steps, tuple(losses))})
+
+
+def write_state(folder: Path, losses: list[float], **columns: dict[int, float]) -> Path:
+    rows: list[dict[str, Any]] = [
+        {"loss": loss, "grad_norm": 1.0 + 0.1 * math.sin(place), "epoch": 0.1, "step": 10 * place}
+        for place, loss in enumerate(losses, start=1)
+    ]
+    for key, values in columns.items():
+        rows += [{key: value, "step": step} for step, value in values.items()]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
+    return folder
+
+
+def test_a_run_in_words(tmp_path: Path) -> None:
+    losses = curve(numpy.random.default_rng(0), 100)
+    alarms = {"hf_accum_fix/rank_loss_alarms": {10: 0, 610: 2}}
+    folder = write_state(tmp_path / "run", losses, eval_accuracy={100: 0.1, 500: 0.85, 1000: 0.9}, **alarms)
+    (run,) = read_runs(folder)
+    its = summarise(run)
+    assert its.noise == pytest.approx(0.02, rel=0.3) and its.last == pytest.approx(numpy.mean(losses[-10:]))
+    assert its.slope is not None and its.slope.high < 0
+    text = report([run])
+    assert text.startswith(f"{folder}: 100 logged losses\n")
+    assert "falls by" in text and "per 100 steps" in text
+    assert "eval_accuracy 0.1 to 0.9, nine tenths of the gain by step 500" in text
+    assert "median 1" in text and "0 spikes" in text
+    assert "rank loss: 2, first by step 610" in text
+
+
+def test_a_flat_and_a_rising_loss_are_called_so() -> None:
+    draw = numpy.random.default_rng(1)
+    flat = (1 + 0.05 * draw.normal(size=80)).tolist()
+    assert "flat (" in report([a_run("x", flat)])
+    rising = (1 + 0.01 * numpy.arange(80) + 0.05 * draw.normal(size=80)).tolist()
+    assert "rises by 0.0988 per 100 steps" in report([a_run("x", rising)])
+
+
+def test_spikes_broken_losses_and_sentinels_are_told() -> None:
+    draw = numpy.random.default_rng(2)
+    losses = curve(draw, 40)
+    losses[7] = math.nan
+    norms = numpy.exp(0.1 * draw.normal(size=40))
+    norms[11] = 30.0
+    run = a_run("x", losses)
+    run = Run("x", {**run.series, "grad_norm": Series(run.series["loss"].steps, tuple(norms.tolist()))})
+    text = report([run])
+    assert "1 logged losses, first at step 80" in text and "1 spikes (steps 120)" in text
+    mixed = [value for loss in curve(draw, 20) for value in (loss, -1.0)]
+    its = summarise(a_run("y", mixed))
+    assert len(its.loss) == 20 and its.last > 0.4
+    assert "20 of 40 losses are -1" in report([a_run("y", mixed)])
+    assert "all 9 losses are -1: this is the log of a rank that has no loss" in report([a_run("z", [-1.0] * 9)])
+
+
+@pytest.mark.parametrize("logs", [20, 60, 200])
+def test_two_runs_of_the_same_curve_differ_by_no_more_than_noise(logs: int) -> None:
+    draw = numpy.random.default_rng(logs)
+    pairs = [[summarise(a_run("x", curve(draw, logs))) for _ in range(2)] for _ in range(300)]
+    assert sum(compare(*pair).differ for pair in pairs) <= 1
+
+
+def test_a_small_lasting_difference_is_more_than_noise() -> None:
+    draw = numpy.random.default_rng(3)
+    one, other = curve(draw, 100), [loss + 0.03 for loss in curve(draw, 100)]
+    found = compare(summarise(a_run("b", other)), summarise(a_run("a", one)))
+    assert found.differ and found.worst > 4
+    assert "b against a: more than noise" in report([a_run("a", one), a_run("b", other)])
+
+
+def test_one_factor_throughout_points_at_the_scaling() -> None:
+    draw = numpy.random.default_rng(4)
+    runs = [a_run("G=1", curve(draw, 50)), a_run("G=8", curve(draw, 50, times=8.0))]
+    found = compare(summarise(runs[1]), summarise(runs[0]))
+    assert found.differ and found.steady and found.ratio == pytest.approx(8, rel=0.05)
+    assert "one factor throughout points at how the loss is scaled or logged" in report(runs)
+
+
+def test_identical_runs_and_runs_without_common_steps() -> None:
+    losses = curve(numpy.random.default_rng(5), 30)
+    same = report([a_run("a", losses), a_run("b", losses)])
+    assert "no more than noise (0.0 standard errors at most; 1 times its loss throughout)" in same
+    apart = report([a_run("a", losses), a_run("b", losses, every=7)])
+    assert "3 steps in common, too few" in apart
+
+
+def test_a_sweep_is_a_run_a_line(tmp_path: Path) -> None:
+    rows = [
+        {"mode": mode, "processes": 4, "seconds": 3.5, "losses": [3.0, 2.0], "grad_norms": [1.0, 2.0]}
+        for mode in ("stock", "apply")
+    ]
+    (tmp_path / "results.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    runs = read_runs(tmp_path)
+    assert [run.name.split(": ")[1] for run in runs] == ["stock, processes 4", "apply, processes 4"]
+    assert runs[0].series["loss"] == Series((1.0, 2.0), (3.0, 2.0))
+    assert runs[0].series["grad_norm"].values == (1.0, 2.0)
+
+
+def test_lines_of_steps_are_one_run(tmp_path: Path) -> None:
+    lines = [{"current_steps": 5 * place, "loss": 1.0 / place, "lr": 1e-4} for place in range(1, 4)]
+    (tmp_path / "trainer_log.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (run,) = read_runs(tmp_path / "trainer_log.jsonl")
+    assert run.series["loss"].steps == (5.0, 10.0, 15.0)
+
+
+def test_the_last_checkpoint_stands_for_a_folder_and_folders_for_runs(tmp_path: Path) -> None:
+    write_state(tmp_path / "a" / "checkpoint-9", [1.0] * 9)
+    write_state(tmp_path / "a" / "checkpoint-10", [1.0] * 10)
+    write_state(tmp_path / "b", [1.0] * 3)
+    (tmp_path / "pictures").mkdir()
+    assert [len(run.series["loss"]) for run in read_runs(tmp_path)] == [10, 3]
+
+
+def test_event_files_are_read(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path / "events")) as writer:
+        for step in range(1, 4):
+            writer.add_scalar("train/loss", 1.0 / step, step)
+            writer.add_scalar("eval/accuracy", step / 10, step)
+    (run,) = read_runs(tmp_path)
+    assert run.series["loss"].values == pytest.approx((1.0, 0.5, 1 / 3))
+    assert run.series["eval_accuracy"].steps == (1.0, 2.0, 3.0)
+
+
+def test_event_files_without_tensorboard_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "events.out.tfevents.1").touch()
+    imported = builtins.__import__
+
+    def missing(name: str, *others: Any) -> Any:
+        if name.startswith("tensorboard"):
+            raise ImportError(name)
+        return imported(name, *others)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(LogsError, match="pip install tensorboard"):
+        read_runs(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"log_history": 3}', '{"log_history": [{"step": 1, "eval_loss": 2}]}'])
+def test_what_cannot_be_read_is_said(text: str, tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text(text)
+    with pytest.raises(LogsError, match="needed is"):
+        read_runs(tmp_path)
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(LogsError, match="does not exist"):
+        read_runs(tmp_path / "nowhere")
+    with pytest.raises(LogsError, match="no loss was found"):
+        read_runs(tmp_path)
+
+
+def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draw = numpy.random.default_rng(6)
+    for name in "ab":
+        write_state(tmp_path / name, curve(draw, 40), eval_accuracy={200: 0.5, 400: 0.7})
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    picture = tmp_path / "look.png"
+    arguments = [str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(picture)]
+    assert command.execute(parser.parse_args(arguments)) == 0
+    printed = capsys.readouterr().out
+    assert f"{tmp_path / 'b'} against {tmp_path / 'a'}: no more than noise" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+
+
+def test_without_a_picture_matplotlib_is_not_imported(tmp_path: Path) -> None:
+    write_state(tmp_path, [1.0] * 9)
+    script = (
+        "import argparse, sys; from hf_accum_fix.cli import watch; parser = argparse.ArgumentParser();"
+        f"watch.add_arguments(parser); watch.execute(parser.parse_args([{str(tmp_path)!r}, '--no-picture']));"
+        "assert not {'matplotlib', 'torch', 'transformers', 'numpy'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0 and "9 logged losses" in done.stdout, done.stderr
