@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.monitor.alarms import Alarm
-from hf_accum_fix.monitor.robust import SIGMA_PER_MAD, median_and_sigma
+from hf_accum_fix.monitor.robust import SIGMA_PER_MAD, median_and_sigma, noise_sigma
 
 LOOK_AT = "look at the samples of that step, the learning rate (a longer warm-up) and the precision"
 
@@ -36,7 +36,7 @@ class Spike:
         steps_ago: steps between it and the reading.
         norm: its size.
         usual: median of the steps before it.
-        unusual: its distance from the median of log norms, in their robust standard deviations.
+        unusual: distance of its logarithm from that of the usual, in standard deviations of the noise.
     """
 
     steps_ago: int
@@ -69,19 +69,20 @@ class GradientNormReading:
 class GradientNorm:
     """Every step's gradient norm, against a window of the steps before it.
 
-    A spike is a norm more than ``unusual`` robust standard deviations of the log norm above its median, and at least
-    ``factor`` times as large: logarithms, because norms are skewed; the median and its absolute deviation, because the
-    spikes themselves must not raise the bar.
+    A spike is a norm whose logarithm is more than ``unusual`` times its noise above its median over the window, and at
+    least ``factor`` times as large: logarithms, because norms are skewed; the noise from step to step (`noise_sigma`)
+    and the median, because neither the trend of a run that learns nor the spikes themselves must raise the bar.
 
     Args:
         max_norm: norm that gradients are clipped to; None where they are not.
         window: steps that say what is usual.
-        unusual: robust standard deviations. At 10, Student's distribution of 5 degrees has 1 spike in 16,000 steps.
+        unusual: standard deviations of the noise. At 9, log norms that follow Student's distribution of 5 degrees gave
+            5 spikes in 60,000 simulated steps, normal ones none.
         factor: least ratio of a spike to the median.
     """
 
     def __init__(
-        self, max_norm: float | None = None, window: int = 200, unusual: float = 10.0, factor: float = 3.0
+        self, max_norm: float | None = None, window: int = 100, unusual: float = 9.0, factor: float = 3.0
     ) -> None:
         self.max_norm = max_norm
         self._unusual, self._factor = unusual, factor
@@ -140,8 +141,8 @@ class GradientNorm:
         usual = median(self._usual)
         if norm <= self._factor * usual:
             return None
-        centre, sigma = median_and_sigma([math.log(each) for each in self._usual])
-        unusual = (math.log(norm) - centre) / max(sigma, _LEAST_SIGMA)
+        sigma = noise_sigma([math.log(each) for each in self._usual])
+        unusual = math.log(norm / usual) / max(sigma, _LEAST_SIGMA)
         return Spike(steps_ago, norm, usual, unusual) if unusual > self._unusual else None
 
 

@@ -36,9 +36,14 @@ _KEPT = 4096
 #: Samples below which nothing is said; since the warm-up, below which growth is said but no alarm given (memory that a
 #: collector frees every hundred steps grows in between); and blocks that a trend is taken from.
 _ENOUGH, _ENOUGH_FOR_ALARM, _BLOCKS = 40, 250, 24
-#: Growth over all that was seen that is none: this much, or this share of the level.
-_NO_GROWTH, _NO_GROWTH_SHARE = MIB, 0.002
+#: Growth over all that was seen that is none: this much (the resident set of a healthy process creeps by a few MiB over
+#: its first thousand steps), or this share of the level.
+_NO_GROWTH, _NO_GROWTH_SHARE = 16 * MIB, 0.002
 _CONFIDENCE, _RISING = 0.999, 0.4
+#: Steps that a plateau is to hold for.
+_PLATEAU_STEPS = 1000
+#: Steps until memory is full beyond which nobody would act.
+_FAR_AWAY = 1_000_000
 
 
 class TrendKind(Enum):
@@ -79,10 +84,11 @@ def trend(steps: Sequence[float], sizes: Sequence[float]) -> Trend:
     deviations or what counts as no growth. From there on the medians of up to 24 blocks are taken, so that neither
     single peaks nor what hangs together over a few steps decides, and the slope is Theil and Sen's.
 
-    It *grows* if the whole interval is above zero, the growth so far is more than a MiB and 0.2 % of the level, each
+    It *grows* if the whole interval is above zero, the growth so far is more than 16 MiB and 0.2 % of the level, each
     half grows at no less than half that pace, and at least two blocks in five are above the one before (of noise, every
     second is): a few steps up (an evaluation, a longer batch, a heap that settles) are no leak. It is on a *plateau* if
-    not even the upper end of the interval makes a growth of that size. Else it is too early.
+    not even the upper end of the interval makes a growth of that size, over a thousand steps at least. Else it is too
+    early.
 
     Args:
         steps: increasing.
@@ -97,7 +103,7 @@ def trend(steps: Sequence[float], sizes: Sequence[float]) -> Trend:
     slope = theil_sen(x, y, _CONFIDENCE)
     none = _no_growth(level)
     kind = TrendKind.TOO_FEW_STEPS
-    if slope.high * span < none:
+    if slope.high * max(span, _PLATEAU_STEPS) < none:
         kind = TrendKind.PLATEAU
     elif slope.low > 0 and slope.value * span > none:
         half = len(x) // 2
@@ -229,11 +235,14 @@ class MemoryMonitor:
         )
 
     def judge(self, reading: MemoryReading) -> Alarm | None:
-        """An alarm where memory has grown for 250 samples: the rank that is full first. Every rank judges alike."""
+        """An alarm where memory has grown for 250 samples, and would be full in a million steps: for the first rank.
+
+        Every rank judges alike.
+        """
         growing = [
             rank
             for rank, its in enumerate(reading.ranks)
-            if its.trend.kind is TrendKind.GROWS and its.trend.samples >= _ENOUGH_FOR_ALARM
+            if its.trend.samples >= _ENOUGH_FOR_ALARM and its.steps_until_full < _FAR_AWAY
         ]
         if not growing:
             return None

@@ -30,8 +30,9 @@ PREFIX = "hf_accum_fix/"
 _ENOUGH = 8
 #: Most points that a slope is taken from.
 _POINTS = 60
-#: A gradient norm this many robust standard deviations above the median, and times the median, is a spike.
-_SPIKE, _SPIKE_TIMES = 10.0, 3.0
+#: A gradient norm whose logarithm is this many robust standard deviations above the median, and at least this many times
+#: the median, is a spike.
+_SPIKE, _SPIKE_TIMES = 9.0, 3.0
 #: Chance that two runs of the same curve are said to differ.
 _FALSE_DIFFERENCE = 1e-4
 

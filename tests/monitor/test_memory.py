@@ -76,7 +76,7 @@ def test_a_long_healthy_run_alarms_at_most_once_in_a_thousand_logs(noise: str, m
     _, readings, alarms = monitored(sizes, 50, monkeypatch)
     assert len(alarms) == 0, alarms[:1]
     kinds = [reading.ranks[0].trend.kind for reading in readings]
-    assert kinds[0] is TrendKind.TOO_FEW_STEPS and TrendKind.PLATEAU in kinds
+    assert TrendKind.PLATEAU in kinds
     assert kinds.count(TrendKind.GROWS) <= 0.05 * len(kinds)
 
 

@@ -1,0 +1,351 @@
+r"""Plain DistributedDataParallel training with every monitor on, and one planted fault to see what they say.
+
+    torchrun --nproc_per_node 2 recipes/convergence_monitor.py                        # healthy; a minute on 2 cores
+    torchrun --nproc_per_node 4 recipes/convergence_monitor.py --fault data           # one rank learns from wrong labels
+    accelerate launch --cpu recipes/convergence_monitor.py --fault leak               # starts its two ranks by itself
+    accelerate launch --num_processes 4 recipes/convergence_monitor.py                # on 4 GPUs
+    torchrun --nproc_per_node 2 recipes/convergence_monitor.py --overhead             # what all of them cost
+
+A small convolutional network learns scikit-learn's handwritten digits, with gradient accumulation. The faults, each on the last rank where it is one of a rank:
+
+    data        its labels are shuffled: a bad shard
+    seed        every rank is given the same samples
+    scale       it does not divide its loss by the accumulation steps
+    replica     one element of one parameter changes at half time
+    batch-norm  the network has BatchNorm, and is converted after it was wrapped, by a converter that copies
+    leak        it keeps 400 KiB of every step
+    spike       the loss of one batch at half time is a hundred times too large
+
+The output folder gets results.jsonl (a line a log; `hf-accum-fix watch FOLDER` reads it), alarms.txt, and curves.png:
+the loss as most logs show it (the last micro-batch before the log, averaged over the ranks) and as `LossMeter` does
+(every micro-batch since the last log). Exit code: 0; 2 for a wrong call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+# A wrong option is answered at once: nothing heavy is imported before the options are read.
+
+STEPS, ACCUMULATION, BATCH, LOG_EVERY, CHECK_EVERY = 400, 2, 32, 10, 50
+LEARNING_RATE, MAX_NORM = 2e-3, 5.0
+FAULTS = ("none", "data", "seed", "scale", "replica", "batch-norm", "leak", "spike")
+LEAK = 400 * 1024
+
+#: The medium model that the cost is measured on: 11 million parameters, 512 tokens a micro-batch.
+WIDTH, LAYERS, VOCABULARY, SAMPLES, TOKENS = 384, 6, 1000, 8, 64
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="DDP training with every monitor on, and one planted fault.")
+    parser.add_argument("--fault", choices=FAULTS, default="none")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--output", type=Path, default=Path("results/convergence_monitor"))
+    parser.add_argument("--processes", type=int, default=2, help="ranks, where neither torchrun nor accelerate says so")
+    parser.add_argument("--overhead", action="store_true", help="measure what the monitors cost, and train nothing")
+    parser.add_argument("--rounds", type=int, default=8, help="of --overhead: each is three times ten steps")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = read_options()
+    if "RANK" not in os.environ:
+        ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.processes}"]
+        os.execv(sys.executable, [sys.executable, *ranks, __file__, *sys.argv[1:]])
+    import torch
+    import torch.distributed as dist
+
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if gpu else "gloo")
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if gpu else "cpu")
+    if options.overhead:
+        measure_overhead(options, device)
+    else:
+        train(options, device)
+    dist.barrier()
+    # The threads of gloo may hold tensors of that still: tearing it down may abort, or wait for ever.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+# ---- 1. Training, with every monitor as a plain object ------------------------------------------------------
+
+
+def train(options: argparse.Namespace, device: Any) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.functional import cross_entropy
+    from torch.nn.parallel import DistributedDataParallel
+
+    from hf_accum_fix.monitor import (
+        Alarms,
+        GradientNorm,
+        LossMeter,
+        MemoryMonitor,
+        RankGradients,
+        RankLoss,
+        Replicas,
+        check_batch_norm,
+    )
+
+    rank, last = dist.get_rank(), dist.get_rank() == dist.get_world_size() - 1
+    fault = options.fault if last or options.fault in ("seed", "batch-norm", "spike") else "none"
+    start_log(options.output, rank)
+    torch.manual_seed(0)
+    network = digit_network(nn.BatchNorm2d if fault == "batch-norm" else partial(nn.GroupNorm, 4)).to(device)
+    model = DistributedDataParallel(network, find_unused_parameters=fault == "batch-norm")
+    optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE)
+    if fault == "batch-norm":
+        model = copying_converter(model)
+
+    alarms = Alarms()
+    meter, alignment = LossMeter(), RankLoss()
+    gradients, norms = RankGradients(), GradientNorm(MAX_NORM)
+    replicas = Replicas(model, optimizer, every=CHECK_EVERY)
+    memory = MemoryMonitor()
+    gradients.attach(model)
+
+    micro_batches, held_out = digits(device, rank, dist.get_world_size(), same=fault == "seed")
+    kept, rows, told = [], [], ""
+    for step in range(1, options.steps + 1):
+        half_time = step == options.steps // 2
+        for place in range(ACCUMULATION):
+            images, labels = next(micro_batches)
+            labels = labels[torch.randperm(BATCH, device=device)] if fault == "data" else labels
+            with nullcontext() if place == ACCUMULATION - 1 else model.no_sync():
+                loss = cross_entropy(model(images), labels)
+                weight = 100 if fault == "spike" and half_time else 1
+                (weight * loss / (1 if fault == "scale" else ACCUMULATION)).backward()
+            meter.update(loss, items=len(labels))
+        norm = nn.utils.clip_grad_norm_(network.parameters(), MAX_NORM)
+        norms.update(norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if fault == "replica" and half_time:
+            with torch.no_grad():
+                network[-1].weight[3, 5] += 0.01
+        if fault == "leak":
+            kept.append(torch.ones(LEAK, dtype=torch.uint8, device=device))
+
+        memory.sample()
+        alarms.say(replicas.step())
+        if step == 1:
+            for finding in check_batch_norm(
+                model, per_device_batch=BATCH, accumulation_steps=ACCUMULATION, optimizer=optimizer
+            ):
+                alarms.say(finding)
+        if step % LOG_EVERY:
+            continue
+        reading, rank_norms, norm_reading, held = meter.read(), gradients.read(), norms.read(), memory.read()
+        alarms.say(alignment.judge(reading))
+        alarms.say(gradients.judge(rank_norms))
+        alarms.say(norms.judge(norm_reading))
+        alarms.say(memory.judge(held))
+        # As most logs show it: the last micro-batch alone.
+        sampled = loss.detach().clone()
+        dist.all_reduce(sampled)
+        rows.append({
+            "step": step, "loss": reading.mean, "loss_standard_error": reading.standard_error,
+            "sampled_loss": float(sampled) / dist.get_world_size(), "grad_norm": float(norm),
+            "hf_accum_fix/rank_loss_spread": reading.spread,
+            "hf_accum_fix/rank_gradient_norm_jitter": rank_norms.jitter,
+            "hf_accum_fix/gradient_norm_median": norm_reading.median,
+            "hf_accum_fix/memory_mib": held.ranks[-1].used / 2**20,
+            "hf_accum_fix/all_alarms": alarms.count,
+        })  # fmt: skip
+        if step % CHECK_EVERY == 0:
+            rows[-1]["eval_accuracy"] = accuracy(network, held_out)
+        if rank == 0:
+            told = f"memory of the last rank: {held.ranks[-1]}"
+            print(json.dumps({key: round(value, 4) for key, value in rows[-1].items()}), flush=True)
+    if rank == 0:
+        print(told)
+        print(f"{alarms.count} alarms" if alarms.count else "no alarm")
+        (options.output / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        draw_curves(rows, options.output / "curves.png")
+
+
+def start_log(folder: Path, rank: int) -> None:
+    """Alarms go to the screen and to alarms.txt."""
+    if rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        handlers = [logging.StreamHandler(), logging.FileHandler(folder / "alarms.txt", mode="w")]
+        logging.basicConfig(level=logging.WARNING, format="ALARM %(message)s", handlers=handlers)
+
+
+def digits(device: Any, rank: int, ranks: int, *, same: bool) -> tuple[Iterator[tuple[Any, Any]], tuple[Any, Any]]:
+    """Endless micro-batches of this rank's own samples, and 297 digits that nobody learns from."""
+    import torch
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    images = torch.from_numpy(images / 16).float().view(-1, 1, 8, 8).to(device)
+    labels = torch.from_numpy(labels).to(device)
+    draw = torch.Generator().manual_seed(1)
+    order = torch.randperm(len(labels), generator=draw)
+    held_out, others = order[:297], order[297:]
+
+    def endless() -> Iterator[tuple[Any, Any]]:
+        while True:
+            shuffled = others[torch.randperm(len(others), generator=draw)]
+            mine = shuffled if same else shuffled[rank::ranks]
+            for rows in mine[: len(others) // ranks // BATCH * BATCH].split(BATCH):
+                yield images[rows], labels[rows]
+
+    return endless(), (images[held_out], labels[held_out])
+
+
+def digit_network(normalisation: Callable[[int], Any]) -> Any:
+    from torch import nn
+
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), normalisation(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), normalisation(32), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10),
+    )  # fmt: skip
+
+
+def copying_converter(module: Any) -> Any:
+    """What apex's converter and older ones do, with layers that run on a CPU too: parameters are copied."""
+    from torch import nn
+
+    result = module
+    if isinstance(module, nn.BatchNorm2d):
+        result = nn.BatchNorm2d(module.num_features).to(module.weight.device)
+        result.load_state_dict(module.state_dict())
+    for name, child in module.named_children():
+        result.add_module(name, copying_converter(child))
+    return result
+
+
+def accuracy(network: Any, held_out: tuple[Any, Any]) -> float:
+    import torch
+
+    network.eval()
+    with torch.no_grad():
+        right = (network(held_out[0]).argmax(-1) == held_out[1]).float().mean()
+    network.train()
+    return float(right)
+
+
+def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
+    """Both curves: the last micro-batch before each log, and every micro-batch with twice its standard error."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps, means, errors = ([row[key] for row in rows] for key in ("step", "loss", "loss_standard_error"))
+    figure, panel = pyplot.subplots(figsize=(8, 4))
+    panel.plot(steps, [row["sampled_loss"] for row in rows], color="C1", label="last micro-batch, mean of the ranks")
+    panel.plot(steps, means, color="C0", label="every micro-batch (LossMeter)")
+    low, high = ([m + side * 2 * e for m, e in zip(means, errors, strict=True)] for side in (-1, 1))
+    panel.fill_between(steps, low, high, color="C0", alpha=0.25, linewidth=0, label="twice its standard error")
+    panel.set(xlabel="optimizer step", ylabel="loss", yscale="log")
+    panel.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+# ---- 2. What the monitors cost ------------------------------------------------------------------------------
+
+
+def measure_overhead(options: argparse.Namespace, device: Any) -> None:
+    """Ten steps without, ten with every monitor, ten without again, in turns; the second without shows the noise."""
+    import torch.distributed as dist
+
+    arms = {name: medium_arm(device, monitored=name == "monitored") for name in ("plain", "monitored", "plain again")}
+    checks = arms["monitored"][1]
+    clocks: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
+    spent: dict[tuple[str, str], list[float]] = {(arm, clock): [] for arm in arms for clock in clocks}
+    for round_number in range(options.rounds + 1):
+        for name, (ten_steps, _) in arms.items():
+            dist.barrier()
+            before = {clock: read() for clock, read in clocks.items()}
+            ten_steps()
+            if round_number:  # the first allocates
+                for clock, read in clocks.items():
+                    spent[name, clock].append(read() - before[clock])
+    before = {clock: read() for clock, read in clocks.items()}
+    checks()
+    check = {clock: read() - before[clock] for clock, read in clocks.items()}
+    if dist.get_rank():
+        return
+    print(f"{options.rounds} rounds of {LOG_EVERY} steps, {dist.get_world_size()} ranks, {device.type}")
+    for clock in clocks:
+        plain = median(spent["plain", clock]) / LOG_EVERY
+        shares = {
+            name: median(a / b - 1 for a, b in zip(spent[name, clock], spent["plain", clock], strict=True))
+            for name in ("monitored", "plain again")
+        }
+        in_sum = sum(spent["monitored", clock]) / fmean([sum(spent[n, clock]) for n in ("plain", "plain again")]) - 1
+        amortised = check[clock] / 100 / plain
+        print(
+            f"{clock:9}  {plain * 1e3:7.1f} ms a step; monitors {shares['monitored']:+.2%} (median of rounds), "
+            f"{in_sum:+.2%} (all rounds); replicas every 100th step {amortised:+.2%}; "
+            f"noise (plain again) {shares['plain again']:+.2%}"
+        )
+
+
+def medium_arm(device: Any, *, monitored: bool) -> tuple[Callable[[], None], Callable[[], Any]]:
+    """Ten steps of a model of its own, and one check of its replicas."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import cross_entropy
+    from torch.nn.parallel import DistributedDataParallel
+
+    from hf_accum_fix.monitor import Alarms, GradientNorm, LossMeter, MemoryMonitor, RankGradients, RankLoss, Replicas
+
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, 6, 4 * WIDTH, dropout=0.0, batch_first=True)
+    network = nn.Sequential(
+        nn.Embedding(VOCABULARY, WIDTH), nn.TransformerEncoder(layer, LAYERS), nn.Linear(WIDTH, VOCABULARY)
+    )
+    model = DistributedDataParallel(network.to(device))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
+    words = torch.randint(VOCABULARY, (SAMPLES, TOKENS), device=device)
+    alarms, alignment = Alarms(), RankLoss()
+    meter, gradients, norms, memory = LossMeter(), RankGradients(), GradientNorm(1.0), MemoryMonitor()
+    replicas = Replicas(model, optimizer)
+    if monitored:
+        gradients.attach(model)
+
+    def ten_steps() -> None:
+        for _ in range(LOG_EVERY):
+            loss = cross_entropy(model(words).flatten(0, 1), words.flatten())
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if monitored:
+                meter.update(loss, items=words.numel())
+                norms.update(norm)
+                memory.sample()
+        if monitored:
+            alarms.say(alignment.judge(meter.read()))
+            alarms.say(gradients.judge(gradients.read()))
+            alarms.say(norms.judge(norms.read()))
+            alarms.say(memory.judge(memory.read()))
+        else:
+            float(loss.detach())
+
+    return ten_steps, replicas.check
+
+
+if __name__ == "__main__":
+    sys.exit(main())
