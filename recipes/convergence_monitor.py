@@ -1,12 +1,13 @@
 r"""Plain DistributedDataParallel training with every monitor on, and one planted fault to see what they say.
 
-    torchrun --nproc_per_node 2 recipes/convergence_monitor.py                        # healthy; a minute on 2 cores
-    torchrun --nproc_per_node 4 recipes/convergence_monitor.py --fault data           # one rank learns from wrong labels
-    accelerate launch --cpu recipes/convergence_monitor.py --fault leak               # starts its two ranks by itself
-    accelerate launch --num_processes 4 recipes/convergence_monitor.py                # on 4 GPUs
-    torchrun --nproc_per_node 2 recipes/convergence_monitor.py --overhead             # what all of them cost
+    torchrun --nproc_per_node 2 recipes/convergence_monitor.py                  # healthy; half a minute on 2 cores
+    torchrun --nproc_per_node 4 recipes/convergence_monitor.py --fault data     # one rank learns from wrong labels
+    accelerate launch --cpu recipes/convergence_monitor.py --fault leak         # starts its two ranks by itself
+    accelerate launch --num_processes 4 recipes/convergence_monitor.py          # on 4 GPUs
+    torchrun --nproc_per_node 2 recipes/convergence_monitor.py --overhead       # what all of them cost
 
-A small convolutional network learns scikit-learn's handwritten digits, with gradient accumulation. The faults, each on the last rank where it is one of a rank:
+A small convolutional network learns scikit-learn's handwritten digits, with gradient accumulation. The faults, each on
+the last rank where it is one of a rank:
 
     data        its labels are shuffled: a bad shard
     seed        every rank is given the same samples
@@ -33,7 +34,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 # A wrong option is answered at once: nothing heavy is imported before the options are read.
@@ -266,85 +267,139 @@ def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
 
 
 def measure_overhead(options: argparse.Namespace, device: Any) -> None:
-    """Ten steps without, ten with every monitor, ten without again, in turns; the second without shows the noise."""
+    """Prints what each monitor takes of a step of the medium model, and whole steps with and without them in turns.
+
+    Clocks on a busy machine are noisy, so a second arm without monitors shows by how much.
+    """
     import torch.distributed as dist
 
-    arms = {name: medium_arm(device, monitored=name == "monitored") for name in ("plain", "monitored", "plain again")}
-    checks = arms["monitored"][1]
+    arms = {name: MediumArm(device, monitored=name == "monitored") for name in ("plain", "monitored", "plain again")}
     clocks: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
     spent: dict[tuple[str, str], list[float]] = {(arm, clock): [] for arm in arms for clock in clocks}
     for round_number in range(options.rounds + 1):
-        for name, (ten_steps, _) in arms.items():
+        for name, arm in arms.items():
             dist.barrier()
             before = {clock: read() for clock, read in clocks.items()}
-            ten_steps()
+            arm.run(LOG_EVERY)
             if round_number:  # the first allocates
                 for clock, read in clocks.items():
                     spent[name, clock].append(read() - before[clock])
-    before = {clock: read() for clock, read in clocks.items()}
-    checks()
-    check = {clock: read() - before[clock] for clock, read in clocks.items()}
+    step = median(spent["plain", "processor"] + spent["plain again", "processor"]) / LOG_EVERY
+    parts = arms["monitored"].parts()
     if dist.get_rank():
         return
-    print(f"{options.rounds} rounds of {LOG_EVERY} steps, {dist.get_world_size()} ranks, {device.type}")
+    print(f"{device.type}, {dist.get_world_size()} ranks, {step * 1e3:.0f} ms of processor time a step")
+    for part, seconds in parts.items():
+        print(f"  {part:52} {seconds * 1e6:8.0f} us a step {seconds / step:7.3%}")
+    print(f"  {'all of them':52} {sum(parts.values()) * 1e6:8.0f} us a step {sum(parts.values()) / step:7.3%}")
+    print(f"whole steps, {options.rounds} rounds of {LOG_EVERY} in turns, median of rounds:")
     for clock in clocks:
-        plain = median(spent["plain", clock]) / LOG_EVERY
         shares = {
             name: median(a / b - 1 for a, b in zip(spent[name, clock], spent["plain", clock], strict=True))
             for name in ("monitored", "plain again")
         }
-        in_sum = sum(spent["monitored", clock]) / fmean([sum(spent[n, clock]) for n in ("plain", "plain again")]) - 1
-        amortised = check[clock] / 100 / plain
-        print(
-            f"{clock:9}  {plain * 1e3:7.1f} ms a step; monitors {shares['monitored']:+.2%} (median of rounds), "
-            f"{in_sum:+.2%} (all rounds); replicas every 100th step {amortised:+.2%}; "
-            f"noise (plain again) {shares['plain again']:+.2%}"
+        print(f"  {clock}: with monitors {shares['monitored']:+.2%}, without once more {shares['plain again']:+.2%}")
+
+
+class MediumArm:
+    """The medium model under DDP, with every monitor or with none."""
+
+    def __init__(self, device: Any, *, monitored: bool) -> None:
+        import torch
+        import torch.distributed as dist
+        from torch import nn
+        from torch.nn.parallel import DistributedDataParallel
+
+        from hf_accum_fix.monitor import (
+            Alarms,
+            GradientNorm,
+            LossMeter,
+            MemoryMonitor,
+            RankGradients,
+            RankLoss,
+            Replicas,
         )
 
-
-def medium_arm(device: Any, *, monitored: bool) -> tuple[Callable[[], None], Callable[[], Any]]:
-    """Ten steps of a model of its own, and one check of its replicas."""
-    import torch
-    from torch import nn
-    from torch.nn.functional import cross_entropy
-    from torch.nn.parallel import DistributedDataParallel
-
-    from hf_accum_fix.monitor import Alarms, GradientNorm, LossMeter, MemoryMonitor, RankGradients, RankLoss, Replicas
-
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(WIDTH, 6, 4 * WIDTH, dropout=0.0, batch_first=True)
-    network = nn.Sequential(
-        nn.Embedding(VOCABULARY, WIDTH), nn.TransformerEncoder(layer, LAYERS), nn.Linear(WIDTH, VOCABULARY)
-    )
-    model = DistributedDataParallel(network.to(device))
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
-    words = torch.randint(VOCABULARY, (SAMPLES, TOKENS), device=device)
-    alarms, alignment = Alarms(), RankLoss()
-    meter, gradients, norms, memory = LossMeter(), RankGradients(), GradientNorm(1.0), MemoryMonitor()
-    replicas = Replicas(model, optimizer)
-    if monitored:
-        gradients.attach(model)
-
-    def ten_steps() -> None:
-        for _ in range(LOG_EVERY):
-            loss = cross_entropy(model(words).flatten(0, 1), words.flatten())
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            if monitored:
-                meter.update(loss, items=words.numel())
-                norms.update(norm)
-                memory.sample()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(WIDTH, 6, 4 * WIDTH, dropout=0.0, batch_first=True)
+        self.network = nn.Sequential(
+            nn.Embedding(VOCABULARY, WIDTH), nn.TransformerEncoder(layer, LAYERS), nn.Linear(WIDTH, VOCABULARY)
+        ).to(device)
+        self.model = DistributedDataParallel(self.network)
+        self.optimizer = torch.optim.AdamW(self.network.parameters(), lr=1e-4)
+        torch.manual_seed(dist.get_rank())
+        self.words = torch.randint(VOCABULARY, (SAMPLES, TOKENS), device=device)
+        self.alarms, self.alignment, self.meter, self.memory = Alarms(), RankLoss(), LossMeter(), MemoryMonitor()
+        self.gradients, self.norms = RankGradients(), GradientNorm(1.0)
+        self.replicas = Replicas(self.model, self.optimizer)
+        self.monitored = monitored
         if monitored:
-            alarms.say(alignment.judge(meter.read()))
-            alarms.say(gradients.judge(gradients.read()))
-            alarms.say(norms.judge(norms.read()))
-            alarms.say(memory.judge(memory.read()))
+            self.gradients.attach(self.model)
+
+    def run(self, steps: int) -> None:
+        """So many steps and one log."""
+        from torch import nn
+        from torch.nn.functional import cross_entropy
+
+        for _ in range(steps):
+            loss = cross_entropy(self.model(self.words).flatten(0, 1), self.words.flatten())
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.monitored:
+                self.each_step(loss, norm)
+                self.alarms.say(self.replicas.step())
+        if self.monitored:
+            self.log()
         else:
             float(loss.detach())
 
-    return ten_steps, replicas.check
+    def each_step(self, loss: Any, norm: Any) -> None:
+        self.meter.update(loss, items=self.words.numel())
+        self.norms.update(norm)
+        self.memory.sample()
+
+    def log(self) -> None:
+        self.alarms.say(self.alignment.judge(self.meter.read()))
+        self.alarms.say(self.gradients.judge(self.gradients.read()))
+        self.alarms.say(self.norms.judge(self.norms.read()))
+        self.alarms.say(self.memory.judge(self.memory.read()))
+
+    def parts(self) -> dict[str, float]:
+        """Processor seconds a step of each part, alone and again and again."""
+        import torch
+
+        gradient = torch.cat([parameter.detach().flatten() for parameter in self.network.parameters()])
+        loss = norm = torch.ones((), device=gradient.device)
+
+        def measure_gradient() -> None:
+            # As the hook does on a CPU, where the division is a pass of its own too.
+            self.gradients.add(gradient)
+            self.gradients.end_of_step()
+            gradient.div_(1.0)
+
+        return {
+            "loss meter, norms, memory, every step": seconds_of(lambda: self.each_step(loss, norm), 500),
+            "gradient norm before the reduction, every step": seconds_of(measure_gradient, 20),
+            f"reading and judging, every {LOG_EVERY} steps": seconds_of(self.log, 20) / LOG_EVERY,
+            "replicas, every 100 steps": seconds_of(self.replicas.check, 5) / 100,
+        }
+
+
+def seconds_of(call: Callable[[], Any], times: int) -> float:
+    import torch
+
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    before = time.perf_counter() if torch.cuda.is_available() else time.process_time()
+    for _ in range(times):
+        call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return (time.perf_counter() - before) / times
+    return (time.process_time() - before) / times
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ PREFIX = "hf_accum_fix/"
 _ENOUGH = 8
 #: Most points that a slope is taken from.
 _POINTS = 60
-#: A gradient norm whose logarithm is this many robust standard deviations above the median, and at least this many times
-#: the median, is a spike.
-_SPIKE, _SPIKE_TIMES = 9.0, 3.0
+#: A gradient norm is a spike if its logarithm is this many times the noise above the median of so many neighbours on
+#: either side, and if it is at least this many times as large.
+_SPIKE, _NEIGHBOURS, _SPIKE_TIMES = 9.0, 20, 3.0
 #: Chance that two runs of the same curve are said to differ.
 _FALSE_DIFFERENCE = 1e-4
 
@@ -255,12 +255,15 @@ def _gradients(run: Run) -> GradientNorms | None:
     norms = _where(run.series.get("grad_norm", Series((), ())), lambda norm: math.isfinite(norm) and norm > 0)
     if not len(norms):
         return None
+    centre, sigma = median_and_sigma(norms.values)
     logs = [math.log(norm) for norm in norms.values]
-    centre, sigma = median_and_sigma(logs)
-    usual = math.exp(centre)
-    bar = max(centre + _SPIKE * sigma, centre + math.log(_SPIKE_TIMES))
-    spikes = tuple(step for step, log in zip(norms.steps, logs, strict=True) if log > bar)
-    return GradientNorms(usual, median(abs(norm - usual) for norm in norms.values), spikes)
+    bar = max(_SPIKE * noise_sigma(logs), math.log(_SPIKE_TIMES)) if len(logs) >= _ENOUGH else math.inf
+    spikes = []
+    for place, log in enumerate(logs):
+        around = logs[max(place - _NEIGHBOURS, 0) : place] + logs[place + 1 : place + 1 + _NEIGHBOURS]
+        if around and log > median(around) + bar:
+            spikes.append(norms.steps[place])
+    return GradientNorms(centre, sigma / SIGMA_PER_MAD, tuple(spikes))
 
 
 def _accuracy(run: Run) -> Accuracy | None:

@@ -1,0 +1,40 @@
+"""The recipe of the monitors: a short run with a planted fault, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_accum_fix.monitor.run_logs import read_runs
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "recipes" / "convergence_monitor.py"), *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+
+
+def test_a_planted_fault_is_told_and_the_logs_are_read_back(tmp_path: Path) -> None:
+    done = start("--fault", "replica", "--steps", "100", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-4000:]
+    alarms = (tmp_path / "alarms.txt").read_text().splitlines()
+    assert alarms and all("replicas-differ: parameter module.8.weight differs: rank 1" in alarm for alarm in alarms)
+    assert done.stdout.splitlines()[-1] == "2 alarms"
+    (run,) = read_runs(tmp_path)
+    loss = run.series["loss"]
+    assert loss.steps == tuple(float(step) for step in range(10, 101, 10)) and loss.values[-1] < loss.values[0] / 2
+    assert run.series["eval_accuracy"].values[-1] > 0.8
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("arguments", [["--fault", "lightning"], ["--steps", "many"]])
+def test_a_wrong_call_is_answered_at_once(arguments: list[str]) -> None:
+    done = start(*arguments)
+    assert done.returncode == 2 and "usage:" in done.stderr
