@@ -34,8 +34,8 @@ def write_picture(runs: Sequence[Run], path: Path) -> None:
         colour = f"C{number % 10}"
         axes["loss"].plot(its.loss.steps, its.loss.values, color=colour, label=its.run)
         if not math.isnan(its.noise):
-            low = [value - 2 * its.noise for value in its.loss.values]
-            high = [value + 2 * its.noise for value in its.loss.values]
+            low = [value - 2 * its.noise * abs(value) for value in its.loss.values]
+            high = [value + 2 * its.noise * abs(value) for value in its.loss.values]
             axes["loss"].fill_between(its.loss.steps, low, high, color=colour, alpha=_PALE, linewidth=0)
         for step in sorted({step for _, step in its.alarms.values()}):
             axes["loss"].axvline(step, color=colour, linestyle=":", linewidth=1)

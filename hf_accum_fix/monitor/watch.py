@@ -21,6 +21,7 @@ from hf_accum_fix.monitor.robust import (
     median_and_sigma,
     noise_of_means,
     noise_sigma,
+    normal_of_student,
     theil_sen,
 )
 from hf_accum_fix.monitor.run_logs import Run, Series
@@ -33,6 +34,9 @@ _POINTS = 60
 #: A gradient norm is a spike if its logarithm is this many times the noise above the median of so many neighbours on
 #: either side, and if it is at least this many times as large.
 _SPIKE, _NEIGHBOURS, _SPIKE_TIMES = 9.0, 20, 3.0
+#: Logs that are worth one degree of freedom of the noise: the median absolute deviation of second differences is
+#: thriftless with them (simulated: 8 to 1,000 logs).
+_LOGS_PER_DEGREE = 5
 #: Chance that two runs of the same curve are said to differ.
 _FALSE_DIFFERENCE = 1e-4
 
@@ -81,7 +85,7 @@ class Summary:
         last: mean of the last tenth of them.
         last_error: standard error of that, from the noise; nan for a short run.
         slope: of the loss over the second half [per step], 95 % interval; None where that is too short.
-        noise: standard deviation from log to log; nan for a short run.
+        noise: standard deviation from log to log, as a share of the loss; nan for a short run.
         not_finite: steps whose logged loss is nan or inf.
         sentinel: what was left out as "no loss"; None: nothing.
         gradients: None where no norm was logged.
@@ -132,15 +136,16 @@ def summarise(run: Run) -> Summary:
     logged = run.series["loss"]
     _, sentinel = without_sentinels([value for value in logged.values if math.isfinite(value)])
     loss = _where(logged, lambda value: math.isfinite(value) and (sentinel is None or value != sentinel.value))
-    noise = noise_sigma(loss.values)
     tail = loss.values[-max(len(loss) // 10, 1) :]
+    last = fmean(tail) if tail else math.nan
+    as_share = 1.0 if _all_positive(loss.values) else abs(last)
     return Summary(
         run=run.name,
         loss=loss,
-        last=fmean(tail) if tail else math.nan,
-        last_error=noise / math.sqrt(len(tail)) if tail else math.nan,
+        last=last,
+        last_error=noise_of_means(_scaled(loss.values)) / as_share * abs(last) / math.sqrt(max(len(tail), 1)),
         slope=_slope_of_second_half(loss),
-        noise=noise,
+        noise=noise_sigma(_scaled(loss.values)) / as_share,
         not_finite=_where(logged, lambda value: not math.isfinite(value)).steps,
         sentinel=sentinel,
         gradients=_gradients(run),
@@ -152,34 +157,42 @@ def summarise(run: Run) -> Summary:
 def compare(one: Summary, other: Summary) -> Comparison:
     """Whether two loss curves differ by more than their noise.
 
-    The steps that both logged are looked at as a whole and in up to ten blocks. A mean difference of n steps has the
-    standard error ``sqrt((s1^2 + s2^2) / n)``, s the runs' `noise_of_means`, or what the second differences of the
-    blocks say where that is more. The largest difference in these errors decides; that it is the largest of several is
-    reckoned with (Bonferroni). Noise that both runs share (the same samples in the same order) makes the verdict the
-    more cautious.
+    Logarithms are compared where all losses are positive, since noise shrinks with the loss. The steps that both logged
+    are looked at as a whole and in up to ten blocks. A mean difference of n steps has the standard error
+    ``sqrt((s1^2 + s2^2) / n)``, s a run's `noise_of_means` over all steps, over the block and its neighbours, or what
+    the second differences of the blocks say, whichever is most. The largest difference in these errors decides; that it
+    is the largest of several is reckoned with (Bonferroni), and so is that the noise is an estimate (Student).
+
+    Noise that both runs share (the same samples in the same order) makes the verdict the more cautious; noise that
+    hangs together from log to log makes it less so, where there are only tens of logs to tell.
     """
     mine, theirs = (dict(zip(each.loss.steps, each.loss.values, strict=True)) for each in (one, other))
     steps = sorted(mine.keys() & theirs.keys())
-    ratios = [mine[step] / theirs[step] for step in steps if theirs[step]]
+    curves = [[losses[step] for step in steps] for losses in (mine, theirs)]
+    ratios = [a / b for a, b in zip(*curves, strict=True) if b]
     ratio, spread = median_and_sigma(ratios) if ratios else (math.nan, math.nan)
     steady = len(ratios) >= _ENOUGH and spread < 0.05 * abs(ratio)
     if len(steps) < _ENOUGH:
         return Comparison(one.run, other.run, len(steps), ratio, steady, math.nan, math.nan, False)
-    noise = math.hypot(*(noise_of_means([losses[step] for step in steps]) for losses in (mine, theirs)))
-    differences = [mine[step] - theirs[step] for step in steps]
+    if all(map(_all_positive, curves)):
+        curves = [_scaled(curve) for curve in curves]
+    differences = [a - b for a, b in zip(*curves, strict=True)]
     parts = blocks(len(steps), min(10, len(steps) // 4))
     means = [fmean(differences[place] for place in part) for part in parts]
     curved = [after - 2 * here + before for before, here, after in zip(means, means[1:], means[2:], strict=False)]
     # A second difference of independent means has six times the variance of one.
     between = SIGMA_PER_MAD * median(map(abs, curved)) / math.sqrt(6.0) if curved else 0.0
-    found = [(_in_errors(fmean(differences), max(noise / math.sqrt(len(steps)), between / math.sqrt(len(parts)))), 0.5)]
-    for number, (part, mean) in enumerate(zip(parts, means, strict=True)):
-        unusual = _in_errors(mean, max(noise / math.sqrt(len(part)), between))
-        found.append((unusual, (number + 0.5) / len(parts)))
-    worst, share = max(found, key=lambda each: abs(each[0]))
+    noise = _noise_of_both(curves, range(len(steps)))
+    error = max(noise / math.sqrt(len(steps)), between / math.sqrt(len(parts)))
+    found = [(_in_errors(fmean(differences), error), len(steps) // 2)]
+    for part, mean in zip(parts, means, strict=True):
+        around = range(max(part.start - len(part), 0), min(part.stop + len(part), len(steps)))
+        local = max(noise, _noise_of_both(curves, around))
+        found.append((_in_errors(mean, max(local / math.sqrt(len(part)), between)), part[len(part) // 2]))
+    worst, place = max(found, key=lambda each: abs(each[0]))
+    worst = normal_of_student(worst, len(steps) / _LOGS_PER_DEGREE)
     threshold = NormalDist().inv_cdf(1 - _FALSE_DIFFERENCE / (2 * len(found)))
-    at = steps[int(share * len(steps))]
-    return Comparison(one.run, other.run, len(steps), ratio, steady, worst, at, abs(worst) > threshold)
+    return Comparison(one.run, other.run, len(steps), ratio, steady, worst, steps[place], abs(worst) > threshold)
 
 
 def report(runs: Sequence[Run]) -> str:
@@ -200,7 +213,7 @@ def _told(its: Summary) -> str:
     if its.slope is not None:
         rows.append(("trend", f"{_direction(its.slope)} over the second half"))
     if not math.isnan(its.noise):
-        rows.append(("noise", f"{its.noise:.3g} from log to log, {its.noise / abs(its.last):.1%} of the loss"))
+        rows.append(("noise", f"{its.noise:.1%} of the loss from log to log"))
     if its.not_finite:
         rows.append(("not finite", f"{len(its.not_finite)} logged losses, first at step {its.not_finite[0]:.0f}"))
     if its.sentinel is not None:
@@ -292,6 +305,19 @@ def _alarms(run: Run) -> list[tuple[str, tuple[int, float]]]:
             first = next(step for step, count in zip(series.steps, series.values, strict=True) if count > 0)
             found.append((name.replace("_", " "), (int(max(series.values)), first)))
     return found
+
+
+def _all_positive(values: Sequence[float]) -> bool:
+    return all(value > 0 for value in values)
+
+
+def _scaled(values: Sequence[float]) -> list[float]:
+    """Logarithms where there are some: noise as a share of the loss."""
+    return [math.log(value) for value in values] if _all_positive(values) else list(values)
+
+
+def _noise_of_both(curves: Sequence[Sequence[float]], places: range) -> float:
+    return math.hypot(*(noise_of_means([curve[place] for place in places]) for curve in curves))
 
 
 def _in_errors(difference: float, error: float) -> float:
