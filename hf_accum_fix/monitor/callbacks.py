@@ -186,6 +186,8 @@ class GradientNormCallback(MonitorCallback):
             self._norms.update(logs["grad_norm"])
         self._clips = 0
         reading = self._norms.read()
+        if not reading.steps:
+            return {}
         self.say(self._norms.judge(reading))
         found = {"gradient_norm_median": reading.median, "gradient_norm_mad": reading.mad}
         found["gradient_norm_spikes"] = len(reading.spikes)
