@@ -448,10 +448,15 @@ def _compute_loss_of(trainer: Any) -> Callable[..., Any] | None:
     defining = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
     if defining.__module__ in ours:
         return None
-    clone = copy.copy(trainer)
+    return unshared(trainer).compute_loss  # type: ignore[no-any-return]
+
+
+def unshared(trainer: Any) -> Any:
+    """A copy of a trainer: the same model and data, but containers, and containers in them, are its own."""
+    copied = copy.copy(trainer)
     for name, value in vars(trainer).items():
-        vars(clone)[name] = _without_sharing(value)
-    return clone.compute_loss  # type: ignore[no-any-return]
+        vars(copied)[name] = _without_sharing(value)
+    return copied
 
 
 def _without_sharing(value: Any) -> Any:
@@ -508,6 +513,30 @@ def _router_coefficient(model: nn.Module) -> float:
 
 def _head_name(trainer: Any) -> str:
     return type(trainer.accelerator.unwrap_model(trainer.model)).__name__
+
+
+def settle(trainer: Any, window: list[Any], options: Options) -> LossContract:
+    """The contract of a trainer's loss, observed on the micro-batches of one window outside of training."""
+    return _settle_contract(trainer, session_of(trainer, options), window, options)
+
+
+def loss_alone(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+    """The loss of a batch that is not part of a larger one, and the model's outputs; `settle` comes first.
+
+    It is the mean over the batch's own items (or the sum), by the head itself, which is handed no number, or by the
+    trainer's own ``compute_loss``; a ``compute_loss_func`` is handed the batch's own item count.
+    """
+    session: Session = trainer.__dict__[SESSION]
+    contract = session.contract
+    assert contract is not None
+    inputs = trainer._prepare_inputs(inputs)
+    compute_loss = _compute_loss_of(trainer)
+    with trainer.accelerator.autocast(), trainer.compute_loss_context_manager():
+        if compute_loss is not None:
+            return compute_loss(model, inputs, return_outputs=True)  # type: ignore[no-any-return]
+        counted = _loss_func(trainer) is not None and contract.items is not None
+        number = contract.items.count(inputs) if counted and contract.items is not None else None
+        return _base_loss(trainer, model, inputs, None if number is None else _number(number, contract))
 
 
 # --- compute_loss ---------------------------------------------------------------------------------------------------
