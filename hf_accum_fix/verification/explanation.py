@@ -24,7 +24,7 @@ _WORDS: Final = MappingProxyType(
         "1 / G": "1/G",
         "1 / W": "1/W",
         "1 / (G x W)": "1/(G x W)",
-        "r / G in that window": "r/G, r micro-batches of a short window divided by G",
+        "r / G in that window": "r/G times, a short window divided by G",
         "N / (N + rows)": "N/(N + rows), position 0 counted",
         "(N + rows) / N": "(N + rows)/N, a target at position 0 not counted",
         "N / (N + ignored)": "N/(N + ignored), ignored labels counted",
@@ -123,7 +123,7 @@ def of_means(factor: float, logged: float, facts: Facts, precision: float) -> Ex
     if abs(factor - 1) <= precision:
         return Explanation("mean of micro-batch means", here)
     times = of_factor(factor, logged, facts, precision)
-    return Explanation(f"{times.words} the mean of micro-batch means", (*times.defects, *here))
+    return Explanation(f"{times.words}, and the mean of micro-batch means", (*times.defects, *here))
 
 
 def of_rank_means(factor: float, logged: float, facts: Facts, precision: float) -> Explanation:
@@ -132,7 +132,7 @@ def of_rank_means(factor: float, logged: float, facts: Facts, precision: float) 
     if abs(factor - 1) <= precision:
         return Explanation("mean of rank means", here)
     times = of_factor(factor, logged, facts, precision)
-    return Explanation(f"{times.words} the mean of rank means", (*times.defects, *here))
+    return Explanation(f"{times.words}, and the mean of rank means", (*times.defects, *here))
 
 
 def of_router(main: float, router: float, facts: Facts, precision: float) -> Explanation:

@@ -16,8 +16,8 @@ from torch import nn
 
 from hf_accum_fix import observations
 
-#: What the trainer's own loop says of every run; a rehearsal is none.
-_TALKATIVE = ("transformers.trainer", "accelerate")
+#: What the trainer's own loop says of every run, and we of every head: a rehearsal is no run, and the report says it.
+_TALKATIVE = ("transformers.trainer", "accelerate", "hf_accum_fix")
 
 
 @contextmanager
@@ -135,10 +135,10 @@ def _observations() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in (*_TALKATIVE, "hf_accum_fix")]
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
-        logger.setLevel(max(logger.getEffectiveLevel(), logging.WARNING))
+        logger.setLevel(max(logger.getEffectiveLevel(), logging.ERROR))
     try:
         yield
     finally:
