@@ -127,7 +127,7 @@ def train(
     check_setup(trainer)
     session = trainer.__dict__[SESSION] = Session(options)
     try:
-        with _busy(session, "train"), _whole_windows(trainer, options):
+        with busy(session, "train"), _whole_windows(trainer, options):
             result = wrapped(*args, **kwargs)
     finally:
         session.window = None
@@ -174,8 +174,8 @@ def _whole_windows(trainer: Any, options: Options) -> Iterator[None]:
         return dataloader.around(original_skip(dataloader.__wrapped__, *args, **kwargs))
 
     with (
-        _shadow(trainer, "get_train_dataloader", get_train_dataloader),
-        _shadow(module, "skip_first_batches", skip_first_batches),
+        shadow(trainer, "get_train_dataloader", get_train_dataloader),
+        shadow(module, "skip_first_batches", skip_first_batches),
     ):
         yield
 
@@ -208,9 +208,9 @@ def get_batch_samples(
     if not enabled() or "get_batch_samples" in session.busy:
         return wrapped(*args, **kwargs)
     averaged = getattr(trainer.args, "average_tokens_across_devices", False)
-    with _busy(session, "get_batch_samples"):
+    with busy(session, "get_batch_samples"):
         # Upstream's own gather would be a second collective, and one that a rank without micro-batches does not join.
-        with _shadow(trainer.args, "average_tokens_across_devices", False):
+        with shadow(trainer.args, "average_tokens_across_devices", False):
             fetched, upstream_number = wrapped(*args, **kwargs)
         window = _open_window(trainer, session, without_blanks(fetched), upstream_number, options)
     contract = session.contract
@@ -688,8 +688,8 @@ def training_step(
 
     try:
         with (
-            _shadow(trainer, "compute_loss", record_loss),
-            _shadow(accelerator, "backward", set_loss),
+            shadow(trainer, "compute_loss", record_loss),
+            shadow(accelerator, "backward", set_loss),
             _reduced_in_the_last(trainer, window, model),
         ):
             result = wrapped(*args, **kwargs)
@@ -718,7 +718,7 @@ def _reduced_in_the_last(trainer: Any, window: Window, model: nn.Module) -> Iter
             f"only under DistributedDataParallel can that be mended, not under {type(model).__name__}; take 4.46.3"
         )
     last = window.steps_run + 1 == len(window.batches)
-    with _shadow(model, "require_backward_grad_sync", last):
+    with shadow(model, "require_backward_grad_sync", last):
         yield
 
 
@@ -798,7 +798,7 @@ def _stock_factor(trainer: Any, session: Session, window: Window, passed: Tensor
 
 
 @contextmanager
-def _busy(session: Session, what: str) -> Iterator[None]:
+def busy(session: Session, what: str) -> Iterator[None]:
     session.busy.add(what)
     try:
         yield
@@ -807,7 +807,7 @@ def _busy(session: Session, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _shadow(holder: Any, name: str, value: Any) -> Iterator[None]:
+def shadow(holder: Any, name: str, value: Any) -> Iterator[None]:
     """Let an instance attribute stand before the method of this name, and put back what stood there."""
     before = vars(holder).get(name, _ABSENT)
     setattr(holder, name, value)

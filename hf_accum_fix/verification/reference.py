@@ -70,7 +70,6 @@ class Scene:
 
     def losses(self, inputs: Any) -> tuple[Tensor, Tensor | None]:
         """The loss of a batch, and the router's part of it with its coefficient."""
-        self.trainer.model.train()
         loss, outputs = loss_alone(self.trainer, self.trainer.model, inputs)
         if not isinstance(loss, Tensor) or loss.ndim > 0:
             raise ContractError(f"the loss of a batch is {loss!r}; needed is one number")
@@ -83,7 +82,7 @@ class Scene:
         seed(0)
         loss, router = self.losses(inputs)
         main = loss if router is None else loss - router
-        (main * weight).backward()
+        torch.autograd.backward(main * weight)
         return float(main.detach())
 
     def router(self, micro_batches: Sequence[Any]) -> tuple[list[Tensor | None], float]:
@@ -96,7 +95,7 @@ class Scene:
             assert router is not None
             share = router / len(micro_batches)
             found = torch.autograd.grad(share, list(self.parameters), allow_unused=True)
-            summed = [each if one is None else one if each is None else one + each for one, each in zip(summed, found, strict=True)]
+            summed = [_sum(one, each) for one, each in zip(summed, found, strict=True)]
             total += float(share.detach())
         return summed, total
 
@@ -123,6 +122,7 @@ def compute(scene: Scene, rows: Sequence[Any], mode: str) -> Reference:
         raise OptionsError(f"reference={mode!r}; needed is one of {', '.join(MODES)}")
     if scene.count(rows) == 0:
         raise UnsupportedSetupError("the global batch has not one target; needed is one, look at the label masking")
+    scene.trainer.model.train()
     _refuse_randomness(scene, rows)
     if mode != "streamed":
         try:
@@ -191,6 +191,12 @@ def _streamed(scene: Scene, rows: Sequence[Any]) -> Reference:
     _refuse_infinite(gradient)
     summed(range(len(rows) - 1, -1, -1))
     return Reference(gradient, loss, _difference(take(scene.parameters), gradient), STREAMED, True)
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
 
 
 def _difference(one: Gradient, other: Gradient) -> float:

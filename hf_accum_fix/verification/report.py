@@ -13,6 +13,9 @@ from hf_accum_fix.errors import OptionsError
 STOCK: Final = "stock"
 MENDED: Final = "apply()"
 
+_COLUMNS: Final = ("window", "cut", "mode", "norm ratio", "error", "cosine", "log ratio", "verdict")
+_EVAL_COLUMNS: Final = ("eval batch", "mode", "eval_loss", "item mean", "error")
+
 
 class Kind(IntEnum):
     """The three answers there are, as exit codes."""
@@ -83,7 +86,14 @@ class SplitResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The ``eval_loss`` of a trainer for one eval batch size, beside the mean over the items of the evaluation set."""
+    """The ``eval_loss`` of a trainer for one eval batch size, beside the mean over the items of the evaluation set.
+
+    Attributes:
+        mode: "stock", or "eval_loss=True", the option that makes it the item mean.
+        per_device: the eval batch size.
+        eval_loss: as reported.
+        item_mean: of the same samples, computed one by one.
+    """
 
     mode: str
     per_device: int
@@ -163,15 +173,13 @@ class VerificationReport:
             lines.append(f"noise floor {self.floor:.1e}, exact up to {self.tolerance:.1e}")
         lines += [f"note: {note}" for note in self.notes]
         if self.results:
-            head = ("window", "cut", "mode", "norm ratio", "error", "cosine", "log ratio", "verdict")
-            lines += ["", *table(head, [_cells(result) for result in self.results])]
+            lines += ["", *table(_COLUMNS, [_cells(result) for result in self.results])]
         if self.evaluation:
-            head = ("eval batch", "mode", "eval_loss", "item mean", "error")
             rows = [
                 (str(each.per_device), each.mode, f"{each.eval_loss:.6g}", f"{each.item_mean:.6g}", f"{each.error:.1e}")
                 for each in self.evaluation
             ]
-            lines += ["", *table(head, rows)]
+            lines += ["", *table(_EVAL_COLUMNS, rows)]
         return "\n".join(lines)
 
     def __str__(self) -> str:

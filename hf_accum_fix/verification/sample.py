@@ -93,7 +93,8 @@ def draw(trainer: Any, windows: int, samples: Sequence[Any] | None) -> Drawn:
         UnsupportedSetupError: if they cannot be drawn without disturbing the training that follows.
     """
     size = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
-    notes = []
+    notes: list[str] = []
+    collate: Collate | None
     if samples is not None:
         rows, collate = list(samples), _collator(trainer)
     else:
@@ -109,7 +110,7 @@ def draw(trainer: Any, windows: int, samples: Sequence[Any] | None) -> Drawn:
         raise UnsupportedSetupError("the train data set is empty; needed is at least one sample")
     groups = tuple(tuple(rows[at : at + size]) for at in range(0, min(len(rows), windows * size), size))
     if len(rows) < windows * size:
-        notes.append(f"the data has {len(rows)} samples for this rank, and {windows} global batch(es) ask for {windows * size}")
+        notes.append(f"the data has {len(rows)} samples for a rank; {windows} global batch(es) ask for {windows * size}")
     if _is_random(collate, list(groups[0])):
         notes.append("the collator is random: each sample was collated once, by itself, and padded on the right")
         collate = _Once(collate)
@@ -119,7 +120,8 @@ def draw(trainer: Any, windows: int, samples: Sequence[Any] | None) -> Drawn:
 def _collator(trainer: Any) -> Collate:
     """The collator of the trainer's own loader, which may take columns away first."""
     loader = trainer.get_train_dataloader() if trainer.train_dataset is not None else None
-    return getattr(loader, "collate_fn", None) or trainer.data_collator
+    collate: Collate = getattr(loader, "collate_fn", None) or trainer.data_collator
+    return collate
 
 
 def _first_rows(loader: Any, count: int) -> Iterator[Any]:
@@ -142,12 +144,12 @@ def _first_rows(loader: Any, count: int) -> Iterator[Any]:
 
 def _refuse_streams_that_run_out(loader: Any) -> None:
     """Refuse a stream of which a sample taken is lost to the training; told without taking one."""
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__"):
         return
     while isinstance(inner := getattr(dataset, "dataset", None), IterableDataset):
         dataset = inner
-    one, other = iter(dataset), iter(dataset)  # type: ignore[call-overload]
+    one, other = iter(dataset), iter(dataset)
     if one is other or any(value is one or hasattr(value, "__next__") for value in _held(dataset)):
         raise UnsupportedSetupError(
             f"{type(dataset).__name__} is a stream that cannot be rewound: what is drawn here would be lost to the "

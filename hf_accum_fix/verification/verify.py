@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -15,15 +14,15 @@ from accelerate.utils import DistributedType, gather_object
 from torch import nn
 
 from hf_accum_fix.accumulation.contract import Reduction
-from hf_accum_fix.applying import active_handle, apply
-from hf_accum_fix.errors import AccumFixError, ContractError, OptionsError, UnsupportedSetupError
+from hf_accum_fix.errors import AccumFixError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import SWITCH, Options, enabled
 from hf_accum_fix.overrides import check_setup, settle
-from hf_accum_fix.trainer import GlobalBatchMixin
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.verification import explanation
+from hf_accum_fix.verification.evaluate import evaluate
 from hf_accum_fix.verification.explanation import Explanation, Facts
 from hf_accum_fix.verification.gradients import averaged, distance, dots, fit, take
+from hf_accum_fix.verification.modes import active_mode, in_mode, options_of
 from hf_accum_fix.verification.reference import Reference, Scene, compute, out_of_memory
 from hf_accum_fix.verification.rehearsal import Rehearsal, rehearse, understudy
 from hf_accum_fix.verification.report import (
@@ -31,8 +30,8 @@ from hf_accum_fix.verification.report import (
     STOCK,
     Kind,
     SplitResult,
-    VerificationReport,
     Verdict,
+    VerificationReport,
     could_not_tell,
     judge,
 )
@@ -56,6 +55,7 @@ def verify(
     reference: str = "auto",
     samples: Sequence[Any] | None = None,
     with_apply: bool = True,
+    eval_samples: int = 64,
 ) -> VerificationReport:
     """Compare the gradient of a trainer for several cuts of the same global batch with that of the full batch.
 
@@ -72,31 +72,28 @@ def verify(
         reference: "full": one forward; "streamed": sample by sample; "auto": streamed where the full does not fit.
         samples: this rank's samples, for a data set that cannot be started anew.
         with_apply: whether to verify what ``apply()`` makes of it as well.
+        eval_samples: of the evaluation set, the first ones, on which ``eval_loss`` is compared with the item mean for
+            two eval batch sizes; 0: none.
 
     Raises:
-        OptionsError: if an argument means nothing here. All else that stands in the way is the verdict "could not tell".
+        OptionsError: if an argument means nothing here. What else stands in the way is the verdict "could not tell".
     """
-    if windows < 1:
-        raise OptionsError(f"windows={windows}; needed is a number of global batches, 1 or more")
+    if windows < 1 or eval_samples < 0:
+        raise OptionsError(
+            f"windows={windows}, eval_samples={eval_samples}; needed are 1 global batch or more, and 0 samples or more"
+        )
     head = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
     blank = VerificationReport(
-        type(trainer).__name__, head, transformers.__version__, _active(trainer), could_not_tell("nothing was run")
+        type(trainer).__name__, head, transformers.__version__, active_mode(trainer), could_not_tell("nothing was run")
     )
     try:
         _check(trainer)
         with traceless(trainer.model):
-            return _Verification(trainer, blank, splits, reference, with_apply).run(windows, samples)
+            return _Verification(trainer, blank, splits, reference, with_apply).run(windows, samples, eval_samples)
     except OptionsError:
         raise
     except AccumFixError as error:
         return replace(blank, verdict=could_not_tell(str(error)), world_size=trainer.args.world_size)
-
-
-def _active(trainer: Any) -> str:
-    """The mode that this process trains in."""
-    handle = active_handle()
-    patched = isinstance(trainer, GlobalBatchMixin) or (handle is not None and handle.active)
-    return MENDED if patched and enabled() else STOCK
 
 
 def _check(trainer: Any) -> None:
@@ -122,9 +119,10 @@ class _Verification:
     with_apply: bool
     wrapped: Any = None
 
-    def run(self, windows: int, samples: Sequence[Any] | None) -> VerificationReport:
+    def run(self, windows: int, samples: Sequence[Any] | None, eval_samples: int) -> VerificationReport:
+        """Draw, compute the references, run every cut in every mode, evaluate."""
         trainer = self.trainer
-        options = _options_of(trainer)
+        options = options_of(trainer)
         named = [(name, each) for name, each in trainer.model.named_parameters() if each.requires_grad]
         self.parameters: list[nn.Parameter] = [parameter for _, parameter in named]
         notes = ["dropout was turned off for the comparison"] if without_dropout(trainer.model) else []
@@ -151,8 +149,11 @@ class _Verification:
             report = replace(report, contract=str(scene.contract))
             if not reference.decomposes:
                 notes.append("two halves of the global batch do not add up to it: no cut can equal the full batch")
+        evaluated, reason = evaluate(self.trainer, scene, eval_samples, modes, options)
+        notes += [reason] if reason else []
         return replace(
             report,
+            evaluation=evaluated,
             verdict=judge([result for result in results if result.mode == report.active]),
             samples=tuple(sizes),
             items=tuple(items),
@@ -203,7 +204,7 @@ class _Cut:
             mode, self.split.per_device, self.split.steps, count, self.window, could_not_tell("not run")
         )
         try:
-            with _in_mode(mode, self.trainer, options):
+            with in_mode(mode, self.trainer, options):
                 run = rehearse(
                     self.trainer,
                     self.verification.parameters,
@@ -275,24 +276,22 @@ class _Cut:
         if router is not None:
             found = fit(gradient, right, router)
             if found.residual <= precision:
-                return explanation.of_router(*found.weights, facts, precision)
+                return explanation.of_router(found.weights[0], found.weights[1], facts, precision)
         else:
             found = fit(gradient, right)
             if found.residual <= precision:
                 return explanation.of_factor(found.weights[0], logged, facts, precision)
         parameters, world_size = self.verification.parameters, self.trainer.args.world_size
-        means = fit(gradient, averaged(self._means(count), parameters, world_size), *([router] if router else []))
-        if means.residual <= precision:
-            why = explanation.of_means(means.weights[0], logged, facts, precision)
-            if inherent:
-                return Explanation(f"{why.words}; {inherent}", why.defects)
-            return why
-        if inherent:
-            return Explanation(inherent)
-        if world_size > 1:
+        if world_size > 1 and self.scene.contract.by_number:
             ranks = fit(gradient, averaged(self._rank_mean(), parameters, world_size))
             if ranks.residual <= precision:
                 return explanation.of_rank_means(ranks.weights[0], logged, facts, precision)
+        means = fit(gradient, averaged(self._means(count), parameters, world_size), *([router] if router else []))
+        if means.residual <= precision:
+            why = explanation.of_means(means.weights[0], logged, facts, precision)
+            return Explanation(f"{why.words}; {inherent}", why.defects) if inherent else why
+        if inherent:
+            return Explanation(inherent)
         return Explanation("not one of the known kinds")
 
     def _inherent(self) -> str:
@@ -351,32 +350,6 @@ class _Cut:
 
 def _off(error: float, words: str) -> Verdict:
     return Verdict(Kind.OFF, f"off by {error:.2g}: {words}")
-
-
-def _options_of(trainer: Any) -> Options:
-    handle = active_handle()
-    if isinstance(trainer, GlobalBatchMixin):
-        return trainer.global_batch_options
-    return Options() if handle is None else handle.options
-
-
-@contextmanager
-def _in_mode(mode: str, trainer: Any, options: Options) -> Iterator[None]:
-    """The installed release as it is, which the switch gives back to patch and subclass alike; or mended."""
-    if mode == MENDED:
-        already = _active(trainer) == MENDED
-        with nullcontext() if already else apply(contract=options.contract, allow_foreign=options.allow_foreign):
-            yield
-        return
-    before = os.environ.get(SWITCH)
-    os.environ[SWITCH] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[SWITCH]
-        else:
-            os.environ[SWITCH] = before
 
 
 def _gathered(trainer: Any, value: Any) -> list[Any]:
