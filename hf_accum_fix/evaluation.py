@@ -1,7 +1,7 @@
 """``eval_loss`` as the mean over the items of the evaluation set, asked for by ``eval_loss=True``.
 
-The Trainer repeats the mean of each batch once for each of its samples and averages those, so that the number depends on
-the eval batch size: short texts weigh as much as long ones, and whatever else a batch holds decides by how much. Here
+The Trainer repeats the mean of each batch once for each of its samples and averages those, so that the number depends
+on the eval batch size: short texts weigh as much as long ones, and what else a batch holds decides by how much. Here
 each batch's mean is weighted by its items, over all ranks; samples that were only put in to fill up the ranks' last
 batches do not count, nor does a router's loss, which is a term of training and has no mean over items. The releases
 that hand the evaluated model the number of items multiply its loss by the ranks, whether or not it divides by that
@@ -49,9 +49,11 @@ def evaluation_loop(
             refused.append(reason)
             return original_step(model, inputs, *rest, **step_kwargs)
         # The loss may take the labels out of the inputs it is handed.
-        with shadow(trainer, "compute_loss", _without_number(trainer.compute_loss)):
+        own_func = getattr(trainer, "compute_loss_func", None) is not None
+        number = _items(contract).count(inputs, sums.device) if own_func else None
+        with shadow(trainer, "compute_loss", _handed(trainer.compute_loss, number)):
             result = original_step(model, dict(inputs), *rest, **step_kwargs)
-        loss, counted, again = result[0], dict(inputs), getattr(trainer, "compute_loss_func", None) is not None
+        loss, counted, again = result[0], dict(inputs), own_func
         if _is_filled_up(trainer, inputs):
             counted, again = _without_filling(contract.items, inputs, _real_rows(trainer, inputs)), True
         items = torch.zeros_like(sums[0]) if not counted else _items(contract).count(counted, sums.device)
@@ -74,12 +76,12 @@ def evaluation_loop(
     return output
 
 
-def _without_number(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, handed no number of items, so that a head returns the mean over its own."""
+def _handed(compute_loss: Callable[..., Any], number: Tensor | None) -> Callable[..., Any]:
+    """The same, handed this number of items: none, so that a head returns the mean over its own."""
 
     def call(model: Any, inputs: Any, return_outputs: bool = False, *rest: Any, **kwargs: Any) -> Any:
-        kwargs.pop("num_items_in_batch", None)
-        return compute_loss(model, inputs, return_outputs, **kwargs)
+        given = {**kwargs, "num_items_in_batch": number}
+        return compute_loss(model, inputs, return_outputs, **{k: v for k, v in given.items() if v is not None})
 
     return call
 
@@ -101,13 +103,14 @@ def _is_filled_up(trainer: Any, inputs: Mapping[str, Any]) -> bool:
     state = trainer.accelerator.gradient_state
     if trainer.args.world_size == 1 or not state.end_of_dataloader:
         return False
-    return 0 < int(state.remainder) < sample_count(inputs) * trainer.args.world_size
+    remainder = int(state.remainder)
+    return 0 < remainder < sample_count(inputs) * int(trainer.args.world_size)
 
 
 def _real_rows(trainer: Any, inputs: Mapping[str, Any]) -> int:
     """Samples of this rank's last batch that are in no other: the ranks' batches, one after the other, are cut."""
     rows = sample_count(inputs)
-    left = int(trainer.accelerator.gradient_state.remainder) - trainer.args.process_index * rows
+    left = int(trainer.accelerator.gradient_state.remainder) - int(trainer.args.process_index) * rows
     return min(rows, max(0, left))
 
 

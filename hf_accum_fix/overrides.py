@@ -799,6 +799,7 @@ def _stock_factor(trainer: Any, session: Session, window: Window, passed: Tensor
 
 @contextmanager
 def busy(session: Session, what: str) -> Iterator[None]:
+    """Let a nested call of the same override pass through."""
     session.busy.add(what)
     try:
         yield

@@ -1,4 +1,4 @@
-"""``eval_loss`` as a trainer reports it, for two eval batch sizes, beside the mean over the items of the same samples."""
+"""``eval_loss`` as a trainer reports it, for two eval batch sizes, beside the mean over the same samples' items."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def evaluate(
                         metrics = actor.evaluate(rows)
                 asked = "eval_loss=True" if mode == MENDED else mode
                 results.append(EvalResult(asked, size, float(metrics["eval_loss"]), mean))
-    except AccumFixError as error:
-        return (), f"eval_loss could not be compared: {error}"
+    except (AccumFixError, TypeError, ValueError, RuntimeError) as error:  # whatever an evaluation of theirs raises
+        return (), f"eval_loss could not be compared: {type(error).__name__}: {error}"
     return tuple(results), ""
 
 

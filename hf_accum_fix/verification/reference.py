@@ -24,10 +24,6 @@ MODES = ("auto", "full", "streamed")
 _DOES_NOT_DECOMPOSE = 0.05
 
 
-class OutOfMemory(Exception):
-    """The device has no room for this batch."""
-
-
 @dataclass(frozen=True)
 class Reference:
     """What every cut of a global batch ought to give; a router's loss apart.
@@ -145,8 +141,8 @@ def _refuse_randomness(scene: Scene, rows: Sequence[Any]) -> None:
     noise, change = abs(found[0] - found[1]), abs(found[0] - found[2])
     if noise > 1e-3 * abs(found[0]) or change > 10 * noise + 1e-6 * abs(found[0]):
         raise UnsupportedSetupError(
-            f"the loss is random: the same samples gave {found[0]:.6g} and {found[1 if noise > change else 2]:.6g} with "
-            "dropout off; give the model a mode without noise (masking, routing jitter, augmentation), and verify that"
+            f"the loss is random: the same samples gave {found[0]:.6g} and {found[1 if noise > change else 2]:.6g} "
+            "with dropout off; give the model a mode without noise (masking, routing jitter, augmentation), and verify that"
         )
 
 

@@ -1,4 +1,4 @@
-"""Training without training: the trainer's own loop on micro-batches at hand, its optimizer only keeping the gradient."""
+"""Training without training: the trainer's own loop on micro-batches at hand, its optimizer keeping the gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The global batch to verify on: drawn in the trainer's own order, collated by its own collator, cut in several ways."""
+"""The global batch to verify on: drawn in the trainer's own order, collated by its own collator, cut anew."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def splits_of(samples: int, own: int, asked: Sequence[tuple[int, int] | int] | N
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2 or min(pair) < 1 or pair[0] * pair[1] < samples:
             raise OptionsError(
-                f"splits holds {pair!r}; needed are pairs (samples of a micro-batch, accumulation steps) that hold the "
-                f"{samples} samples of a rank, or the first of the two alone, such as splits=[1, (2, {-(-samples // 2)})]"
+                f"splits holds {pair!r}; needed are pairs (samples of a micro-batch, accumulation steps) that hold "
+                f"the {samples} samples of a rank, or the first alone, such as splits=[1, (2, {-(-samples // 2)})]"
             )
     return [Split(*pair) for pair in pairs if isinstance(pair, tuple)]
 
@@ -110,7 +110,7 @@ def draw(trainer: Any, windows: int, samples: Sequence[Any] | None) -> Drawn:
         raise UnsupportedSetupError("the train data set is empty; needed is at least one sample")
     groups = tuple(tuple(rows[at : at + size]) for at in range(0, min(len(rows), windows * size), size))
     if len(rows) < windows * size:
-        notes.append(f"the data has {len(rows)} samples for a rank; {windows} global batch(es) ask for {windows * size}")
+        notes.append(f"the data has {len(rows)} samples for a rank, {windows * size} were asked for")
     if _is_random(collate, list(groups[0])):
         notes.append("the collator is random: each sample was collated once, by itself, and padded on the right")
         collate = _Once(collate)
