@@ -54,9 +54,21 @@ def test_upstream_runs_one_way() -> None:
         assert not imports(f"hf_accum_fix.upstream.{name}") & later, name
 
 
-def test_only_overrides_and_the_subclasses_know_the_trainer() -> None:
+def test_only_overrides_the_subclasses_and_doctor_know_the_trainer() -> None:
     knowing = {name for name in MODULES if any(found.split(".")[0] == "transformers" for found in imports(name))}
-    assert knowing <= {"hf_accum_fix.overrides", "hf_accum_fix.trainer"}
+    assert knowing <= {"hf_accum_fix.overrides", "hf_accum_fix.trainer", "hf_accum_fix.cli.head"}
+
+
+def test_nothing_depends_on_the_command_line() -> None:
+    knowing = {name for name in MODULES if any(found.startswith("hf_accum_fix.cli") for found in imports(name))}
+    assert knowing - {*modules_of("hf_accum_fix.cli")} == {"hf_accum_fix.__main__"}
+
+
+def test_the_bootstrap_imports_nothing_before_the_trainer_is() -> None:
+    tree = ast.parse(MODULES["hf_accum_fix.cli.bootstrap.sitecustomize"].read_text(encoding="utf-8"))
+    at_once = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    assert at_once == {"os", "sys"}
+    assert not any(isinstance(node, ast.ImportFrom) for node in tree.body)
 
 
 def test_overrides_asks_which_defects_a_release_has_and_knows_no_patching() -> None:

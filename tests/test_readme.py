@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import hf_accum_fix
+from hf_accum_fix.cli import COMMANDS
+from hf_accum_fix.cli.explain import explanation
 from hf_accum_fix.reporting import defect_table
 from hf_accum_fix.upstream.defects import DEFECTS
 from hf_accum_fix.upstream.seams import TESTED_RELEASES
@@ -30,6 +32,18 @@ def test_every_tested_release_is_in_the_matrix() -> None:
     lines = (ROOT / matrix).read_text().splitlines()
     for release in TESTED_RELEASES:
         assert {f"| {release} | {ranks} |" for ranks in (1, 2)} <= {line[: len(release) + 8] for line in lines}
+
+
+def test_every_command_is_shown() -> None:
+    for name in COMMANDS:
+        assert f"$ hf-accum-fix {name}" in README, name
+
+
+def test_the_explanation_shown_is_the_one_printed() -> None:
+    shown = re.search(r"\$ hf-accum-fix explain ([\w-]+)\n(.*?)```", README, flags=re.DOTALL)
+    assert shown is not None
+    printed = explanation(next(each for each in DEFECTS if each.name == shown[1])).splitlines()
+    assert {line for line in shown[2].splitlines() if line != "..."} <= {*printed}
 
 
 def test_python_examples_compile() -> None:

@@ -31,6 +31,9 @@ class Defect:
         remove_when: what has to happen before the row can go.
         evidence: "run" where the released wheel was measured, "read" where its source was only read.
         gradient: what the right gradient comes out multiplied by; empty where no one factor says it.
+        who: whose runs it meets.
+        wrong: the equation of what upstream computes.
+        right: the equation of what it should.
     """
 
     name: str
@@ -42,6 +45,9 @@ class Defect:
     remove_when: str
     evidence: Literal["run", "read"]
     gradient: str = ""
+    who: str = ""
+    wrong: str = ""
+    right: str = ""
 
     def __post_init__(self) -> None:
         """Refuse a row that is not well formed: a slip here is a slip of ours, so it is a ValueError."""

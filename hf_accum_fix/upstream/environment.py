@@ -15,8 +15,6 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from hf_accum_fix.upstream.chain import author, follow, held
-from hf_accum_fix.upstream.patch import is_ours
 from hf_accum_fix.upstream.seams import SEAMS, TESTED_BODIES, TRAINER_CLASS, TRAINER_MODULE, Seam, seams_of
 
 
@@ -136,6 +134,10 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def _state(trainer: type, seam: Seam) -> SeamState:
+    # These bring wrapt, whose import takes longer than all of the rest; before the Trainer's it is not needed.
+    from hf_accum_fix.upstream.chain import author, follow, held
+    from hf_accum_fix.upstream.patch import is_ours
+
     if not hasattr(trainer, seam.name):
         return SeamState(seam, None, False, False, False, None, False)
     *wrappers, end = (held(place) for place in follow(trainer, seam.name, is_pristine))

@@ -1,0 +1,64 @@
+"""The command line: one row of COMMANDS and one module of that name for each command.
+
+Such a module holds ``add_arguments(parser)``, ``execute(arguments) -> exit code``, and the texts ``DESCRIPTION`` and
+``EPILOG`` of its help. Only the module of the command that is asked for is imported, so that all of them start quickly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Final
+
+from hf_accum_fix import __version__
+from hf_accum_fix.errors import AccumFixError, OptionsError
+
+COMMANDS: Final = {
+    "doctor": "what is wrong in the installed releases, for whom, and what apply() would do",
+    "explain": "one defect: the wrong equation and the right one, links; without a name, the list",
+    "run": "run a command with the patch on in it and in every Python process it starts",
+}
+"""Name of the command and of its module here, and what it does."""
+
+LEGEND: Final = """\
+G: gradient_accumulation_steps, W: data-parallel ranks, r: micro-batches of a short window,
+N: items (targets) of the global batch, n: items of one micro-batch, S: its summed loss."""
+"""What the letters of the defect table mean."""
+
+WRONG_USAGE: Final = 2
+COULD_NOT_TELL: Final = 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; ``argv`` without the program's name, by default that of this process.
+
+    Returns:
+        The command's exit code; 2 for wrong usage, 3 where it could not do what was asked.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(
+        prog="hf-accum-fix", description="Exact gradient accumulation for Hugging Face Transformers."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+    asked = next((word for word in argv if word in COMMANDS), None)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name == asked:
+            module = import_module(f"{__name__}.{name}")
+            command.description, command.epilog = module.DESCRIPTION, module.EPILOG
+            module.add_arguments(command)
+    arguments = parser.parse_args(argv)
+    try:
+        code: int = import_module(f"{__name__}.{arguments.name}").execute(arguments)
+    except AccumFixError as error:
+        sys.stderr.write(f"hf-accum-fix {arguments.name}: {error}\n")
+        return WRONG_USAGE if isinstance(error, OptionsError) else COULD_NOT_TELL
+    except Exception:
+        # Python's own exit code for a crash, 1, would read as an answer.
+        traceback.print_exc()
+        return COULD_NOT_TELL
+    return code

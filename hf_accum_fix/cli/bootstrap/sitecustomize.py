@@ -1,0 +1,100 @@
+"""Run at the start of every Python process under ``hf-accum-fix run``, which puts this folder on PYTHONPATH.
+
+Most of them never train, and some are of another age or another environment. So this imports nothing that is not there
+already, waits for ``transformers.trainer`` to be imported, and hands over to hf_accum_fix only then. The sitecustomize
+that this one hides is run all the same.
+"""
+
+import os
+import sys
+
+TYPE_CHECKING = False  # typing itself takes longer to import than all of this takes to run
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+_TRAINER = "transformers.trainer"
+#: Set by the first process that spoke, for those it starts.
+_SAID = "PYTHON_HF_ACCUM_FIX_SAID"
+
+
+class _Finder:
+    """Finds ``transformers.trainer`` where the finders behind it do, to be patched as soon as it is loaded."""
+
+    def find_spec(
+        self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        if name != _TRAINER:
+            return None
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            find_spec = getattr(finder, "find_spec", None)
+            spec = find_spec and find_spec(name, path, target)
+            if spec:
+                spec.loader = _Loader(spec.loader, self)
+                return spec  # type: ignore[no-any-return]
+        return None
+
+
+class _Loader:
+    """Loads a module as its own loader does, and patches then; whatever else it is asked, its own loader answers."""
+
+    def __init__(self, loader: "Any", finder: _Finder) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def __getattr__(self, name: str) -> "Any":
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
+        return self._loader.create_module(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: "ModuleType") -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        _patch()
+        # A refusal does not get here: the finder stays, and every further attempt to import is refused as well.
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+
+
+def _patch() -> None:
+    try:
+        from hf_accum_fix.cli.inherit import apply_inherited
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "hf_accum_fix":
+            raise
+        _say_once(f"NOT on: {sys.executable} has no hf_accum_fix with a command line; install it there")
+    else:
+        _say_once(apply_inherited())
+
+
+def _say_once(line: str) -> None:
+    """Say a line unless a process above this one has, or this is not the first rank."""
+    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+    if _SAID not in os.environ and rank == "0":
+        os.environ[_SAID] = "1"
+        sys.stderr.write(f"hf-accum-fix: {line}\n")
+
+
+def _run_hidden_sitecustomize() -> None:
+    """Import the sitecustomize that would have run without us; its errors are Python's to report."""
+    folder = os.path.dirname(__file__)  # noqa: PTH120 - pathlib would have to be imported
+    ours = sys.modules.pop(__name__)
+    place = sys.path.index(folder)
+    del sys.path[place]
+    try:
+        __import__(__name__)
+    except ImportError as error:
+        if error.name != __name__:
+            raise
+        sys.modules[__name__] = ours
+    finally:
+        sys.path.insert(place, folder)
+
+
+sys.meta_path.insert(0, _Finder())
+_run_hidden_sitecustomize()

@@ -1,0 +1,65 @@
+"""``hf-accum-fix explain NAME``: one row of the defect table, in full."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Final
+
+from hf_accum_fix.cli import LEGEND
+from hf_accum_fix.errors import OptionsError
+from hf_accum_fix.upstream.defects import DEFECTS, Defect
+
+DESCRIPTION: Final = "Explain one defect of transformers; without a name, list all there are."
+EPILOG: Final = "exit code: 0, or 2 for a name that is no defect's."
+
+_EVIDENCE: Final = {"run": "measured on the released wheel", "read": "read in the source, not run"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``explain`` takes."""
+    parser.add_argument("defect", nargs="?", metavar="NAME", help="of a defect, such as gradient-divided-twice")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Print the row, or the list.
+
+    Raises:
+        OptionsError: if there is no such row; it suggests the nearest.
+    """
+    rows = {defect.name: defect for defect in DEFECTS}
+    if arguments.defect is None:
+        width = max(map(len, rows))
+        lines = [f"{name:{width}}  {defect.summary}" for name, defect in rows.items()]
+        sys.stdout.write("\n".join(lines) + "\n")
+        return 0
+    if arguments.defect not in rows:
+        raise _unknown(arguments.defect, list(rows))
+    sys.stdout.write(explanation(rows[arguments.defect]) + "\n")
+    return 0
+
+
+def explanation(defect: Defect) -> str:
+    """A row as text to read; what it does not say is left out."""
+    facts = {
+        "releases": defect.range,
+        "gradient": f"{defect.gradient} times the right one" if defect.gradient else "no one factor says it",
+        "whose runs": defect.who,
+        "wrong": defect.wrong,
+        "right": defect.right,
+        "mended at": f"Trainer.{defect.seam}",
+        "evidence": _EVIDENCE[defect.evidence],
+        "row goes": f"when {defect.remove_when}",
+        "reported": f"\n{' ' * 12}".join(defect.source),
+    }
+    lines = [f"{name:10}  {fact}" for name, fact in facts.items() if fact]
+    return "\n".join([defect.name, defect.summary, "", *lines, "", LEGEND])
+
+
+def _unknown(name: str, names: list[str]) -> OptionsError:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, names, n=1, cutoff=0.0)
+    return OptionsError(
+        f"there is no defect {name!r}; the nearest is {near[0]!r}; hf-accum-fix explain lists all of them"
+    )

@@ -1,0 +1,248 @@
+"""``hf-accum-fix doctor --model``: one training step of a head on made-up samples, to see what it does with its loss.
+
+The head is a class of transformers, built from its default config with the usual sizes made small, or a local
+checkpoint. It runs on the CPU, in a `GlobalBatchTrainer`, at learning rate 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from hf_accum_fix.errors import AccumFixError, ContractError, OptionsError
+from hf_accum_fix.observations import recorded
+from hf_accum_fix.options import SWITCH, enabled
+from hf_accum_fix.trainer import GlobalBatchTrainer
+
+_WIDTHS: Final = ("hidden_size", "d_model", "n_embd", "dim")
+_HEADS: Final = ("num_attention_heads", "encoder_attention_heads", "num_heads", "n_head", "n_heads")
+#: What the architectures call their other sizes, and the largest that is left of them. The width is made as many heads
+#: wide as are left, for positions are cut to the head; the vocabulary stays, for the special tokens are in it.
+_LARGEST: Final = {
+    **dict.fromkeys((*_HEADS, "decoder_attention_heads", "num_key_value_heads"), 2),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_decoder_layers", "num_experts_per_tok"), 2),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim"), 64),
+    **dict.fromkeys(("embedding_size", "word_embed_proj_dim", "moe_intermediate_size", "image_size"), 32),
+    "patch_size": 8,
+}
+_LENGTHS: Final = (7, 12, 5, 9)
+"""Tokens of the samples: two micro-batches of two."""
+
+
+@dataclass(frozen=True)
+class ObservedHead:
+    """What one window showed.
+
+    Attributes:
+        built: what was run.
+        run: its observation, as in `Report.runs`.
+    """
+
+    built: str
+    run: Mapping[str, Any]
+
+
+def observe_head(asked: str) -> ObservedHead:
+    """Build what was asked for, a class of transformers or a checkpoint's folder, and observe its loss.
+
+    Raises:
+        OptionsError: if it is neither.
+        ContractError: if it cannot be built, fed or trained; the reason is in it.
+    """
+    if not enabled():
+        raise ContractError(f"{SWITCH} switches the observation off as well; unset it")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    folder = Path(asked)
+    try:
+        # Trainer and models print to stdout, which is the report's.
+        with redirect_stdout(sys.stderr):
+            model = _checkpoint(folder) if folder.is_dir() else _small_model(asked)
+            head = type(model).__name__
+            return ObservedHead(f"{head} of {asked}" if folder.is_dir() else f"a small {head}", _trained(model))
+    except AccumFixError:
+        raise
+    except Exception as error:  # whatever somebody's model may raise
+        reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
+        raise ContractError(
+            f"{asked} could not be built and trained on made-up samples ({reason}); what your own run observes is "
+            "logged at INFO by the logger hf_accum_fix, and is in hf_accum_fix.report()"
+        ) from error
+
+
+def _small_model(name: str) -> Any:
+    head = getattr(transformers, name, None)
+    if isinstance(head, type) and issubclass(head, transformers.PreTrainedModel):
+        config_class: Any = head.config_class
+        return head(config_class(**_small_fields(config_class())))
+    heads = [each for each in dir(transformers) if _samples_for(each) and not each.startswith("Auto")]
+    near = get_close_matches(name, heads, n=1, cutoff=0.0)
+    raise OptionsError(
+        f"{name!r} is no folder and no model class of transformers {transformers.__version__}; the nearest head is "
+        f"{near[0]}"
+    )
+
+
+def _small_fields(config: Any) -> dict[str, Any]:
+    """The arguments that make a config of the same class small, and those inside it."""
+    sizes = {name: value for name, value in vars(config).items() if type(value) is int}
+    fields: dict[str, Any] = {name: min(sizes[name], most) for name, most in _LARGEST.items() if name in sizes}
+    heads = next((name for name in _HEADS if sizes.get(name)), None)
+    width = next((name for name in _WIDTHS if name in sizes), None)
+    if heads is not None and width is not None:
+        fields[width] = sizes[width] // sizes[heads] * fields[heads]
+    for name, value in vars(config).items():
+        if isinstance(value, transformers.PretrainedConfig):
+            fields[name] = {**_small_fields(value), "model_type": value.model_type}
+    return fields
+
+
+def _checkpoint(folder: Path) -> Any:
+    """The model of a folder; with fresh weights where it holds none."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    named = (config.architectures or [None])[0]
+    head: Any = getattr(transformers, named or "", None)
+    if head is None:
+        raise ContractError(
+            f"the config of {folder} names the architecture {named}; needed is a class of transformers "
+            f"{transformers.__version__}: code that comes with a checkpoint is not run"
+        )
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
+        return head.from_pretrained(folder, local_files_only=True)
+    return head(config)
+
+
+def _trained(model: Any) -> dict[str, Any]:
+    """Train one window of two micro-batches and return what was recorded of it."""
+    make = _samples_for(type(model).__name__)
+    if make is None:
+        kinds = ", ".join(_SAMPLES)
+        raise ContractError(f"no samples are known for a {type(model).__name__}, only for classes that end in {kinds}")
+    for config in (model.config, _text_config(model.config)):
+        for name in ("pad_token_id", "decoder_start_token_id"):
+            if getattr(config, name, None) is None:
+                setattr(config, name, 0)
+    samples = make(model.config)
+    known = inspect.signature(model.forward).parameters
+    unknown = samples[0].keys() - known.keys() - {"attention_mask"}
+    if unknown:
+        raise ContractError(f"{type(model).__name__}.forward takes no {', '.join(sorted(unknown))}")
+    samples = [{name: value for name, value in sample.items() if name in known} for sample in samples]
+    with TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=1,
+            learning_rate=0.0,
+            optim="sgd",
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            dataloader_pin_memory=False,
+        )
+        trainer = GlobalBatchTrainer(model=model, args=arguments, train_dataset=samples, data_collator=_batch)
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+    *_, run = recorded()
+    return run
+
+
+def _text_config(config: Any) -> Any:
+    """The config of the language model inside, where there is one; releases before 4.45 do not know how to ask."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else getattr(config, "text_config", config)
+
+
+def _batch(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Tokens padded on the right, the rest stacked."""
+    batch = {}
+    for name in samples[0]:
+        values = [sample[name] for sample in samples]
+        padding = -100 if name == "labels" else 0
+        ragged = values[0].ndim == 1
+        batch[name] = pad_sequence(values, batch_first=True, padding_value=padding) if ragged else torch.stack(values)
+    return batch
+
+
+def _tokens(config: Any) -> list[dict[str, Tensor]]:
+    """Ragged texts away from both ends of the vocabulary, where the special tokens are; the last one ends a text."""
+    vocabulary = int(_text_config(config).vocab_size)
+    end = getattr(config, "eos_token_id", None)
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(vocabulary // 8, vocabulary // 2, (length,), generator=generator) for length in _LENGTHS]
+    if isinstance(end, int) and 0 <= end < vocabulary:
+        for text in texts:
+            text[-1] = end
+    return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in texts]
+
+
+def _token_targets(config: Any) -> list[dict[str, Tensor]]:
+    samples = _tokens(config)
+    for place, sample in enumerate(samples, start=1):
+        sample["labels"] = sample["input_ids"].clone()
+        sample["labels"][:place] = -100
+    return samples
+
+
+def _token_classes(config: Any) -> list[dict[str, Tensor]]:
+    samples = _tokens(config)
+    for sample in samples:
+        sample["labels"] = sample["input_ids"] % config.num_labels
+    return samples
+
+
+def _text_classes(config: Any) -> list[dict[str, Tensor]]:
+    return [{**sample, "labels": label} for sample, label in zip(_tokens(config), _labels(config), strict=True)]
+
+
+def _answers(config: Any) -> list[dict[str, Tensor]]:
+    place = {"start_positions": torch.tensor(1), "end_positions": torch.tensor(3)}
+    return [{**sample, **place} for sample in _tokens(config)]
+
+
+def _images(config: Any) -> list[dict[str, Tensor]]:
+    size = getattr(config, "image_size", 32)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(len(_LENGTHS), getattr(config, "num_channels", 3), height, width, generator=generator)
+    return [{"pixel_values": image, "labels": label} for image, label in zip(images, _labels(config), strict=True)]
+
+
+def _labels(config: Any) -> list[Tensor]:
+    if config.num_labels == 1:
+        return [torch.tensor(0.3 * place) for place in range(len(_LENGTHS))]
+    return [torch.tensor(place % config.num_labels) for place in range(len(_LENGTHS))]
+
+
+_SAMPLES: Final[Mapping[str, Callable[[Any], list[dict[str, Tensor]]]]] = {
+    "ForCausalLM": _token_targets,
+    "LMHeadModel": _token_targets,
+    "ForMaskedLM": _token_targets,
+    "ForConditionalGeneration": _token_targets,
+    "ForTokenClassification": _token_classes,
+    "ForSequenceClassification": _text_classes,
+    "ForQuestionAnswering": _answers,
+    "ForImageClassification": _images,
+}
+"""How a class's name ends, and the samples it is fed."""
+
+
+def _samples_for(name: str) -> Callable[[Any], list[dict[str, Tensor]]] | None:
+    return next((make for ending, make in _SAMPLES.items() if name.endswith(ending)), None)

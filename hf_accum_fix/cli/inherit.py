@@ -1,0 +1,78 @@
+"""What ``hf-accum-fix run`` hands down to the processes it starts, and what a Python among them does with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from hf_accum_fix.errors import AccumFixError, OptionsError, UnsupportedSetupError
+from hf_accum_fix.options import SWITCH, Options
+
+VARIABLE: Final = "PYTHON_HF_ACCUM_FIX"
+"""Carries the options. DeepSpeed's launcher hands variables to other machines by prefix, PYTHON among them."""
+
+BOOTSTRAP: Final = str(Path(__file__).with_name("bootstrap"))
+"""The folder with the sitecustomize."""
+
+
+def environment_for(options: Options, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which every Python process is patched when it imports the Trainer.
+
+    Args:
+        options: what apply() is called with there; ``contract`` does not travel.
+        inherited: the environment to start from, which may be that of another run around this one.
+
+    Raises:
+        UnsupportedSetupError: if the package lies where PYTHONPATH cannot point to.
+    """
+    if os.pathsep in BOOTSTRAP:
+        raise UnsupportedSetupError(
+            f"hf_accum_fix is installed in {BOOTSTRAP}, which PYTHONPATH cannot hold because of its {os.pathsep!r}; "
+            "install it in another folder, or call hf_accum_fix.apply() in the script"
+        )
+    before = inherited.get("PYTHONPATH", "")
+    rest = [folder for folder in before.split(os.pathsep) if folder != BOOTSTRAP] if before else []
+    handed = {name: value for name, value in inherited.items() if not name.startswith(VARIABLE)}
+    return {
+        **handed,
+        "PYTHONPATH": os.pathsep.join([BOOTSTRAP, *rest]),
+        VARIABLE: json.dumps({"allow_foreign": options.allow_foreign}),
+    }
+
+
+def inherited_options(environment: Mapping[str, str]) -> Options:
+    """The options that environment_for() put there; the defaults where a launcher dropped the variable.
+
+    Raises:
+        OptionsError: if the variable holds something else.
+    """
+    text = environment.get(VARIABLE, "{}")
+    try:
+        return Options(allow_foreign=tuple(json.loads(text).get("allow_foreign", ())))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise OptionsError(
+            f"{VARIABLE}={text!r}; needed is what hf-accum-fix run puts there, or the variable unset"
+        ) from error
+
+
+def apply_inherited() -> str:
+    """Call apply() in a process whose transformers.trainer was just loaded, and say in one line what came of it.
+
+    Raises:
+        SystemExit: if apply() refuses: `from transformers import Trainer` would turn another error into an
+            ImportError about missing requirements, which scripts catch to go on without.
+    """
+    from hf_accum_fix import __version__, apply
+    from hf_accum_fix.upstream.environment import detect
+
+    try:
+        handle = apply(allow_foreign=inherited_options(os.environ).allow_foreign)
+    except AccumFixError as error:
+        raise SystemExit(f"hf-accum-fix: {error}") from error
+    if not handle.active:
+        return f"{__version__} is off: {SWITCH}={os.environ.get(SWITCH)}"
+    line = f"{__version__} is on: transformers {detect().transformers}, {len(handle.plan.mended)} defects mended"
+    return line if handle.plan.untested is None else f"{line}, UNTESTED: {handle.plan.untested}"

@@ -1,0 +1,134 @@
+"""``hf-accum-fix run CMD ...``: any command, with the patch on in it and in every Python process it starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from hf_accum_fix.cli.inherit import environment_for
+from hf_accum_fix.errors import OptionsError
+from hf_accum_fix.options import SWITCH, Options, enabled
+
+DESCRIPTION: Final = """\
+Run a command with the patch on, in it and in every Python process it starts: torchrun, accelerate launch, deepspeed,
+llamafactory-cli, a shell script. Nothing is edited: the patch is put on in the moment in which a process imports
+transformers.trainer, and the first one says so once on stderr. No such line: no patch. That is so where a process
+drops PYTHONPATH (sudo, ssh, docker, or Python's own -E, -I and -S).
+
+HF_ACCUM_FIX=0 runs the command as it is.
+"""
+
+EPILOG: Final = """\
+exit code: that of the command, which takes this process's place, so that signals reach it as well;
+2 wrong usage, 126 the command cannot be run, 127 it is not found.
+A process in which apply() refuses, for the installed release or for somebody else's patch, ends with that error.
+"""
+
+_CANNOT_RUN: Final = 126
+_NOT_FOUND: Final = 127
+
+_PYTHON: Final = re.compile(r"(python|pypy)[\d.]*t?(\.exe)?")
+_DEFEATING: Final = "EIS"
+_ENDING: Final = "cm"
+_TAKING_A_VALUE: Final = "WX"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``run`` takes."""
+    parser.usage = "%(prog)s [-h] [--allow-foreign MODULE.QUALNAME] CMD ..."
+    parser.add_argument(
+        "--allow-foreign",
+        action="append",
+        default=[],
+        metavar="MODULE.QUALNAME",
+        help="wrap around this replacement of a Trainer method by another package, instead of refusing it; repeatable",
+    )
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="CMD ...", help="the command and its arguments")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Become the command.
+
+    Returns:
+        Its exit code, where it cannot take this process's place (Windows), or that of a command that cannot be run.
+
+    Raises:
+        OptionsError: if there is no command, or it starts a Python that no PYTHONPATH reaches.
+        UnsupportedSetupError: see environment_for().
+    """
+    options = Options(allow_foreign=tuple(arguments.allow_foreign))
+    command = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
+    if not command:
+        raise OptionsError("run is given no command; needed is one, such as: hf-accum-fix run torchrun train.py")
+    if enabled():
+        _refuse_deaf_python(command)
+        environment = environment_for(options, os.environ)
+    else:
+        sys.stderr.write(f"hf-accum-fix: off, {SWITCH}={os.environ[SWITCH]}: the command runs as it is\n")
+        environment = dict(os.environ)
+    try:
+        if os.name == "posix":
+            os.execvpe(command[0], command, environment)
+        return subprocess.run(command, env=environment, check=False).returncode
+    except OSError as error:
+        sys.stderr.write(f"hf-accum-fix: {command[0]}: {error.strerror}\n")
+        return _NOT_FOUND if isinstance(error, FileNotFoundError) else _CANNOT_RUN
+
+
+def _refuse_deaf_python(command: Sequence[str]) -> None:
+    """Refuse what would train unpatched for certain; a flag further down is not to be seen from here."""
+    flag = defeating_flag(command)
+    if flag is not None:
+        raise OptionsError(
+            f"{' '.join(command)}: {flag} makes Python ignore PYTHONPATH or sitecustomize, by which the patch comes; "
+            "leave the flag out, or call hf_accum_fix.apply() in the script"
+        )
+    program = shutil.which(command[0])
+    flag = None if program is None else defeating_flag(_shebang(Path(program)))
+    if flag is not None:
+        raise OptionsError(
+            f"{program} starts its Python with {flag}, which ignores PYTHONPATH or sitecustomize, by which the patch "
+            f"comes; start it by a Python of the same environment: hf-accum-fix run python {program} ..."
+        )
+
+
+def defeating_flag(words: Sequence[str]) -> str | None:
+    """The word with -E, -I or -S among those of a command's first Python; None without one.
+
+    Source: https://docs.python.org/3/using/cmdline.html
+    """
+    python = next((place for place, word in enumerate(words) if _PYTHON.fullmatch(Path(word).name)), len(words))
+    flags = iter(words[python + 1 :])
+    for word in flags:
+        if word == "-" or not word.startswith("-"):
+            return None
+        if word.startswith("--"):
+            if word == "--check-hash-based-pycs":
+                next(flags, None)
+            continue
+        for place, letter in enumerate(word[1:], start=2):
+            if letter in _DEFEATING:
+                return word
+            if letter in _ENDING:
+                return None
+            if letter in _TAKING_A_VALUE:
+                if place == len(word):
+                    next(flags, None)
+                break
+    return None
+
+
+def _shebang(script: Path) -> list[str]:
+    """The words of a script's first line; none where it is no script."""
+    if not os.access(script, os.R_OK):  # a program may be run without being read, such as sudo; a script may not
+        return []
+    with script.open("rb") as file:
+        line = file.readline(1024)
+    return line[2:].decode(errors="replace").split() if line.startswith(b"#!") else []

@@ -1,0 +1,39 @@
+"""Fresh processes for these tests: Python as a user starts it, under the command line or not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hf_accum_fix.cli.inherit import VARIABLE
+
+ROOT = Path(__file__).parents[2]
+RUN = (sys.executable, "-m", "hf_accum_fix", "run")
+
+
+def environment(*pythonpath: Path | str, **variables: str) -> dict[str, str]:
+    """This process's environment, without what other runs left, and with exactly this PYTHONPATH."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith((VARIABLE, "HF_ACCUM_FIX"))}
+    for name in ("PYTHONPATH", "RANK", "LOCAL_RANK"):
+        kept.pop(name, None)
+    scripts = str(Path(sys.executable).parent)
+    kept |= {"OMP_NUM_THREADS": "1", "PATH": os.pathsep.join([scripts, kept.get("PATH", "")])}
+    if pythonpath:
+        kept["PYTHONPATH"] = os.pathsep.join(map(str, pythonpath))
+    return {**kept, **variables}
+
+
+def with_bytecode_in(folder: Path) -> dict[str, str]:
+    """Variables that let the second process find what the first has compiled, as it is where pip has installed."""
+    return {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
+
+
+def start(
+    command: Sequence[str | Path], env: Mapping[str, str], cwd: Path = ROOT, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """The finished process, with its output as text."""
+    words = [str(word) for word in command]
+    return subprocess.run(words, env=dict(env), cwd=cwd, capture_output=True, text=True, timeout=timeout)

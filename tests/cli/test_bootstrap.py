@@ -1,0 +1,206 @@
+"""The sitecustomize that ``run`` puts first: in processes with a stand-in for transformers and for this package."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from hf_accum_fix.cli.inherit import BOOTSTRAP
+from tests.cli.processes import environment, start, with_bytecode_in
+
+LIMIT = 0.002  # seconds of processor time, so that a busy machine does not count
+ON = "hf-accum-fix: stand-in is on\n"
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Path:
+    """A folder with a transformers.trainer, and an hf_accum_fix that notes on the class that it was applied."""
+    files = {
+        "transformers/__init__.py": "",
+        "transformers/trainer.py": "class Trainer:\n    patched = False\n",
+        "hf_accum_fix/__init__.py": "",
+        "hf_accum_fix/cli/__init__.py": "",
+        "hf_accum_fix/cli/inherit.py": (
+            "def apply_inherited():\n"
+            "    from transformers.trainer import Trainer\n"
+            "    Trainer.patched = True\n"
+            "    return 'stand-in is on'\n"
+        ),
+    }
+    for name, text in files.items():
+        write(tmp_path / "stand_in" / name, text)
+    return tmp_path / "stand_in"
+
+
+def write(file: Path, text: str) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def python(script: str, *pythonpath: Path | str, flags: tuple[str, ...] = (), **variables: str) -> tuple[str, str]:
+    """What a process that has the bootstrap folder first prints, and what it says on stderr."""
+    done = start([sys.executable, *flags, "-c", script], environment(BOOTSTRAP, *pythonpath, **variables), Path("/"))
+    return done.stdout, done.stderr
+
+
+PATCHED = "import transformers.trainer as t; print(t.Trainer.patched)"
+
+
+def test_the_trainer_is_patched_as_soon_as_it_is_imported(stand_in: Path) -> None:
+    assert python(PATCHED, stand_in) == ("True\n", ON)
+
+
+def test_nothing_else_is_touched(stand_in: Path) -> None:
+    script = (
+        "import sys, json, transformers;"
+        "print(json.dumps([sorted({*sys.modules} - {'sitecustomize'}), sys.path, len(sys.meta_path)]))"
+    )
+    out, told = python(script, stand_in)
+    modules, path, finders = json.loads(out)
+    without = start([sys.executable, "-c", script], environment(stand_in), Path("/"))
+    assert modules == json.loads(without.stdout)[0]
+    assert [path[0], *path[2:]] == json.loads(without.stdout)[1] and path[1] == BOOTSTRAP
+    assert finders == json.loads(without.stdout)[2] + 1
+    assert told == ""
+
+
+def test_the_module_looks_as_if_nobody_had_been_there(stand_in: Path) -> None:
+    script = (
+        "import sys, inspect; before = len(sys.meta_path); import transformers.trainer as t;"
+        "print(type(t.__loader__).__name__, t.__loader__ is t.__spec__.loader,"
+        "'patched' in inspect.getsource(t.Trainer), before - len(sys.meta_path))"
+    )
+    assert python(script, stand_in)[0] == "SourceFileLoader True True 1\n"
+
+
+def test_whoever_only_looks_for_the_trainer_is_answered(stand_in: Path) -> None:
+    script = (
+        "import importlib.util, sys; spec = importlib.util.find_spec('transformers.trainer');"
+        "print(spec.loader.get_filename() == spec.origin, 'transformers.trainer' in sys.modules);" + PATCHED
+    )
+    assert python(script, stand_in) == ("True False\nTrue\n", ON)
+
+
+def test_it_costs_less_than_two_milliseconds(tmp_path: Path) -> None:
+    script = (
+        "import sys; from time import process_time as t; sys.modules.pop('sitecustomize', None);"
+        f"sys.path.insert(0, {BOOTSTRAP!r}); s = t(); import sitecustomize; print(t() - s, len(sys.meta_path))"
+    )
+    env = environment(**with_bytecode_in(tmp_path))
+    told = [start([sys.executable, "-c", script], env, Path("/")).stdout.split() for _ in range(8)]
+    plain = start([sys.executable, "-c", "import sys; print(len(sys.meta_path))"], environment(), Path("/")).stdout
+    assert {int(finders) for _, finders in told} == {int(plain) + 1}
+    assert min(float(cost) for cost, _ in told) < LIMIT
+
+
+@pytest.mark.parametrize("flag", ["-E", "-I", "-S"])
+def test_these_flags_defeat_it(flag: str, stand_in: Path) -> None:
+    """Why ``run`` refuses them."""
+    script = f"import sys; sys.path.insert(0, {str(stand_in)!r}); {PATCHED}"
+    assert python(script, stand_in, flags=(flag,)) == ("False\n", "")
+
+
+# --- once per job -----------------------------------------------------------------------------------------------------
+
+
+def test_the_processes_it_starts_are_patched_and_silent(stand_in: Path) -> None:
+    script = f"{PATCHED}; import subprocess, sys; subprocess.run([sys.executable, '-c', {PATCHED!r}])"
+    told = python(f"import sys; sys.stdout.reconfigure(line_buffering=True); {script}", stand_in)
+    assert told == ("True\nTrue\n", ON)
+
+
+def test_spawned_workers_are_patched(stand_in: Path, tmp_path: Path) -> None:
+    main = write(
+        tmp_path / "main.py",
+        "import multiprocessing\n"
+        "def patched():\n"
+        "    from transformers.trainer import Trainer\n"
+        "    print(Trainer.patched)\n"
+        "if __name__ == '__main__':\n"
+        "    worker = multiprocessing.get_context('spawn').Process(target=patched)\n"
+        "    worker.start()\n"
+        "    worker.join()\n",
+    )
+    done = start([sys.executable, main], environment(BOOTSTRAP, stand_in), tmp_path)
+    assert (done.stdout, done.stderr) == ("True\n", ON)
+
+
+@pytest.mark.parametrize(
+    ("rank", "line"), [({"RANK": "0"}, ON), ({"RANK": "1"}, ""), ({"RANK": "4", "LOCAL_RANK": "0"}, "")]
+)
+def test_the_first_rank_speaks(rank: dict[str, str], line: str, stand_in: Path) -> None:
+    assert python(PATCHED, stand_in, **rank) == ("True\n", line)
+
+
+# --- when it cannot be ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refusal", ["RuntimeError('no')", "SystemExit('no')"])
+def test_no_further_attempt_gets_a_stock_trainer(refusal: str, stand_in: Path) -> None:
+    write(stand_in / "hf_accum_fix/cli/inherit.py", f"def apply_inherited():\n    raise {refusal}\n")
+    script = (
+        "for attempt in range(2):\n"
+        "    try:\n"
+        "        import transformers.trainer\n"
+        "        print('stock')\n"
+        "    except BaseException as error:\n"
+        "        print(error)\n"
+    )
+    assert python(script, stand_in) == ("no\nno\n", "")
+
+
+def test_a_python_without_this_package_says_so_once_and_goes_on(stand_in: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "other", symlinks=os.name != "nt")
+    other = tmp_path / "other" / ("Scripts" if os.name == "nt" else "bin") / "python"
+    for file in sorted((stand_in / "hf_accum_fix").rglob("*.py")):
+        file.rename(file.with_suffix(".gone"))
+    (stand_in / "hf_accum_fix").rename(stand_in / "gone")
+    again = f"import subprocess, sys; sys.stdout.flush(); subprocess.run([sys.executable, '-c', {PATCHED!r}])"
+    done = start([other, "-c", f"{PATCHED}; {again}"], environment(BOOTSTRAP, stand_in), Path("/"))
+    assert (done.returncode, done.stdout) == (0, "False\nFalse\n")
+    assert done.stderr == f"hf-accum-fix: NOT on: {other} has no hf_accum_fix with a command line; install it there\n"
+
+
+def test_a_broken_installation_is_an_error(stand_in: Path) -> None:
+    write(stand_in / "hf_accum_fix/cli/inherit.py", "import wrapt_of_another_age\n")
+    out, told = python(PATCHED, stand_in)
+    assert out == "" and "No module named 'wrapt_of_another_age'" in told
+
+
+# --- the sitecustomize it hides ---------------------------------------------------------------------------------------
+
+
+def test_the_hidden_one_runs_and_is_the_module(stand_in: Path, tmp_path: Path) -> None:
+    hidden = write(tmp_path / "theirs" / "sitecustomize.py", "import sys\nprint('theirs')\nsys.path.append('/added')\n")
+    script = f"import sys; print(sys.modules['sitecustomize'].__file__, sys.path[1], sys.path[-1]); {PATCHED}"
+    out, told = python(script, hidden.parent, stand_in)
+    assert (out, told) == (f"theirs\n{hidden} {BOOTSTRAP} /added\nTrue\n", ON)
+
+
+def test_a_hidden_one_that_imports_the_trainer_gets_it_patched(stand_in: Path, tmp_path: Path) -> None:
+    hidden = write(tmp_path / "theirs" / "sitecustomize.py", PATCHED)
+    assert python("", hidden.parent, stand_in) == ("True\n", ON)
+
+
+@pytest.mark.parametrize("slip", ["1 / 0", "import no_such_module", "raise ImportError('by hand')"])
+def test_its_errors_are_told_as_python_tells_them(slip: str, stand_in: Path, tmp_path: Path) -> None:
+    hidden = write(tmp_path / "theirs" / "sitecustomize.py", slip)
+    out, told = python(PATCHED, hidden.parent, stand_in)
+    alone = start([sys.executable, "-c", "pass"], environment(hidden.parent), Path("/"))
+    assert "Error in sitecustomize" in alone.stderr
+    assert (out, told) == ("True\n", alone.stderr + ON)
+
+
+def test_usercustomize_runs_as_before(stand_in: Path, tmp_path: Path) -> None:
+    theirs = write(tmp_path / "theirs" / "usercustomize.py", "print('theirs')").parent
+    # Only an environment that sees the system's packages runs usercustomize.
+    venv.create(tmp_path / "open", symlinks=os.name != "nt", system_site_packages=True)
+    command = [tmp_path / "open" / ("Scripts" if os.name == "nt" else "bin") / "python", "-c", PATCHED]
+    done = start(command, environment(BOOTSTRAP, theirs, stand_in), Path("/"))
+    assert (done.stdout, done.stderr) == ("theirs\nTrue\n", ON)

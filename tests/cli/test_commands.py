@@ -1,0 +1,92 @@
+"""The table of commands: what it starts, how quickly, and with which exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import hf_accum_fix
+from hf_accum_fix import cli
+from hf_accum_fix.errors import OptionsError, SeamError
+from tests.cli.processes import environment, start, with_bytecode_in
+
+#: Seconds of processor time, of a machine that may be busy; on a quiet one they start in less than 0.1.
+LIMIT = 0.3
+HEAVY = {"torch", "transformers", "accelerate", "wrapt"}
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_row_has_its_module(name: str) -> None:
+    module = import_module(f"hf_accum_fix.cli.{name}")
+    module.add_arguments(argparse.ArgumentParser())
+    assert module.DESCRIPTION and "exit code" in module.EPILOG and callable(module.execute)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["explain"], ["doctor"], ["run", "--help"]], ids=" ".join)
+def test_it_starts_light(words: list[str], tmp_path: Path) -> None:
+    script = f"""
+import sys
+from time import process_time
+from hf_accum_fix.cli import main
+try:
+    main({words!r})
+except SystemExit:
+    pass
+print(process_time(), *sorted({HEAVY!r} & set(sys.modules)), file=sys.stderr)
+"""
+    env = environment(**with_bytecode_in(tmp_path))
+    done = [start([sys.executable, "-c", script], env) for _ in range(6)]
+    assert all(each.stdout for each in done), done[0].stderr
+    assert {word for each in done for word in each.stderr.split()[1:]} == set()
+    assert min(float(each.stderr.split()[0]) for each in done) < LIMIT
+
+
+def test_only_the_module_asked_for_is_imported() -> None:
+    script = "import sys; from hf_accum_fix.cli import main; main(['explain']); print(*sys.modules, file=sys.stderr)"
+    modules = start([sys.executable, "-c", script], environment()).stderr.split()
+    assert [name for name in modules if name.startswith("hf_accum_fix.cli.")] == ["hf_accum_fix.cli.explain"]
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"hf-accum-fix {hf_accum_fix.__version__}\n"
+
+
+@pytest.mark.parametrize("words", [[], ["cure"], ["doctor", "--json", "--markdown"], ["explain", "a", "b"]])
+def test_wrong_usage_exits_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    assert end.value.code == 2
+    assert "usage: hf-accum-fix" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "last_line"),
+    [
+        (OptionsError("found, needed"), 2, "hf-accum-fix explain: found, needed"),
+        (SeamError("found, needed"), 3, "hf-accum-fix explain: found, needed"),
+        (KeyError("a slip"), 3, "KeyError: 'a slip'"),
+    ],
+)
+def test_no_error_reads_as_an_answer(
+    error: Exception, code: int, last_line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def execute(arguments: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr("hf_accum_fix.cli.explain.execute", execute)
+    assert cli.main(["explain"]) == code
+    assert capsys.readouterr().err.splitlines()[-1] == last_line
+
+
+def test_python_dash_m_is_the_same_program() -> None:
+    done = start([sys.executable, "-m", "hf_accum_fix", "doctor", "--json"], environment())
+    assert done.returncode in (0, 1, 3)
+    assert json.loads(done.stdout)["hf_accum_fix"] == hf_accum_fix.__version__

@@ -1,0 +1,212 @@
+"""doctor's verdicts, its three forms, and what it observes of a head."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+import hf_accum_fix
+from hf_accum_fix.cli import main
+from hf_accum_fix.cli.doctor import Diagnosis, Verdict, judge, to_json, to_markdown, to_text
+from hf_accum_fix.options import Options
+from hf_accum_fix.reporting import Report
+from hf_accum_fix.upstream.defects import DEFECTS
+from hf_accum_fix.upstream.environment import Environment
+from hf_accum_fix.upstream.plan import Action, make_plan
+from tests.cli.processes import environment, start
+from tests.numerics.heads import bert, llama
+
+
+def report_on(release: str | None, state: str = "not applied", missing: tuple[str, ...] = ()) -> Report:
+    installed = Environment(transformers=release, accelerate="1.15.0", torch="2.13.0", python="3.11.7")
+    return Report("0.1.0", state, installed, make_plan(installed, Options()), missing, ())
+
+
+@pytest.mark.parametrize(
+    ("release", "verdict", "reason"),
+    [
+        ("5.23.0", Verdict.DEFECTS, "not mended in this process (not applied)"),
+        ("5.22.7", Verdict.DEFECTS, "defects are in transformers 5.22.7"),
+        ("4.40.0", Verdict.DEFECTS, "defects are in transformers 4.40.0"),
+        ("5.24.0", Verdict.COULD_NOT_TELL, "not transformers 5.24.0"),
+        ("5.23.1.dev0", Verdict.COULD_NOT_TELL, "pre-release"),
+        ("5.0.0rc1", Verdict.COULD_NOT_TELL, "pre-release"),
+        ("4.38.1", Verdict.COULD_NOT_TELL, "not transformers 4.38.1"),
+        ("from git", Verdict.COULD_NOT_TELL, "of no release, 'from git'"),
+        (None, Verdict.COULD_NOT_TELL, "not installed"),
+    ],
+)
+def test_the_verdict_on_a_release(release: str | None, verdict: Verdict, reason: str) -> None:
+    found = judge(report_on(release))
+    assert found[0] is verdict
+    assert reason in found[1]
+
+
+def test_the_verdict_on_a_process() -> None:
+    assert judge(report_on("5.23.0", "applied"))[0] is Verdict.CLEAN
+    assert judge(report_on("5.23.0", "applied", missing=("compute_loss",)))[0] is Verdict.DEFECTS
+    assert judge(report_on("5.23.0", "switched off"))[0] is Verdict.DEFECTS
+    assert judge(report_on("5.23.0", "pending"))[0] is Verdict.DEFECTS
+    assert judge(report_on("5.24.0", "applied"))[0] is Verdict.COULD_NOT_TELL
+    changed = report_on("5.22.7", "applied")
+    changed = replace(changed, plan=replace(changed.plan, untested="compute_loss of Trainer is not as it was"))
+    assert judge(changed)[0] is Verdict.COULD_NOT_TELL
+
+
+def test_a_release_without_defects_is_clean() -> None:
+    report = report_on("5.23.0")
+    gone = tuple(replace(each, action=Action.NOT_AFFECTED) for each in report.plan.decisions)
+    assert judge(replace(report, plan=replace(report.plan, decisions=gone)))[0] is Verdict.CLEAN
+
+
+@pytest.mark.parametrize("form", [to_text, to_markdown, to_json])
+@pytest.mark.parametrize("release", ["4.40.0", "4.49.0", "5.3.0", "5.23.0"])
+def test_every_form_tells_each_defect_present_and_no_other(form: Any, release: str) -> None:
+    report = report_on(release)
+    told = form(Diagnosis(report, *judge(report), {}))
+    for decision in report.plan.decisions:
+        present = decision.action is not Action.NOT_AFFECTED
+        if form is not to_json:
+            assert (f"\n{decision.defect.name}:" in told or f"`{decision.defect.name}`" in told) == present
+        if present:
+            assert decision.defect.gradient in told and json.dumps(decision.defect.who)[1:-1] in json.dumps(told)
+    if form is to_json:
+        rows = {row["name"]: row for row in json.loads(told)["defects"]}
+        assert [*rows] == [defect.name for defect in DEFECTS]
+        assert rows["gradient-divided-twice"]["decision"] == ("mend" if release == "5.3.0" else "not affected")
+    assert ("pip install -U transformers" in told) == (release == "4.40.0")
+
+
+def test_whose_runs_are_met_is_told() -> None:
+    report = report_on("5.23.0")
+    decisions = tuple(replace(each, defect=replace(each.defect, who="LoRA on GPT-2")) for each in report.plan.decisions)
+    report = replace(report, plan=replace(report.plan, decisions=decisions))
+    for form in (to_text, to_markdown, to_json):
+        assert "LoRA on GPT-2" in form(Diagnosis(report, *judge(report), {}))
+
+
+def test_what_apply_would_do_is_told() -> None:
+    for release, words in (
+        ("5.23.0", "apply() would wrap train, get_batch_samples, training_step, compute_loss of Trainer"),
+        ("4.45.2", "apply() would wrap train, training_step, compute_loss of Trainer"),
+        ("5.24.0", "UNTESTED"),
+        ("4.40.0", "apply() refuses: transformers 4.40.0"),
+    ):
+        report = report_on(release)
+        assert words in to_text(Diagnosis(report, *judge(report), {}))
+
+
+# --- this process -----------------------------------------------------------------------------------------------------
+
+
+def test_the_exit_code_and_the_json_of_this_process(capsys: pytest.CaptureFixture[str]) -> None:
+    expected, _ = judge(hf_accum_fix.report())
+    assert main(["doctor", "--json"]) == expected
+    told = json.loads(capsys.readouterr().out)
+    assert told["verdict"] == expected.name.lower()
+    assert told["installed"]["transformers"] == transformers.__version__
+
+
+def test_with_the_patch_on_it_is_clean() -> None:
+    from transformers import Trainer  # without it the patch is pending
+
+    with hf_accum_fix.apply():
+        assert Trainer and main(["doctor"]) == 0
+
+
+def test_a_release_that_our_tests_have_not_run_is_imported(tmp_path: Path) -> None:
+    """The installed code, under the number of a release that there never was."""
+    folder = tmp_path / "transformers-5.22.7.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.22.7\n")
+    done = start([sys.executable, "-m", "hf_accum_fix", "doctor", "--json"], environment(tmp_path))
+    told = json.loads(done.stdout)
+    assert done.returncode == 1, done.stderr
+    assert told["trainer_imported"] and {seam["state"] for seam in told["seams"]} == {"original"}
+
+
+# --- a head -----------------------------------------------------------------------------------------------------------
+
+
+def observed(capsys: pytest.CaptureFixture[str], asked: str | Path) -> dict[str, Any]:
+    code = main(["doctor", "--json", "--model", str(asked)])
+    told = json.loads(capsys.readouterr().out)
+    assert code == (3 if "error" in told["head"] else judge(hf_accum_fix.report())[0])
+    return told["head"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reduction", "items"),
+    [
+        ("LlamaForCausalLM", "divides by the number handed in", "shifted 'labels' other than -100"),
+        ("GPT2LMHeadModel", "divides by the number handed in", "shifted 'labels' other than -100"),
+        ("BertForMaskedLM", "is the mean over its own items", "'labels' other than -100"),
+        ("BertForTokenClassification", "is the mean over its own items", "'labels' other than -100"),
+        ("BertForSequenceClassification", "is the mean over its own items", "'labels' other than -100"),
+        ("BertForQuestionAnswering", "is the mean over its own items", "'start_positions'"),
+        ("T5ForConditionalGeneration", "is the mean over its own items", "'labels' other than -100"),
+        ("LlavaForConditionalGeneration", "divides by the number handed in", "shifted 'labels' other than -100"),
+        ("ViTForImageClassification", "divides by the number handed in", "'labels' other than -100"),
+    ],
+)
+def test_a_class_of_transformers(name: str, reduction: str, items: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The contracts are those that the numerical tests hold against the full batch, on 5.23.0."""
+    head = observed(capsys, name)
+    assert head["built"] == f"a small {name}"
+    run = head["observed"]
+    assert run["head"] == name and run["reduction"] == reduction and items in run["items"] and run["exact"]
+    # Two micro-batches: a head that takes **kwargs and ignores the number is not divided by them.
+    if reduction == "is the mean over its own items":
+        assert run["stock_gradient_factor"] == pytest.approx(2)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_local_checkpoint(weights: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = llama()
+    if weights:
+        model.save_pretrained(tmp_path)
+    else:
+        model.config.architectures = ["LlamaForCausalLM"]
+        model.config.save_pretrained(tmp_path)
+    head = observed(capsys, tmp_path)
+    assert head["built"] == f"LlamaForCausalLM of {tmp_path}"
+    assert head["observed"]["reduction"] == "divides by the number handed in"
+
+
+def test_the_text_says_what_the_stock_trainer_makes_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bert("BertForMaskedLM")().save_pretrained(tmp_path)
+    main(["doctor", "--model", str(tmp_path)])
+    told = capsys.readouterr().out
+    assert "its loss is the mean over its own items ('labels' other than -100); under apply() exact for every" in told
+    assert "the stock Trainer would train it at about 2x the right gradient" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("BertModel", "no samples are known for a BertModel"),
+        ("WhisperForConditionalGeneration", "forward takes no input_ids"),
+    ],
+)
+def test_a_head_that_cannot_be_fed(name: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reason in observed(capsys, name)["error"]
+
+
+def test_a_checkpoint_that_cannot_be_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "could not be built and trained" in observed(capsys, tmp_path)["error"]
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["NoSuchClass"]}')
+    assert "names the architecture NoSuchClass" in observed(capsys, tmp_path)["error"]
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 30, "num_attention_heads": 7}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "could not be built and trained" in observed(capsys, tmp_path)["error"]
+
+
+def test_neither_a_class_nor_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", "BertForMaskedML"]) == 2
+    assert "the nearest head is BertForMaskedLM" in capsys.readouterr().err

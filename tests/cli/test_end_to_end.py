@@ -1,0 +1,94 @@
+"""Unedited scripts under ``run``, by the launchers people use: exact with it, wrong without; one and two gloo ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.plain_training import HEAD
+from tests.cli.processes import ROOT, RUN, environment, start
+from tests.numerics.parity import Step, cut, reference_step
+
+SCRIPT = Path(__file__).with_name("plain_training.py")
+LAUNCHER = Path(__file__).with_name("plain_launcher.py")
+# accelerate 1.15.0 starts one process for --cpu, whatever --num_processes says, and both for --multi_gpu, GPUs or not;
+# the script trains on the CPU.
+ONE_RANK = ("accelerate", "launch", "--cpu", "--num_processes", "2", SCRIPT)
+TWO_RANKS = ("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0", SCRIPT)
+ITS_OWN_TORCHRUN = (sys.executable, LAUNCHER, SCRIPT)
+
+ON = "hf-accum-fix: "
+
+
+def train(command: tuple[Any, ...], folder: Path, ranks: int) -> tuple[dict[str, Any], Step, float, str]:
+    """Train one step of eight samples, two a micro-batch: what was found, the full-batch step, the error, stderr."""
+    output = folder / "step.pt"
+    words = [*command, output, "2", str(4 // ranks)]
+    done = start(words, environment(ROOT, HF_HOME=str(folder)), cwd=folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = torch.load(output)
+    assert found["ranks"] == ranks
+    reference = reference_step(HEAD, cut(HEAD.samples, 2))
+    return found, reference, Step(found["change"], found["loss"], found["norm"]).error(reference), done.stderr
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("command", "ranks"), [(ONE_RANK, 1), (TWO_RANKS, 2)], ids=["one-rank", "two-ranks"])
+def test_without_run_it_is_not_exact(command: tuple[Any, ...], ranks: int, tmp_path: Path) -> None:
+    _, _, error, told = train(command, tmp_path, ranks)
+    assert error > 1
+    assert ON not in told
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [(ONE_RANK, 1), (TWO_RANKS, 2), (ITS_OWN_TORCHRUN, 2)],
+    ids=["one-rank", "two-ranks", "its-own-torchrun"],
+)
+def test_under_run_it_is_exact(command: tuple[Any, ...], ranks: int, tmp_path: Path) -> None:
+    found, reference, error, told = train((*RUN, *command), tmp_path, ranks)
+    assert error <= HEAD.tolerance
+    assert found["loss"] == pytest.approx(reference.loss, rel=1e-4)  # the log is rounded by some releases
+    assert found["norm"] == pytest.approx(reference.norm, rel=1e-6)
+    assert told.count(ON) == 1 and " is on: transformers " in told
+
+
+def python(script: str, *pythonpath: Path) -> subprocess.CompletedProcess[str]:
+    return start([*RUN, sys.executable, "-c", script], environment(*pythonpath, ROOT))
+
+
+def test_a_script_that_applies_by_itself_shares_the_patch() -> None:
+    done = python(
+        "import hf_accum_fix\n"
+        "with hf_accum_fix.apply() as handle:\n"
+        "    assert handle.pending\n"
+        "    from transformers import Trainer\n"
+        "    assert handle.active and handle is hf_accum_fix.active_handle()\n"
+        "assert handle.active\n"
+        "hf_accum_fix.revert()\n"
+        "print(type(Trainer.compute_loss).__name__, hf_accum_fix.report().state)\n"
+    )
+    assert (done.returncode, done.stdout) == (0, "function not applied\n"), done.stderr
+
+
+def test_a_refusal_ends_the_job(tmp_path: Path) -> None:
+    """`from transformers import Trainer` makes an ImportError of errors, and scripts have a way on for that."""
+    folder = tmp_path / "transformers-4.40.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.40.0\n")
+    script = "try:\n    from transformers import Trainer\nexcept Exception:\n    print('goes on without')\n"
+    done = python(script, tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "hf-accum-fix: transformers 4.40.0 is installed; needed is a release from" in done.stderr
+
+
+def test_doctor_sees_the_patch_on() -> None:
+    done = start([*RUN, sys.executable, "-m", "hf_accum_fix", "doctor"], environment(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert "mended in this process" in done.stdout

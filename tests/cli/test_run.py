@@ -1,0 +1,136 @@
+"""``run`` as a command: what it starts, in which environment, and what it refuses to start. No transformers here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_accum_fix.cli.inherit import BOOTSTRAP, VARIABLE, inherited_options
+from hf_accum_fix.cli.run import defeating_flag
+from tests.cli.processes import ROOT, RUN, environment, start
+
+SHOW = "import os, json; print(json.dumps(dict(os.environ)))"
+
+
+def run(*command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return start([*RUN, *command], environment(**variables))
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dashes", [(), ("--",)])
+def test_the_arguments_and_the_exit_code_are_those_of_the_command(dashes: tuple[str, ...]) -> None:
+    script = "import sys; print(sys.argv[1:]); sys.exit(7)"
+    done = run(*dashes, sys.executable, "-c", script, "--help", "--", "--allow-foreign", "-I")
+    assert (done.returncode, done.stderr) == (7, "")
+    assert done.stdout == "['--help', '--', '--allow-foreign', '-I']\n"
+
+
+def test_a_signal_reaches_the_command_and_ends_it_as_it_would_alone() -> None:
+    script = (
+        "import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(9));"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    for number, code in ((signal.SIGTERM, -signal.SIGTERM), (signal.SIGUSR1, 9)):
+        command = [*RUN, sys.executable, "-c", script]
+        with subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            process.send_signal(number)
+            assert process.wait(timeout=30) == code
+
+
+def test_the_command_takes_the_place_of_run() -> None:
+    command = [*RUN, sys.executable, "-c", "import os; print(os.getpid())"]
+    with subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and int(process.stdout.readline()) == process.pid
+
+
+def test_a_command_that_cannot_be_run(tmp_path: Path) -> None:
+    (tmp_path / "no_program").touch()
+    assert run("no-such-command").returncode == 127
+    done = run(tmp_path / "no_program")
+    assert done.returncode == 126 and "no_program: Permission denied" in done.stderr
+
+
+def test_no_command_is_wrong_usage() -> None:
+    for words in ([], ["--"], ["--allow-foreign", "a.b"]):
+        done = run(*words)
+        assert done.returncode == 2 and "hf-accum-fix run torchrun train.py" in done.stderr
+
+
+def test_an_option_that_means_nothing_is_wrong_usage() -> None:
+    done = run("--allow-foreign", "nodot", "true")
+    assert done.returncode == 2 and "module.qualname" in done.stderr
+
+
+# --- the environment it hands down ------------------------------------------------------------------------------------
+
+
+def test_the_inner_of_two_runs_counts() -> None:
+    inner = [*RUN, "--allow-foreign", "in.ner", sys.executable, "-c", SHOW]
+    handed = json.loads(run("--allow-foreign", "out.er", *inner, PYTHON_HF_ACCUM_FIX_SAID="1").stdout)
+    assert handed["PYTHONPATH"] == BOOTSTRAP
+    assert inherited_options(handed).allow_foreign == ("in.ner",)
+    assert f"{VARIABLE}_SAID" not in handed
+
+
+def test_switched_off_the_command_runs_as_it_is() -> None:
+    done = run(sys.executable, "-I", "-c", SHOW, HF_ACCUM_FIX="0")
+    assert done.stderr == "hf-accum-fix: off, HF_ACCUM_FIX=0: the command runs as it is\n"
+    assert not {"PYTHONPATH", VARIABLE} & json.loads(done.stdout).keys()
+    assert run("true", HF_ACCUM_FIX="maybe").returncode == 2
+
+
+# --- interpreters that do not listen ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("python -I train.py", "-I"),
+        ("python3.11 -u -E train.py", "-E"),
+        ("/usr/bin/python3 -sE train.py", "-sE"),
+        ("python -W ignore -S train.py", "-S"),
+        ("python -Wignore -X dev -OSm train", "-OSm"),
+        ("python --check-hash-based-pycs always -I train.py", "-I"),
+        ("env A=1 python -I train.py", "-I"),
+        ("pypy3 -E train.py", "-E"),
+        ("python train.py -I", None),
+        ("python -m train -I", None),
+        ("python -mIE", None),
+        ("python -c print() -S", None),
+        ("python -ucI", None),
+        ("python -X Importtime -W S train.py", None),
+        ("python - -I", None),
+        ("python", None),
+        ("torchrun -I train.py", None),
+        ("accelerate launch train.py -S", None),
+    ],
+)
+def test_the_flags_that_defeat_it_are_found(command: str, flag: str | None) -> None:
+    assert defeating_flag(command.split()) == flag
+
+
+def test_such_a_python_is_not_started() -> None:
+    done = run(sys.executable, "-I", "-c", "print('trained')")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "-I makes Python ignore PYTHONPATH" in done.stderr
+
+
+def test_nor_a_script_whose_first_line_is_such_a_python(tmp_path: Path) -> None:
+    script = tmp_path / "launcher"
+    script.write_text(f"#!{sys.executable} -sE\nprint('trained')\n")
+    script.chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    done = start([*RUN, "launcher"], {**environment(), "PATH": path})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"hf-accum-fix run python {script}" in done.stderr
+    advised = start([*RUN, sys.executable, script], environment())
+    assert (advised.returncode, advised.stdout) == (0, "trained\n")
