@@ -71,7 +71,8 @@ def verify(
         windows: global batches to verify on.
         reference: "full": one forward; "streamed": sample by sample; "auto": streamed where the full does not fit.
         samples: this rank's samples, for a data set that cannot be started anew.
-        with_apply: whether to verify what ``apply()`` makes of it as well.
+        with_apply: verify the installed release as it is and what ``apply()`` makes of it; False: only what this
+            process trains in as it is now.
         eval_samples: of the evaluation set, the first ones, on which ``eval_loss`` is compared with the item mean for
             two eval batch sizes; 0: none.
 
@@ -130,6 +131,7 @@ class _Verification:
         drawn = draw(understudy(trainer, *own), windows, samples)
         notes += drawn.notes
         modes = [STOCK, *([MENDED] if self.with_apply and enabled() else [])]
+        modes = modes if self.with_apply else [self.blank.active]
         if self.with_apply and not enabled():
             notes.append(f"apply() was left out: {SWITCH}={os.environ[SWITCH]}")
         report = replace(self.blank, world_size=trainer.args.world_size)
