@@ -453,9 +453,8 @@ def _compute_loss_of(trainer: Any) -> Callable[..., Any] | None:
 
 def unshared(trainer: Any) -> Any:
     """A copy of a trainer: the same model and data, but containers, and containers in them, are its own."""
-    copied = copy.copy(trainer)
-    for name, value in vars(trainer).items():
-        vars(copied)[name] = _without_sharing(value)
+    copied = object.__new__(type(trainer))  # copy.copy would leave a note on the class
+    vars(copied).update((name, _without_sharing(value)) for name, value in vars(trainer).items())
     return copied
 
 

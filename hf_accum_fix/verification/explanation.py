@@ -86,7 +86,7 @@ class Facts:
             )
         if self.items and self.labels_shifted and self.labels_shifted < self.items:
             known["(N + rows) / N"] = self.items / self.labels_shifted
-        return known
+        return {symbol: value for symbol, value in known.items() if value != 1.0}
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class Reference:
         floor: relative difference to the same in another order.
         words: how it was computed.
         decomposes: whether two halves of the batch add up to it.
+        dtype: of the loss.
     """
 
     gradient: list[Tensor | None]
@@ -41,6 +42,7 @@ class Reference:
     floor: float
     words: str
     decomposes: bool
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -158,11 +160,12 @@ def _full(scene: Scene, rows: Sequence[Any]) -> Reference:
             halves.append(take(scene.parameters))
         floor = fit(gradient, *halves).residual
         if floor <= _DOES_NOT_DECOMPOSE:
-            return Reference(gradient, loss, floor, FULL, True)
+            return Reference(gradient, loss, floor, FULL, True, scene.contract.dtype)
         # A half without a target is no evidence.
         decomposes = any(scene.count(half) == 0 for half in (rows[::-2], rows[-2::-2]))
     scene.backward(scene.collate(list(rows[::-1])))
-    return Reference(gradient, loss, _difference(take(scene.parameters), gradient), FULL, decomposes)
+    dtype = scene.contract.dtype
+    return Reference(gradient, loss, _difference(take(scene.parameters), gradient), FULL, decomposes, dtype)
 
 
 def _streamed(scene: Scene, rows: Sequence[Any]) -> Reference:
@@ -186,7 +189,7 @@ def _streamed(scene: Scene, rows: Sequence[Any]) -> Reference:
     gradient = on_cpu(take(scene.parameters))
     _refuse_infinite(gradient)
     summed(range(len(rows) - 1, -1, -1))
-    return Reference(gradient, loss, _difference(take(scene.parameters), gradient), STREAMED, True)
+    return Reference(gradient, loss, _difference(take(scene.parameters), gradient), STREAMED, True, contract.dtype)
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

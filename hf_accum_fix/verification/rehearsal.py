@@ -83,6 +83,8 @@ def understudy(trainer: Any, per_device: int, steps: int) -> Any:
     vars(args).update({name: value for name, value in _ONE_STEP.items() if hasattr(args, name)})
     vars(args).update(per_device_train_batch_size=per_device, gradient_accumulation_steps=steps)
     args.accelerator_config = copy.deepcopy(args.accelerator_config)
+    # A dispatched loader takes batches of tensors apart; each rank reading its own gives it the same samples.
+    args.accelerator_config.dispatch_batches = False
     if args.accelerator_config.gradient_accumulation_kwargs is not None:
         args.accelerator_config.gradient_accumulation_kwargs.pop("num_steps", None)
     copied.callback_handler = copy.copy(trainer.callback_handler)

@@ -40,7 +40,7 @@ from hf_accum_fix.verification.traceless import traceless, without_dropout
 
 #: Errors up to this many times the noise of the reference are noise: a cut runs other kernels than the full batch.
 _FLOORS: Final = 8.0
-#: Roundings of the parameters' own type that a sum over micro-batches may cost at the least.
+#: Roundings of the coarsest type, of parameters or loss, that a sum over micro-batches may cost at the least.
 _ROUNDINGS: Final = 8.0
 #: How near a factor comes to its symbol, in tolerances, and at the least.
 _NEAR: Final = 8.0
@@ -168,7 +168,7 @@ class _Verification:
 
     def tolerance(self, reference: Reference) -> float:
         """Up to which relative error a gradient is called exact."""
-        rounding = max(torch.finfo(each.dtype).eps for each in self.parameters)
+        rounding = max(torch.finfo(dtype).eps for dtype in (reference.dtype, *(each.dtype for each in self.parameters)))
         return max(_FLOORS * reference.floor, _ROUNDINGS * rounding)
 
     def _scene(self, drawn: Drawn, rows: Sequence[Any], options: Options) -> Scene:
