@@ -64,7 +64,7 @@ class PatchHandle:
     def missing(self) -> tuple[str, ...]:
         """Names of the methods that somebody else replaced since, so that they no longer lead to us."""
         with _LOCK:
-            return () if self._installation is None else self._installation.missing()
+            return () if self._installation is None else tuple(self._installation.replacements())
 
     def revert(self) -> None:
         """Put the identical original methods back, or cancel what is pending; a second call has no effect.
@@ -137,13 +137,20 @@ class PatchHandle:
 
     def _check_nothing_was_dropped(self) -> None:
         """Some patchers run the original source again and so drop wrappers silently; training must not start so."""
-        dropped = self.missing()
-        if dropped:
-            raise ForeignPatchError(
-                f"Trainer.{', Trainer.'.join(dropped)} no longer leads to hf_accum_fix: another package replaced it "
-                "after apply(), and training would be stock again; call apply() after that package has patched, and "
-                "name its replacement in allow_foreign"
-            )
+        from hf_accum_fix.upstream.chain import author
+        from hf_accum_fix.upstream.environment import imported_trainer
+        from hf_accum_fix.upstream.patchers import known_patcher
+
+        with _LOCK:
+            dropped = {} if self._installation is None else self._installation.replacements()
+        trainer = imported_trainer()
+        if not dropped or trainer is None:
+            return
+        authors = {name: author(replacement) for name, replacement in dropped.items()}
+        known = (known_patcher(replacement, authors[name], trainer) for name, replacement in dropped.items())
+        patcher = next((each for each in known if each is not None), None)
+        by_method = {f"Trainer.{name}": found for name, found in authors.items()}
+        raise ForeignPatchError.dropped(by_method, "" if patcher is None else patcher.advice)
 
     def _wrapper(self, name: str, override: Callable[..., Any]) -> Wrapper:
         def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

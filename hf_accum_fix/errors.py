@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class AccumFixError(RuntimeError):
     """Base of every error this package raises on purpose."""
@@ -19,11 +21,23 @@ class ForeignPatchError(AccumFixError):
     """Somebody else replaced a method that we wrap, before or after us."""
 
     @classmethod
-    def replaced(cls, method: str, author: str) -> ForeignPatchError:
+    def replaced(cls, method: str, author: str, advice: str = "") -> ForeignPatchError:
         """The refusal to wrap a method, such as "Trainer.compute_loss", that author has replaced."""
+        advice = advice or "apply before that package patches"
         return cls(
             f"{method} was replaced by {author}, which does not lead to the original; needed is the "
-            f"original; apply before that package patches, or wrap around it by allow_foreign=({author!r},)"
+            f"original; {advice}, or wrap around it by allow_foreign=({author!r},)"
+        )
+
+    @classmethod
+    def dropped(cls, by_method: Mapping[str, str], advice: str = "") -> ForeignPatchError:
+        """The refusal to train with methods whose wrappers others, named by method, have dropped since apply()."""
+        names = tuple(dict.fromkeys(by_method.values()))
+        advice = advice or "leave that patch out"
+        return cls(
+            f"{', '.join(by_method)} no longer leads to hf_accum_fix: {', '.join(names)} came in its place after "
+            f"apply(), and training would be stock again; {advice}, or patch first and then "
+            f"apply(allow_foreign={names!r})"
         )
 
 

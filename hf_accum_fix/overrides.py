@@ -215,16 +215,14 @@ def get_batch_samples(
         window = _open_window(trainer, session, without_blanks(fetched), upstream_number, options)
     contract = session.contract
     assert contract is not None
-    if contract.items is None or (contract.owned_by_trainer and not contract.by_number):
+    if contract.items is None:
         return fetched, upstream_number
     # A trainer that scales by itself multiplies by W only where it averages tokens across devices.
     owned = contract.owned_by_trainer and not averaged
     return fetched, window.total / trainer.args.world_size if owned else window.total.long()
 
 
-def _open_window(
-    trainer: Any, session: Session, batches: list[Any], upstream_number: Any, options: Options
-) -> Window:
+def _open_window(trainer: Any, session: Session, batches: list[Any], upstream_number: Any, options: Options) -> Window:
     """Count the window whose micro-batches are about to be run."""
     if session.window is not None and session.window.batches and session.window.steps_run == 0:
         raise SeamError(
@@ -307,14 +305,23 @@ def _settle_contract(trainer: Any, session: Session, window: list[Any], options:
     if options.contract is not None:
         found = _given(trainer, session, options.contract)
     else:
-        found = _agreed(trainer, _observe(trainer, session, window) if window else None)
+        # The loop notes the length of a window once it was fetched; a loss of one's own may divide a term by it.
+        with _shadow(trainer, "current_gradient_accumulation_steps", len(window)):
+            seen = _observe(trainer, session, window) if window else None
+        found = _agreed(trainer, seen)
         session.attempts += found.reason != NO_TARGET_SEEN
     session.contract = found
     if not found.conclusive and session.attempts < _ATTEMPTS:
         return found
     head = _head_name(trainer)
     if found.reduction is Reduction.PLAIN:
-        session.warn_once("inexact", f"{head}: {found.reason}. It gets the plain mean over micro-batches.")
+        if found.owned_by_trainer and _scales_itself(trainer):
+            outcome = "stays as the trainer scales it"
+        elif found.items is None:
+            outcome = "gets the plain mean over micro-batches"
+        else:
+            outcome = "gets each micro-batch weighed by its items"
+        session.warn_once("inexact", f"{head}: {found.reason}. It {outcome}.")
     elif found.changed_by_trainer:
         words = f"{type(trainer).__name__}.compute_loss changes the base's loss, so that it is not called exact."
         session.warn_once("inexact", f"{head}: {words}")
@@ -345,20 +352,22 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
     module: nn.Module = _inside_ddp(model) or model
     compute_loss = _compute_loss_of(trainer)
     takes_number = compute_loss is not None and _has_parameter(compute_loss, "num_items_in_batch")
-    owned = changed = False
+    if not all(isinstance(batch, Mapping) for batch in window):
+        reason = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
+        return LossContract(Reduction.PLAIN, owned_by_trainer=compute_loss is not None, reason=reason)
+    changed = False
 
     def call(inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
-        nonlocal owned, changed
+        nonlocal changed
         inputs = trainer._prepare_inputs(inputs)
         session.base_loss = None
         with trainer.compute_loss_context_manager():
             if compute_loss is None:
                 return _base_loss(trainer, module, inputs, number, smooth=False)
-            given = {"num_items_in_batch": number} if takes_number else {}
-            loss, outputs = compute_loss(module, inputs, return_outputs=True, **given)
-        owned = session.base_loss is None
+            result = compute_loss(module, inputs, **({"num_items_in_batch": number} if takes_number else {}))
+        loss = result[0] if isinstance(result, tuple) else result
         if session.base_loss is None:
-            return loss, outputs
+            return loss, None
         # Both nan, where there was no target, is no change.
         changed = changed or not torch.allclose(loss, session.base_loss[0], rtol=1e-6, atol=0.0, equal_nan=True)
         return session.base_loss
@@ -372,7 +381,7 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
             device=trainer.args.device,
             passes_number=compute_loss is not None or session.passes_number or _loss_func(trainer) is not None,
             needs_number=_loss_func(trainer) is not None or compute_loss is not None,
-            router_coefficient=0.0 if _loss_func(trainer) is not None else _router_coefficient(module),
+            router_coefficients=(0.0, 0.0) if _loss_func(trainer) is not None else _router_coefficients(module),
             world_size=trainer.args.world_size,
             low_precision=trainer.accelerator.mixed_precision != "no"
             or _products_are_rounded()
@@ -387,8 +396,8 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
         raise
     finally:
         session.observing, session.base_loss = False, None
-    if owned:
-        return replace(found, owned_by_trainer=True)
+    if found.owned_by_trainer:
+        return found
     if changed:
         found = replace(found, changed_by_trainer=True)
     smoothed = trainer.label_smoother is not None and _loss_func(trainer) is None
@@ -500,14 +509,16 @@ def _inside_ddp(model: nn.Module) -> nn.Module | None:
     return model.module if isinstance(model, DistributedDataParallel) else None
 
 
-def _router_coefficient(model: nn.Module) -> float:
+def _router_coefficients(model: nn.Module) -> tuple[float, float]:
+    """What the configuration multiplies the router's load-balancing loss and its z-loss by; 0.0: it names none."""
     config = getattr(model, "config", None)
-    for holder in (config, getattr(config, "text_config", None)):
-        for name in ("router_aux_loss_coef", "aux_loss_coef"):
-            value = getattr(holder, name, None)
-            if isinstance(value, (int, float)):
-                return float(value)
-    return 0.0
+    holders = (config, getattr(config, "text_config", None))
+
+    def configured(*names: str) -> float:
+        values = (getattr(holder, name, None) for holder in holders for name in names)
+        return next((float(value) for value in values if isinstance(value, (int, float))), 0.0)
+
+    return configured("router_aux_loss_coef", "aux_loss_coef"), configured("router_z_loss_coef")
 
 
 def _head_name(trainer: Any) -> str:
@@ -572,7 +583,7 @@ def _loss_in_window(
 ) -> tuple[Tensor, Any]:
     contract, window = session.contract, session.window
     assert contract is not None and window is not None
-    if contract.reduction is Reduction.NUMBER:
+    if contract.reduction is Reduction.NUMBER and _loss_func(trainer) is None:
         return _base_loss(trainer, model, inputs, _number(window.mean, contract))
     if contract.reduction is Reduction.PLAIN:
         return _base_loss(trainer, model, inputs, _number(window.mean, contract) if contract.items else None)
@@ -585,14 +596,14 @@ def _loss_in_window(
         ratio = cut / window.mean
     else:
         assert contract.items is not None
-        items = micro_batch.items
-        if items is None:
-            items = contract.items.count(inputs)
+        items = contract.items.count(inputs) if micro_batch.items is None else micro_batch.items
+        items = items.to(window.mean.device)
+        # A function of one's own may return a constant without a graph where it finds no target: it is given one, too.
         loss, outputs = _base_loss(trainer, model, contract.items.with_target(inputs), _number(window.mean, contract))
-        ratio = items.to(window.mean.device) / window.mean
-    carried = None
-    if contract.router_coefficient:
-        carried = contract.router_coefficient * outputs["aux_loss"].to(loss.device)
+        ratio = (items > 0) * 1.0 if contract.by_number else items / window.mean
+    carried = contract.carried(outputs)
+    if carried is not None:
+        carried = carried.to(loss.device)
         if trainer.label_smoother is not None and _loss_func(trainer) is None:
             loss = loss + carried
     return share_of_mean(loss, ratio, carried), outputs
@@ -679,7 +690,7 @@ def training_step(
     def set_loss(loss: Tensor, **backward_kwargs: Any) -> Any:
         if micro_batch.loss is None:
             return original_backward(loss, **backward_kwargs)
-        right = _set_loss(session, micro_batch, window)
+        right = _set_loss(trainer, session, micro_batch, window)
         micro_batch.reported = right.detach()
         if window.steps_run == 0:
             _announce(trainer, session, window, passed=loss, right=right)
@@ -721,13 +732,26 @@ def _reduced_in_the_last(trainer: Any, window: Window, model: nn.Module) -> Iter
         yield
 
 
-def _set_loss(session: Session, micro_batch: MicroBatch, window: Window) -> Tensor:
+def _set_loss(trainer: Any, session: Session, micro_batch: MicroBatch, window: Window) -> Tensor:
     """This micro-batch's share: summed over the window, averaged over ranks, it is the global batch's loss."""
-    assert micro_batch.loss is not None and session.contract is not None
-    scaled_by_trainer = session.contract.owned_by_trainer and session.contract.by_number
-    if scaled_by_trainer and not micro_batch.base_called:
+    contract = session.contract
+    assert micro_batch.loss is not None and contract is not None
+    owned = contract.owned_by_trainer and not micro_batch.base_called
+    if owned and (contract.by_number or _scales_itself(trainer)):
         return micro_batch.loss
     return micro_batch.loss / len(window.batches)
+
+
+def _scales_itself(trainer: Any) -> bool:
+    """Whether a trainer says that the loss it computes is divided for the window already.
+
+    Source: ``Trainer.loss_is_scaled_for_ga`` (5.19.0 on); before it, a ``compute_loss_func`` that is no function, whose
+    presence alone keeps the Trainer from dividing.
+    """
+    declared = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if declared is None:
+        return _loss_func(trainer) is not None and not callable(_loss_func(trainer))
+    return bool(declared)
 
 
 def _engine_divisor(accelerator: Any, backward_kwargs: Mapping[str, Any]) -> int:
@@ -759,6 +783,7 @@ def _announce(trainer: Any, session: Session, window: Window, *, passed: Tensor,
             "reduction": contract.reduction.value,
             "items": None if contract.items is None else str(contract.items),
             "router_coefficient": contract.router_coefficient,
+            "router_z_coefficient": contract.router_z_coefficient,
             "exact": contract.exact,
             "reason": contract.reason,
             "accumulation_steps": steps,

@@ -73,12 +73,13 @@ class Report:
 
 
 def defect_table(defects: Sequence[Defect]) -> str:
-    """The defects as a Markdown table; a row whose evidence was only read, not run, says so."""
+    """The defects as a Markdown table; a row whose evidence was only read, or which is not mended, says so."""
     lines = ["| defect | releases | right gradient times | what happens | reported |", "|---|---|---|---|---|"]
     for defect in defects:
         links = ", ".join(f"[{link.rsplit('/', 1)[-1].split('#')[0]}]({link})" for link in defect.source)
-        read = "" if defect.evidence == "run" else " *(read, not run)*"
-        cells = (f"`{defect.name}`", defect.range, defect.gradient or "-", defect.summary + read, links)
+        said = ["read, not run"] * (defect.evidence == "read") + ["not mended"] * bool(defect.not_mended)
+        mark = f" *({'; '.join(said)})*" if said else ""
+        cells = (f"`{defect.name}`", defect.range, defect.gradient or "-", defect.summary + mark, links)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

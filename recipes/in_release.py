@@ -22,6 +22,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,8 +33,12 @@ RELEASE = re.compile(r"\d+\.\d+\.\d+(@[\w-]+[<>=]=[\w.]+)*")
 BIN = "Scripts" if os.name == "nt" else "bin"
 #: What a release's own resolver may have to pin lower than the newest environment holds.
 BESIDE_TRANSFORMERS = ("accelerate", "datasets", "peft")
-#: What a minor release needs older than its metadata says: newer peft and pyarrow do not import beside it.
-OLDER = {"4.41": ("peft<0.14",), "4.42": ("peft<0.14", "pyarrow<20")}
+#: What a minor release needs older than its metadata says: newer ones do not import or run beside it.
+OLDER = {
+    "4.38": ("accelerate<1", "peft<0.12"),
+    "4.41": ("peft<0.14",),
+    "4.42": ("peft<0.14", "pyarrow<20"),
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -65,31 +70,37 @@ def folder_of(release: str) -> Path:
 
 def environment(release: str) -> Path:
     """The folder of a release's environment, made if it is not there."""
-    folder = folder_of(release)
+    if release == NEWEST:
+        # torch first and alone: a range would take the newest build there is, with its CUDA packages.
+        return made(NEWEST, [TORCH], [f"transformers=={release}", "-e", f"{ROOT}[dev,recipes]"])
+    version, *pins = release.split("@")
+    older = OLDER.get(version.rpartition(".")[0], ())
+    wanted = [f"transformers=={version}", *BESIDE_TRANSFORMERS, *older, *pins]
+    return made(folder_of(release).name, wanted, shared=environment(NEWEST))
+
+
+def made(name: str, *installs: Sequence[str], shared: Path | None = None) -> Path:
+    """The folder of an environment, made if it is not there: whole or not at all.
+
+    Args:
+        name: of its folder in .environments/.
+        installs: requirements, installed one list after the other.
+        shared: an environment that lends what this one does not hold, its pip among it.
+    """
+    folder = ENVIRONMENTS / name
     if (folder / "complete").exists():
         return folder
-    shared = environment(NEWEST) if release != NEWEST else None
-    print(f"making the environment of transformers {release} in {folder.relative_to(ROOT)}", flush=True)
+    print(f"making the environment {folder.relative_to(ROOT)}", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=shared is None, symlinks=os.name != "nt")
-    if shared is None:
-        # torch first and alone: a range would take the newest build there is, with its CUDA packages.
-        _install(folder, TORCH)
-        _install(folder, f"transformers=={release}", "-e", f"{ROOT}[dev,recipes]")
-    else:
+    if shared is not None:
         link = _site_packages(folder) / "shared.pth"
         link.write_text(f"import site; site.addsitedir({str(_site_packages(shared))!r})\n")
-        version, *pins = release.split("@")
-        older = OLDER.get(version.rpartition(".")[0], ())
-        _install(folder, f"transformers=={version}", *BESIDE_TRANSFORMERS, *older, *pins)
+    pip = [(shared or folder) / BIN / "python", "-m", "pip", "--python", folder / BIN / "python"]
+    for requirements in installs:
+        subprocess.run([*pip, "install", "--quiet", *requirements], check=True)
     (folder / "complete").touch()
     return folder
-
-
-def _install(folder: Path, *requirements: str) -> None:
-    """By the newest environment's pip, so that the small ones need none."""
-    pip = [ENVIRONMENTS / NEWEST / BIN / "python", "-m", "pip", "--python", folder / BIN / "python"]
-    subprocess.run([*pip, "install", "--quiet", *requirements], check=True)
 
 
 def _site_packages(folder: Path) -> Path:

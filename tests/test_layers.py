@@ -47,7 +47,7 @@ def test_upstream_touches_no_tensor(module: str) -> None:
 
 
 def test_upstream_runs_one_way() -> None:
-    order = ["seams", "chain", "patch", "defects", "environment", "plan"]
+    order = ["seams", "chain", "patch", "patchers", "defects", "environment", "plan"]
     assert {f"hf_accum_fix.upstream.{name}" for name in order} == set(modules_of("hf_accum_fix.upstream")[1:])
     for rank, name in enumerate(order):
         later = {f"hf_accum_fix.upstream.{other}" for other in order[rank:]}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.errors import ContractError
@@ -18,7 +21,21 @@ class Reduction(str, Enum):
     INTEGER = "divides by the number handed in, cut to an integer"
     MEAN = "is the mean over its own items"
     SUM = "is a sum"
-    PLAIN = "is no weighted mean over items"
+    PLAIN = "is averaged over micro-batches"
+
+
+def router_loss(outputs: Any, kind: str) -> Tensor | None:
+    """The router loss of one kind that a model's outputs carry, encoder's and decoder's together; None: none.
+
+    Args:
+        outputs: what the model returned.
+        kind: "aux_loss" (load balancing) or "z_loss", as the library's output classes name them.
+    """
+    if not isinstance(outputs, Mapping):
+        return None
+    parts = [value for key, value in outputs.items() if key == kind or key.endswith(f"_{kind}")]
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    return torch.stack([part.to(tensors[0]) for part in tensors]).sum() if tensors else None
 
 
 @dataclass(frozen=True)
@@ -28,8 +45,9 @@ class LossContract:
     Attributes:
         reduction: how the loss is reduced.
         items: what ``N`` counts; None only for `Reduction.SUM` and `Reduction.PLAIN`.
-        router_coefficient: factor of ``outputs.aux_loss`` inside the loss, a mean per micro-batch that keeps its
-            weight; 0.0: there is none.
+        router_coefficient: factor of the router's ``aux_loss`` (see `router_loss`) inside the loss, a mean per
+            micro-batch that keeps its weight; 0.0: there is none.
+        router_z_coefficient: the same of its ``z_loss``.
         alternatives: every rule that fits what was seen as well as ``items``, itself first; another rank's samples, or
             a later window's, may tell them apart.
         owned_by_trainer: a Trainer subclass computes the loss in a ``compute_loss`` that never calls the base.
@@ -42,6 +60,7 @@ class LossContract:
     reduction: Reduction
     items: Items | None = None
     router_coefficient: float = 0.0
+    router_z_coefficient: float = 0.0
     alternatives: tuple[Items, ...] = ()
     owned_by_trainer: bool = False
     changed_by_trainer: bool = False
@@ -55,6 +74,26 @@ class LossContract:
             raise ContractError(f"reduction is {self.reduction!r}; needed is one of {known}")
         if self.items is None and self.reduction in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN):
             raise ContractError(f"a loss that {self.reduction.value} needs its items; pass items=Items(...)")
+
+    def carried(self, outputs: Any) -> Tensor | None:
+        """The router losses inside the loss, weighed, 0-dim; None: the loss has none.
+
+        Raises:
+            ContractError: if the outputs do not carry a router loss that the contract names.
+        """
+        total: Tensor | None = None
+        for kind, coefficient in (("aux_loss", self.router_coefficient), ("z_loss", self.router_z_coefficient)):
+            if not coefficient:
+                continue
+            term = router_loss(outputs, kind)
+            if term is None:
+                found = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
+                raise ContractError(
+                    f"the contract names {coefficient:g} x {kind} inside the loss, but the outputs hold {found}; every "
+                    "micro-batch's outputs need it: let the model return its router loss"
+                )
+            total = coefficient * term if total is None else total + coefficient * term
+        return total
 
     @property
     def by_number(self) -> bool:
@@ -71,4 +110,5 @@ class LossContract:
     def __str__(self) -> str:
         of = f" ({self.items})" if self.items is not None else ""
         router = f", plus {self.router_coefficient:g} x router loss" if self.router_coefficient else ""
+        router += f", plus {self.router_z_coefficient:g} x router z-loss" if self.router_z_coefficient else ""
         return f"{self.reduction.value}{of}{router}"

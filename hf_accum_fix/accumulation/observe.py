@@ -3,9 +3,11 @@
 Signatures, class names and declared loss types mislead, so the loss is run, at most four times and without gradient, on
 samples of the first window. Three kinds of evidence are put together:
 
-- *the number*: the loss with 8 and with 16.5 handed in. If it moves it is ``S / number + x``; a third and a fourth
-  call, without a number and with 8.5, give the count it would use itself and tell whether it cuts the number to 8;
+- *the number*: the loss with 8 and with 16.5 handed in. If it moves it is ``S / number + x``, and where no loss call
+  tells S, a third and a fourth call, without a number and with 8.5, give the count it would use itself and tell whether
+  it cuts the number to 8;
 - *the parts*: for a mean over items  L(AB) n(AB) = L(A) n(A) + L(B) n(B),  whatever the items are, and for no other;
+  for a sum that is divided by the number  S(AB) = S(A) + S(B);
 - *the loss call*: a torch function mode sees which of cross_entropy, mse_loss, ctc_loss ... was called, with which
   targets, ignored index and reduction.
 
@@ -29,15 +31,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.contract import LossContract, Reduction, router_loss
 from hf_accum_fix.accumulation.window import Items, sample_count
 
-#: One forward: (inputs, number or None) -> (loss, outputs).
+#: One forward: (inputs, number or None) -> (loss, outputs); no outputs where the loss is a trainer's own, of which
+#: nothing but the loss is known.
 LossCall = Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]]
 
 _LOSSES = {
     F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.ctc_loss,
-    F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
+    F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div,
 }  # fmt: skip
 _DROPOUTS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
@@ -60,7 +63,8 @@ class WatchedLoss:
     Attributes:
         reduction: "mean" or "sum"; "weighted" with class weights.
         value: what it returned.
-        items: what it reduced over: valid targets, samples for CTC, elements for the element-wise losses.
+        items: what it reduced over: valid targets, samples for CTC and "batchmean", elements for the element-wise
+            losses.
         ignore_index: None for losses that have none.
     """
 
@@ -98,16 +102,20 @@ class LossWatch(TorchFunctionMode):
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        if out.ndim > 0 or given.get("reduction") not in ("mean", "sum"):
+        reduction = given.get("reduction")
+        if out.ndim > 0 or reduction not in ("mean", "sum", "batchmean"):
             return
         ignore_index = given.get("ignore_index")
         if func is F.ctc_loss:
             items = torch.as_tensor(given["target_lengths"]).numel()
+        elif reduction == "batchmean":
+            reduction, items = "mean", len(given["target"])
         elif ignore_index is not None and not given["target"].is_floating_point():
             items = int((given["target"] != ignore_index).sum())
         else:
             items = given["target"].numel()
-        reduction = given["reduction"] if given.get("weight") is None else "weighted"
+        if given.get("weight") is not None:
+            reduction = "weighted"
         self.calls.append(WatchedLoss(reduction, float(out), items, ignore_index))
 
 
@@ -150,15 +158,24 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
 
 
+#: Of a router's load-balancing loss and of its z-loss: the two values, or what they are multiplied by.
+RouterPair = tuple[float, float]
+
+
 @dataclass(frozen=True)
 class _Seen:
-    """One forward: its loss, the router loss its outputs carry, the loss calls in it, whether it drew at random."""
+    """One forward: its loss, the router losses its outputs carry, the loss calls in it, whether it drew at random.
+
+    Attributes:
+        own: a trainer computed the loss by itself.
+    """
 
     loss: float
     dtype: torch.dtype
-    router: float
+    router: RouterPair
     calls: tuple[WatchedLoss, ...]
     random: bool
+    own: bool
 
 
 def observe(
@@ -169,14 +186,16 @@ def observe(
     device: torch.device,
     passes_number: bool,
     needs_number: bool = False,
-    router_coefficient: float = 0.0,
+    router_coefficients: RouterPair = (0.0, 0.0),
     world_size: int = 1,
     low_precision: bool = False,
 ) -> LossContract:
     """Observe the contract of a loss on samples of one window.
 
-    Every rank runs the same number of forwards whatever it sees, so that sharded models stay in step: four where a
-    number is passed, else three. Nothing is left behind (see `undisturbed`).
+    Every rank runs the same number of forwards whatever it sees, so that sharded models stay in step: one where a
+    BatchNorm trains, else four where a number is passed and three where none is, and two of a trainer's own loss that
+    takes no number: it is not taken apart, since it may rest on how its batches are laid out (pairs, groups). Nothing
+    is left behind (see `undisturbed`).
 
     Args:
         call: one forward of the training's own loss.
@@ -185,7 +204,8 @@ def observe(
         device: where the number is put.
         passes_number: whether training hands the number over at all.
         needs_number: the loss is somebody's own and may not do without one.
-        router_coefficient: what the configuration multiplies ``outputs.aux_loss`` by; 0.0: it names none.
+        router_coefficients: what the configuration multiplies the router's ``aux_loss`` and ``z_loss`` by; 0.0: it
+            names none.
         world_size: W; a trainer that scales its loss itself multiplies by it when it is given a number.
         low_precision: matrix products keep fewer than float32's digits, so two batch sizes agree to 2 % only.
     """
@@ -199,45 +219,74 @@ def observe(
         handed = None if number is None else torch.tensor(number, device=device)
         with LossWatch() as watch:
             loss, outputs = call(dict(batch), handed)
-        router = outputs.get("aux_loss") if isinstance(outputs, Mapping) else None
+        aux, z = (router_loss(outputs, kind) for kind in ("aux_loss", "z_loss"))
         return _Seen(
             float(loss.detach()),
             loss.dtype,
-            float(router.detach()) if isinstance(router, Tensor) else 0.0,
+            (0.0 if aux is None else float(aux.detach()), 0.0 if z is None else float(z.detach())),
             tuple(watch.calls),
             _rng_state() != before,
+            own=outputs is None,
         )
 
     low, high, between = _NUMBERS
     with undisturbed(model):
         batch_norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
         first = run(inputs, low if passes_number else None)
+        if batch_norm is not None:
+            # Taken apart it may not run at all: the statistics of one sample may be those of one number.
+            reason = f"BatchNorm in training mode ({batch_norm}): its statistics are those of one micro-batch"
+            return LossContract(Reduction.PLAIN, dtype=first.dtype, reason=reason, owned_by_trainer=first.own)
         second = run(inputs, high) if passes_number else first
-        if abs(first.loss - second.loss) > 1e-6 * abs(first.loss):
+        moves = abs(first.loss - second.loss) > 1e-6 * abs(first.loss)
+        place = _summing_call(first, second) if moves and not needs_number else None
+        if first.own and not moves:
+            found = _own(inputs, first)
+        elif moves and place is None:
             fourth = run(inputs, between)
-            third = run(_without_first_label(inputs), low) if needs_number else _without_number(run, inputs, first)
-            found = _by_number(inputs, (first, second, fourth), third, needs_number, router_coefficient, world_size)
+            third = run(_without_first_label(inputs), low) if needs_number else _without_number(run, inputs)
+            found = _by_number(inputs, first, second, fourth, third, needs_number, router_coefficients, world_size)
         else:
-            one, other, sliced = _parts(inputs, first)
-            seen = (first, *(run(part, low if passes_number else None) for part in (one, other)))
+            one, other, sliced = _parts(inputs, first, router_coefficients)
             tolerance = 2e-2 if first.dtype.itemsize < 4 or (low_precision and sliced) else 1e-5
-            found = _by_parts((inputs, one, other), seen, router_coefficient, tolerance, sliced)
-    if batch_norm is not None:
-        reason = f"BatchNorm in training mode ({batch_norm}): its statistics are those of one micro-batch"
-        return LossContract(Reduction.PLAIN, dtype=first.dtype, reason=reason)
-    return replace(found, dtype=first.dtype)
+            seen = (first, *(run(part, low if passes_number else None) for part in (one, other)))
+            if place is None:
+                found = _by_parts((inputs, one, other), seen, router_coefficients, tolerance, sliced)
+            else:
+                found = _by_number(inputs, first, second, None, None, needs_number, router_coefficients, world_size)
+                summed = [each.calls[place].value if place < len(each.calls) else np.nan for each in seen]
+                if sliced and not first.random and not _close(summed[0], summed[1] + summed[2], tolerance):
+                    reason = "the rows of a batch change one another's loss, so that no cut of it adds up to the whole"
+                    found = replace(found, reduction=Reduction.PLAIN, reason=reason)
+    return replace(found, dtype=first.dtype, owned_by_trainer=first.own)
 
 
-def _without_number(run: Callable[..., _Seen], inputs: Mapping[str, Any], first: _Seen) -> _Seen | None:
-    """One forward without a number; one more with it where a loss call tells the count already."""
-    low = _NUMBERS[0]
-    if not any(call.reduction == "sum" and _close(call.value / low, first.loss) for call in first.calls):
-        try:
-            return run(inputs, None)
-        except TypeError:
-            return None
-    run(inputs, low)
-    return None
+def _own(inputs: Mapping[str, Any], seen: _Seen) -> LossContract:
+    """A trainer's own loss that does not move with the number, which labels without a target cannot show."""
+    if isinstance(inputs.get("labels"), Tensor) and (_label_count(inputs) == 0 or not np.isfinite(seen.loss)):
+        rule = next(_rules(inputs, seen.calls))
+        return LossContract(Reduction.NUMBER, rule, conclusive=False, reason=NO_TARGET_SEEN)
+    return LossContract(Reduction.PLAIN, reason="the trainer computes the loss by itself and takes no item count")
+
+
+def _without_number(run: Callable[..., _Seen], inputs: Mapping[str, Any]) -> _Seen | None:
+    try:
+        return run(inputs, None)
+    except TypeError:
+        return None
+
+
+def _summed(at_low: float, at_high: float, cut: bool) -> float:
+    """S of  L(k) = S / k + x  from the losses with the first two numbers, as handed in or cut to integers."""
+    low, high, _ = _NUMBERS
+    return (at_low - at_high) / (1 / low - 1 / (int(high) if cut else high))
+
+
+def _summing_call(first: _Seen, second: _Seen) -> int | None:
+    """Place of the loss call that made the sum which the number divides; it tells the count, and rows apart."""
+    sums = [_summed(first.loss, second.loss, cut) for cut in (False, True)]
+    calls = enumerate(first.calls)
+    return next((i for i, c in calls if c.reduction == "sum" and any(_close(c.value, summed) for summed in sums)), None)
 
 
 def _rng_state() -> tuple[Any, ...]:
@@ -247,38 +296,51 @@ def _rng_state() -> tuple[Any, ...]:
 
 def _by_number(
     inputs: Mapping[str, Any],
-    seen: tuple[_Seen, _Seen, _Seen],
+    first: _Seen,
+    second: _Seen,
+    fourth: _Seen | None,
     third: _Seen | None,
     needs_number: bool,
-    router_coefficient: float,
+    configured: RouterPair,
     world_size: int,
 ) -> LossContract:
-    """The loss moves with the number: L(k) = S / k + x, with k as handed in or cut to an integer."""
-    low, high, between = _NUMBERS
-    at_low, at_high, at_between = (each.loss for each in seen)
-    cut = at_between == at_low
-    summed = (at_low - at_high) / (1 / low - 1 / (int(high) if cut else high))
-    rest = at_low - summed / low
-    if not cut and not _close(summed / between + rest, at_between, 1e-4):
+    """The loss moves with the number: L(k) = S / k + x, with k as handed in or cut to an integer.
+
+    The first two forwards were made with the first two numbers. The fourth, with the number between, is None where a
+    loss call tells S, and so whether the number is cut. The third is without a number, or without the labels at
+    position 0; it is None where neither was run.
+    """
+    low, _, between = _NUMBERS
+    sums = [call for call in first.calls if call.reduction == "sum"]
+
+    def telling(summed: float) -> list[WatchedLoss]:
+        return [each for each in sums if _close(each.value, summed) or _close(each.value * world_size, summed)]
+
+    cut = fourth.loss == first.loss if fourth is not None else not telling(_summed(first.loss, second.loss, False))
+    summed = _summed(first.loss, second.loss, cut)
+    rest = first.loss - summed / low
+    if not cut and fourth is not None and not _close(summed / between + rest, fourth.loss, 1e-4):
         return LossContract(Reduction.PLAIN, reason="the loss moves with the number handed in, but is no sum over it")
-    rules = list(_rules(inputs, seen[0].calls))
-    calls = [call for call in seen[0].calls if call.reduction == "sum"]
-    counts: list[float] = [c.items for c in calls if _close(c.value, summed) or _close(c.value * world_size, summed)]
+    rules = list(_rules(inputs, first.calls))
+    counts: list[float] = [call.items for call in telling(summed)]
     if not counts and not needs_number and third is not None and third.loss != rest:
         counts = [summed / (third.loss - rest), summed / (third.loss - rest) / world_size]
     fitting = next((near for count in counts if (near := _nearest(rules, inputs, count))), [])
     conclusive = bool(fitting)
     if not fitting:
-        # No count to compare with: whether position 0 of the labels moves the loss tells at least if it is shifted.
-        shifted = needs_number and third is not None and third.loss == at_low
+        # No count to compare with: whether position 0 of the labels moves the loss tells if it is shifted.
+        conclusive = needs_number and any(rule.shift for rule in rules)
+        shifted = conclusive and third is not None and third.loss == first.loss
         fitting = [rule for rule in rules if rule.shift == shifted] or rules
-    router = seen[0].router
-    carries_router = router != 0.0 and abs(rest) > 1e-5 * abs(summed / low)
+    aux, z = (0.0, 0.0)
+    if abs(rest) > 1e-5 * abs(summed / low):
+        aux, z = _coefficients(rest, first.router, configured)
     return LossContract(
         Reduction.INTEGER if cut else Reduction.NUMBER,
         fitting[0],
         alternatives=tuple(fitting),
-        router_coefficient=_rounded(rest / router, router_coefficient) if carries_router else 0.0,
+        router_coefficient=aux,
+        router_z_coefficient=z,
         conclusive=conclusive,
         reason="the loss moves with the number handed in" + ("" if conclusive else ", what it counts was not seen"),
     )
@@ -287,25 +349,51 @@ def _by_number(
 def _by_parts(
     batches: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]],
     seen: tuple[_Seen, ...],
-    router_coefficient: float,
+    configured: RouterPair,
     tolerance: float,
     sliced: bool,
 ) -> LossContract:
     """The loss does not move with the number: a mean over something, a sum, or neither."""
     inputs, whole = batches[0], seen[0]
     rules = list(_rules(inputs, whole.calls))
-    if not np.isfinite(whole.loss) or _close(whole.loss, router_coefficient * whole.router, 1e-6):
+    if not np.isfinite(whole.loss) or _close(whole.loss, _weighed(configured, whole.router), 1e-6):
         # Weighed by its items, of which there are none, such a window is an exact zero whatever the loss does.
-        coefficient = router_coefficient if whole.router else 0.0
-        return LossContract(Reduction.MEAN, rules[0], coefficient, conclusive=False, reason=NO_TARGET_SEEN)
-    for coefficient in _router_terms(whole, router_coefficient):
-        losses = [each.loss - coefficient * each.router for each in seen]
+        aux, z = (c if value else 0.0 for c, value in zip(configured, whole.router, strict=True))
+        return LossContract(Reduction.MEAN, rules[0], aux, z, conclusive=False, reason=NO_TARGET_SEEN)
+    for coefficients in _router_terms(whole, configured):
+        losses = [each.loss - _weighed(coefficients, each.router) for each in seen]
         fitting = [rule for rule in rules if _composes(rule, batches, losses, tolerance)]
         if fitting:
             break
+    found = _reduced(batches, whole, losses, rules, fitting, tolerance, sliced)
+    if found.reduction is Reduction.PLAIN:
+        return found
+    return replace(found, router_coefficient=coefficients[0], router_z_coefficient=coefficients[1])
+
+
+def _reduced(
+    batches: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]],
+    whole: _Seen,
+    losses: Sequence[float],
+    rules: Sequence[Items],
+    fitting: Sequence[Items],
+    tolerance: float,
+    sliced: bool,
+) -> LossContract:
+    """How a loss is reduced that its loss calls and its parts are known of, without its router losses.
+
+    Args:
+        batches: the batch and its two parts.
+        whole: the forward of the batch.
+        losses: of the batch and its parts.
+        rules: every way of counting there is.
+        fitting: those by which the parts' losses compose to the batch's.
+        tolerance: relative, of two losses that are the same.
+        sliced: the parts are rows of the batch.
+    """
+    inputs = batches[0]
     calls = [call for call in whole.calls if _close(call.value, losses[0])]
-    means = {call.items for call in calls if call.reduction == "mean"}
-    named = [rule for rule in rules if _counts(rule, inputs) in means]
+    named = _counting_as(calls, rules, inputs)
     in_parts = batches[1] is not inputs and bool(np.isfinite(losses).all())
     summed = any(call.reduction == "sum" for call in calls)
     if any(call.reduction == "weighted" for call in calls):
@@ -315,51 +403,63 @@ def _by_parts(
     if in_parts:
         adds_up = _close(losses[1] + losses[2], losses[0], tolerance) and losses[0] != 0.0
         if (adds_up and (not fitting or summed)) or (summed and whole.random):
-            return LossContract(Reduction.SUM, router_coefficient=coefficient, reason="the losses of two parts add up")
+            return LossContract(Reduction.SUM, reason="the losses of two parts add up")
         if not fitting and named and (whole.random or not sliced):
             # Noise differs from part to part, and masked labels may be inputs too (a decoder's): the call decides.
             reason = "the loss call is the mean over these items"
-            return LossContract(Reduction.MEAN, named[0], coefficient, tuple(named), reason=reason)
+            return LossContract(Reduction.MEAN, named[0], alternatives=tuple(named), reason=reason)
         if not fitting:
             return LossContract(
                 Reduction.PLAIN,
                 reason="the loss of a batch is no weighted mean of the losses of its parts (in-batch negatives, the "
                 "root of a mean, class weights, or several terms with different counts)",
             )
-        agreed = [rule for rule in fitting if rule in named]
+        # A loss that is scaled, or made of several terms, equals no call: what all calls count alike tells as well.
+        alike = len({call.items for call in whole.calls if call.reduction == "mean"}) == 1
+        telling = named or (_counting_as(whole.calls, rules, inputs) if alike else [])
+        agreed = [rule for rule in fitting if rule in telling]
         return LossContract(
             Reduction.MEAN,
             (agreed or fitting)[0],
-            router_coefficient=coefficient,
             alternatives=tuple(agreed or fitting),
-            conclusive=bool(agreed) or (len(fitting) == 1 and tolerance < 1e-3) or fitting[0].width_of is not None,
+            conclusive=bool(agreed)
+            or (len(fitting) == 1 and not telling and tolerance < 1e-3)
+            or fitting[0].width_of is not None,
             reason="the losses of two parts compose to the whole's as the mean over these items",
         )
     if summed:
-        return LossContract(Reduction.SUM, router_coefficient=coefficient, reason="the loss call is a sum")
+        return LossContract(Reduction.SUM, reason="the loss call is a sum")
     if named:
         reason = "the loss call is the mean over these items"
-        return LossContract(Reduction.MEAN, named[0], coefficient, tuple(named), conclusive=False, reason=reason)
+        return LossContract(Reduction.MEAN, named[0], alternatives=tuple(named), conclusive=False, reason=reason)
     return LossContract(Reduction.PLAIN, conclusive=False, reason="the samples seen do not tell how it is reduced")
 
 
 # --- router terms --------------------------------------------------------------------------------------------------
 
 
-def _router_terms(seen: _Seen, configured: float) -> list[float]:
-    """What the coefficient of the router loss inside a loss that is otherwise a mean may be, likeliest first."""
-    if seen.router == 0.0:
-        return [0.0]
-    rests = [(seen.loss - call.value) / seen.router for call in seen.calls if call.reduction == "mean"]
+def _router_terms(seen: _Seen, configured: RouterPair) -> list[RouterPair]:
+    """What the coefficients of the router losses inside a loss that is otherwise a mean may be, likeliest first."""
+    if not any(seen.router):
+        return [(0.0, 0.0)]
+    rests = [seen.loss - call.value for call in seen.calls if call.reduction == "mean"]
     if not rests:
-        return [configured, 0.0]
-    nearest = min(rests, key=lambda rest: abs(rest - configured))
-    return [_rounded(nearest, configured) if abs(nearest * seen.router) > 1e-6 * abs(seen.loss) else 0.0]
+        return [configured, (0.0, 0.0)]
+    expected = _weighed(configured, seen.router)
+    nearest = min(rests, key=lambda rest: abs(rest - expected))
+    return [_coefficients(nearest, seen.router, configured) if abs(nearest) > 1e-6 * abs(seen.loss) else (0.0, 0.0)]
 
 
-def _rounded(seen: float, configured: float) -> float:
-    """The configured coefficient where the one seen is that one within its rounding."""
-    return configured if _close(seen, configured, 1e-2) else seen
+def _coefficients(rest: float, router: RouterPair, configured: RouterPair) -> RouterPair:
+    """What router losses are multiplied by to make the rest of a loss: as configured, else the ``aux_loss`` alone."""
+    if _close(rest, _weighed(configured, router), 1e-2):
+        aux, z = configured
+        return (aux if router[0] else 0.0, z if router[1] else 0.0)
+    return (rest / router[0] if router[0] else 0.0, 0.0)
+
+
+def _weighed(coefficients: RouterPair, router: RouterPair) -> float:
+    return coefficients[0] * router[0] + coefficients[1] * router[1]
 
 
 # --- ways of counting, and the evidence they are held against -----------------------------------------------------
@@ -398,6 +498,18 @@ def _is_mask(value: Tensor) -> bool:
     return not value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
 
 
+def _counting_as(calls: Sequence[WatchedLoss], rules: Sequence[Items], inputs: Mapping[str, Any]) -> list[Items]:
+    """The rules that count what one of these mean loss calls reduced over."""
+    means = {call.items for call in calls if call.reduction == "mean"}
+
+    def classes(rule: Items) -> int:
+        # Of targets given as one number for each class the call may have taken the largest.
+        value = inputs[rule.keys[0]] if rule.keys else None
+        return value.shape[-1] if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1 else 1
+
+    return [rule for rule in rules if means & {(count := _counts(rule, inputs)), count / classes(rule)}]
+
+
 def _counts(rule: Items, inputs: Mapping[str, Any]) -> float:
     return float(rule.count(inputs))
 
@@ -432,15 +544,39 @@ def _close(a: float, b: float, tolerance: float = 1e-5) -> bool:
 
 
 def _probe(window: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The micro-batch with the most targets, at least two samples if they can be had, labels that tell rules apart.
+    """The micro-batch whose rows tell most ways of counting apart, and of those the one with the most targets.
+
+    It has at least two samples if they can be had: micro-batches of one are put together by twos.
+    """
+    ordered = sorted(window, key=_target_count, reverse=True)
+    several = [inputs for inputs in ordered if sample_count(inputs) > 1]
+    if not several:
+        pairs = (_stacked(ordered[0], other) for other in ordered[1:] or ordered)
+        several = [pair for pair in pairs if pair is not None] or ordered[:1]
+    return max(map(_with_telling_labels, several), key=_ways_told_apart)
+
+
+def _ways_told_apart(inputs: Mapping[str, Any]) -> int:
+    """How many different shares of a batch its part of one row has, by all the ways of counting.
+
+    None where it has no such part, or one of the two parts has no target.
+    """
+    if not _has_rows(inputs):
+        return 0
+    one = _rows(inputs, [_least_row(inputs)])
+    counts = [(_counts(rule, one), _counts(rule, inputs)) for rule in _rules(inputs, ())]
+    if counts[0][0] in (0.0, counts[0][1]):
+        return 0
+    return len({round(part / whole, 6) for part, whole in counts if whole})
+
+
+def _with_telling_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Labels that tell rules apart.
 
     A target is put at position 0 and at a padded position of every row of token labels, and rows of one length lose a
     target in one of them: rules that shift, that heed the attention mask, and that count samples then differ.
     """
-    ordered = sorted(window, key=_target_count, reverse=True)
-    inputs = dict(ordered[0])
-    if sample_count(inputs) == 1:
-        inputs = _stacked(inputs, ordered[1] if len(ordered) > 1 else inputs) or inputs
+    inputs = dict(inputs)
     labels = inputs.get("labels")
     if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point() and labels.shape[1] > 1:
         labels = labels.clone()
@@ -485,10 +621,10 @@ def _stacked(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]
         if isinstance(value, Tensor) and isinstance(mate, Tensor):
             if value.ndim == 0 or value.ndim != mate.ndim or len(value) != 1 or len(mate) != 1:
                 return None
-            if value.ndim == 2:
-                width = max(value.shape[1], mate.shape[1])
+            if value.ndim == 2 or not value.is_floating_point():
+                width = max(value.shape[-1], mate.shape[-1])
                 fill = -100 if "label" in key else 0
-                value, mate = (F.pad(row, (0, width - row.shape[1]), value=fill) for row in (value, mate))
+                value, mate = (F.pad(row, (0, width - row.shape[-1]), value=fill) for row in (value, mate))
             if value.shape != mate.shape:
                 return None
             result[key] = torch.cat([value, mate])
@@ -510,26 +646,43 @@ def _without_first_label(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {**inputs, "labels": labels}
 
 
-def _parts(inputs: Mapping[str, Any], whole: _Seen) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
+def _parts(
+    inputs: Mapping[str, Any], whole: _Seen, configured: RouterPair
+) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
     """Two parts of a batch, and whether rows were taken apart.
 
     Where rows cannot be taken apart (one sample, image patches without a row axis), the targets are: the labels of the
     other part are masked with what the loss call ignores. The batch itself, twice: neither can be done.
     """
     labels = inputs.get("labels")
-    rows = sample_count(inputs)
-    sized = (v for v in inputs.values() if isinstance(v, list) or (isinstance(v, Tensor) and v.ndim > 0))
-    if rows > 1 and all(len(value) == rows for value in sized):
-        counts = [_label_count({"labels": row}) for row in labels] if isinstance(labels, Tensor) else [1] * rows
-        least = min(range(rows), key=lambda row: (counts[row] == 0, counts[row]))
-        return _rows(inputs, [least]), _rows(inputs, [row for row in range(rows) if row != least]), True
-    ignored = [c.ignore_index for c in whole.calls if c.ignore_index is not None and _close(c.value, whole.loss)]
-    if ignored and isinstance(labels, Tensor) and labels.ndim > 1 and not labels.is_floating_point():
+    if _has_rows(inputs):
+        least = _least_row(inputs)
+        others = [row for row in range(sample_count(inputs)) if row != least]
+        return _rows(inputs, [least]), _rows(inputs, others), True
+    losses = [whole.loss - _weighed(coefficients, whole.router) for coefficients in _router_terms(whole, configured)]
+    calls = [c for c in whole.calls if any(_close(c.value, loss) for loss in losses)]
+    ignored = [c.ignore_index for c in calls if c.ignore_index is not None]
+    if ignored and isinstance(labels, Tensor) and labels.numel() > 1 and not labels.is_floating_point():
         order = (labels != ignored[0]).flatten().cumsum(0).view_as(labels)
         first_third = order <= (order.max() // 3).clamp(min=1)
         one, other = (torch.where(keep, labels, ignored[0]) for keep in (first_third, ~first_third))
         return {**inputs, "labels": one}, {**inputs, "labels": other}, False
     return inputs, inputs, False
+
+
+def _has_rows(inputs: Mapping[str, Any]) -> bool:
+    """Whether a batch can be taken apart: more than one sample, and every input has as many rows."""
+    rows = sample_count(inputs)
+    sized = (v for v in inputs.values() if isinstance(v, list) or (isinstance(v, Tensor) and v.ndim > 0))
+    return rows > 1 and all(len(value) == rows for value in sized)
+
+
+def _least_row(inputs: Mapping[str, Any]) -> int:
+    """The row with the fewest labels, but some; the first where there are none."""
+    labels = inputs.get("labels")
+    rows = labels if isinstance(labels, Tensor) else [None] * sample_count(inputs)
+    counts = [_label_count({"labels": row}) for row in rows]
+    return min(range(len(counts)), key=lambda row: (counts[row] == 0, counts[row]))
 
 
 def _rows(inputs: Mapping[str, Any], rows: list[int]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ COMMANDS: Final = {
 
 LEGEND: Final = """\
 G: gradient_accumulation_steps, W: data-parallel ranks, r: micro-batches of a short window,
-N: items (targets) of the global batch, n: items of one micro-batch, S: its summed loss."""
+N: items (targets) of the global batch, N_k: those of rank k, n_m and S_m: items and summed loss of micro-batch m."""
 """What the letters of the defect table mean."""
 
 WRONG_USAGE: Final = 2

@@ -39,7 +39,7 @@ the patch is on, and for --model.
 EPILOG: Final = f"""\
 exit code:
   0  clean: no defect in the installed release, or all of them mended in this process, as they are under
-     hf-accum-fix run hf-accum-fix doctor
+     hf-accum-fix run hf-accum-fix doctor, but for those that the report marks as not mended
   1  defects present, which nothing mends in this process
   2  wrong usage
   3  could not tell: transformers is not installed, is a pre-release, or is outside {OLDEST} to {NEWEST}, the releases
@@ -75,7 +75,7 @@ class Diagnosis:
     @property
     def present(self) -> tuple[Decision, ...]:
         """What is decided about each defect of the installed release."""
-        return tuple(each for each in self.report.plan.decisions if each.action is not Action.NOT_AFFECTED)
+        return _present(self.report)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,6 +146,11 @@ def _observed(model: str, obstacle: str | None) -> dict[str, Any]:
     return {"built": observed.built, "observed": dict(observed.run)}
 
 
+def _present(report: Report) -> tuple[Decision, ...]:
+    absent = (Action.NOT_AFFECTED, Action.UNKNOWN)
+    return tuple(decision for decision in report.plan.decisions if decision.action not in absent)
+
+
 def judge(report: Report) -> tuple[Verdict, str]:
     """The verdict on a report, and the reason for it. Pure."""
     installed = report.environment.transformers
@@ -157,14 +162,16 @@ def judge(report: Report) -> tuple[Verdict, str]:
         return Verdict.COULD_NOT_TELL, f"transformers {release} is a pre-release, which may differ from the release"
     if not OLDEST <= Version(release.base_version) <= NEWEST:
         return Verdict.COULD_NOT_TELL, f"{OLDEST} to {NEWEST} were looked at, not transformers {release}"
-    count = sum(decision.action is not Action.NOT_AFFECTED for decision in report.plan.decisions)
-    if not count:
+    present = _present(report)
+    if not present:
         return Verdict.CLEAN, f"no known defect is in transformers {release}"
-    defects = f"{count} defects are in transformers {release}"
+    defects = f"{len(present)} defects are in transformers {release}"
     if report.state == "applied" and not report.missing:
         if report.plan.untested is not None:
             return Verdict.COULD_NOT_TELL, f"{defects}; the patch is on, but {report.plan.untested}"
-        return Verdict.CLEAN, f"{defects}, and mended in this process"
+        rest = len(present) - len(report.plan.mended)
+        but = f" but for {rest}, marked as not mended" if rest else ""
+        return Verdict.CLEAN, f"{defects}, and mended in this process{but}"
     return Verdict.DEFECTS, f"{defects}, and not mended in this process ({report.state})"
 
 
@@ -180,7 +187,9 @@ def to_text(diagnosis: Diagnosis) -> str:
     for decision in diagnosis.present:
         defect = decision.defect
         factor = f"gradient {defect.gradient} times the right one" if defect.gradient else "no one factor says it"
-        blocks.append([f"{defect.name}: {factor}", *(f"    {line}" for line in (defect.summary, defect.who) if line)])
+        left = defect.not_mended and f"not mended: {defect.not_mended}"
+        told = (line for line in (defect.summary, defect.who, left) if line)
+        blocks.append([f"{defect.name}: {factor}", *(f"    {line}" for line in told)])
     blocks.append([*_what_apply_does(diagnosis), *_head(diagnosis)])
     blocks.append([_LEGEND])
     return "\n\n".join("\n".join(block) for block in blocks)
@@ -193,7 +202,8 @@ def to_markdown(diagnosis: Diagnosis) -> str:
         lines += ["| defect | right gradient times | what happens | whose runs |", "|---|---|---|---|"]
         for defect in (decision.defect for decision in diagnosis.present):
             link = f"[`{defect.name}`]({defect.source[0]})"
-            cells = (link, defect.gradient or "-", defect.summary, defect.who or "-")
+            left = f" *(not mended: {defect.not_mended})*" if defect.not_mended else ""
+            cells = (link, defect.gradient or "-", defect.summary + left, defect.who or "-")
             lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
         lines.append("")
     lines += [f"- {line}" for line in (*_what_apply_does(diagnosis), *_head(diagnosis))]
@@ -228,6 +238,7 @@ def _head(diagnosis: Diagnosis) -> list[str]:
     run = head["observed"]
     items = f" ({run['items']})" if run["items"] else ""
     router = f", plus {run['router_coefficient']:g} x router loss" if run["router_coefficient"] else ""
+    router += f", plus {run['router_z_coefficient']:g} x router z-loss" if run["router_z_coefficient"] else ""
     exact = "exact for every cut" if run["exact"] else "not exact"
     lines = [f"{head['built']}: its loss {run['reduction']}{items}{router}; under apply() {exact} ({run['reason']})"]
     factor = run["stock_gradient_factor"]

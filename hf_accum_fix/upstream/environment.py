@@ -15,6 +15,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+from hf_accum_fix.upstream.patchers import Patcher, known_patcher
 from hf_accum_fix.upstream.seams import SEAMS, TESTED_BODIES, TRAINER_CLASS, TRAINER_MODULE, Seam, seams_of
 
 
@@ -25,11 +26,12 @@ class SeamState:
     Attributes:
         seam: the seam.
         parameters: names of the method's parameters after self; None if there is no such method.
-        fits: whether they start with those we need.
+        fits: whether they start with those we need, or with some of them and take whatever else comes.
         tested_body: whether the body is one that our tests have run.
         ours: whether a wrapper of this package is on it.
         foreign: "module.qualname" of somebody else's innermost patch; None without one.
         composable: whether the method still leads to the original, through whatever wrappers.
+        patcher: the known package whose replacement stands in the original's place; None without one.
     """
 
     seam: Seam
@@ -39,6 +41,7 @@ class SeamState:
     ours: bool
     foreign: str | None
     composable: bool
+    patcher: Patcher | None = None
 
 
 @dataclass(frozen=True)
@@ -147,12 +150,23 @@ def _state(trainer: type, seam: Seam) -> SeamState:
     return SeamState(
         seam=seam,
         parameters=parameters,
-        fits=parameters is not None and parameters[: len(seam.parameters)] == seam.parameters,
+        fits=parameters is not None and _fits(end, seam),
         tested_body=composable and fingerprint(end) in TESTED_BODIES[seam.name],
         ours=any(is_ours(link) for link in wrappers),
         foreign=foreign[-1] if foreign else None,
         composable=composable,
+        patcher=None if composable else known_patcher(end, author(end), trainer),
     )
+
+
+def _fits(function: Any, seam: Seam) -> bool:
+    """Whether a function starts with the seam's parameters, or with some of them and takes whatever else comes."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    kinds = {parameter.kind for parameter in parameters}
+    named = tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    takes_any = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
+    length = min(len(named), len(seam.parameters)) if takes_any else len(seam.parameters)
+    return named[:length] == seam.parameters[:length]
 
 
 def _parameters(function: Any) -> tuple[str, ...] | None:

@@ -81,6 +81,11 @@ class _Installed:
                 return place
         return None
 
+    def end(self) -> Any:
+        """What ends the method's chain now: the original or, where the chain was cut off above us, a replacement."""
+        *_, place = self._chain()
+        return held(place)
+
     def undoable(self) -> bool:
         """Whether nobody patched on top of us, or in our place, since."""
         if self.place() is None:  # then somebody may have put back what we wrapped: nothing is left to undo
@@ -113,9 +118,9 @@ class Installation:
         """Take charge of wrappers already in place."""
         self._installed = tuple(installed)
 
-    def missing(self) -> tuple[str, ...]:
-        """Names of the methods that no longer lead to our wrapper: somebody replaced them since."""
-        return tuple(one.patch.name for one in self._installed if one.place() is None)
+    def replacements(self) -> dict[str, Any]:
+        """What somebody put in the place of each method that no longer leads to our wrapper, by its name."""
+        return {one.patch.name: one.end() for one in self._installed if one.place() is None}
 
     def restore(self) -> None:
         """Put the identical original objects back, last first; a second call has no effect.

@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from hf_accum_fix.errors import AccumFixError, ForeignPatchError, SeamError, UnsupportedVersionError
 from hf_accum_fix.options import Options
-from hf_accum_fix.upstream.defects import DEFECTS, Defect
+from hf_accum_fix.upstream.defects import DEFECTS, OLDEST_READ, Defect
 from hf_accum_fix.upstream.environment import Environment, SeamState, parsed
 from hf_accum_fix.upstream.seams import FIRST_RELEASE, TESTED_RELEASES, TRAINER_CLASS
 
@@ -20,7 +20,9 @@ class Action(str, Enum):
     """What is done about a defect."""
 
     MEND = "mend"
+    NOT_MENDED = "not mended"
     NOT_AFFECTED = "not affected"
+    UNKNOWN = "unknown"
     REFUSE = "refuse"
 
 
@@ -83,7 +85,8 @@ def _refusal(environment: Environment, release: Version | None, options: Options
     for state in environment.seams:
         method = f"{TRAINER_CLASS}.{state.seam.name}"
         if state.foreign is not None and not state.composable and state.foreign not in options.allow_foreign:
-            return ForeignPatchError.replaced(method, state.foreign)
+            advice = "" if state.patcher is None else state.patcher.advice
+            return ForeignPatchError.replaced(method, state.foreign, advice)
         if not state.fits:
             return SeamError(f"{_misfit(method, state)} in transformers {release}; {_what_to_do()}")
     return None
@@ -101,13 +104,24 @@ def _what_to_do() -> str:
 
 
 def _decide(defect: Defect, release: Version | None, refusal: AccumFixError | None) -> Decision:
-    if release is not None and not defect.is_in(release):
+    here = release is None or defect.is_in(release)
+    if release is not None and not here and _is_known(release):
         ended = defect.until is not None and Version(release.base_version) >= Version(defect.until)
         reason = f"gone since {defect.until}" if ended else f"appears first in {defect.since}"
         return Decision(defect, Action.NOT_AFFECTED, reason)
     if refusal is not None:
         return Decision(defect, Action.REFUSE, str(refusal))
+    if not here:
+        reason = f"{release} is no release: its version does not say which commits it holds"
+        return Decision(defect, Action.UNKNOWN, reason)
+    if defect.not_mended:
+        return Decision(defect, Action.NOT_MENDED, defect.not_mended)
     return Decision(defect, Action.MEND, f"at {TRAINER_CLASS}.{defect.seam}")
+
+
+def _is_known(release: Version) -> bool:
+    """Whether a version names one state of the code that was read or is newer: a dev or rc build names none."""
+    return not release.is_prerelease and Version(release.base_version) >= Version(OLDEST_READ)
 
 
 def _untested(environment: Environment, release: Version | None) -> str | None:

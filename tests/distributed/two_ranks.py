@@ -1,6 +1,6 @@
 """Run by torchrun on two gloo ranks: one step of each head and cut, beside the float64 full batch; JSON on rank 0.
 
-torchrun --nproc_per_node 2 -m tests.distributed.two_ranks OUTPUT.json
+torchrun --nproc_per_node 2 -m tests.distributed.two_ranks OUTPUT.json "bert-mlm 2x2" "llama 1x4 without items" ...
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.numerics.heads import HEADS, Sample
-from tests.numerics.parity import cut, reference_step, take_step
+from tests.numerics.parity import cut, pass_over_imports, reference_step, take_step
 
 SPLITS = ((4, 1), (2, 2), (1, 4))
 #: A compiled module's DDP graph is dynamo's affair; a detection loss averages its number of boxes over ranks by itself.
@@ -33,23 +33,18 @@ def blank_on_second_rank(samples: Sequence[Sample]) -> list[Sample]:
     return blanked
 
 
-def main(output: Path, names: Sequence[str]) -> None:
+def main(output: Path, cases: Sequence[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows = []
-    kept = names or [name for name in HEADS if name not in LEFT_OUT]
-    cases = [(name, HEADS[name].samples, split) for name in kept for split in SPLITS]
-    for name in () if names else WITHOUT_ITEMS:
-        cases.append((f"{name} (second rank without items)", blank_on_second_rank(HEADS[name].samples), (1, 4)))
-    for label, samples, (per_device, accumulate) in cases:
-        head = HEADS[label.split(" (")[0]]
+    for case in cases:
+        name, cut_as, *blanked = case.split(" ", maxsplit=2)
+        per_device, accumulate = map(int, cut_as.split("x"))
+        head = HEADS[name]
+        samples = blank_on_second_rank(head.samples) if blanked else head.samples
+        pass_over_imports()
         reference = reference_step(head, cut(samples, per_device))
-        row = {
-            "case": label,
-            "split": [per_device, accumulate],
-            "tolerance": head.tolerance,
-            "stock_wrong": head.stock_wrong,
-        }
+        row = {"case": case, "tolerance": head.tolerance, "stock_wrong": head.stock_wrong}
         paths = ["apply", "trainer", "stock"] if (per_device, accumulate) == (2, 2) else ["apply"]
         bits = {}
         for path in paths:

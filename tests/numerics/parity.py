@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_accum_fix
+from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.overrides import SESSION
 from hf_accum_fix.trainer import GlobalBatchTrainer
-from tests.numerics.heads import Batch, Head, Sample
+from tests.numerics.heads import Head, Sample
 
 PATHS = ("stock", "apply", "trainer")
 
 
-class Recorder:
-    """Keeps what ``training_step`` returned in each window, and the data in its order."""
+class Returned:
+    """Keeps what ``training_step`` returned in each window."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -33,6 +36,10 @@ class Recorder:
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         self.returned.append(loss.double())
         return loss
+
+
+class Recorder(Returned):
+    """Keeps the data in its order, too."""
 
     def _get_train_sampler(self, *args: Any) -> Any:
         return SequentialSampler(self.train_dataset)  # type: ignore[attr-defined]
@@ -68,18 +75,29 @@ class Step:
 
     def error(self, reference: Step) -> float:
         """Relative error of the parameter change; absolute where the reference is zero."""
-        wanted = torch.cat([reference.change[name].flatten() for name in sorted(reference.change)])
-        found = torch.cat([self.change[name].flatten() for name in sorted(reference.change)])
+        found, wanted = self._beside(reference)
         scale = float(wanted.norm())
         return float((found - wanted).norm()) / (scale if scale else 1.0)
+
+    def times(self, reference: Step) -> float:
+        """How many times the reference's step this one is, along it."""
+        found, wanted = self._beside(reference)
+        return float(found @ wanted / (wanted @ wanted))
+
+    def _beside(self, reference: Step) -> tuple[Tensor, Tensor]:
+        names = sorted(reference.change)
+        found, wanted = (torch.cat([step.change[name].flatten() for name in names]) for step in (self, reference))
+        return found, wanted
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().double().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def training_arguments(output: Path, per_device: int = 2, accumulate: int = 4, **overrides: Any) -> TrainingArguments:
-    """One step of plain SGD, lr 1, no clipping, nothing saved or sent."""
+def training_arguments(
+    output: Path, per_device: int = 2, accumulate: int = 4, *, kind: type = TrainingArguments, **overrides: Any
+) -> Any:
+    """One step of plain SGD, lr 1, no clipping, nothing saved or sent; ``kind`` is a subclass of another library's."""
     given = {
         "max_steps": 1,
         "learning_rate": 1.0,
@@ -94,12 +112,18 @@ def training_arguments(output: Path, per_device: int = 2, accumulate: int = 4, *
         "remove_unused_columns": False,
         "dataloader_pin_memory": False,
     }
-    return TrainingArguments(
+    return kind(
         output_dir=str(output),
         per_device_train_batch_size=per_device,
         gradient_accumulation_steps=accumulate,
         **{**given, **overrides},
     )
+
+
+def pass_over_imports() -> None:
+    """Let the garbage collection that every training begins with pass over what is there already."""
+    gc.collect()
+    gc.freeze()
 
 
 def take_step(
@@ -116,24 +140,29 @@ def take_step(
 ) -> Step:
     """Train ``steps`` optimizer steps on the samples in order: stock, by the patch or by the subclass."""
     args = training_arguments(output, per_device, accumulate, max_steps=steps, **{**head.arguments, **arguments})
-    observed = Steps()
     cls = trainer_class or (ClassRecorder if path == "trainer" else StockRecorder)
-    with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext():
-        model = head.build()
-        before = trainable(model)
+
+    def make() -> Any:
         trainer = cls(
-            model=model,
-            args=args,
-            train_dataset=list(samples),
-            data_collator=head.batch,
-            callbacks=[observed],
-            **head.trainer,
+            model=head.build(), args=args, train_dataset=list(samples), data_collator=head.batch, **head.trainer
         )
         if head.told_false:
             trainer.model_accepts_loss_kwargs = False
+        return trainer
+
+    return step_of(make, path)
+
+
+def step_of(make: Callable[[], Any], path: str) -> Step:
+    """What the trainer that ``make`` builds, a `Recorder`, makes of its model: under the patch or as it is."""
+    observed = Steps()
+    with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext():
+        trainer = make()
+        trainer.add_callback(observed)
+        before = trainable(trainer.model)
         trainer.train()
-        after = trainable(model)
-    loss = torch.stack(trainer.returned).sum() / steps
+        after = trainable(trainer.model)
+    loss = torch.stack(trainer.returned).sum() / trainer.state.global_step
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(loss)
         loss = loss / dist.get_world_size()
@@ -150,7 +179,6 @@ def reference_step(head: Head, micro_batches: Sequence[Sequence[Sample]]) -> Ste
     """
     model = head.build()
     model.train()
-    before = trainable(model)
     pieces = [head.batch(samples) for samples in micro_batches]
     whole = head.batch([sample for samples in micro_batches for sample in samples])
     if not head.exact:
@@ -159,8 +187,32 @@ def reference_step(head: Head, micro_batches: Sequence[Sequence[Sample]]) -> Ste
         loss = head.reference_loss(model, dict(whole))
         if head.router:
             if head.loss is None:
-                loss = loss - head.router * _router_loss(model, whole)
-            loss = loss + head.router * torch.stack([_router_loss(model, piece) for piece in pieces]).mean()
+                loss = loss - head.router * head.router_loss(model(**whole))
+            loss = loss + head.router * torch.stack([head.router_loss(model(**piece)) for piece in pieces]).mean()
+    return step_along(model, loss)
+
+
+def reference_windows(head: Head, windows: Sequence[Sequence[Sequence[Sample]]], rate: float) -> Iterator[Step]:
+    """One reference step a window, each taken where the steps before (lr ``rate``) have left the parameters."""
+    taken: list[Step] = []
+
+    def moved() -> nn.Module:
+        model = head.build()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                for step in taken:
+                    if name in step.change:
+                        parameter += rate * step.change[name]
+        return model
+
+    for window in windows:
+        taken.append(reference_step(replace(head, build=moved), window))
+        yield taken[-1]
+
+
+def step_along(model: nn.Module, loss: Tensor) -> Step:
+    """The SGD step (lr 1) that a loss takes."""
+    before = trainable(model)
     loss.backward()
     grads = {
         n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters() if p.requires_grad
@@ -171,8 +223,11 @@ def reference_step(head: Head, micro_batches: Sequence[Sequence[Sample]]) -> Ste
     return Step(change, float(loss.detach()), norm)
 
 
-def _router_loss(model: nn.Module, batch: Batch) -> Tensor:
-    return model(**batch)["aux_loss"]
+def contract_of(step: Step) -> LossContract:
+    """What was observed of the loss."""
+    contract = step.trainer.__dict__[SESSION].contract
+    assert isinstance(contract, LossContract)
+    return contract
 
 
 def cut(samples: Sequence[Sample], per_device: int) -> list[list[Sample]]:

@@ -148,7 +148,7 @@ def test_a_foreign_wrapper_stays_outside_and_is_still_called(tracer: Callable[..
     installation = wrap("method")
     assert vars(Toy)["method"] is foreign
     assert call("method")[0] == "traced(ours(method 1))" and call("method")[2] == "traced(ours(method 1))"
-    assert len(seen) == 6 and installation.missing() == ()
+    assert len(seen) == 6 and installation.replacements() == {}
     installation.restore()
     assert vars(Toy)["method"] is foreign and foreign.__wrapped__ is METHOD  # type: ignore[attr-defined]
     assert Toy().method(1) == "traced(method 1)"
@@ -171,7 +171,7 @@ def test_a_wrapper_put_on_later_works_and_has_to_go_first(read: Callable[[], Any
     installation = wrap("static", "method")
     ours = dict(vars(Toy))
     foreign = Toy.method = tracer(read(), [])  # type: ignore[method-assign]
-    assert call("method")[0] == "traced(ours(method 1))" and installation.missing() == ()
+    assert call("method")[0] == "traced(ours(method 1))" and installation.replacements() == {}
     with pytest.raises(ForeignPatchError, match=r"Toy\.method \(now of .*trace"):
         installation.restore()
     assert vars(Toy)["static"] is ours["static"] and vars(Toy)["method"] is foreign
@@ -191,7 +191,7 @@ def test_a_foreign_wrapper_that_puts_its_original_back_drops_ours_and_leaves_not
     Toy.method = traced(METHOD, [])  # type: ignore[method-assign]
     installation = wrap("static", "method")
     Toy.method = METHOD  # type: ignore[method-assign]
-    assert installation.missing() == ("method",)
+    assert list(installation.replacements()) == ["method"]
     installation.restore()
 
 
@@ -226,12 +226,12 @@ def test_dropped_by_a_replacement_ours_is_missing_and_nothing_is_touched() -> No
     installation = wrap("static", "method")
     ours = dict(vars(Toy))
     replacement = Toy.method = lambda self, x: "dropped"  # type: ignore[method-assign, assignment]
-    assert installation.missing() == ("method",)
+    assert list(installation.replacements()) == ["method"]
     with pytest.raises(ForeignPatchError, match=r"Toy\.method \(now of .*lambda"):
         installation.restore()
     assert vars(Toy)["static"] is ours["static"] and vars(Toy)["method"] is replacement
     Toy.method = ours["method"]  # type: ignore[method-assign]
-    assert installation.missing() == ()
+    assert installation.replacements() == {}
     installation.restore()
 
 

@@ -9,10 +9,10 @@ from packaging.version import Version
 
 from hf_accum_fix.errors import ForeignPatchError, SeamError, UnsupportedVersionError
 from hf_accum_fix.options import Options
-from hf_accum_fix.upstream.defects import DEFECTS, Defect
+from hf_accum_fix.upstream.defects import DEFECTS, OLDEST_READ, Defect
 from hf_accum_fix.upstream.environment import Environment, SeamState
 from hf_accum_fix.upstream.plan import Action, Plan, make_plan
-from hf_accum_fix.upstream.seams import TESTED_RELEASES, seams_of
+from hf_accum_fix.upstream.seams import FIRST_RELEASE, TESTED_RELEASES, seams_of
 
 FOREIGN = "somebody.compute_loss"
 
@@ -47,25 +47,43 @@ def action(release: str, defect: Defect) -> Action:
     return found.action
 
 
+def done_about(defect: Defect, release: str) -> Action:
+    """What has to be decided about a defect that a release has."""
+    if Version(Version(release).base_version) < Version(FIRST_RELEASE):
+        return Action.REFUSE
+    return Action.NOT_MENDED if defect.not_mended else Action.MEND
+
+
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
 def test_every_defect_at_the_edges_of_its_range(defect: Defect) -> None:
-    affected = Action.MEND if Version(defect.since) >= Version("4.41.0") else Action.REFUSE
-    for release in (defect.since, f"{defect.since}.dev0", f"{defect.since}rc1", f"{defect.since}+local"):
-        assert action(release, defect) is affected, release
-    assert action(before(defect.since), defect) is Action.NOT_AFFECTED
-    if defect.until is None:
-        assert action("99.0.0", defect) is Action.MEND
-    else:
-        assert action(before(defect.until), defect) is Action.MEND
-        for release in (defect.until, f"{defect.until}.dev0", f"{defect.until}rc1"):
-            assert action(release, defect) is Action.NOT_AFFECTED, release
+    inside = [defect.since, f"{defect.since}.dev0", f"{defect.since}rc1", f"{defect.since}+local"]
+    inside.append("99.0.0" if defect.until is None else before(defect.until))
+    for release in inside:
+        assert action(release, defect) is done_about(defect, release), release
+    if defect.since != OLDEST_READ:
+        assert action(before(defect.since), defect) is Action.NOT_AFFECTED
+    if defect.until is not None:
+        assert action(defect.until, defect) is Action.NOT_AFFECTED
+
+
+@pytest.mark.parametrize("build", ["5.5.4.dev0", "5.5.4rc1", "4.49.0.dev0", "5.24.0.dev0", "5.24.0rc1+local"])
+def test_a_build_that_is_no_release_is_never_called_unaffected(build: str) -> None:
+    decisions = plan(build, seams()).decisions
+    assert {decision.action for decision in decisions} <= {Action.MEND, Action.NOT_MENDED, Action.UNKNOWN}
+    for decision in decisions:
+        if decision.action is Action.UNKNOWN:
+            assert build in decision.reason and not decision.defect.is_in(Version(build))
+
+
+def test_a_release_older_than_what_was_read_is_not_called_unaffected() -> None:
+    assert {decision.action for decision in plan("4.37.2").decisions} == {Action.REFUSE}
 
 
 @pytest.mark.parametrize("release", [None, "not a version", "4.40.2", "4.38.2", "4.40.99"])
 def test_a_release_that_cannot_be_mended_is_refused_with_what_to_do(release: str | None) -> None:
     made = plan(release)
     assert isinstance(made.refusal, UnsupportedVersionError)
-    assert "4.41.0" in str(made.refusal) and "pip install -U transformers" in str(made.refusal)
+    assert FIRST_RELEASE in str(made.refusal) and "pip install -U transformers" in str(made.refusal)
     assert Action.MEND not in {decision.action for decision in made.decisions}
     assert len(made.decisions) == len(DEFECTS)
 

@@ -1,0 +1,56 @@
+"""DATA: packages that put re-executed source over the Trainer's methods, and how each is known by what it leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+
+@dataclass(frozen=True)
+class Patcher:
+    """One such package.
+
+    Attributes:
+        name: as users know it.
+        marks: parts of the module, the name or the source file of what it puts in a method's place.
+        left: attributes it adds to the class.
+        advice: what to do instead of training under its patch and ours.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    left: tuple[str, ...]
+    advice: str
+
+
+PATCHERS: Final = (
+    # unsloth.models._utils.patch_gradient_accumulation_fix; trainers generated into unsloth_compiled_cache/.
+    Patcher(
+        name="unsloth",
+        marks=("unsloth",),
+        left=("_old_compute_loss", "_unsloth_init_wrapped_for_accelerate_gas", "_unsloth_settles_eager_fallbacks"),
+        advice="unsloth counts the items of a window by itself: use it alone (HF_ACCUM_FIX=0), or do not import it",
+    ),
+    # axolotl.monkeypatch.trainer_grad_accum.patch_training_step_for_ga, up to 0.6; later ones leave our methods alone.
+    Patcher(
+        name="axolotl",
+        marks=("axolotl",),
+        left=("_original_training_step",),
+        advice="axolotl from 0.8 on leaves these methods alone: upgrade it",
+    ),
+)
+
+
+def known_patcher(replacement: Any, author: str, owner: type) -> Patcher | None:
+    """Whose edition of a method of owner's stands there; None for somebody not known.
+
+    Args:
+        replacement: what ends the method's chain in the original's place.
+        author: of it, as "module.qualname".
+        owner: the class.
+    """
+    file = getattr(getattr(replacement, "__code__", None), "co_filename", "")
+    told = f"{author} {file}"
+    by_mark = [patcher for patcher in PATCHERS if any(mark in told for mark in patcher.marks)]
+    by_trace = [patcher for patcher in PATCHERS if any(name in vars(owner) for name in patcher.left)]
+    return next(iter(by_mark + by_trace), None)

@@ -1,0 +1,247 @@
+r"""The real `llamafactory-cli train`, stock and mended: one global batch, cut in every way, on one process and two.
+
+    python recipes/llama_factory.py                        # makes its own environment, then 10 minutes on 2 cores
+    python recipes/llama_factory.py --cases llava --processes 1 --output results/llama_factory
+
+Three cases, each a tiny model and 16 samples written to disk: a text model (`text`), a LLaVA (`llava`), and the text
+model under `use_asft_loss` (`asft`), a loss that LLaMA-Factory averages over micro-batches, so its answers are of one
+length. Every split P x G of the 16 samples takes one step of plain SGD. The whole batch in one micro-batch on one
+process is the reference, and every other split should log its loss and its gradient norm. The stock Trainer runs the
+first and the last split, `hf-accum-fix run` all of them: llamafactory-cli starts itself again through torchrun, and
+the patch reaches those processes too.
+
+The output folder gets results.jsonl, a line per run as it ends; the table is printed. Exit code: 0 if every mended
+split is within 1e-3 of the reference in loss and gradient norm; 1 if not; 2 for a wrong call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import in_release
+
+RELEASE = "0.9.5"
+ENVIRONMENT = f"llamafactory-{RELEASE}"
+#: The three are built for one another; LLaMA-Factory asks for each as a range only.
+TORCH = ("torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0")
+TRANSFORMERS = "transformers==5.6.0"
+
+TOTAL = 16
+TOLERANCE = 1e-3
+PROCESSES = (1, 2)
+CASES: dict[str, dict[str, Any]] = {
+    "text": {"model_name_or_path": "text", "dataset": "ragged", "template": "default"},
+    "llava": {"model_name_or_path": "llava", "dataset": "pictures", "template": "llava"},
+    "asft": {"model_name_or_path": "text", "dataset": "even", "template": "default", "use_asft_loss": True},
+}
+#: One step of plain SGD, nothing clipped, nothing shuffled.
+TRAINING = {
+    "stage": "sft",
+    "do_train": True,
+    "finetuning_type": "full",
+    "cutoff_len": 1024,
+    "preprocessing_num_workers": 1,
+    "overwrite_cache": True,
+    "max_steps": 1,
+    "learning_rate": 0.1,
+    "optim": "sgd",
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 1e30,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_shuffling": True,
+    "use_cpu": True,
+    "disable_gradient_checkpointing": True,
+}
+#: What LLaVA needs under LLaMA-Factory on two ranks, stock or not, besides the checkpointing disabled above.
+TWO_RANKS = {"ddp_backend": "gloo", "ddp_find_unused_parameters": True}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: %(default)s")
+    parser.add_argument("--processes", default=",".join(map(str, PROCESSES)), help="comma-separated, of: %(default)s")
+    parser.add_argument("--output", type=Path, default=Path("results") / "llama_factory")
+    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.write is not None:
+        write_inputs(options.write)
+        return 0
+    cases, processes = options.cases.split(","), options.processes.split(",")
+    if not set(cases) <= CASES.keys() or not set(processes) <= set(map(str, PROCESSES)):
+        parser.error(f"cases are {', '.join(CASES)}; processes are {', '.join(map(str, PROCESSES))}")
+    install = [f"llamafactory=={RELEASE}", TRANSFORMERS, "-e", str(in_release.ROOT)]
+    python = in_release.made(ENVIRONMENT, TORCH, install) / in_release.BIN / "python"
+    options.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as name, (options.output / "results.jsonl").open("w") as file:
+        work = Path(name)
+        quiet = {**os.environ, "TQDM_DISABLE": "1"}
+        subprocess.run([python, __file__, "--write", work], check=True, env=quiet)
+        rows = []
+        for row in runs(work, python, cases, list(map(int, processes))):
+            rows.append(row)
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            print(words(row), flush=True)
+    return int(any(row["mode"] == "mended" and max(row["off"].values()) > TOLERANCE for row in rows))
+
+
+def runs(work: Path, python: Path, cases: Sequence[str], processes: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """One row a run: what it logged, and how far that is off the whole batch in one micro-batch."""
+    for case in cases:
+        reference = trained(work, python, case, "stock", 1, TOTAL)
+        yield {**reference, "off": {"loss": 0.0, "grad_norm": 0.0}}
+        for ranks in processes:
+            sizes = [size for size in (16, 8, 4, 2, 1) if size * ranks <= TOTAL]
+            for mode, size in [("stock", 1), *(("mended", size) for size in sizes)]:
+                row = trained(work, python, case, mode, ranks, size)
+                off = {key: abs(row[key] / reference[key] - 1) for key in ("loss", "grad_norm")}
+                yield {**row, "off": off}
+
+
+def trained(work: Path, python: Path, case: str, mode: str, ranks: int, size: int) -> dict[str, Any]:
+    """Run llamafactory-cli train once; its first step as logged."""
+    steps = TOTAL // (size * ranks)
+    name = f"{case}-{mode}-{ranks}x{size}x{steps}"
+    config = {
+        **TRAINING,
+        **(TWO_RANKS if ranks > 1 else {}),
+        **CASES[case],
+        "model_name_or_path": str(work / CASES[case]["model_name_or_path"]),
+        "dataset_dir": str(work),
+        "output_dir": str(work / name),
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": steps,
+    }
+    # JSON is YAML.
+    (work / f"{name}.yaml").write_text(json.dumps(config))
+    scripts = python.parent
+    environment = {**os.environ, "PATH": os.pathsep.join([str(scripts), os.environ.get("PATH", "")])}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(work / "cache")}
+    if ranks > 1:
+        environment |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(ranks)}
+    run = [scripts / "hf-accum-fix", "run"] if mode == "mended" else []
+    command = [*run, scripts / "llamafactory-cli", "train", work / f"{name}.yaml"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stdout[-3000:], done.stderr[-6000:], sep="\n", file=sys.stderr)
+        raise SystemExit(f"llamafactory-cli failed: {name}")
+    state = json.loads((work / name / "trainer_state.json").read_text())
+    if ("hf_accum_fix" in state["stateful_callbacks"]) != (mode == "mended"):
+        raise SystemExit(f"the patch did not reach the training, or reached the stock one: {name}")
+    first = state["log_history"][0]
+    row = {"case": case, "mode": mode, "processes": ranks, "per_device": size, "accumulation": steps}
+    return {**row, "loss": first["loss"], "grad_norm": first["grad_norm"]}
+
+
+def words(row: dict[str, Any]) -> str:
+    """One row to read."""
+    split = f"{row['processes']} x {row['per_device']} x {row['accumulation']}"
+    off = row["off"]
+    return (
+        f"{row['case']:6} {row['mode']:7} {split:11} loss {row['loss']:9.4f} ({off['loss']:.1e} off)   "
+        f"gradient norm {row['grad_norm']:9.4f} ({off['grad_norm']:.1e} off)"
+    )
+
+
+# --- what is trained, written by the environment's own transformers -------------------------------------------------
+
+
+def write_inputs(folder: Path) -> None:
+    """Two models with their tokenizers, and three data sets."""
+    write_models(folder)
+    write_data(folder)
+
+
+def write_models(folder: Path) -> None:
+    import torch
+    import transformers as hf
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<pad>", "<s>", "</s>", "<unk>", "<image>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*special, *alphabet])}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=core, **names, additional_special_tokens=["<image>"])
+    # Logits that are spread make the loss of one token another's, as they are where a model has learnt something.
+    language = hf.LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    vision = hf.CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=8,
+    )
+    torch.manual_seed(0)
+    hf.LlamaForCausalLM(language).save_pretrained(folder / "text")
+    tokenizer.save_pretrained(folder / "text")
+    config = hf.LlavaConfig(vision_config=vision, text_config=language, image_token_index=vocabulary["<image>"])
+    hf.LlavaForConditionalGeneration(config).save_pretrained(folder / "llava")
+    pictures = hf.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    hf.LlavaProcessor(
+        image_processor=pictures,
+        tokenizer=tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder / "llava")
+
+
+def write_data(folder: Path) -> None:
+    """Questions with answers of 1 to 61 words in no order, or of one length; one set with a picture each."""
+    from PIL import Image
+
+    def sample(index: int, length: int) -> dict[str, str]:
+        answer = " ".join(["nothing", "something", "everything"][index * word % 3] for word in range(length))
+        return {"instruction": f"Say number {index}.", "input": "", "output": answer}
+
+    ragged = [sample(index, 1 + (index * 7 % TOTAL) * 4) for index in range(TOTAL)]
+    even = [{**one, "output": "abcdefghijklmnop"[index:] + "qrstuvw" + "x" * index} for index, one in enumerate(ragged)]
+    pictures = []
+    for index, one in enumerate(ragged):
+        path = folder / f"{index}.png"
+        Image.new("RGB", (16, 16), (index * 16, 255 - index * 16, 128)).save(path)
+        turns = [
+            {"role": "user", "content": f"<image>{one['instruction']}"},
+            {"role": "assistant", "content": one["output"]},
+        ]
+        pictures.append({"messages": turns, "images": [str(path)]})
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    columns = {"messages": "messages", "images": "images"}
+    described = {
+        "ragged": {"file_name": "ragged.json"},
+        "even": {"file_name": "even.json"},
+        "pictures": {"file_name": "pictures.json", "formatting": "sharegpt", "columns": columns, "tags": tags},
+    }
+    (folder / "dataset_info.json").write_text(json.dumps(described))
+    for name, rows in {"ragged": ragged, "even": even, "pictures": pictures}.items():
+        (folder / f"{name}.json").write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

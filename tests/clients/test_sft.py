@@ -1,0 +1,127 @@
+"""TRL's SFTTrainer: its own loss, its fused head, its collators; every cut takes the full batch's step.
+
+It never calls ``super().compute_loss`` and divides by the number it is handed, so it is right by itself wherever the
+Trainer hands it one; for a head that declares ``accepts_loss_kwargs = False`` the Trainer does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_accum_fix import observations
+from tests.clients.sft import SPLITS, WAYS, sft_reference, sft_step
+from tests.clients.sft_on_two_ranks import SPLITS as TWO_RANK_SPLITS
+from tests.clients.sft_on_two_ranks import WAYS_ON_TWO_RANKS
+from tests.numerics.heads import FLOAT32_LOSS
+from tests.numerics.parity import Step, cut, reference_windows
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+EVERYDAY = (2, 4)
+splits = pytest.mark.parametrize(
+    "split",
+    [pytest.param(split, marks=() if split == EVERYDAY else pytest.mark.clients, id="x".join(map(str, split)))
+     for split in SPLITS],
+)  # fmt: skip
+
+
+def assert_same(step: Step, reference: Step) -> None:
+    """TRL's log-probabilities are float32, so everything agrees to its rounding."""
+    assert step.error(reference) <= FLOAT32_LOSS
+    assert step.loss == pytest.approx(reference.loss, rel=FLOAT32_LOSS)
+    assert step.norm == pytest.approx(reference.norm, rel=FLOAT32_LOSS)
+
+
+@splits
+@pytest.mark.parametrize("name", WAYS)
+def test_every_cut_takes_the_full_batch_step(
+    name: str, split: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    way = WAYS[name]
+    observations.clear()
+    step = sft_step(way, "apply", *split, tmp_path)
+    reference = sft_reference(way, step.trainer, split[0])
+    assert_same(step, reference)
+    (run,) = observations.recorded()
+    assert run["exact"] and run["reduction"] == "divides by the number handed in"
+    assert not [record for record in caplog.records if record.name == "hf_accum_fix"]
+    if split == EVERYDAY:
+        stock = sft_step(way, "stock", *split, tmp_path)
+        assert (stock.error(reference) > 0.4) == way.stock_wrong
+        # The log hides it.
+        assert stock.loss == pytest.approx(reference.loss, rel=1e-2)
+        subclass = sft_step(way, "trainer", *split, tmp_path)
+        assert all(torch.equal(step.change[key], subclass.change[key]) for key in step.change)
+        assert step.loss == subclass.loss and step.norm == subclass.norm
+
+
+@pytest.mark.parametrize("name", ["tokens", "mixture of experts, declared false"])
+def test_a_short_last_window(name: str, tmp_path: Path) -> None:
+    """Eight samples as 2 x 3: windows of three micro-batches and of one."""
+    way, rate = WAYS[name], 1e-3
+    step = sft_step(way, "apply", 2, 3, tmp_path, max_steps=2, learning_rate=rate)
+    samples = way.head.samples
+    first, second = reference_windows(way.head, [cut(samples[:6], 2), [samples[6:]]], rate)
+    wanted = {key: rate * (first.change[key] + second.change[key]) for key in first.change}
+    assert step.error(Step(wanted, 0.0, 0.0)) <= FLOAT32_LOSS
+    assert 2 * step.loss == pytest.approx(first.loss + second.loss, rel=FLOAT32_LOSS)
+
+
+def test_what_training_runs_is_observed_and_leaves_no_trace_in_the_log(tmp_path: Path) -> None:
+    """The fused head, without a cache and with the collator's own inputs: no attention mask, lengths that are ints."""
+    way, calls = WAYS["padding-free"], []
+
+    def noted(path: str) -> Any:
+        calls.clear()
+        build = way.head.build
+
+        def watched() -> torch.nn.Module:
+            model = build()
+            model.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True)
+            return model
+
+        head = dataclasses.replace(way.head, build=watched)
+        trainer = sft_step(dataclasses.replace(way, head=head), path, 4, 2, tmp_path).trainer
+        return trainer.state.log_history[0]
+
+    stock = noted("stock")
+    in_training = [call.keys() for call in calls]
+    mended = noted("apply")
+    assert [call.keys() for call in calls] == [in_training[0]] * 4 + in_training
+    for call in calls:
+        assert call["fused_lm_head"] is True and call["use_cache"] is False
+        assert isinstance(call["max_length_q"], int) and "attention_mask" not in call
+    # Entropy, token accuracy and the number of tokens are kept on the trainer: what was observed is not among them.
+    assert {key: mended[key] for key in ("entropy", "mean_token_accuracy", "num_tokens")} == {
+        key: stock[key] for key in ("entropy", "mean_token_accuracy", "num_tokens")
+    }
+
+
+@pytest.mark.timeout(600)
+def test_two_ranks_take_the_full_batch_step(tmp_path: Path) -> None:
+    output = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    command += ["-m", "tests.clients.sft_on_two_ranks", str(output)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads(output.read_text())
+    assert len(rows) == len(WAYS_ON_TWO_RANKS) * len(TWO_RANK_SPLITS)
+    for row in rows:
+        for path in row.keys() & {"apply", "trainer"}:
+            assert max(row[path].values()) <= FLOAT32_LOSS, row
+        if "stock" in row:
+            assert (row["stock"]["gradient"] > 0.1) == WAYS[row["way"]].stock_wrong, row
+        assert row["ranks_agree"], row

@@ -1,0 +1,23 @@
+"""Tiny heads of every kind the promise is made for, with ragged samples and a reference that knows no Trainer.
+
+A head's reference is the loss of the whole global batch in one forward, in float64. Dropout is off in every config, so
+that training mode is a function of its inputs.
+"""
+
+from __future__ import annotations
+
+from tests.numerics.heads import experts, multimodal, own, seq2seq, signals, text, vision
+from tests.numerics.heads.head import Batch, Head, Origin, Sample, before
+from tests.numerics.heads.left_out import LEFT_OUT
+from tests.numerics.heads.losses import shifted_cross_entropy
+from tests.numerics.heads.own import DropsKwargs, TokenModel
+from tests.numerics.heads.text import bert, llama
+
+__all__ = [
+    "HEADS", "LEFT_OUT", "Batch", "DropsKwargs", "Head", "Origin", "Sample", "TokenModel", "before", "bert", "llama",
+    "shifted_cross_entropy",
+]  # fmt: skip
+
+HEADS: dict[str, Head] = {
+    head.name: head for module in (text, seq2seq, experts, multimodal, vision, signals, own) for head in module.heads()
+}

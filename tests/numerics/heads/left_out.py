@@ -1,0 +1,288 @@
+"""Classes of the library that are tried and are not held to the exact step: why, and what shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.numerics.heads.experts import ROUTED
+from tests.numerics.heads.head import FLOAT64, NO_DROPOUT, VOCABULARY, Batch, Head, Sample, collate, of_class
+from tests.numerics.heads.multimodal import CLIP, VILT, pictured
+from tests.numerics.heads.samples import (
+    boxes,
+    choices,
+    images,
+    masked_tokens,
+    next_sentence,
+    one_class,
+    pairs,
+    speech,
+    text,
+    token_classes,
+    with_labels,
+    with_return_loss,
+)
+from tests.numerics.heads.seq2seq import BART
+from tests.numerics.heads.signals import WAV2VEC2
+from tests.numerics.heads.text import ENCODER, GPT2
+from tests.numerics.heads.vision import DPT, frozen_batch_norm
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A class that is not in the zoo.
+
+    Attributes:
+        head: how it was tried.
+        reason: why it is left out.
+        error: what building it or its full batch ends with; None: it runs, but its loss is no mean over items.
+        words: that error's words.
+        needs: the package without which it ends so; empty: always.
+    """
+
+    head: Head
+    reason: str
+    error: type[Exception] | None = None
+    words: str = ""
+    needs: str = ""
+
+
+TWO_TERMS = "masked tokens and whole texts are two terms with different counts"
+NEGATIVES = "the other samples of its micro-batch are its negatives"
+BATCH_NORM = "BatchNorm in training mode: its statistics are those of one micro-batch"
+BOXES = (
+    "a mean over queries weighted by class, plus box losses divided by the number of boxes of all ranks' micro-batches"
+)
+NO_TRAINING = "the library has no loss for it"
+NO_FLOAT64 = "it makes float32 of its own inside a float64 model, so that there is no float64 reference"
+
+DETR = {
+    "d_model": 16, "hidden_size": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_queries": 4, "num_labels": 3,
+    "dropout": 0.0, "use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None,
+    "backbone_config": {
+        "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic",
+        "out_features": ["stage2"],
+    },
+}  # fmt: skip
+LEVIT = {
+    "image_size": 32, "hidden_sizes": [16, 24, 32], "num_attention_heads": [1, 1, 1], "depths": [1, 1, 1],
+    "key_dim": [8, 8, 8], "drop_path_rate": 0, "mlp_ratio": [2, 2, 2], "attention_ratio": [2, 2, 2],
+}  # fmt: skip
+HGNET = {
+    "embedding_size": 8, "stem_channels": [3, 4, 8], "hidden_sizes": [8, 8], "depths": [1, 1],
+    "stage_in_channels": [8, 8], "stage_mid_channels": [4, 4], "stage_out_channels": [8, 8],
+    "stage_num_blocks": [1, 1], "stage_downsample": [False, True], "stage_light_block": [False, False],
+    "stage_kernel_size": [3, 3], "stage_numb_of_layers": [1, 1],
+}  # fmt: skip
+TEXTNET = {
+    "stem_out_channels": 8, "hidden_sizes": [8] * 5, "conv_layer_kernel_sizes": [[[3, 3]]] * 4,
+    "conv_layer_strides": [[2]] * 4, "image_size": [32, 32],
+}  # fmt: skip
+GLPN = {
+    "num_encoder_blocks": 4, "depths": [1] * 4, "sr_ratios": [2, 1, 1, 1], "hidden_sizes": [8] * 4,
+    "patch_sizes": [3] * 4, "strides": [2] * 4, "num_attention_heads": [1] * 4, "mlp_ratios": [2] * 4,
+    "decoder_hidden_size": 8, "drop_path_rate": 0.0, **NO_DROPOUT,
+}  # fmt: skip
+SIGLIP = {**CLIP, "text_config": {**CLIP["text_config"], "projection_size": 16}}
+VITDET = {
+    "model_type": "vitdet", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
+    "patch_size": 8,
+}  # fmt: skip
+
+
+def double() -> list[Sample]:
+    """Choices of which one is right, each of them a text to be predicted."""
+    samples = []
+    for sample in choices():
+        ids = sample["input_ids"]
+        last = torch.full((2,), ids.shape[1] - 1)
+        samples.append({"input_ids": ids, "labels": ids.clone(), "mc_labels": sample["labels"], "mc_token_ids": last})
+    return samples
+
+
+def with_padded_texts(samples: Sequence[Sample]) -> Batch:
+    width = max(sample["input_ids"].shape[1] for sample in samples)
+
+    def padded(key: str, fill: int) -> torch.Tensor:
+        rows = [nn.functional.pad(s[key], (0, width - s[key].shape[1]), value=fill) for s in samples]
+        return torch.stack(rows)
+
+    rest = collate([{key: sample[key] for key in ("mc_labels", "mc_token_ids")} for sample in samples])
+    return {**rest, "input_ids": padded("input_ids", 0), "labels": padded("labels", -100)}
+
+
+def not_decomposable() -> list[LeftOut]:
+    """Losses that are no weighted mean over items: each must be recognised as such."""
+    mlm = with_labels(masked_tokens)
+    order = [{**s, "sentence_order_label": torch.tensor(i % 2)} for i, s in enumerate(mlm)]
+    pretraining = {
+        **ENCODER, "attention_type": "original_full", "embedding_size": 8, "intra_bottleneck_size": 8,
+        "num_feedforward_networks": 1,
+    }  # fmt: skip
+    labelled = images(lambda i, g: torch.tensor(i % 3))
+    depths = images(lambda i, g: (0.1 + torch.rand(128, 128, generator=g, dtype=torch.float64)) * (1 + i), 64)
+    spoken = [{**s, "labels": torch.tensor(i % 3)} for i, s in enumerate(speech())]
+    found = images(boxes, dtype=torch.float32)
+    conformer = {**WAV2VEC2, "classifier_proj_size": 8, "conformer_conv_dropout": 0.0, "conv_depthwise_kernel_size": 3}
+
+    def tried(model: str, config: dict[str, Any], samples: Sequence[Sample], **more: Any) -> Head:
+        return of_class(model, {"num_labels": 3, **config}, samples, FLOAT64, exact=False, **more)
+
+    return [
+        LeftOut(tried("AlbertForPreTraining", {**pretraining, "num_labels": 2}, order), TWO_TERMS),
+        *(
+            LeftOut(tried(f"{family}ForPreTraining", {**pretraining, "num_labels": 2}, next_sentence(mlm)), TWO_TERMS)
+            for family in ("Ernie", "MegatronBert", "MobileBert", "FNet", "BigBird")
+        ),
+        *(
+            LeftOut(
+                tried(f"{family}DoubleHeadsModel", {**GPT2, "num_labels": 1}, double(), collate=with_padded_texts),
+                "next tokens and right choices are two terms with different counts",
+            )
+            for family in ("GPT2", "OpenAIGPT")
+        ),
+        LeftOut(tried("SiglipModel", SIGLIP, pairs(), collate=with_return_loss), NEGATIVES),
+        LeftOut(tried("LevitForImageClassification", LEVIT, labelled), BATCH_NORM),
+        LeftOut(tried("TextNetForImageClassification", TEXTNET, labelled), BATCH_NORM),
+        LeftOut(tried("HGNetV2ForImageClassification", HGNET, labelled), BATCH_NORM),
+        LeftOut(
+            tried(
+                "RegNetForImageClassification",
+                {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 8},
+                labelled,
+            ),
+            BATCH_NORM,
+        ),
+        LeftOut(
+            tried(
+                "SwiftFormerForImageClassification",
+                {"image_size": 32, "depths": [1, 1], "embed_dims": [8, 16], "drop_path_rate": 0.0},
+                labelled,
+            ),
+            BATCH_NORM,
+        ),
+        LeftOut(
+            tried(
+                "EfficientNetForImageClassification",
+                {
+                    "image_size": 32,
+                    "width_coefficient": 0.25,
+                    "depth_coefficient": 0.1,
+                    "hidden_dim": 320,
+                    "dropout_rate": 0.0,
+                    "drop_connect_rate": 0.0,
+                },
+                labelled,
+            ),
+            BATCH_NORM,
+        ),
+        LeftOut(
+            tried(
+                "MobileViTV2ForImageClassification",
+                {"image_size": 64, "width_multiplier": 0.1, "n_attn_blocks": [1] * 3, "base_attn_unit_dims": [16] * 3},
+                images(lambda i, g: torch.tensor(i % 3), 64),
+            ),
+            BATCH_NORM,
+        ),
+        LeftOut(tried("Wav2Vec2ConformerForSequenceClassification", conformer, spoken), BATCH_NORM),
+        LeftOut(
+            tried("GLPNForDepthEstimation", GLPN, depths, prepare=frozen_batch_norm),
+            "the root of a mean and the square of one, over all pixels of a micro-batch",
+        ),
+        LeftOut(
+            tried(
+                "DogeForCausalLM",
+                {**ROUTED, "is_moe": True, "num_experts": 4, "num_experts_per_tok": 2, "keep_window_size": 64},
+                text(),
+            ),
+            "modeling_doge.py line 413 of 5.23.0 views the router's two halves over tokens instead of features, so "
+            "that the rows of a batch route one another",
+        ),
+        *(
+            LeftOut(tried(f"{family}ForObjectDetection", DETR, found, dtype=torch.float32), BOXES)
+            for family in ("Detr", "ConditionalDetr", "TableTransformer")
+        ),
+    ]
+
+
+def not_run() -> list[LeftOut]:
+    """What ends with an error before there is a loss."""
+    mlm = with_labels(masked_tokens)
+    labelled = images(lambda i, g: torch.tensor(i % 3))
+    matte = images(lambda i, g: torch.rand(1, 32, 32, generator=g))
+    larger = images(lambda i, g: torch.rand(3, 32, 32, generator=g), 16)
+    fsmt = {**BART, "langs": ["en", "de"], "src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY}
+    vitmatte = {
+        "backbone_config": VITDET, "hidden_size": 16, "fusion_hidden_sizes": [8] * 4,
+        "convstream_hidden_sizes": [8] * 3,
+    }  # fmt: skip
+    swin2sr = {"image_size": 16, "embed_dim": 8, "depths": [1], "num_heads": [1], "window_size": 4}
+    return [
+        LeftOut(
+            of_class("LayoutLMv2ForTokenClassification", ENCODER, with_labels(token_classes)),
+            "needs the package detectron2",
+            ImportError,
+            "detectron2",
+            needs="detectron2",
+        ),
+        LeftOut(
+            of_class("DinatForImageClassification", {}, labelled),
+            "needs the package natten",
+            ImportError,
+            "natten",
+            needs="natten",
+        ),
+        LeftOut(
+            of_class("TimmWrapperForImageClassification", {"architecture": "resnet18"}, labelled),
+            "needs the package timm",
+            ImportError,
+            "timm",
+            needs="timm",
+        ),
+        LeftOut(of_class("MraForMaskedLM", ENCODER, mlm), NO_FLOAT64, RuntimeError, "Float and Double"),
+        LeftOut(of_class("FSMTForConditionalGeneration", fsmt, mlm), NO_FLOAT64, RuntimeError, "without overflow"),
+        LeftOut(of_class("DPTForDepthEstimation", DPT, matte), NO_TRAINING, NotImplementedError, "Training"),
+        LeftOut(
+            of_class("Swin2SRForImageSuperResolution", swin2sr, larger), NO_TRAINING, NotImplementedError, "Training"
+        ),
+        LeftOut(of_class("VitMatteForImageMatting", vitmatte, matte), NO_TRAINING, NotImplementedError, "Training"),
+        LeftOut(
+            of_class("ViltForImageAndTextRetrieval", VILT, with_labels(one_class, pictured())),
+            NO_TRAINING,
+            NotImplementedError,
+            "Training",
+        ),
+        LeftOut(
+            of_class(
+                "SuperPointForKeypointDetection",
+                {"encoder_hidden_sizes": [8] * 4, "decoder_hidden_size": 8},
+                labelled,
+            ),
+            NO_TRAINING,
+            ValueError,
+            "does not support training",
+        ),
+    ]
+
+
+#: Seen beside finite differences: right with two samples, wrong with one.
+WRONG_GRADIENT = (
+    "torch 2.13.0 on a CPU returns a wrong gradient for its BatchNorm in evaluation mode where a micro-batch is one "
+    "sample; in training mode its statistics are those of one micro-batch"
+)
+
+NOT_DECOMPOSABLE = not_decomposable()
+NOT_RUN = not_run()
+LEFT_OUT: dict[str, str] = {
+    **{case.head.model: case.reason for case in (*NOT_DECOMPOSABLE, *NOT_RUN)},
+    # These three are run at every cut, beside the plain mean over micro-batches.
+    "BertForPreTraining": TWO_TERMS,
+    "CLIPModel": NEGATIVES,
+    "YolosForObjectDetection": BOXES,
+    "CvtForImageClassification": WRONG_GRADIENT,
+}

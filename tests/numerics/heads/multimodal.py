@@ -1,0 +1,303 @@
+"""Images beside text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tests.numerics.heads.experts import FULL_ATTENTION, QWEN, ROUTER
+from tests.numerics.heads.head import (
+    FLOAT64,
+    TINY,
+    Batch,
+    Head,
+    Origin,
+    Sample,
+    before,
+    collate,
+    freeze,
+    of_class,
+)
+from tests.numerics.heads.losses import smoothing_reference
+from tests.numerics.heads.samples import (
+    alike,
+    first_is_target,
+    generator,
+    heard,
+    masked_tokens,
+    one_class,
+    pairs,
+    text,
+    token_classes,
+    with_labels,
+    with_return_loss,
+)
+from tests.numerics.heads.text import DECODER, ENCODER
+
+IMAGE_TOKEN = 3
+TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+LLAVA = {
+    "vision_config": {**TOWER, "num_hidden_layers": 2, "model_type": "clip_vision_model"},
+    "text_config": {**DECODER, "model_type": "llama"},
+    "image_token_index": IMAGE_TOKEN,
+    "image_seq_length": 4,
+}
+CLIP = {
+    "vision_config": {**TOWER, "num_hidden_layers": 1},
+    "text_config": {
+        **TINY, "num_hidden_layers": 1, "max_position_embeddings": 64,
+        "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": 1,
+    },
+    "projection_dim": 8,
+}  # fmt: skip
+QWEN_VL = {
+    "text_config": {
+        **DECODER, "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2]},
+    },
+    "vision_config": {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16,
+        "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 1, "window_size": 16,
+        "fullatt_block_indexes": [0],
+    },
+    "image_token_id": IMAGE_TOKEN, "vision_start_token_id": 1, "vision_end_token_id": 2, "video_token_id": 40,
+}  # fmt: skip
+
+
+#: Rotary positions of time, height and width.
+MROPE = {"mrope_section": [1, 1, 2], "rope_type": "default", "rope_theta": 10000.0}
+MROPE_TEXT = {**DECODER, "head_dim": 8, "rope_scaling": MROPE, "rope_parameters": MROPE}
+QWEN3_VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16, "patch_size": 4,
+    "spatial_merge_size": 2, "temporal_patch_size": 1, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+}  # fmt: skip
+GLM_VISION = {**QWEN3_VISION, "image_size": 16, "attention_dropout": 0.0}
+VISION_TOKENS = {
+    "image_token_id": IMAGE_TOKEN,
+    "vision_start_token_id": 1,
+    "vision_end_token_id": 2,
+    "video_token_id": 40,
+}
+GLM_TOKENS = {
+    **VISION_TOKENS,
+    "image_start_token_id": 1,
+    "image_end_token_id": 2,
+    "video_start_token_id": 41,
+    "video_end_token_id": 42,
+}
+QWEN3_EXPERTS = {
+    **MROPE_TEXT, **QWEN, **FULL_ATTENTION, "output_router_logits": True, "router_aux_loss_coef": ROUTER,
+    "experts_implementation": "eager", "shared_expert_intermediate_size": 12,
+}  # fmt: skip
+VILT = {**ENCODER, "image_size": 16, "patch_size": 8, "modality_type_vocab_size": 2, "max_image_length": -1}
+VISUAL_BERT = {**ENCODER, "visual_embedding_dim": 8}
+QWEN2_AUDIO = {
+    "audio_config": {
+        "num_mel_bins": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "d_model": 16,
+        "max_source_positions": 8, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
+        "model_type": "qwen2_audio_encoder",
+    },
+    "text_config": {**DECODER, "model_type": "qwen2"},
+    "audio_token_index": IMAGE_TOKEN, "audio_token_id": IMAGE_TOKEN,
+}  # fmt: skip
+
+#: A class of the library, and its config.
+Row = tuple[str, dict[str, Any]]
+
+DECLARED_FALSE: list[Row] = [
+    ("Qwen3VLForConditionalGeneration", {**VISION_TOKENS, "text_config": MROPE_TEXT, "vision_config": QWEN3_VISION}),
+    (
+        "Qwen3_5ForConditionalGeneration",
+        {**VISION_TOKENS, "text_config": {**MROPE_TEXT, **FULL_ATTENTION}, "vision_config": QWEN3_VISION},
+    ),
+    ("Glm4vForConditionalGeneration", {**GLM_TOKENS, "text_config": MROPE_TEXT, "vision_config": GLM_VISION}),
+    ("GlmOcrForConditionalGeneration", {**GLM_TOKENS, "text_config": MROPE_TEXT, "vision_config": GLM_VISION}),
+    (
+        "Glm46VForConditionalGeneration",
+        {
+            **GLM_TOKENS,
+            "text_config": {**MROPE_TEXT, "model_type": "glm4v_text"},
+            "vision_config": {**GLM_VISION, "model_type": "glm4v_vision"},
+        },
+    ),
+    (
+        "Exaone4_5_ForConditionalGeneration",
+        {
+            **VISION_TOKENS,
+            "text_config": {**DECODER, **FULL_ATTENTION, "head_dim": 8, "model_type": "exaone4"},
+            "vision_config": {**QWEN_VL["vision_config"], "num_key_value_heads": 2},
+        },
+    ),
+]
+DECLARED_FALSE_WITH_EXPERTS = ("Qwen3VLMoeForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+
+
+def llava_samples() -> list[Sample]:
+    g = generator(4)
+    # Up to 4.44 the model itself spreads one token over the four patches.
+    tokens = 1 if before("4.45") else 4
+    samples = []
+    for sample in text():
+        ids = torch.cat([torch.full((tokens,), IMAGE_TOKEN), sample["input_ids"]])
+        labels = torch.cat([torch.full((tokens,), -100), sample["labels"]])
+        pixels = torch.randn(3, 16, 16, generator=g, dtype=torch.float64)
+        samples.append(
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "pixel_values": pixels}
+        )
+    return samples
+
+
+def qwen_vl_samples() -> list[Sample]:
+    """One image of 4 x 4 patches, merged to 4 tokens, before each text."""
+    g = generator(9)
+    samples = []
+    for sample in text():
+        ids = torch.cat([torch.tensor([1] + [IMAGE_TOKEN] * 4 + [2]), sample["input_ids"].clamp(max=39)])
+        labels = torch.cat([torch.full((6,), -100), sample["labels"]])
+        samples.append(
+            {
+                "input_ids": ids,
+                "attention_mask": torch.ones_like(ids),
+                "labels": labels,
+                "mm_token_type_ids": (ids == IMAGE_TOKEN).long(),
+                "pixel_values": torch.randn(16, 48, generator=g, dtype=torch.float64),
+                "image_grid_thw": torch.tensor([[1, 4, 4]]),
+            }
+        )
+    return samples
+
+
+def with_flat_images(samples: Sequence[Sample]) -> Batch:
+    batch = collate([{k: v for k, v in s.items() if k not in ("pixel_values", "image_grid_thw")} for s in samples])
+    return {**batch, **{key: torch.cat([s[key] for s in samples]) for key in ("pixel_values", "image_grid_thw")}}
+
+
+def pictured() -> list[Sample]:
+    """Texts beside an image of which every pixel counts."""
+    return [
+        {
+            "input_ids": sample["input_ids"],
+            "attention_mask": sample["attention_mask"],
+            "token_type_ids": torch.zeros_like(sample["input_ids"]),
+            "pixel_values": sample["pixel_values"],
+            "pixel_mask": torch.ones(16, 16, dtype=torch.long),
+        }
+        for sample in pairs()
+    ]
+
+
+def with_regions() -> list[Sample]:
+    """Texts beside the features of three regions of an image."""
+    g = generator(10)
+    return [
+        {
+            **sample,
+            "token_type_ids": torch.zeros_like(sample["input_ids"]),
+            "visual_embeds": torch.randn(3, 8, generator=g, dtype=torch.float64),
+            "visual_attention_mask": torch.ones(3, dtype=torch.long),
+            "visual_token_type_ids": torch.ones(3, dtype=torch.long),
+        }
+        for sample in alike()
+    ]
+
+
+def sounding() -> list[Sample]:
+    """What LLaVA is shown, heard."""
+    sounds = heard(llava_samples())
+    return [
+        {**{k: v for k, v in sample.items() if k != "pixel_values"}, "input_features": sound["input_features"]}
+        for sample, sound in zip(llava_samples(), sounds, strict=True)
+    ]
+
+
+def with_feature_mask(samples: Sequence[Sample]) -> Batch:
+    return {**collate(samples), "feature_attention_mask": torch.ones(len(samples), 16, dtype=torch.long)}
+
+
+def heads() -> list[Head]:
+    # What the features of the last layer do not reach stays out of the gradient, on one rank and two.
+    llava = {"model": "LlavaForConditionalGeneration", "config": LLAVA, "prepare": freeze("vision"), "origin": None}
+    smooth = {"label_smoothing_factor": 0.1}
+    g = generator(11)
+    answered = [{**s, "labels": torch.rand(3, generator=g, dtype=torch.float64)} for s in pictured()]
+    likely = [{**s, "labels": torch.rand(3, generator=g, dtype=torch.float64).softmax(-1)} for s in with_regions()]
+    two_images = [
+        {**s, "pixel_values": s["pixel_values"].expand(2, -1, -1, -1), "pixel_mask": s["pixel_mask"].expand(2, -1, -1)}
+        for s in pictured()
+    ]
+    regions = [{**s, "labels": torch.cat([s["labels"], torch.full((3,), -100)])} for s in with_regions()]
+    declared_false = {
+        "origin": Origin.DECLARES_FALSE,
+        "prepare": freeze("visual"),
+        "collate": with_flat_images,
+        "samples": qwen_vl_samples(),
+    }
+    experts = {
+        **VISION_TOKENS,
+        "text_config": QWEN3_EXPERTS,
+        "vision_config": QWEN3_VISION,
+        "experts_implementation": "eager",
+    }
+    return [
+        of_class(samples=llava_samples(), name="llava", stock_wrong=before("4.52"), **llava),
+        of_class(
+            samples=llava_samples(), name="llava-smoothing", loss=smoothing_reference(0.1), arguments=smooth, **llava
+        ),
+        # Its image patches have no sample axis.
+        of_class(
+            "Qwen2_5_VLForConditionalGeneration",
+            QWEN_VL,
+            qwen_vl_samples(),
+            name="qwen-vl",
+            origin=Origin.DECLARES_FALSE,
+            prepare=freeze("visual"),
+            collate=with_flat_images,
+        ),
+        of_class(
+            "CLIPModel",
+            CLIP,
+            pairs(),
+            FLOAT64,
+            name="clip",
+            origin=None,
+            stock_wrong=False,
+            collate=with_return_loss,
+            exact=False,
+        ),
+        *(of_class(name, config, **declared_false) for name, config in DECLARED_FALSE),
+        *(of_class(name, experts, router=ROUTER, **declared_false) for name in DECLARED_FALSE_WITH_EXPERTS),
+        of_class("ViltForQuestionAnswering", {**VILT, "num_labels": 3}, answered, FLOAT64),
+        of_class("ViltForMaskedLM", VILT, with_labels(masked_tokens, pictured()), FLOAT64),
+        of_class(
+            "ViltForTokenClassification", {**VILT, "num_labels": 4}, with_labels(token_classes, pictured()), FLOAT64
+        ),
+        of_class(
+            "ViltForImagesAndTextClassification",
+            {**VILT, "num_labels": 3, "num_images": 2, "modality_type_vocab_size": 3},
+            with_labels(one_class, two_images),
+            FLOAT64,
+        ),
+        of_class("VisualBertForQuestionAnswering", {**VISUAL_BERT, "num_labels": 3}, likely, FLOAT64),
+        of_class(
+            "VisualBertForVisualReasoning",
+            {**VISUAL_BERT, "num_labels": 3},
+            with_labels(one_class, with_regions()),
+            FLOAT64,
+        ),
+        of_class("VisualBertForPreTraining", VISUAL_BERT, regions, FLOAT64),
+        of_class(
+            "BlipTextLMHeadModel",
+            {**ENCODER, "is_decoder": True, "encoder_hidden_size": 16},
+            text(masked=first_is_target),
+            FLOAT64,
+        ),
+        of_class(
+            "Qwen2AudioForConditionalGeneration",
+            QWEN2_AUDIO,
+            sounding(),
+            FLOAT64,
+            prepare=freeze("audio_tower"),
+            collate=with_feature_mask,
+        ),
+    ]

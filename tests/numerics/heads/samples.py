@@ -1,0 +1,232 @@
+"""Ragged samples of every kind: eight each, the same every time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.numerics.heads.head import VOCABULARY, Batch, Sample, collate
+
+LENGTHS = (5, 17, 9, 3, 22, 11, 6, 14)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def text(
+    *, masked: Callable[[int, int], int] | None = None, lengths: Sequence[int] = LENGTHS, seed: int = 0
+) -> list[Sample]:
+    """Token samples; ``masked(index, length)`` gives how many leading labels are a masked prompt."""
+    g = generator(seed)
+    prompt = masked or (lambda index, length: (index * 3) % (length - 1) if index % 3 else 1)
+    samples = []
+    for index, length in enumerate(lengths):
+        ids = torch.randint(4, VOCABULARY, (length,), generator=g)
+        labels = ids.clone()
+        labels[: prompt(index, length)] = -100
+        samples.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    return samples
+
+
+def with_labels(
+    labels: Callable[[int, Sample, torch.Generator], Tensor], base: Sequence[Sample] | None = None
+) -> list[Sample]:
+    g = generator(1)
+    return [{**sample, "labels": labels(index, sample, g)} for index, sample in enumerate(base or text())]
+
+
+def alike() -> list[Sample]:
+    """Text of one length, for models whose loss of a row moves with the padding beside it."""
+    return text(lengths=(12,) * 8)
+
+
+def first_is_target(index: int, length: int) -> int:
+    return 0
+
+
+def masked_tokens(index: int, sample: Sample, g: torch.Generator) -> Tensor:
+    labels = sample["input_ids"].clone()
+    labels[torch.rand(len(labels), generator=g) < 0.6] = -100
+    labels[index % len(labels)] = 7
+    return labels
+
+
+def token_classes(index: int, sample: Sample, g: torch.Generator) -> Tensor:
+    labels = torch.randint(0, 4, sample["input_ids"].shape, generator=g)
+    labels[index % 2 :: 3] = -100
+    labels[-1] = 1
+    return labels
+
+
+def one_class(index: int, sample: Sample, g: torch.Generator) -> Tensor:
+    return torch.tensor(index % 3)
+
+
+def right_or_wrong(index: int, sample: Sample, g: torch.Generator) -> Tensor:
+    return torch.tensor(index % 2)
+
+
+def some_unlabelled(index: int, sample: Sample, g: torch.Generator) -> Tensor:
+    return torch.tensor(-100 if index in (1, 4, 6) else index % 3)
+
+
+def choices() -> list[Sample]:
+    """Two texts each, of which one is right."""
+    samples = []
+    for index, sample in enumerate(text()):
+        ids = torch.stack([sample["input_ids"], sample["input_ids"].flip(0)])
+        samples.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor(index % 2)})
+    return samples
+
+
+def with_padded_choices(samples: Sequence[Sample]) -> Batch:
+    width = max(sample["input_ids"].shape[1] for sample in samples)
+    padded = [
+        {key: F.pad(s[key], (0, width - s[key].shape[1])) for key in ("input_ids", "attention_mask")} for s in samples
+    ]
+    return {**collate(padded), "labels": torch.stack([sample["labels"] for sample in samples])}
+
+
+def with_end(samples: Sequence[Sample], end: int = 2) -> list[Sample]:
+    """The same texts with a token at their end, which sequence to sequence models classify by."""
+    ended = []
+    for sample in samples:
+        ids = torch.cat([sample["input_ids"], torch.tensor([end])])
+        ended.append({**sample, "input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    return ended
+
+
+def with_boxes(samples: Sequence[Sample]) -> list[Sample]:
+    """The place of every token on its page."""
+
+    def box(length: int) -> Tensor:
+        at = torch.arange(length)
+        return torch.stack([at, at, at + 5, at + 7], dim=-1)
+
+    return [{**sample, "bbox": box(len(sample["input_ids"]))} for sample in samples]
+
+
+def images(
+    labels: Callable[[int, torch.Generator], Any], size: int = 32, dtype: torch.dtype = torch.float64
+) -> list[Sample]:
+    g = generator(2)
+    return [
+        {"pixel_values": torch.randn(3, size, size, generator=g, dtype=torch.float64).to(dtype), "labels": labels(i, g)}
+        for i in range(8)
+    ]
+
+
+def segments(index: int, g: torch.Generator) -> Tensor:
+    labels = torch.randint(0, 4, (32, 32), generator=g)
+    labels[: 4 * index] = 255
+    return labels
+
+
+def videos(key: str = "pixel_values") -> list[Sample]:
+    g = generator(2)
+    return [
+        {key: torch.randn(2, 3, 16, 16, generator=g, dtype=torch.float64), "labels": torch.tensor(index % 3)}
+        for index in range(8)
+    ]
+
+
+def heard(samples: Sequence[Sample]) -> list[Sample]:
+    """The labels of texts, beside a spectrogram of 8 bins and 16 steps."""
+    g = generator(5)
+    return [
+        {"input_features": torch.randn(8, 16, generator=g, dtype=torch.float64), "labels": sample["labels"]}
+        for sample in samples
+    ]
+
+
+def speech() -> list[Sample]:
+    g = generator(5)
+    return [
+        {
+            "input_values": torch.randn(400, generator=g, dtype=torch.float64),
+            "labels": torch.randint(1, 12, (2 + index,), generator=g),
+        }
+        for index in range(8)
+    ]
+
+
+def replaced_tokens(index: int, sample: Sample, g: torch.Generator) -> Tensor:
+    return (torch.rand(len(sample["input_ids"]), generator=g) < 0.3).long()
+
+
+def masked_images() -> list[Sample]:
+    g = generator(6)
+    return [
+        {
+            "pixel_values": torch.randn(3, 32, 32, generator=g, dtype=torch.float64),
+            "bool_masked_pos": torch.rand(16, generator=g) < 0.2 + 0.08 * index,
+        }
+        for index in range(8)
+    ]
+
+
+def series() -> list[Sample]:
+    g = generator(7)
+    samples = []
+    for index in range(8):
+        observed = torch.ones(4, dtype=torch.float64)
+        observed[4 - index % 4 :] = 0.0
+        samples.append(
+            {
+                "past_values": torch.randn(8, generator=g, dtype=torch.float64),
+                "past_time_features": torch.randn(8, 1, generator=g, dtype=torch.float64),
+                "past_observed_mask": torch.ones(8, dtype=torch.float64),
+                "future_values": torch.randn(4, generator=g, dtype=torch.float64),
+                "future_time_features": torch.randn(4, 1, generator=g, dtype=torch.float64),
+                "future_observed_mask": observed,
+            }
+        )
+    return samples
+
+
+def answers(outside: int = 2) -> list[Sample]:
+    samples = []
+    for index, sample in enumerate(text(lengths=(12,) * 8)):
+        start = 99 if index % 4 == outside else index % 5
+        end = 99 if index % 4 == outside else 5 + index % 6
+        sample = {key: value for key, value in sample.items() if key != "labels"}
+        samples.append({**sample, "start_positions": torch.tensor(start), "end_positions": torch.tensor(end)})
+    return samples
+
+
+def pairs() -> list[Sample]:
+    g = generator(8)
+    return [
+        {
+            **{key: value for key, value in sample.items() if key != "labels"},
+            "pixel_values": torch.randn(3, 16, 16, generator=g, dtype=torch.float64),
+        }
+        for sample in text(lengths=(6,) * 8)
+    ]
+
+
+def with_return_loss(samples: Sequence[Sample]) -> Batch:
+    return {**collate(samples), "return_loss": True}
+
+
+def with_shift_labels(samples: Sequence[Sample]) -> Batch:
+    batch = collate(samples)
+    batch["shift_labels"] = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+    return batch
+
+
+def boxes(index: int, g: torch.Generator) -> dict[str, Tensor]:
+    count = 1 + index % 3
+    return {
+        "class_labels": torch.randint(0, 3, (count,), generator=g),
+        "boxes": 0.25 + 0.5 * torch.rand(count, 4, generator=g),
+    }
+
+
+def next_sentence(samples: Sequence[Sample]) -> list[Sample]:
+    return [{**sample, "next_sentence_label": torch.tensor(index % 2)} for index, sample in enumerate(samples)]

@@ -1,0 +1,76 @@
+"""The zoo: how many classes it holds and of which lists, and that what is left out is left out for the reason given."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_accum_fix.accumulation.contract import Reduction
+from tests.numerics.heads import HEADS, LEFT_OUT, Origin
+from tests.numerics.heads.left_out import NOT_DECOMPOSABLE, NOT_RUN, LeftOut
+from tests.numerics.parity import contract_of, cut, reference_step, take_step
+from tests.numerics.zoo_table import TABLE
+
+#: What the issue counts: classes that drop the count, add a router loss, or declare False.
+LISTS = (Origin.DROPS, Origin.ROUTER, Origin.DECLARES_FALSE)
+WITHOUT_PACKAGE = [case for case in NOT_RUN if not case.needs or importlib.util.find_spec(case.needs) is None]
+
+
+def named(case: LeftOut) -> str:
+    return case.head.model
+
+
+def test_the_zoo_holds_at_least_eighty_classes_of_the_lists() -> None:
+    classes = {origin: {h.model for h in HEADS.values() if h.origin is origin and h.exact} for origin in LISTS}
+    assert all(classes.values())
+    assert len(set().union(*classes.values())) >= 80
+
+
+def test_what_is_left_out_is_not_in_the_zoo() -> None:
+    assert len(LEFT_OUT) >= 25 and all(LEFT_OUT.values())
+    assert not {head.model for head in HEADS.values() if head.exact} & LEFT_OUT.keys()
+    assert {head.model for head in HEADS.values() if head.model and not head.exact} <= {
+        *LEFT_OUT,
+        # With its BatchNorm frozen it is in the zoo, in training mode it is not exact.
+        "SegformerForSemanticSegmentation",
+    }
+
+
+@pytest.mark.parametrize("case", NOT_DECOMPOSABLE, ids=named)
+def test_what_is_no_mean_over_items_is_recognised(case: LeftOut, tmp_path: Path) -> None:
+    step = take_step(case.head, case.head.samples, 4, 2, "trainer", tmp_path)
+    contract = contract_of(step)
+    assert contract.reduction is Reduction.PLAIN and not contract.exact
+
+
+@pytest.mark.parametrize("case", WITHOUT_PACKAGE, ids=named)
+def test_what_cannot_be_run_ends_as_is_said(case: LeftOut) -> None:
+    assert case.error is not None
+    with pytest.raises(case.error, match=case.words):
+        reference_step(case.head, cut(case.head.samples, 8))
+
+
+def test_the_table_names_every_head() -> None:
+    table = TABLE.read_text()
+    for head in HEADS.values():
+        if head.model and head.exact:
+            assert f"| {head.model} | {'' if head.name == head.model else head.name} |" in table, head.name
+    for name in LEFT_OUT:
+        assert f"| {name} |" in table, name
+
+
+def test_no_class_is_looked_up_at_import() -> None:
+    """A release may lack it."""
+    program = (
+        "import sys, tests.numerics.heads; print([m for m in sys.modules if '.modeling_' in m and '.models.' in m])"
+    )
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,792 @@
+"""How each defect shows itself on the stock Trainer of the installed release: one probe a row, and what measures it.
+
+    python -m tests.releases.probes results.jsonl [DEFECT ...]
+    torchrun --nproc_per_node 2 -m tests.releases.probes results.jsonl [DEFECT ...]
+
+The first runs the probes of one rank, the second those of two; each appends a JSON line per probe. Nothing is patched.
+Unless a probe is about uneven items, all micro-batches hold equally many, so that a factor comes out as it is and
+the defects that overlap in a release do not blur each other. The modules are the tests' own wherever a row is not about
+a head of the library: they are the same in every release.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers as hf
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from tests.numerics.heads import (
+    IMAGE_TOKEN,
+    ROUTER,
+    VOCABULARY,
+    Batch,
+    Head,
+    Sample,
+    TokenModel,
+    bert,
+    func_reference,
+    func_with_mean,
+    func_with_number,
+    images,
+    llama,
+    llama_config,
+    llava,
+    mixtral,
+    one_class,
+    prompt_tuning,
+    seeded,
+    shifted_cross_entropy,
+    smoothing_reference,
+    speech,
+    t5,
+    text,
+    vit,
+    wav2vec2_ctc,
+    with_labels,
+)
+from tests.numerics.parity import StockRecorder, cut, reference_step, trainable, training_arguments
+
+Gradient = dict[str, Tensor]
+Where = Literal["before", "inside", "after"]
+
+
+class UnavailableError(Exception):
+    """The release lacks what the defect is about, so that it cannot have it."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One measurement and what it has to give.
+
+    Attributes:
+        measure: the value on the installed release; raises `UnavailableError` where there is nothing to measure.
+        inside: the value in the row's range.
+        before: the value in the release before the range; None: there is nothing to measure in it.
+        after: the same in the release after it.
+        ranks: processes it needs.
+    """
+
+    measure: Callable[[], float]
+    inside: float
+    before: float | None = None
+    after: float | None = None
+    ranks: int = 1
+
+    def shows(self, value: float | None, where: Where) -> bool:
+        """Whether a measured value is the one expected there: within 1 %, or within 0.01 of a zero."""
+        expected: float | None = getattr(self, where)
+        if value is None or expected is None:
+            return value is expected
+        return abs(value - expected) <= 0.01 * (abs(expected) or 1.0)
+
+
+# --- modules --------------------------------------------------------------------------------------------------------
+
+
+class TakesNothing(TokenModel):
+    """Its forward takes no further arguments; it returns the mean over its own items."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None) -> dict[str, Tensor]:
+        return self.with_mean(input_ids, labels)
+
+    def with_mean(self, input_ids: Tensor, labels: Any, number: Any = None) -> dict[str, Tensor]:
+        logits = self.logits(input_ids)
+        if labels is None:
+            return {"logits": logits}
+        loss = shifted_cross_entropy(logits, labels, reduction="mean" if number is None else "sum")
+        return {"loss": loss if number is None else loss / number, "logits": logits}
+
+
+class TakesKwargs(TakesNothing):
+    """The same, but its forward takes anything."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> dict[str, Tensor]:
+        return self.with_mean(input_ids, labels)
+
+
+class Divides(TakesNothing):
+    """Divides by the item count; its arguments have the name that 4.46 looks for."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **loss_kwargs: Any) -> dict[str, Tensor]:
+        return self.with_mean(input_ids, labels, loss_kwargs.get("num_items_in_batch"))
+
+
+class TargetsTakesNothing(TakesNothing):
+    """Its targets are not called labels."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, targets: Any = None) -> dict[str, Tensor]:
+        return self.with_mean(input_ids, targets)
+
+
+class TargetsTakesKwargs(TakesNothing):
+    """The same, and its forward takes anything."""
+
+    def forward(self, input_ids: Tensor, targets: Any = None, **loss_kwargs: Any) -> dict[str, Tensor]:
+        return self.with_mean(input_ids, targets)
+
+
+class Root(TakesNothing):
+    """The root of a mean: its backward needs the value that it returned."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **loss_kwargs: Any) -> dict[str, Tensor]:
+        return {"loss": self.with_mean(input_ids, labels)["loss"].sqrt()}
+
+
+class OffTheList(hf.LlamaForCausalLM):
+    """A causal model by a name of its own."""
+
+
+class AlignedForConditionalGeneration(hf.T5ForConditionalGeneration):
+    """Targets aligned with its logits, and divided by the item count: what Florence-2 does."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        outputs = super().forward(
+            input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=self._shift_right(labels)
+        )
+        loss = self.loss_function(outputs.logits, labels, VOCABULARY, shift_labels=labels, **kwargs)
+        return {"loss": loss, "logits": outputs.logits}
+
+
+# --- samples and heads ----------------------------------------------------------------------------------------------
+
+
+FIRST_MARK = 4
+
+
+def even(count: int = 8, masked: int = 4, length: int = 12) -> list[Sample]:
+    """Samples with equally many items, and none at position 0 unless nothing is masked; their first token is a mark."""
+    samples = text(lengths=(length,) * count, masked=lambda index, _: masked)
+    for index, sample in enumerate(samples):
+        sample["input_ids"][0] = FIRST_MARK + index
+    return samples
+
+
+def ragged(count: int = 8) -> list[Sample]:
+    """The same with 1 to 10 items each."""
+    samples = even(count)
+    for index, sample in enumerate(samples):
+        sample["labels"][: 11 - (index * 7) % 10] = -100
+    return samples
+
+
+def with_targets(samples: Sequence[Sample]) -> list[Sample]:
+    return [{"input_ids": sample["input_ids"], "targets": sample["labels"]} for sample in samples]
+
+
+def with_image(samples: Sequence[Sample]) -> list[Sample]:
+    g = torch.Generator().manual_seed(4)
+    made = []
+    for sample in samples:
+        ids = torch.cat([torch.full((4,), IMAGE_TOKEN), sample["input_ids"].clamp(min=4)])
+        labels = torch.cat([torch.full((4,), -100), sample["labels"]])
+        pixels = torch.randn(3, 16, 16, generator=g, dtype=torch.float64)
+        made.append(
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "pixel_values": pixels}
+        )
+    return made
+
+
+def aligned_t5() -> nn.Module:
+    config = t5().config
+    return AlignedForConditionalGeneration(config)
+
+
+def classes() -> list[Sample]:
+    return with_labels(one_class, even())
+
+
+def ctc_sum() -> Head:
+    samples = [{**sample, "labels": sample["labels"][:2]} for sample in speech()]
+    return Head("ctc-sum", seeded(wav2vec2_ctc("sum")), samples)
+
+
+def _one_number(index: int, _: torch.Generator) -> Tensor:
+    return torch.tensor(0.3 * index, dtype=torch.float64)
+
+
+def _three_numbers(index: int, _: torch.Generator) -> Tensor:
+    return torch.tensor([index % 2, 1, index % 3], dtype=torch.float64).clamp(max=1)
+
+
+def module(build: Callable[[], nn.Module], samples: Sequence[Sample] | None = None, **more: Any) -> Head:
+    return Head(build.__name__, seeded(build), even() if samples is None else samples, **more)
+
+
+SMOOTHING = {"label_smoothing_factor": 0.1}
+IGNORED = VOCABULARY - 1
+
+
+def func_with_own_ignore_index(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    logits, labels = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    labels = labels.masked_fill(labels == -100, IGNORED)
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / num_items_in_batch
+
+
+def own_ignore_index_reference(model: nn.Module, batch: Batch) -> Tensor:
+    labels = batch.pop("labels")
+    labels = labels.masked_fill(labels == IGNORED, -100)
+    return shifted_cross_entropy(model(**batch)["logits"], labels)
+
+
+def some_ignored(samples: Sequence[Sample]) -> list[Sample]:
+    """Four of the eight targets of each sample are to be ignored, by an index of the loss's own."""
+    for sample in samples:
+        sample["labels"].clamp_(max=IGNORED - 1)
+        sample["labels"][-4:] = IGNORED
+    return list(samples)
+
+
+def func_aligned(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    logits = outputs["logits"].flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten(), reduction="sum") / num_items_in_batch
+
+
+def aligned_reference(model: nn.Module, batch: Batch) -> Tensor:
+    labels = batch.pop("labels")
+    return F.cross_entropy(model(**batch)["logits"].flatten(0, 1), labels.flatten())
+
+
+class Stream(IterableDataset[Sample]):
+    """Samples without a length."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.samples)
+
+
+# --- a run of the stock Trainer -------------------------------------------------------------------------------------
+
+
+@dataclass
+class MicroBatch:
+    """One call of ``training_step``: its inputs, the count it was handed, the index of its first sample."""
+
+    inputs: Batch
+    count: float | None
+
+    @property
+    def index(self) -> int:
+        return int(self.inputs["input_ids"][0, 0])
+
+
+@dataclass
+class Run:
+    """What was trained: the parameter change, what was logged, the micro-batches of each optimizer step."""
+
+    change: Gradient
+    log: float
+    steps: list[list[MicroBatch]]
+    unstepped: list[MicroBatch]
+
+
+class Watched(StockRecorder):
+    """The stock Trainer, keeping what its loop hands to ``training_step``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.micro_batches: list[MicroBatch] = []
+
+    def training_step(self, model: nn.Module, inputs: Batch, *count: Any) -> Tensor:
+        number = None if not count or count[0] is None else float(count[0])
+        self.micro_batches.append(MicroBatch(dict(inputs), number))
+        return super().training_step(model, inputs, *count)
+
+
+class Boundaries(hf.TrainerCallback):
+    """How many micro-batches had run at the end of each optimizer step."""
+
+    def __init__(self) -> None:
+        self.trainer: Watched | None = None
+        self.at: list[int] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        assert self.trainer is not None
+        self.at.append(len(self.trainer.micro_batches))
+
+
+def run(head: Head, per_device: int = 2, accumulate: int = 4, *, stream: bool = False, **arguments: Any) -> Run:
+    """Train the head on its samples in order, one step of plain SGD at lr 1 unless the arguments say otherwise."""
+    if "compute_loss_func" in head.trainer and not _takes("compute_loss_func"):
+        raise UnavailableError("this Trainer takes no compute_loss_func")
+    model = head.build()
+    before = trainable(model)
+    trainer = _trainer(head, model, per_device, accumulate, stream=stream, **arguments)
+    trainer.train()
+    ends = trainer.boundaries.at
+    micro = trainer.micro_batches
+    steps = [micro[start:end] for start, end in pairwise([0, *ends])]
+    change = {name: after - before[name] for name, after in trainable(model).items()}
+    log = next((entry["loss"] for entry in trainer.state.log_history if "loss" in entry), math.nan)
+    return Run(change, log, steps, micro[ends[-1] if ends else 0 :])
+
+
+def _trainer(
+    head: Head, model: nn.Module, per_device: int, accumulate: int, *, stream: bool = False, **arguments: Any
+) -> Any:
+    if dist.is_initialized():
+        arguments["ddp_backend"] = "gloo"
+    output = Path(tempfile.gettempdir()) / "hf_accum_fix_probes"
+    boundaries = Boundaries()
+    trainer: Any = Watched(
+        model=model,
+        args=training_arguments(output, per_device, accumulate, **{**head.arguments, **arguments}),
+        train_dataset=Stream(head.samples) if stream else list(head.samples),
+        eval_dataset=list(head.samples),
+        data_collator=head.batch,
+        callbacks=[boundaries],
+        **head.trainer,
+    )
+    trainer.boundaries = boundaries
+    boundaries.trainer = trainer
+    return trainer
+
+
+def _takes(argument: str) -> bool:
+    return argument in inspect.signature(hf.Trainer.__init__).parameters
+
+
+def averaged() -> dict[str, bool]:
+    """Ask for item counts over all ranks, where the release has that."""
+    name = "average_tokens_across_devices"
+    return {name: True} if name in {each.name for each in fields(hf.TrainingArguments)} else {}
+
+
+# --- measures -------------------------------------------------------------------------------------------------------
+
+
+def flat(gradient: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([gradient[name].flatten() for name in sorted(gradient)])
+
+
+def factor(found: Gradient, wanted: Gradient) -> float:
+    """What ``wanted`` has to be multiplied by to give ``found``; nan where no factor does."""
+    a, b = flat(found), flat(wanted)
+    times = float(a @ b / (b @ b))
+    return times if float((a - times * b).norm()) <= 1e-3 * float(a.norm()) else math.nan
+
+
+def distance(found: Gradient, wrong: Gradient, right: Gradient) -> float:
+    """How far ``found`` is from ``wrong``, in units of how far ``right`` is from it: 0 is wrong, 1 is right."""
+    return float((flat(found) - flat(wrong)).norm() / (flat(right) - flat(wrong)).norm())
+
+
+def right_step(head: Head, per_device: int) -> tuple[Gradient, float]:
+    step = reference_step(head, cut(head.samples, per_device))
+    return step.change, step.loss
+
+
+def gradient(head: Head, per_device: int = 2, accumulate: int = 4, **arguments: Any) -> float:
+    """The stock gradient over the full batch's."""
+    found = run(head, per_device, accumulate, **arguments)
+    return factor(found.change, right_step(head, per_device)[0])
+
+
+def logged(head: Head, per_device: int = 2, accumulate: int = 4, **arguments: Any) -> float:
+    """The logged loss over the full batch's."""
+    return run(head, per_device, accumulate, **arguments).log / right_step(head, per_device)[1]
+
+
+def gradient_over_log(head: Head) -> float:
+    """How many times more than the log the gradient is off."""
+    found = run(head)
+    change, loss = right_step(head, 2)
+    return factor(found.change, change) / (found.log / loss)
+
+
+def descent(model: nn.Module, loss: Tensor) -> Gradient:
+    """The parameter change of one SGD step at lr 1."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    grads = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True, retain_graph=True)
+    return {
+        name: torch.zeros_like(parameter) if grad is None else -grad.double()
+        for (name, parameter), grad in zip(named, grads, strict=True)
+    }
+
+
+def mean_of_means() -> float:
+    head = module(TakesNothing, ragged())
+    model = head.build()
+    wrong = torch.stack([model(**head.batch(piece))["loss"] for piece in cut(head.samples, 2)]).mean()
+    return distance(run(head).change, descent(model, wrong), right_step(head, 2)[0])
+
+
+def rank_means() -> float:
+    head = module(Divides, ragged())
+    found = run(head, 1, 4)
+    model = head.build()
+    micro_batches = found.steps[0]
+    items = [int((micro_batch.inputs["labels"][:, 1:] != -100).sum()) for micro_batch in micro_batches]
+    means = [model(input_ids=mb.inputs["input_ids"], labels=mb.inputs["labels"])["loss"] for mb in micro_batches]
+    own = sum(n * mean for n, mean in zip(items, means, strict=True)) / sum(items)
+    wrong = descent(model, own)
+    for each in wrong.values():
+        dist.all_reduce(each)
+        each /= dist.get_world_size()
+    return distance(found.change, wrong, right_step(head, 1)[0])
+
+
+def same(*values: float) -> float:
+    """The one value that several heads give; nan if they differ."""
+    return values[0] if all(abs(value - values[0]) <= 1e-3 * abs(values[0]) for value in values) else math.nan
+
+
+def router_term(head: Head) -> float:
+    """What the router's coefficient comes out multiplied by."""
+    model = head.build()
+    model.train()
+    main, router = [], []
+    for piece in cut(head.samples, 2):
+        batch = head.batch(piece)
+        aux = model(**batch)["aux_loss"]
+        own = head.loss(model, dict(batch)) if head.loss is not None else model(**batch)["loss"] - ROUTER * aux
+        main.append(own)
+        router.append(ROUTER * aux)
+    basis = [flat(descent(model, torch.stack(terms).mean())) for terms in (main, router)]
+    found = flat(run(head).change)
+    solved = torch.linalg.lstsq(torch.stack(basis, dim=1), found[:, None])
+    rest = found - torch.stack(basis, dim=1) @ solved.solution[:, 0]
+    return float(solved.solution[1]) if float(rest.norm()) <= 1e-3 * float(found.norm()) else math.nan
+
+
+def smoothing_unshifted() -> float:
+    def build() -> nn.Module:
+        return OffTheList(llama_config())
+
+    head = module(build, loss=smoothing_reference(0.1), arguments=SMOOTHING)
+    unshifted = replace(head, loss=smoothing_reference(0.1, shift=False))
+    found = run(head, 8, 1).change
+    return distance(found, right_step(unshifted, 8)[0], right_step(head, 8)[0])
+
+
+def compiled() -> float:
+    """1 where the module inside is handed a number that it cannot take."""
+    try:
+        run(module(lambda: torch.compile(TakesNothing(), backend="eager")))
+    except TypeError as error:
+        if "num_items_in_batch" not in str(error):
+            raise
+        return 1.0
+    return 0.0
+
+
+def func_got_no_count() -> float:
+    seen: list[Any] = []
+
+    def func(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        seen.append(num_items_in_batch)
+        return func_with_mean(outputs, labels)
+
+    run(module(TakesNothing, trainer={"compute_loss_func": func}))
+    return float(seen == [None] * 4)
+
+
+def func_calls_without_labels() -> float:
+    calls: list[Any] = []
+
+    def func(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+        calls.append(labels)
+        return outputs["loss"]
+
+    run(module(TargetsTakesNothing, with_targets(even()), trainer={"compute_loss_func": func}))
+    return float(len(calls))
+
+
+def func_averaged() -> float:
+    head = module(TakesNothing, loss=func_reference, trainer={"compute_loss_func": func_with_number})
+    try:
+        return gradient(head, 2, 2, **averaged())
+    except TypeError as error:
+        raise UnavailableError("compute_loss_func is handed no number to divide by") from error
+
+
+def launched_with_steps() -> float:
+    """The gradient with ``accelerate launch --gradient_accumulation_steps 4`` over that without."""
+    head = module(Divides)
+    plain = run(head).change
+    with _environment("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"):
+        return factor(run(head).change, plain)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _with_a_blank() -> Head:
+    samples = even()
+    samples[2]["labels"][:] = samples[3]["labels"][:] = -100
+    return module(TakesNothing, samples)
+
+
+def blank_is_nan() -> float:
+    return float(math.isnan(run(_with_a_blank(), logging_nan_inf_filter=False).log))
+
+
+def nan_filter() -> float:
+    """Where the log lies between the right loss (0) and that with the step so far put in the blank's place (1)."""
+    head = _with_a_blank()
+    model = head.build()
+    first, _, third, fourth = (float(model(**head.batch(piece))["loss"]) for piece in cut(head.samples, 2))
+    wrong, right = (2 * first + third + fourth) / 4, (first + third + fourth) / 3
+    return (run(head).log - right) / (wrong - right)
+
+
+def scaled_in_place() -> float:
+    try:
+        # With unused parameters looked for, DDP hands out a clone.
+        run(module(Root), 2, 2, ddp_find_unused_parameters=False, **averaged())
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        return 1.0
+    return 0.0
+
+
+def averaging_crashes() -> float:
+    if not averaged():
+        return 0.0
+    try:
+        run(module(Divides), 2, 2, max_steps=2, learning_rate=1e-3, **averaged())
+    except TypeError as error:
+        if "Unsupported types" not in str(error):
+            raise
+        return 1.0
+    return 0.0
+
+
+def averaging_without_count() -> float:
+    try:
+        return gradient(module(TargetsTakesKwargs, with_targets(even())), 4, 1, **averaged())
+    except TypeError as error:
+        raise UnavailableError("the gather of no count raises") from error
+
+
+def evaluation_loss() -> float:
+    head = module(Divides)
+    trainer = _trainer(head, head.build(), 2, 2, per_device_eval_batch_size=2, **averaged())
+    return float(trainer.evaluate()["eval_loss"]) / right_step(head, 2)[1]
+
+
+def drift(samples: int, accumulate: int, steps: int) -> float:
+    """1 where the two ranks do not hold the same parameters after these steps."""
+    found = flat(run(module(Divides, ragged(samples)), 1, accumulate, max_steps=steps, learning_rate=0.1).change)
+    first = found.clone()
+    dist.broadcast(first, src=0)
+    apart = (found - first).norm() / first.norm()
+    dist.all_reduce(apart, op=dist.ReduceOp.MAX)
+    return float(apart > 1e-6)
+
+
+def steps_in_one_epoch() -> float:
+    """Six micro-batches in windows of four."""
+    return float(len(run(module(TakesNothing, even(6)), 1, 4, max_steps=-1, num_train_epochs=1).steps))
+
+
+def trained_in_first_epoch() -> float:
+    """Of seven micro-batches of two samples, in windows of four."""
+    found = run(module(TakesNothing, even(14)), 2, 4, max_steps=4, learning_rate=1e-3)
+    order = [micro_batch.index for step in found.steps for micro_batch in step]
+    again = order.index(order[0], 1)
+    return float(again)
+
+
+def _epochs(step: Sequence[MicroBatch]) -> int:
+    """How many epochs a step has micro-batches of, when the data is in order."""
+    indices = [micro_batch.index for micro_batch in step]
+    return 1 + sum(later <= earlier for earlier, later in pairwise(indices))
+
+
+def steps_across_epochs() -> float:
+    found = run(module(TakesNothing, even(6)), 1, 4, max_steps=3, learning_rate=1e-3)
+    return float(sum(_epochs(step) > 1 for step in found.steps))
+
+
+def counts_in_one_step() -> float:
+    found = run(module(Divides, ragged(6)), 1, 4, max_steps=3, learning_rate=1e-3)
+    return float(max(len({mb.count for mb in step if mb.count is not None}) for step in found.steps))
+
+
+def longest_step_of_a_stream() -> float:
+    found = run(module(TakesNothing, even(6)), 1, 4, stream=True, max_steps=2, learning_rate=1e-3)
+    return float(max(len(step) for step in found.steps))
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+G, W = 4.0, 2.0
+WITH_NUMBER = {"compute_loss_func": func_with_number}
+WITH_MEAN = {"compute_loss_func": func_with_mean}
+
+PROBES: dict[str, Probe] = {
+    "mean-of-micro-batch-means": Probe(mean_of_means, 0.0),
+    # 4.27: 4.45 takes the mean of micro-batch means, which is not the mean of rank means.
+    "rank-means-averaged": Probe(rank_means, 0.0, before=4.2746, after=1.0, ranks=2),
+    "loss-times-steps": Probe(lambda: logged(module(TakesNothing)), G, before=1.0, after=1.0),
+    "undivided-gradient-right-log": Probe(
+        lambda: gradient_over_log(module(TargetsTakesNothing, with_targets(even()))), G, before=1.0, after=1.0
+    ),
+    "undivided-as-if-counted": Probe(lambda: logged(module(TakesNothing)), G, before=1.0, after=1.0),
+    "item-count-dropped": Probe(lambda: gradient(module(Divides)), G, before=1.0, after=1.0),
+    "item-count-dropped-again": Probe(lambda: gradient(module(Divides)), G, before=1.0, after=1.0),
+    "loss-without-labels-undivided": Probe(
+        lambda: gradient(module(TargetsTakesKwargs, with_targets(even()))), G, before=1.0, after=1.0
+    ),
+    # Outside: nothing is divided by, so that three micro-batches give three times the mean.
+    "short-epoch-divisor": Probe(lambda: gradient(module(TakesNothing, even(3)), 1, 4), 3 / G, after=3.0),
+    "short-window-divisor": Probe(lambda: gradient(module(TakesNothing, even(3)), 1, 4), 3 / G, before=3.0, after=1.0),
+    "gradient-divided-twice": Probe(lambda: gradient(module(Divides)), 1 / G, before=1.0, after=1.0),
+    "launcher-steps-divide-again": Probe(launched_with_steps, 1 / G, before=1.0, after=1.0),
+    "head-drops-item-count": Probe(lambda: logged(module(TakesKwargs)), G, before=1.0),
+    "generic-head-drops-item-count": Probe(
+        lambda: gradient(
+            Head("llama", seeded(lambda: hf.LlamaForSequenceClassification(llama_config(num_labels=3))), classes())
+        ),
+        G,
+        before=1.0,
+    ),
+    "classic-head-drops-item-count": Probe(
+        lambda: same(
+            gradient(Head("bert", seeded(bert("BertForSequenceClassification", num_labels=3)), classes())),
+            gradient(Head("t5", seeded(t5), even(masked=0))),
+        ),
+        G,
+        before=1.0,
+    ),
+    "llava-mean-loss": Probe(
+        lambda: gradient(Head("llava", seeded(llava), with_image(even()))), G, before=1.0, after=1.0
+    ),
+    "undivided-mean-times-ranks": Probe(lambda: gradient(module(TakesKwargs), 4, 1), W, before=1.0, ranks=2),
+    "compiled-module-signature": Probe(compiled, 1.0, before=0.0),
+    "loss-func-mean-not-divided": Probe(
+        lambda: gradient(module(TakesNothing, loss=func_reference, trainer=WITH_MEAN)), G
+    ),
+    "loss-func-without-count": Probe(func_got_no_count, 1.0, before=0.0, after=0.0),
+    "loss-func-without-count-again": Probe(func_got_no_count, 1.0, before=0.0, after=0.0),
+    "loss-func-skipped-without-labels": Probe(func_calls_without_labels, 0.0, after=G),
+    "loss-func-not-times-ranks": Probe(func_averaged, 1 / W, after=1.0, ranks=2),
+    "regression-and-multi-label-mean": Probe(
+        lambda: same(
+            gradient(Head("regression", seeded(vit(num_labels=1)), images(_one_number))),
+            gradient(
+                Head(
+                    "multi-label",
+                    seeded(vit(num_labels=3, problem_type="multi_label_classification")),
+                    images(_three_numbers),
+                )
+            ),
+        ),
+        G,
+        before=1.0,
+    ),
+    "ctc-sum-divided-by-accelerate": Probe(lambda: gradient(ctc_sum()), 1 / G, after=1.0),
+    "ctc-sum-divided": Probe(lambda: gradient(ctc_sum()), 1 / G, before=1.0, after=1.0),
+    "router-loss-times-steps": Probe(lambda: router_term(Head("mixtral", seeded(mixtral), even())), G, before=1.0),
+    "label-smoothing-mean": Probe(
+        lambda: gradient(Head("llama", seeded(llama), even(), loss=smoothing_reference(0.1), arguments=SMOOTHING)),
+        G,
+        before=1.0,
+        after=1.0,
+    ),
+    "label-smoothing-drops-router-loss": Probe(
+        lambda: router_term(
+            Head("mixtral", seeded(mixtral), even(), loss=smoothing_reference(0.1), arguments=SMOOTHING)
+        ),
+        0.0,
+    ),
+    "label-smoothing-unshifted": Probe(smoothing_unshifted, 0.0),
+    "first-label-counted": Probe(
+        lambda: gradient(Head("llama", seeded(llama), even(masked=0))), 11 / 12, before=1.0, after=1.0
+    ),
+    "first-label-still-counted": Probe(lambda: gradient(module(Divides, even(masked=0))), 11 / 12, before=1.0),
+    "first-column-not-counted": Probe(
+        lambda: gradient(
+            module(Divides, even(masked=0), loss=aligned_reference, trainer={"compute_loss_func": func_aligned})
+        ),
+        12 / 11,
+        after=1.0,
+    ),
+    "aligned-targets-undercounted": Probe(
+        lambda: gradient(Head("aligned", seeded(aligned_t5), even(masked=0))), 12 / 11, before=1.0, after=1.0
+    ),
+    "virtual-tokens-undercounted": Probe(
+        lambda: gradient(Head("prompt-tuning", seeded(prompt_tuning), even(masked=0))), 12 / 11, before=1.0
+    ),
+    "ignore-index-miscounted": Probe(
+        lambda: gradient(
+            module(
+                Divides,
+                some_ignored(even()),
+                loss=own_ignore_index_reference,
+                trainer={"compute_loss_func": func_with_own_ignore_index},
+            )
+        ),
+        4 / 8,
+    ),
+    "window-without-items-is-nan": Probe(blank_is_nan, 1.0),
+    "nan-filter-in-the-log": Probe(nan_filter, 1.0),
+    "loss-scaled-in-place": Probe(scaled_in_place, 1.0, before=0.0, ranks=2),
+    "averaging-gathers-nothing": Probe(averaging_crashes, 1.0, before=0.0, after=0.0, ranks=2),
+    "averaging-times-ranks-without-count": Probe(averaging_without_count, W, after=1.0, ranks=2),
+    "evaluation-loss-times-ranks": Probe(evaluation_loss, W, before=1.0, after=1.0, ranks=2),
+    "epoch-tail-not-trained": Probe(steps_in_one_epoch, 1.0, after=2.0),
+    "remainder-of-examples": Probe(trained_in_first_epoch, 6.0, before=7.0, after=7.0),
+    "tail-carried-into-next-epoch": Probe(steps_across_epochs, 1.0, after=0.0),
+    "two-counts-in-one-step": Probe(counts_in_one_step, 2.0, before=0.0, after=1.0),
+    "stream-tail-not-stepped": Probe(longest_step_of_a_stream, 6.0, before=4.0),
+    "last-micro-batch-not-reduced": Probe(lambda: drift(8, 2, 1), 1.0, before=0.0, after=0.0, ranks=2),
+    "step-across-epochs-not-synchronised": Probe(lambda: drift(12, 4, 2), 1.0, before=0.0, after=0.0, ranks=2),
+    "short-epoch-not-synchronised": Probe(lambda: drift(4, 4, 1), 1.0, after=0.0, ranks=2),
+}
+
+
+def main(output: Path, names: Sequence[str]) -> None:
+    """Run the probes of as many ranks as there are, those named or all, and append their values to ``output``."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    for name, probe in PROBES.items():
+        if probe.ranks != ranks or (names and name not in names):
+            continue
+        row: dict[str, Any] = {"release": hf.__version__, "defect": name, "value": None}
+        try:
+            row["value"] = probe.measure()
+        except UnavailableError as error:
+            row["unavailable"] = str(error)
+        except Exception as error:
+            if ranks > 1:  # the other rank may wait for this one
+                raise
+            row["error"] = f"{type(error).__name__}: {error}"
+        if ranks == 1 or dist.get_rank() == 0:
+            print(json.dumps(row), flush=True)
+            with output.open("a") as lines:
+                lines.write(json.dumps(row) + "\n")
+    if ranks > 1:
+        dist.barrier()
+        # Tearing gloo down may wait for ever: its thread frees the barrier's tensors under the lock this one holds.
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,90 @@
+"""The rows of the table are true: stock, measured on the first and last release of each range and on their neighbours.
+
+Every release that bounds a range is installed in turn and runs the probes of the rows it bounds: ``pytest -m
+releases_all`` (an hour and a half on two cores; the environments of recipes/in_release.py are kept). ``pytest -m
+releases`` runs a chosen few.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hf_accum_fix.upstream.defects import DEFECTS, OLDEST_READ, Defect
+from hf_accum_fix.upstream.seams import TESTED_RELEASES
+from tests.releases.probes import PROBES, Probe, Where
+from tests.releases.test_releases import run_in
+
+#: Every release from the oldest read to the newest tested, the yanked ones (4.46.0, 4.52.0, 4.57.0, 5.10.0) included.
+PUBLISHED = Path(__file__).with_name("published.txt").read_text().split()
+
+MEASURED = {defect.name: defect for defect in DEFECTS if defect.evidence == "run"}
+CHOSEN = ("4.48.3", "4.49.0", "5.5.3", "5.5.4", "5.23.0")
+
+
+def edges(defect: Defect) -> Iterator[tuple[str, Where]]:
+    """The first and last release of its range, the one before and the one after."""
+    first = PUBLISHED.index(defect.since)
+    after = len(PUBLISHED) if defect.until is None else PUBLISHED.index(defect.until)
+    yield PUBLISHED[first], "inside"
+    yield PUBLISHED[after - 1], "inside"
+    if first > 0:
+        yield PUBLISHED[first - 1], "before"
+    if after < len(PUBLISHED):
+        yield PUBLISHED[after], "after"
+
+
+#: Of each release that bounds a range: the rows it bounds, and where in their range it is.
+EXPECTED: dict[str, dict[str, Where]] = {}
+for _defect in MEASURED.values():
+    for _release, _where in edges(_defect):
+        EXPECTED.setdefault(_release, {})[_defect.name] = _where
+
+
+def test_every_row_measured_has_a_probe_and_every_other_says_that_it_was_read() -> None:
+    assert PROBES.keys() == MEASURED.keys()
+    assert {defect.evidence for defect in DEFECTS if defect.name not in PROBES} == {"read"}
+
+
+def test_the_list_of_releases_ends_with_the_newest_tested() -> None:
+    assert PUBLISHED[0] == OLDEST_READ and PUBLISHED[-1] == TESTED_RELEASES[-1]
+
+
+def test_a_probe_tells_presence_from_absence() -> None:
+    probe = Probe(lambda: 0.0, inside=4.0, before=None, after=1.0)
+    for value, where in ((4.001, "inside"), (None, "before"), (1.001, "after")):
+        assert [each for each in ("before", "inside", "after") if probe.shows(value, each)] == [where]
+    for neither in (2.0, float("nan")):
+        assert not any(probe.shows(neither, where) for where in ("before", "inside", "after"))
+    for name, each in PROBES.items():
+        bounds = {where for rows in EXPECTED.values() for row, where in rows.items() if row == name}
+        assert not any(each.shows(getattr(each, where), "inside") for where in bounds - {"inside"}), name
+        assert all(getattr(each, where) is None for where in {"before", "after"} - bounds), name
+
+
+@pytest.mark.releases_all
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "release",
+    [
+        pytest.param(each, marks=[pytest.mark.releases] * (each in CHOSEN))
+        for each in sorted(EXPECTED, key=PUBLISHED.index)
+    ],
+)
+def test_the_rows_that_a_release_bounds_are_true_of_it(release: str, tmp_path: Path) -> None:
+    output = tmp_path / "probes.jsonl"
+    for ranks, launcher in ((1, []), (2, ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"])):
+        names = [name for name in EXPECTED[release] if PROBES[name].ranks == ranks]
+        if names:
+            run_in(release, "python", "-W", "ignore", "-m", *launcher, "tests.releases.probes", str(output), *names)
+    rows = {row["defect"]: row for row in map(json.loads, output.read_text().splitlines())}
+    assert rows.keys() == EXPECTED[release].keys()
+    untrue = [
+        {**rows[name], "where": where, "expected": getattr(PROBES[name], where)}
+        for name, where in EXPECTED[release].items()
+        if "error" in rows[name] or not PROBES[name].shows(rows[name]["value"], where)
+    ]
+    assert not untrue

@@ -1,0 +1,113 @@
+"""A transformers newer than any tested: the installed one with another version, and with another signature.
+
+The made release is an overlay: links to the installed package's files, but for the two that are changed, under a
+version of its own. It is asked about in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+#: What is asked: whether apply() goes through, what is reported and, given a folder, a step beside the full batch's.
+QUESTIONS = """
+import json, sys
+from pathlib import Path
+
+import transformers
+from transformers import Trainer
+
+import hf_accum_fix
+
+refused = None
+try:
+    hf_accum_fix.apply()
+except hf_accum_fix.AccumFixError as error:
+    refused = f"{type(error).__name__}: {error}"
+report = hf_accum_fix.report().to_dict()
+answers = {
+    "version": transformers.__version__,
+    "refused": refused,
+    "state": report["state"],
+    "untested": report["untested"],
+    "decisions": sorted({row["decision"] for row in report["defects"]}),
+    "wrapped": [name for name, value in vars(Trainer).items() if type(value).__module__.startswith("hf_accum_fix")],
+}
+hf_accum_fix.revert()
+if sys.argv[1:]:
+    from tests.numerics.heads import HEADS
+    from tests.numerics.parity import cut, reference_step, take_step
+
+    head = HEADS["drops-kwargs"]
+    reference = reference_step(head, cut(head.samples, 2))
+    for path in ("stock", "apply"):
+        answers[path] = take_step(head, head.samples, 2, 4, path, Path(sys.argv[1])).error(reference)
+print("ANSWERS " + json.dumps(answers))
+"""
+
+
+def made_release(folder: Path, version: str, first_parameter: str = "") -> Path:
+    """The installed transformers under another version; ``training_step`` takes one more parameter if named."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    installed = Path(spec.origin).parent
+    package = folder / "transformers"
+    package.mkdir(parents=True)
+    for entry in installed.iterdir():
+        if entry.name not in ("__init__.py", "trainer.py", "__pycache__"):
+            (package / entry.name).symlink_to(entry)
+    source = (installed / "__init__.py").read_text()
+    [stated] = [line for line in source.splitlines() if line.startswith("__version__ = ")]
+    (package / "__init__.py").write_text(source.replace(stated, f'__version__ = "{version}"'))
+    trainer = (installed / "trainer.py").read_text()
+    if first_parameter:
+        trainer, changes = re.subn(r"def training_step\(\s*self,", rf"\g<0> {first_parameter},", trainer)
+        assert changes == 1
+    (package / "trainer.py").write_text(trainer)
+    info = folder / f"transformers-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n")
+    return folder
+
+
+def ask(release: Path, *output: str) -> dict[str, Any]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(release), str(ROOT)])}
+    command = [sys.executable, "-W", "ignore", "-c", QUESTIONS, *output]
+    done = subprocess.run(command, cwd=release, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    [answers] = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
+    loaded: dict[str, Any] = json.loads(answers.removeprefix("ANSWERS "))
+    return loaded
+
+
+def test_where_the_signatures_fit_it_is_applied_exact_and_marked_untested(tmp_path: Path) -> None:
+    answers = ask(made_release(tmp_path, "99.0.0"), str(tmp_path / "output"))
+    assert answers["version"] == "99.0.0" and answers["refused"] is None
+    assert answers["state"] == "applied" and len(answers["wrapped"]) >= 4
+    assert "99.0.0" in answers["untested"]
+    assert answers["stock"] > 1 and answers["apply"] < 1e-12
+
+
+def test_a_build_that_is_no_release_is_never_called_unaffected(tmp_path: Path) -> None:
+    answers = ask(made_release(tmp_path, "99.0.0.dev0"))
+    assert answers["refused"] is None and answers["state"] == "applied"
+    assert "99.0.0.dev0" in answers["untested"]
+    assert "unknown" in answers["decisions"] and "not affected" not in answers["decisions"]
+
+
+def test_where_a_signature_does_not_fit_it_is_refused_and_left_alone(tmp_path: Path) -> None:
+    answers = ask(made_release(tmp_path, "99.0.0", "window"))
+    assert answers["version"] == "99.0.0"
+    assert answers["refused"].startswith("SeamError: ")
+    for said in ("Trainer.training_step takes (self, window, model,", "99.0.0", "newer hf-accum-fix"):
+        assert said in answers["refused"]
+    assert answers["state"] == "not applied" and answers["wrapped"] == []
+    assert answers["decisions"] == ["not affected", "refuse"]
