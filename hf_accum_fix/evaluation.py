@@ -56,7 +56,7 @@ def evaluation_loop(
         if _is_filled_up(trainer, inputs):
             counted, again = _without_filling(contract.items, inputs, _real_rows(trainer, inputs)), True
         items = torch.zeros_like(sums[0]) if not counted else _items(contract).count(counted, sums.device)
-        if again or contract.router_coefficient:
+        if again or contract.has_router_loss:
             loss = _loss(trainer, model, contract, counted or dict(inputs))
         if loss is None:
             refused.append("prediction_step returned no loss")
@@ -140,9 +140,8 @@ def _loss(trainer: Any, model: Any, contract: LossContract, inputs: Mapping[str,
     """The mean over a batch's items, without the router's loss."""
     with torch.no_grad():
         loss, outputs = loss_alone(trainer, model, inputs)
-    if not contract.router_coefficient:
-        return loss
-    return loss.sub(contract.router_coefficient * outputs["aux_loss"].to(loss.device))
+    router = contract.carried(outputs)
+    return loss if router is None else loss - router.to(loss.device)
 
 
 def _prefix(

@@ -306,7 +306,7 @@ def _settle_contract(trainer: Any, session: Session, window: list[Any], options:
         found = _given(trainer, session, options.contract)
     else:
         # The loop notes the length of a window once it was fetched; a loss of one's own may divide a term by it.
-        with _shadow(trainer, "current_gradient_accumulation_steps", len(window)):
+        with shadow(trainer, "current_gradient_accumulation_steps", len(window)):
             seen = _observe(trainer, session, window) if window else None
         found = _agreed(trainer, seen)
         session.attempts += found.reason != NO_TARGET_SEEN
@@ -546,7 +546,11 @@ def loss_alone(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> tup
             return compute_loss(model, inputs, return_outputs=True)  # type: ignore[no-any-return]
         counted = _loss_func(trainer) is not None and contract.items is not None
         number = contract.items.count(inputs) if counted and contract.items is not None else None
-        return _base_loss(trainer, model, inputs, None if number is None else _number(number, contract))
+        loss, outputs = _base_loss(trainer, model, inputs, None if number is None else _number(number, contract))
+    router = contract.carried(outputs)
+    # A smoothed loss is made from the logits alone.
+    smoothed = trainer.label_smoother is not None and _loss_func(trainer) is None
+    return (loss + router.to(loss.device) if smoothed and router is not None else loss), outputs
 
 
 # --- compute_loss ---------------------------------------------------------------------------------------------------

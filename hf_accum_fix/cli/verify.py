@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from hf_accum_fix.verification.report import VerificationReport
 
 DESCRIPTION: Final = """\
-Run a training script, unedited, until it calls trainer.train(). There, instead of training, the first global batch is cut
-in several ways, each cut is run through the trainer's own loop without a step being taken, and its gradient is
+Run a training script, unedited, until it calls trainer.train(). There, instead of training, the first global batch is
+cut in several ways, each cut is run through the trainer's own loop without a step being taken, and its gradient is
 compared with that of the full batch: as the script would train, and with apply().
 
 On several ranks: accelerate launch -m hf_accum_fix verify train.py ...
@@ -108,7 +108,10 @@ def _intercept(answer: Callable[[Any], VerificationReport]) -> None:
         raise _Verified(answer(instance))
 
     def at_import(owner: str) -> Callable[[Any], None]:
-        return lambda module: wrap_function_wrapper(module, f"{owner}.train", train)
+        def wrap(module: Any) -> None:
+            wrap_function_wrapper(module, f"{owner}.train", train)
+
+        return wrap
 
     # The subclass prepares for training before it comes to the Trainer, so it is stopped first.
     register_post_import_hook(at_import("Trainer"), "transformers.trainer")

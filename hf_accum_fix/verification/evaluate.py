@@ -39,6 +39,8 @@ def evaluate(
         return (), f"eval_loss was left out: the loss {scene.contract.reduction.value}"
     rows = dataset.select(range(min(count, len(dataset)))) if hasattr(dataset, "select") else None
     rows = [dataset[place] for place in range(min(count, len(dataset)))] if rows is None else rows
+    if not len(rows):
+        return (), "eval_loss was left out: the evaluation set is empty"
     own = trainer.args.per_device_eval_batch_size
     results = []
     try:

@@ -14,6 +14,7 @@ ROUTER: Final = "G x W in the router's term"
 MEANS: Final = "mean-of-micro-batch-means"
 RANK_MEANS: Final = "rank-means-averaged"
 LOST: Final = "epoch-tail-not-trained"
+ANY_HEAD: Final = "head-drops-item-count"
 
 #: Symbols of a factor, as the defect table has them, and their words; the simplest first.
 _WORDS: Final = MappingProxyType(
@@ -26,7 +27,7 @@ _WORDS: Final = MappingProxyType(
         "1 / (G x W)": "1/(G x W)",
         "r / G in that window": "r/G times, a short window divided by G",
         "N / (N + rows)": "N/(N + rows), position 0 counted",
-        "(N + rows) / N": "(N + rows)/N, a target at position 0 not counted",
+        "N / (N - rows)": "N/(N - rows), a target at position 0 not counted",
         "N / (N + ignored)": "N/(N + ignored), ignored labels counted",
     }
 )
@@ -49,6 +50,7 @@ class Facts:
         ignore_index: of the contract's items.
         declares: whether the release hands its head the number.
         own_loss_func, smoothing, compiled, classification, has_labels: of the trainer, its model and its data.
+        library, generic, text: the head is transformers' own, one of its generic classifiers, reads tokens.
     """
 
     micro_batches: int
@@ -67,6 +69,9 @@ class Facts:
     compiled: bool
     classification: bool
     has_labels: bool
+    library: bool
+    generic: bool
+    text: bool
 
     def factors(self) -> dict[str, float]:
         """The values of the symbols; those of this release's defects alone."""
@@ -85,7 +90,7 @@ class Facts:
                 self.items / self.labels
             )
         if self.items and self.labels_shifted and self.labels_shifted < self.items:
-            known["(N + rows) / N"] = self.items / self.labels_shifted
+            known["N / (N - rows)"] = self.items / self.labels_shifted
         return {symbol: value for symbol, value in known.items() if value != 1.0}
 
 
@@ -158,40 +163,68 @@ def _symbols(factor: float, facts: Facts, precision: float) -> list[str]:
 
 def _defects(symbols: list[str], facts: Facts, log_is_right: bool) -> tuple[str, ...]:
     """The defects of the installed release with this factor, where their own condition holds."""
-    return tuple(
+    found = tuple(
         defect.name
         for defect in DEFECTS
-        if defect.gradient in symbols
+        if not set(_ALIASES.get(defect.gradient, (defect.gradient,))).isdisjoint(symbols)
         and is_present(defect.name, facts.release)
-        and _CONDITIONS.get(defect.name, _always)(facts, log_is_right)
+        and defect.name in _CONDITIONS
+        and _CONDITIONS[defect.name](facts, log_is_right)
     )
-
-
-def _always(facts: Facts, log_is_right: bool) -> bool:
-    return True
+    by_head = {"G", "G x W"} & set(symbols) and _of_a_head(facts) and is_present(ANY_HEAD, facts.release)
+    return (ANY_HEAD,) if by_head and not found else found
 
 
 def _of_a_head(facts: Facts) -> bool:
     return facts.reduction is Reduction.MEAN and facts.declares and not facts.own_loss_func and not facts.smoothing
 
 
-#: Where several defects have one factor: when it is this one.
+def _of_the_library(facts: Facts) -> bool:
+    return facts.library and _of_a_head(facts) and not facts.compiled
+
+
+#: Several symbols in one row, or one symbol written otherwise.
+_ALIASES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "G, or G x W": ("G", "G x W"),
+        "r / G": ("r / G in that window",),
+        "1 / (G W)": ("1 / (G x W)",),
+    }
+)
+
+#: When a row with a factor is the one that is met; rows of setups that are refused are not here.
 _CONDITIONS: Final[Mapping[str, Callable[[Facts, bool], bool]]] = MappingProxyType(
     {
+        "loss-times-steps": lambda facts, log_is_right: True,
         "undivided-gradient-right-log": lambda facts, log_is_right: log_is_right,
-        "gradient-divided-twice": lambda facts, log_is_right: log_is_right,
-        "item-count-dropped": lambda facts, log_is_right: not facts.own_loss_func and not log_is_right,
-        "item-count-dropped-again": lambda facts, log_is_right: not facts.own_loss_func and not log_is_right,
+        "undivided-as-if-counted": lambda facts, log_is_right: not facts.declares and not log_is_right,
+        "item-count-dropped": lambda facts, log_is_right: facts.declares and not facts.own_loss_func,
+        "item-count-dropped-again": lambda facts, log_is_right: facts.declares and not facts.own_loss_func,
         "loss-without-labels-undivided": lambda facts, log_is_right: not facts.has_labels,
-        "compiled-module-signature": lambda facts, log_is_right: facts.compiled,
-        "loss-func-mean-not-divided": lambda facts, log_is_right: facts.own_loss_func,
-        "label-smoothing-mean": lambda facts, log_is_right: facts.smoothing,
-        "ctc-sum-divided": lambda facts, log_is_right: facts.reduction is Reduction.SUM,
-        "regression-and-multi-label-mean": lambda facts, log_is_right: _of_a_head(facts) and facts.classification,
-        "llava-mean-loss": lambda facts, log_is_right: _of_a_head(facts) and "Llava" in facts.head,
-        "head-drops-item-count": lambda facts, log_is_right: (
-            _of_a_head(facts) and not facts.classification and "Llava" not in facts.head and not facts.compiled
+        "short-epoch-divisor": lambda facts, log_is_right: True,
+        "short-window-divisor": lambda facts, log_is_right: True,
+        "gradient-divided-twice": lambda facts, log_is_right: log_is_right,
+        "generic-head-drops-item-count": lambda facts, log_is_right: _of_the_library(facts) and facts.generic,
+        "classic-head-drops-item-count": lambda facts, log_is_right: (
+            _of_the_library(facts) and not facts.generic and (facts.text or not facts.classification)
         ),
-        "first-label-still-counted": lambda facts, log_is_right: facts.reduction is Reduction.NUMBER,
+        "regression-and-multi-label-mean": lambda facts, log_is_right: (
+            _of_the_library(facts) and not facts.generic and not facts.text and facts.classification
+        ),
+        "undivided-mean-times-ranks": lambda facts, log_is_right: _of_a_head(facts) and facts.steps == 1,
+        "llava-mean-loss": lambda facts, log_is_right: _of_the_library(facts) and "Llava" in facts.head,
+        "loss-func-mean-not-divided": lambda facts, log_is_right: facts.own_loss_func,
+        "loss-func-not-times-ranks": lambda facts, log_is_right: facts.own_loss_func,
+        "ctc-sum-divided-by-accelerate": lambda facts, log_is_right: facts.reduction is Reduction.SUM,
+        "ctc-sum-divided": lambda facts, log_is_right: facts.reduction is Reduction.SUM,
+        "label-smoothing-mean": lambda facts, log_is_right: facts.smoothing,
+        "first-label-counted": lambda facts, log_is_right: facts.reduction is Reduction.NUMBER,
+        "first-label-still-counted": lambda facts, log_is_right: (
+            facts.reduction is Reduction.NUMBER and not is_present("first-label-counted", facts.release)
+        ),
+        "first-column-not-counted": lambda facts, log_is_right: True,
+        "virtual-tokens-undercounted": lambda facts, log_is_right: facts.head.startswith("Peft"),
+        "aligned-targets-undercounted": lambda facts, log_is_right: not facts.head.startswith("Peft"),
+        "ignore-index-miscounted": lambda facts, log_is_right: True,
     }
 )

@@ -71,9 +71,8 @@ class Scene:
         loss, outputs = loss_alone(self.trainer, self.trainer.model, inputs)
         if not isinstance(loss, Tensor) or loss.ndim > 0:
             raise ContractError(f"the loss of a batch is {loss!r}; needed is one number")
-        if not self.contract.router_coefficient:
-            return loss, None
-        return loss, self.contract.router_coefficient * outputs["aux_loss"].to(loss.device)
+        router = self.contract.carried(outputs)
+        return loss, None if router is None else router.to(loss.device)
 
     def backward(self, inputs: Any, weight: float = 1.0) -> float:
         """Add the gradient of a batch's loss times a weight, and return that loss; both without the router's."""
@@ -144,7 +143,7 @@ def _refuse_randomness(scene: Scene, rows: Sequence[Any]) -> None:
     if noise > 1e-3 * abs(found[0]) or change > 10 * noise + 1e-6 * abs(found[0]):
         raise UnsupportedSetupError(
             f"the loss is random: the same samples gave {found[0]:.6g} and {found[1 if noise > change else 2]:.6g} "
-            "with dropout off; give the model a mode without noise (masking, routing jitter, augmentation), and verify that"
+            "with dropout off; give the model a mode without noise (masking, jitter, augmentation), and verify that"
         )
 
 

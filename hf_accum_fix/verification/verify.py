@@ -217,11 +217,12 @@ class _Cut:
                 )
         except AccumFixError as error:
             return replace(blank, verdict=could_not_tell(str(error)))
-        except RuntimeError as error:
-            if not out_of_memory(error):
+        except (RuntimeError, ValueError) as error:
+            own = self.split.per_device == self.trainer.args.per_device_train_batch_size
+            if own and not out_of_memory(error):
                 raise
             take(self.verification.parameters)
-            return replace(blank, verdict=could_not_tell("this micro-batch does not fit into memory"))
+            return replace(blank, verdict=could_not_tell(f"this micro-batch cannot be run: {error}"))
         self.verification.wrapped = run.wrapped
         return self._compared(blank, run, count)
 
@@ -238,7 +239,7 @@ class _Cut:
         wanted, weights = [self.reference.gradient], [1.0]
         loss = self.reference.loss
         router = None
-        if self.scene.contract.router_coefficient:
+        if self.scene.contract.has_router_loss:
             here, value = self.scene.router(self.micro_batches())
             router = averaged(here, parameters, world_size)
             wanted, weights = [*wanted, router], [1.0, 1.0]
@@ -347,6 +348,9 @@ class _Cut:
             compiled=hasattr(trainer.model, "_orig_mod"),
             classification=problem in ("regression", "multi_label_classification"),
             has_labels=all(each is not None for each in labels),
+            library=type(model).__module__.startswith("transformers."),
+            generic=any(base.__name__.startswith("GenericFor") for base in type(model).__mro__),
+            text=getattr(model, "main_input_name", "") == "input_ids",
         )
 
 
