@@ -98,6 +98,8 @@ def draw(trainer: Any, windows: int, samples: Sequence[Any] | None) -> Drawn:
     if samples is not None:
         rows, collate = list(samples), _collator(trainer)
     else:
+        if trainer.train_dataset is not None and getattr(trainer.train_dataset, "__len__", _unknown)() == 0:
+            raise UnsupportedSetupError("the train data set is empty; needed is at least one sample")
         loader = trainer.get_train_dataloader()
         _refuse_streams_that_run_out(loader)
         collate = getattr(loader, "collate_fn", None)
@@ -107,7 +109,7 @@ def draw(trainer: Any, windows: int, samples: Sequence[Any] | None) -> Drawn:
             )
         rows = list(_first_rows(loader, windows * size))
     if not rows:
-        raise UnsupportedSetupError("the train data set is empty; needed is at least one sample")
+        raise UnsupportedSetupError("no sample was drawn; needed is at least one")
     groups = tuple(tuple(rows[at : at + size]) for at in range(0, min(len(rows), windows * size), size))
     if len(rows) < windows * size:
         notes.append(f"the data has {len(rows)} samples for a rank, {windows * size} were asked for")
@@ -155,6 +157,10 @@ def _refuse_streams_that_run_out(loader: Any) -> None:
             f"{type(dataset).__name__} is a stream that cannot be rewound: what is drawn here would be lost to the "
             "training; give a sample of it, samples=[...]"
         )
+
+
+def _unknown() -> int:
+    return -1
 
 
 def _held(dataset: Any) -> list[Any]:

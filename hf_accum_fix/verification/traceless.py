@@ -72,7 +72,7 @@ def _random_states() -> Iterator[None]:
 def _modules(model: nn.Module) -> Iterator[None]:
     """Modes, hooks, rates, replaced forwards: all that a module holds but its parameters' values."""
     kept = [(module, {name: _own(value) for name, value in vars(module).items()}) for module in model.modules()]
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
@@ -85,8 +85,9 @@ def _modules(model: nn.Module) -> Iterator[None]:
                 if content is not None:
                     value.clear()
                     value.update(content)
-        for buffer, version, content in buffers:
-            if buffer._version != version:
+        for buffer, content in buffers:
+            # BatchNorm changes its statistics without counting the version up.
+            if not torch.equal(buffer, content):
                 with torch.no_grad():
                     buffer.copy_(content)
 
