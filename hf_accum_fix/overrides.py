@@ -222,7 +222,9 @@ def get_batch_samples(
     return fetched, window.total / trainer.args.world_size if owned else window.total.long()
 
 
-def _open_window(trainer: Any, session: Session, batches: list[Any], upstream_number: Any, options: Options) -> Window:
+def _open_window(
+    trainer: Any, session: Session, batches: list[Any], upstream_number: Any, options: Options
+) -> Window:
     """Count the window whose micro-batches are about to be run."""
     if session.window is not None and session.window.batches and session.window.steps_run == 0:
         raise SeamError(

@@ -116,6 +116,74 @@ def test_a_subclass_that_ignores_the_number_gets_the_mean_over_micro_batches(
     assert not step.trainer.__dict__["_hf_accum_fix_session"].contract.exact
 
 
+class Normalised(TokenModel):
+    """Its statistics are those of one micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(16)
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+        hidden = self.mix(self.embed(input_ids))
+        return {"logits": self.head(self.norm(hidden.transpose(1, 2)).transpose(1, 2))}
+
+
+def test_a_trainer_that_scales_itself_goes_on_under_batch_norm(tmp_path: Path) -> None:
+    """What it makes of a cut is upstream's, since upstream counts right here; only exact it is not called."""
+    head = dataclasses.replace(DROPS, build=lambda: Normalised().double())
+
+    def step(path: str) -> Step:
+        torch.manual_seed(0)
+        return take_step(head, DROPS.samples, 2, 4, path, tmp_path, trainer_class=DividesByTargets)
+
+    stock, ours = step("stock"), step("apply")
+    assert ours.error(stock) <= 1e-12
+    assert not ours.trainer.__dict__["_hf_accum_fix_session"].contract.exact
+
+
+class DividesByTargets(ScalesItself):
+    """Told the right count by the stock Trainer too, which would count the first labels of this head."""
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, number = super().get_batch_samples(*args, **kwargs)
+        return batches, number and sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+
+
+class ScaledAlready(StockRecorder):
+    """Divides its own mean by the window, without the number, as TRL's GRPOTrainer does."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        logits = model(input_ids=inputs["input_ids"], labels=inputs["labels"])["logits"]
+        return shifted_cross_entropy(logits, inputs["labels"]) / self.current_gradient_accumulation_steps
+
+
+class SaysSo(ScaledAlready):
+    loss_is_scaled_for_ga = True
+
+
+class SaidSoBefore(ScaledAlready):
+    """In the way of the releases that do not know the attribute."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.compute_loss_func = "leave the division to compute_loss"
+
+
+@pytest.mark.parametrize("trainer_class", [SaysSo, SaidSoBefore], ids=lambda cls: cls.__name__)
+def test_a_loss_that_is_said_to_be_scaled_is_divided_no_further(
+    trainer_class: type, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stock = take_step(DROPS, DROPS.samples, 2, 4, "stock", tmp_path, trainer_class=trainer_class)
+    with caplog.at_level("WARNING", logger="hf_accum_fix"):
+        step = take_step(DROPS, DROPS.samples, 2, 4, "apply", tmp_path, trainer_class=trainer_class)
+    assert all(torch.equal(step.change[key], stock.change[key]) for key in stock.change)
+    assert step.loss == stock.loss
+    assert not step.trainer.__dict__["_hf_accum_fix_session"].contract.exact
+    assert sum("stays as the trainer scales it" in record.message for record in caplog.records) == 1
+
+
 def test_the_subclass_stands_behind_a_trainer_of_ones_own(tmp_path: Path) -> None:
     class Mine(CallsSuper, GlobalBatchTrainer):
         pass

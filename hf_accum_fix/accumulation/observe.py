@@ -233,11 +233,11 @@ def observe(
     low, high, between = _NUMBERS
     with undisturbed(model):
         batch_norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
+        normalised = f"BatchNorm in training mode ({batch_norm}): its statistics are those of one micro-batch"
         first = run(inputs, low if passes_number else None)
-        if batch_norm is not None:
+        if batch_norm is not None and not first.own:
             # Taken apart it may not run at all: the statistics of one sample may be those of one number.
-            reason = f"BatchNorm in training mode ({batch_norm}): its statistics are those of one micro-batch"
-            return LossContract(Reduction.PLAIN, dtype=first.dtype, reason=reason, owned_by_trainer=first.own)
+            return LossContract(Reduction.PLAIN, dtype=first.dtype, reason=normalised)
         second = run(inputs, high) if passes_number else first
         moves = abs(first.loss - second.loss) > 1e-6 * abs(first.loss)
         place = _summing_call(first, second) if moves and not needs_number else None
@@ -259,12 +259,16 @@ def observe(
                 if sliced and not first.random and not _close(summed[0], summed[1] + summed[2], tolerance):
                     reason = "the rows of a batch change one another's loss, so that no cut of it adds up to the whole"
                     found = replace(found, reduction=Reduction.PLAIN, reason=reason)
+    if batch_norm is not None and found.by_number:
+        # Its trainer divides by the number, and goes on doing so.
+        found = replace(found, conclusive=False, reason=normalised)
     return replace(found, dtype=first.dtype, owned_by_trainer=first.own)
 
 
 def _own(inputs: Mapping[str, Any], seen: _Seen) -> LossContract:
     """A trainer's own loss that does not move with the number, which labels without a target cannot show."""
-    if isinstance(inputs.get("labels"), Tensor) and (_label_count(inputs) == 0 or not np.isfinite(seen.loss)):
+    blind = _label_count(inputs) == 0 or not np.isfinite(seen.loss) or seen.loss == 0.0
+    if blind and isinstance(inputs.get("labels"), Tensor):
         rule = next(_rules(inputs, seen.calls))
         return LossContract(Reduction.NUMBER, rule, conclusive=False, reason=NO_TARGET_SEEN)
     return LossContract(Reduction.PLAIN, reason="the trainer computes the loss by itself and takes no item count")

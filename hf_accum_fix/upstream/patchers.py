@@ -12,13 +12,15 @@ class Patcher:
 
     Attributes:
         name: as users know it.
-        marks: parts of the module, the name or the source file of what it puts in a method's place.
+        marks: parts of "module.qualname" of what it puts in a method's place.
+        files: parts of the source file of it.
         left: attributes it adds to the class.
         advice: what to do instead of training under its patch and ours.
     """
 
     name: str
     marks: tuple[str, ...]
+    files: tuple[str, ...]
     left: tuple[str, ...]
     advice: str
 
@@ -28,6 +30,7 @@ PATCHERS: Final = (
     Patcher(
         name="unsloth",
         marks=("unsloth",),
+        files=("unsloth_compiled_cache",),
         left=("_old_compute_loss", "_unsloth_init_wrapped_for_accelerate_gas", "_unsloth_settles_eager_fallbacks"),
         advice="unsloth counts the items of a window by itself: use it alone (HF_ACCUM_FIX=0), or do not import it",
     ),
@@ -35,6 +38,7 @@ PATCHERS: Final = (
     Patcher(
         name="axolotl",
         marks=("axolotl",),
+        files=(),
         left=("_original_training_step",),
         advice="axolotl from 0.8 on leaves these methods alone: upgrade it",
     ),
@@ -50,7 +54,7 @@ def known_patcher(replacement: Any, author: str, owner: type) -> Patcher | None:
         owner: the class.
     """
     file = getattr(getattr(replacement, "__code__", None), "co_filename", "")
-    told = f"{author} {file}"
-    by_mark = [patcher for patcher in PATCHERS if any(mark in told for mark in patcher.marks)]
-    by_trace = [patcher for patcher in PATCHERS if any(name in vars(owner) for name in patcher.left)]
-    return next(iter(by_mark + by_trace), None)
+    for patcher in PATCHERS:
+        if any(mark in author for mark in patcher.marks) or any(part in file for part in patcher.files):
+            return patcher
+    return next((patcher for patcher in PATCHERS if any(name in vars(owner) for name in patcher.left)), None)

@@ -20,7 +20,8 @@ from trl import SFTConfig, SFTTrainer
 
 from hf_accum_fix.trainer import GlobalBatchTrainer
 from tests.clients.words import prompts_and_answers, tokenizer
-from tests.numerics.heads import HEADS, Batch, Head, Sample, llama, seeded, text
+from tests.numerics.heads import HEADS, Batch, Head, Sample, llama, seeded
+from tests.numerics.heads.samples import text
 from tests.numerics.parity import Recorder, Step, cut, reference_step, step_of, training_arguments
 
 datasets.disable_progress_bars()

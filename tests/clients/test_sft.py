@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from hf_accum_fix import observations
-from tests.clients.sft import SPLITS, WAYS, sft_reference, sft_step
+from tests.clients.sft import SPLITS, WAYS, Way, indices, sft_reference, sft_step
 from tests.clients.sft_on_two_ranks import SPLITS as TWO_RANK_SPLITS
 from tests.clients.sft_on_two_ranks import WAYS_ON_TWO_RANKS
 from tests.numerics.heads import FLOAT32_LOSS
-from tests.numerics.parity import Step, cut, reference_windows
+from tests.numerics.parity import Step, cut, reference_step, reference_windows
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,6 +76,23 @@ def test_a_short_last_window(name: str, tmp_path: Path) -> None:
     wanted = {key: rate * (first.change[key] + second.change[key]) for key in first.change}
     assert step.error(Step(wanted, 0.0, 0.0)) <= FLOAT32_LOSS
     assert 2 * step.loss == pytest.approx(first.loss + second.loss, rel=FLOAT32_LOSS)
+
+
+def test_a_window_without_a_target_settles_nothing(tmp_path: Path) -> None:
+    """Its loss is the router's alone, which does not move with the number; the next window tells."""
+    head = WAYS["mixture of experts"].head
+    blank = [{**sample, "labels": torch.full_like(sample["labels"], -100)} for sample in head.samples]
+    head = dataclasses.replace(head, samples=[*blank, *head.samples])
+    as_given = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    way = Way(head, indices(head.samples), as_given, own_collator=True)
+
+    def norms(path: str) -> list[float]:
+        log = sft_step(way, path, 2, 4, tmp_path, max_steps=2, learning_rate=0.0).trainer.state.log_history
+        return [entry["grad_norm"] for entry in log if "grad_norm" in entry]
+
+    wanted = [reference_step(head, cut(half, 2)).norm for half in (head.samples[:8], head.samples[8:])]
+    assert wanted[0] != pytest.approx(wanted[1])
+    assert norms("apply") == pytest.approx(wanted, rel=FLOAT32_LOSS)
 
 
 def test_what_training_runs_is_observed_and_leaves_no_trace_in_the_log(tmp_path: Path) -> None:

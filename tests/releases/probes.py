@@ -31,35 +31,14 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from tests.numerics.heads import (
-    IMAGE_TOKEN,
-    ROUTER,
-    VOCABULARY,
-    Batch,
-    Head,
-    Sample,
-    TokenModel,
-    bert,
-    func_reference,
-    func_with_mean,
-    func_with_number,
-    images,
-    llama,
-    llama_config,
-    llava,
-    mixtral,
-    one_class,
-    prompt_tuning,
-    seeded,
-    shifted_cross_entropy,
-    smoothing_reference,
-    speech,
-    t5,
-    text,
-    vit,
-    wav2vec2_ctc,
-    with_labels,
-)
+from tests.numerics.heads import HEADS, Batch, Head, Sample, TokenModel, bert, llama, llama_config
+from tests.numerics.heads.experts import ROUTER
+from tests.numerics.heads.head import VOCABULARY, seeded
+from tests.numerics.heads.losses import shifted_cross_entropy, smoothing_reference
+from tests.numerics.heads.multimodal import IMAGE_TOKEN
+from tests.numerics.heads.own import func_reference, func_with_mean, func_with_number
+from tests.numerics.heads.samples import images, one_class, speech, text, with_labels
+from tests.numerics.heads.text import prompt_tuning
 from tests.numerics.parity import StockRecorder, cut, reference_step, trainable, training_arguments
 
 Gradient = dict[str, Tensor]
@@ -203,8 +182,7 @@ def with_image(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def aligned_t5() -> nn.Module:
-    config = t5().config
-    return AlignedForConditionalGeneration(config)
+    return AlignedForConditionalGeneration(HEADS["t5"].build().config)
 
 
 def classes() -> list[Sample]:
@@ -213,7 +191,7 @@ def classes() -> list[Sample]:
 
 def ctc_sum() -> Head:
     samples = [{**sample, "labels": sample["labels"][:2]} for sample in speech()]
-    return Head("ctc-sum", seeded(wav2vec2_ctc("sum")), samples)
+    return Head("ctc-sum", HEADS["wav2vec2-ctc-sum"].build, samples)
 
 
 def _one_number(index: int, _: torch.Generator) -> Tensor:
@@ -234,7 +212,6 @@ IGNORED = VOCABULARY - 1
 
 def func_with_own_ignore_index(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     logits, labels = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    labels = labels.masked_fill(labels == -100, IGNORED)
     return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum") / num_items_in_batch
 
 
@@ -245,10 +222,10 @@ def own_ignore_index_reference(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def some_ignored(samples: Sequence[Sample]) -> list[Sample]:
-    """Four of the eight targets of each sample are to be ignored, by an index of the loss's own."""
+    """Of the eleven targets of each sample seven are to be ignored, by an index of the loss's own."""
     for sample in samples:
         sample["labels"].clamp_(max=IGNORED - 1)
-        sample["labels"][-4:] = IGNORED
+        sample["labels"][1:4] = sample["labels"][-4:] = IGNORED
     return list(samples)
 
 
@@ -277,13 +254,15 @@ class Stream(IterableDataset[Sample]):
 
 @dataclass
 class MicroBatch:
-    """One call of ``training_step``: its inputs, the count it was handed, the index of its first sample."""
+    """One call of ``training_step``: its inputs, the count it was handed, the optimizer steps taken by then."""
 
     inputs: Batch
     count: float | None
+    after: int
 
     @property
     def index(self) -> int:
+        """The mark of its first sample."""
         return int(self.inputs["input_ids"][0, 0])
 
 
@@ -294,7 +273,6 @@ class Run:
     change: Gradient
     log: float
     steps: list[list[MicroBatch]]
-    unstepped: list[MicroBatch]
 
 
 class Watched(StockRecorder):
@@ -306,20 +284,8 @@ class Watched(StockRecorder):
 
     def training_step(self, model: nn.Module, inputs: Batch, *count: Any) -> Tensor:
         number = None if not count or count[0] is None else float(count[0])
-        self.micro_batches.append(MicroBatch(dict(inputs), number))
+        self.micro_batches.append(MicroBatch(dict(inputs), number, self.state.global_step))
         return super().training_step(model, inputs, *count)
-
-
-class Boundaries(hf.TrainerCallback):
-    """How many micro-batches had run at the end of each optimizer step."""
-
-    def __init__(self) -> None:
-        self.trainer: Watched | None = None
-        self.at: list[int] = []
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        assert self.trainer is not None
-        self.at.append(len(self.trainer.micro_batches))
 
 
 def run(head: Head, per_device: int = 2, accumulate: int = 4, *, stream: bool = False, **arguments: Any) -> Run:
@@ -330,33 +296,28 @@ def run(head: Head, per_device: int = 2, accumulate: int = 4, *, stream: bool = 
     before = trainable(model)
     trainer = _trainer(head, model, per_device, accumulate, stream=stream, **arguments)
     trainer.train()
-    ends = trainer.boundaries.at
-    micro = trainer.micro_batches
-    steps = [micro[start:end] for start, end in pairwise([0, *ends])]
+    steps = [
+        [each for each in trainer.micro_batches if each.after == step] for step in range(trainer.state.global_step)
+    ]
     change = {name: after - before[name] for name, after in trainable(model).items()}
     log = next((entry["loss"] for entry in trainer.state.log_history if "loss" in entry), math.nan)
-    return Run(change, log, steps, micro[ends[-1] if ends else 0 :])
+    return Run(change, log, steps)
 
 
 def _trainer(
     head: Head, model: nn.Module, per_device: int, accumulate: int, *, stream: bool = False, **arguments: Any
-) -> Any:
+) -> Watched:
     if dist.is_initialized():
         arguments["ddp_backend"] = "gloo"
     output = Path(tempfile.gettempdir()) / "hf_accum_fix_probes"
-    boundaries = Boundaries()
-    trainer: Any = Watched(
+    return Watched(
         model=model,
         args=training_arguments(output, per_device, accumulate, **{**head.arguments, **arguments}),
         train_dataset=Stream(head.samples) if stream else list(head.samples),
         eval_dataset=list(head.samples),
         data_collator=head.batch,
-        callbacks=[boundaries],
         **head.trainer,
     )
-    trainer.boundaries = boundaries
-    boundaries.trainer = trainer
-    return trainer
 
 
 def _takes(argument: str) -> bool:
@@ -669,13 +630,13 @@ PROBES: dict[str, Probe] = {
     "classic-head-drops-item-count": Probe(
         lambda: same(
             gradient(Head("bert", seeded(bert("BertForSequenceClassification", num_labels=3)), classes())),
-            gradient(Head("t5", seeded(t5), even(masked=0))),
+            gradient(Head("t5", HEADS["t5"].build, even(masked=0))),
         ),
         G,
         before=1.0,
     ),
     "llava-mean-loss": Probe(
-        lambda: gradient(Head("llava", seeded(llava), with_image(even()))), G, before=1.0, after=1.0
+        lambda: gradient(Head("llava", HEADS["llava"].build, with_image(even()))), G, before=1.0, after=1.0
     ),
     "undivided-mean-times-ranks": Probe(lambda: gradient(module(TakesKwargs), 4, 1), W, before=1.0, ranks=2),
     "compiled-module-signature": Probe(compiled, 1.0, before=0.0),
@@ -688,11 +649,11 @@ PROBES: dict[str, Probe] = {
     "loss-func-not-times-ranks": Probe(func_averaged, 1 / W, after=1.0, ranks=2),
     "regression-and-multi-label-mean": Probe(
         lambda: same(
-            gradient(Head("regression", seeded(vit(num_labels=1)), images(_one_number))),
+            gradient(Head("regression", HEADS["vit-regression"].build, images(_one_number))),
             gradient(
                 Head(
                     "multi-label",
-                    seeded(vit(num_labels=3, problem_type="multi_label_classification")),
+                    HEADS["vit-multi-label"].build,
                     images(_three_numbers),
                 )
             ),
@@ -702,7 +663,9 @@ PROBES: dict[str, Probe] = {
     ),
     "ctc-sum-divided-by-accelerate": Probe(lambda: gradient(ctc_sum()), 1 / G, after=1.0),
     "ctc-sum-divided": Probe(lambda: gradient(ctc_sum()), 1 / G, before=1.0, after=1.0),
-    "router-loss-times-steps": Probe(lambda: router_term(Head("mixtral", seeded(mixtral), even())), G, before=1.0),
+    "router-loss-times-steps": Probe(
+        lambda: router_term(Head("mixtral", HEADS["mixtral"].build, even())), G, before=1.0
+    ),
     "label-smoothing-mean": Probe(
         lambda: gradient(Head("llama", seeded(llama), even(), loss=smoothing_reference(0.1), arguments=SMOOTHING)),
         G,
@@ -711,7 +674,7 @@ PROBES: dict[str, Probe] = {
     ),
     "label-smoothing-drops-router-loss": Probe(
         lambda: router_term(
-            Head("mixtral", seeded(mixtral), even(), loss=smoothing_reference(0.1), arguments=SMOOTHING)
+            Head("mixtral", HEADS["mixtral"].build, even(), loss=smoothing_reference(0.1), arguments=SMOOTHING)
         ),
         0.0,
     ),
@@ -742,7 +705,7 @@ PROBES: dict[str, Probe] = {
                 trainer={"compute_loss_func": func_with_own_ignore_index},
             )
         ),
-        4 / 8,
+        4 / 11,
     ),
     "window-without-items-is-nan": Probe(blank_is_nan, 1.0),
     "nan-filter-in-the-log": Probe(nan_filter, 1.0),

@@ -38,8 +38,12 @@ GPT2 = {
 }  # fmt: skip
 
 
+def llama_config(**overrides: Any) -> Any:
+    return hf.LlamaConfig(**{**DECODER, **overrides})
+
+
 def llama() -> nn.Module:
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER))
+    return hf.LlamaForCausalLM(llama_config())
 
 
 def bert(head: str, **overrides: Any) -> Callable[[], nn.Module]:
