@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from hf_accum_fix.accumulation.contract import LossContract, Reduction
     from hf_accum_fix.accumulation.window import Items
     from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchSeq2SeqTrainer, GlobalBatchTrainer
+    from hf_accum_fix.verification.report import VerificationReport
+    from hf_accum_fix.verification.verify import verify
 
 __version__ = "0.1.0"
 
@@ -47,10 +49,12 @@ __all__ = [
     "SeamError",
     "UnsupportedSetupError",
     "UnsupportedVersionError",
+    "VerificationReport",
     "active_handle",
     "apply",
     "report",
     "revert",
+    "verify",
 ]
 
 # These need torch and transformers, so they are imported when they are first asked for.
@@ -61,6 +65,8 @@ _LAZY = {
     "Items": "hf_accum_fix.accumulation.window",
     "LossContract": "hf_accum_fix.accumulation.contract",
     "Reduction": "hf_accum_fix.accumulation.contract",
+    "VerificationReport": "hf_accum_fix.verification.report",
+    "verify": "hf_accum_fix.verification.verify",
 }
 
 

@@ -103,10 +103,12 @@ class PatchHandle:
             return
         # Another thread may be in the midst of that import. This waits for it; in the hook itself it is done.
         import_module("transformers.trainer")
+        from hf_accum_fix.evaluation import evaluation_loop
         from hf_accum_fix.overrides import OVERRIDES
         from hf_accum_fix.upstream.environment import detect, imported_trainer, is_pristine
         from hf_accum_fix.upstream.patch import Patch, install
         from hf_accum_fix.upstream.plan import make_plan
+        from hf_accum_fix.upstream.seams import EVALUATION
 
         with _LOCK:
             if not self.pending:
@@ -124,6 +126,8 @@ class PatchHandle:
                     )
                 names = [state.seam.name for state in environment.seams]
                 patches = [Patch(trainer, name, self._wrapper(name, OVERRIDES[name])) for name in names]
+                if self.options.eval_loss:
+                    patches.append(Patch(trainer, EVALUATION.name, self._wrapper(EVALUATION.name, evaluation_loop)))
                 self._installation = install(patches, is_pristine, self.options.allow_foreign)
                 self._state = _State.APPLIED
             finally:
@@ -166,7 +170,9 @@ class _Active:
     handle: PatchHandle | None = None
 
 
-def apply(*, contract: LossContract | None = None, allow_foreign: tuple[str, ...] = ()) -> PatchHandle:
+def apply(
+    *, contract: LossContract | None = None, allow_foreign: tuple[str, ...] = (), eval_loss: bool = False
+) -> PatchHandle:
     """Patch transformers.Trainer, for every subclass there is or will be.
 
     Before transformers.trainer is imported the handle is pending, and the import applies it (or raises).
@@ -176,6 +182,8 @@ def apply(*, contract: LossContract | None = None, allow_foreign: tuple[str, ...
         contract: how the model reduces its loss, where it must not be observed.
         allow_foreign: names ("module.qualname") of other people's replacements of Trainer methods to wrap
             around.
+        eval_loss: whether ``eval_loss`` becomes the mean over the items of the evaluation set, whatever the eval batch
+            size and the ranks; off by default, because it changes a reported number.
 
     Returns:
         The handle: revert(), or a with block, takes the patch back.
@@ -191,7 +199,7 @@ def apply(*, contract: LossContract | None = None, allow_foreign: tuple[str, ...
     from hf_accum_fix.upstream.environment import detect
     from hf_accum_fix.upstream.plan import make_plan
 
-    options = Options(contract, allow_foreign)
+    options = Options(contract, allow_foreign, eval_loss)
     if not enabled():
         _LOG.info("hf-accum-fix is switched off by %s: transformers.Trainer stays as it is", SWITCH)
         return PatchHandle(options, make_plan(detect(), options), off=True)

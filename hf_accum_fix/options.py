@@ -24,13 +24,16 @@ class Options:
         contract: how the model reduces its loss, where it must not be observed; None observes it.
         allow_foreign: names ("module.qualname") of other people's replacements of Trainer methods to wrap
             around instead of refusing them.
+        eval_loss: report ``eval_loss`` as the mean over the items of the evaluation set; off, because it changes a
+            reported number.
 
     Raises:
-        OptionsError: if allow_foreign is not a tuple of "module.qualname" strings.
+        OptionsError: if allow_foreign is not a tuple of "module.qualname" strings, or eval_loss is no bool.
     """
 
     contract: LossContract | None = None
     allow_foreign: tuple[str, ...] = ()
+    eval_loss: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what would be misread later, such as a bare string taken for a sequence of names."""
@@ -40,6 +43,8 @@ class Options:
                 f'allow_foreign is {names!r}; needed is a tuple of "module.qualname" strings, such as '
                 'allow_foreign=("unsloth_zoo.loss_utils._unsloth_get_batch_samples",)'
             )
+        if not isinstance(self.eval_loss, bool):
+            raise OptionsError(f"eval_loss is {self.eval_loss!r}; needed is True or False")
 
 
 def enabled() -> bool:

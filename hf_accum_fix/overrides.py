@@ -127,7 +127,7 @@ def train(
     check_setup(trainer)
     session = trainer.__dict__[SESSION] = Session(options)
     try:
-        with _busy(session, "train"), _whole_windows(trainer, options):
+        with busy(session, "train"), _whole_windows(trainer, options):
             result = wrapped(*args, **kwargs)
     finally:
         session.window = None
@@ -174,8 +174,8 @@ def _whole_windows(trainer: Any, options: Options) -> Iterator[None]:
         return dataloader.around(original_skip(dataloader.__wrapped__, *args, **kwargs))
 
     with (
-        _shadow(trainer, "get_train_dataloader", get_train_dataloader),
-        _shadow(module, "skip_first_batches", skip_first_batches),
+        shadow(trainer, "get_train_dataloader", get_train_dataloader),
+        shadow(module, "skip_first_batches", skip_first_batches),
     ):
         yield
 
@@ -208,9 +208,9 @@ def get_batch_samples(
     if not enabled() or "get_batch_samples" in session.busy:
         return wrapped(*args, **kwargs)
     averaged = getattr(trainer.args, "average_tokens_across_devices", False)
-    with _busy(session, "get_batch_samples"):
+    with busy(session, "get_batch_samples"):
         # Upstream's own gather would be a second collective, and one that a rank without micro-batches does not join.
-        with _shadow(trainer.args, "average_tokens_across_devices", False):
+        with shadow(trainer.args, "average_tokens_across_devices", False):
             fetched, upstream_number = wrapped(*args, **kwargs)
         window = _open_window(trainer, session, without_blanks(fetched), upstream_number, options)
     contract = session.contract
@@ -308,7 +308,7 @@ def _settle_contract(trainer: Any, session: Session, window: list[Any], options:
         found = _given(trainer, session, options.contract)
     else:
         # The loop notes the length of a window once it was fetched; a loss of one's own may divide a term by it.
-        with _shadow(trainer, "current_gradient_accumulation_steps", len(window)):
+        with shadow(trainer, "current_gradient_accumulation_steps", len(window)):
             seen = _observe(trainer, session, window) if window else None
         found = _agreed(trainer, seen)
         session.attempts += found.reason != NO_TARGET_SEEN
@@ -459,10 +459,14 @@ def _compute_loss_of(trainer: Any) -> Callable[..., Any] | None:
     defining = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
     if defining.__module__ in ours:
         return None
-    clone = copy.copy(trainer)
-    for name, value in vars(trainer).items():
-        vars(clone)[name] = _without_sharing(value)
-    return clone.compute_loss  # type: ignore[no-any-return]
+    return unshared(trainer).compute_loss  # type: ignore[no-any-return]
+
+
+def unshared(trainer: Any) -> Any:
+    """A copy of a trainer: the same model and data, but containers, and containers in them, are its own."""
+    copied = object.__new__(type(trainer))  # copy.copy would leave a note on the class
+    vars(copied).update((name, _without_sharing(value)) for name, value in vars(trainer).items())
+    return copied
 
 
 def _without_sharing(value: Any) -> Any:
@@ -521,6 +525,34 @@ def _router_coefficients(model: nn.Module) -> tuple[float, float]:
 
 def _head_name(trainer: Any) -> str:
     return type(trainer.accelerator.unwrap_model(trainer.model)).__name__
+
+
+def settle(trainer: Any, window: list[Any], options: Options) -> LossContract:
+    """The contract of a trainer's loss, observed on the micro-batches of one window outside of training."""
+    return _settle_contract(trainer, session_of(trainer, options), window, options)
+
+
+def loss_alone(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+    """The loss of a batch that is not part of a larger one, and the model's outputs; `settle` comes first.
+
+    It is the mean over the batch's own items (or the sum), by the head itself, which is handed no number, or by the
+    trainer's own ``compute_loss``; a ``compute_loss_func`` is handed the batch's own item count.
+    """
+    session: Session = trainer.__dict__[SESSION]
+    contract = session.contract
+    assert contract is not None
+    inputs = trainer._prepare_inputs(inputs)
+    compute_loss = _compute_loss_of(trainer)
+    with trainer.accelerator.autocast(), trainer.compute_loss_context_manager():
+        if compute_loss is not None:
+            return compute_loss(model, inputs, return_outputs=True)  # type: ignore[no-any-return]
+        counted = _loss_func(trainer) is not None and contract.items is not None
+        number = contract.items.count(inputs) if counted and contract.items is not None else None
+        loss, outputs = _base_loss(trainer, model, inputs, None if number is None else _number(number, contract))
+    router = contract.carried(outputs)
+    # A smoothed loss is made from the logits alone.
+    smoothed = trainer.label_smoother is not None and _loss_func(trainer) is None
+    return (loss + router.to(loss.device) if smoothed and router is not None else loss), outputs
 
 
 # --- compute_loss ---------------------------------------------------------------------------------------------------
@@ -672,8 +704,8 @@ def training_step(
 
     try:
         with (
-            _shadow(trainer, "compute_loss", record_loss),
-            _shadow(accelerator, "backward", set_loss),
+            shadow(trainer, "compute_loss", record_loss),
+            shadow(accelerator, "backward", set_loss),
             _reduced_in_the_last(trainer, window, model),
         ):
             result = wrapped(*args, **kwargs)
@@ -702,7 +734,7 @@ def _reduced_in_the_last(trainer: Any, window: Window, model: nn.Module) -> Iter
             f"only under DistributedDataParallel can that be mended, not under {type(model).__name__}; take 4.46.3"
         )
     last = window.steps_run + 1 == len(window.batches)
-    with _shadow(model, "require_backward_grad_sync", last):
+    with shadow(model, "require_backward_grad_sync", last):
         yield
 
 
@@ -796,7 +828,8 @@ def _stock_factor(trainer: Any, session: Session, window: Window, passed: Tensor
 
 
 @contextmanager
-def _busy(session: Session, what: str) -> Iterator[None]:
+def busy(session: Session, what: str) -> Iterator[None]:
+    """Let a nested call of the same override pass through."""
     session.busy.add(what)
     try:
         yield
@@ -805,7 +838,7 @@ def _busy(session: Session, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _shadow(holder: Any, name: str, value: Any) -> Iterator[None]:
+def shadow(holder: Any, name: str, value: Any) -> Iterator[None]:
     """Let an instance attribute stand before the method of this name, and put back what stood there."""
     before = vars(holder).get(name, _ABSENT)
     setattr(holder, name, value)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from transformers import Seq2SeqTrainer, Trainer
 
-from hf_accum_fix import overrides
+from hf_accum_fix import evaluation, overrides
 from hf_accum_fix.errors import SeamError
 from hf_accum_fix.options import Options
 
@@ -59,6 +59,11 @@ class GlobalBatchMixin:
         """The loss whose plain mean over micro-batches and ranks is the global batch's."""
         original = super().compute_loss  # type: ignore[misc]
         return overrides.compute_loss(original, self, args, kwargs, options=self.global_batch_options)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; with ``eval_loss`` among the options the loss is the mean over the set's items."""
+        original = super().evaluation_loop  # type: ignore[misc]
+        return evaluation.evaluation_loop(original, self, args, kwargs, options=self.global_batch_options)
 
 
 class GlobalBatchTrainer(GlobalBatchMixin, Trainer):

@@ -96,6 +96,11 @@ class LossContract:
         return total
 
     @property
+    def has_router_loss(self) -> bool:
+        """Whether router losses are inside the loss."""
+        return bool(self.router_coefficient or self.router_z_coefficient)
+
+    @property
     def by_number(self) -> bool:
         """Whether the loss divides by the number handed in."""
         return self.reduction in (Reduction.NUMBER, Reduction.INTEGER)

@@ -132,7 +132,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Run forwards as training does, without gradient, and leave modes, buffers and every RNG as they were."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
-        (module._buffers, name, buffer, buffer._version, buffer.detach().clone())
+        (module._buffers, name, buffer, buffer.detach().clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
@@ -151,9 +151,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         np.random.set_state(numpy_state)
         for module, training in modes:
             module.training = training
-        for holder, name, buffer, version, before in buffers:
+        for holder, name, buffer, before in buffers:
             holder[name] = buffer
-            if buffer._version != version:
+            # BatchNorm changes its statistics without counting the version up.
+            if not torch.equal(buffer, before):
                 with torch.no_grad():
                     buffer.copy_(before)
 

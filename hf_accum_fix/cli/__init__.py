@@ -20,6 +20,7 @@ COMMANDS: Final = {
     "doctor": "what is wrong in the installed releases, for whom, and what apply() would do",
     "explain": "one defect: the wrong equation and the right one, links; without a name, the list",
     "run": "run a command with the patch on in it and in every Python process it starts",
+    "verify": "run a training script until it trains, and compare its gradient for several cuts instead",
     "watch": "a run's logs in one look; whether several runs differ by more than noise",
 }
 """Name of the command and of its module here, and what it does."""

@@ -805,10 +805,10 @@ DEFECTS: Final = (
         wrong="each rank steps by a gradient of its own",
         right=_RIGHT,
         since="4.38.2",
-        until="4.46.2",
+        until="4.46.3",
         seam="train",
         source=(_line("4.45.2", 2387), _line("4.45.2", 2406)),
-        remove_when=_floor("4.46.2"),
+        remove_when=_floor("4.46.3"),
         evidence="run",
     ),
     Defect(

@@ -47,6 +47,9 @@ SEAMS: Final = (
     Seam("compute_loss", ("model", "inputs", "return_outputs", "num_items_in_batch"), since=_COUNTS),
 )
 
+EVALUATION: Final = Seam("evaluation_loop", ("dataloader", "description"))
+"""Wrapped only where eval_loss is asked for; no defect is mended by it."""
+
 
 def seams_of(release: Version | None) -> tuple[Seam, ...]:
     """The seams of a release, those of the newest for one that is not known; dev and rc builds as it."""

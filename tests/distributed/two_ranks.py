@@ -19,8 +19,9 @@ from tests.numerics.heads import HEADS, Sample
 from tests.numerics.parity import cut, pass_over_imports, reference_step, take_step
 
 SPLITS = ((4, 1), (2, 2), (1, 4))
-#: A compiled module's DDP graph is dynamo's affair; a detection loss averages its number of boxes over ranks by itself.
-LEFT_OUT = ("compiled", "compiled-no-kwargs", "yolos")
+#: A compiled module's DDP graph is dynamo's affair; a detection loss averages its number of boxes over ranks by itself;
+#: DDP refuses reversible layers, which run a backward pass inside the backward pass.
+LEFT_OUT = ("compiled", "compiled-no-kwargs", "yolos", "ReformerForMaskedLM")
 
 WITHOUT_ITEMS = ("llama", "mixtral", "uses-tensor", "bert-mlm", "no-kwargs", "llama-smoothing", "func-with-mean")
 
@@ -59,9 +60,8 @@ def main(output: Path, cases: Sequence[str]) -> None:
                     ddp_backend="gloo",
                 )
             except (RuntimeError, TypeError) as error:
-                if path != "stock":
-                    raise
-                row["stock"] = {"raised": str(error)}
+                # Of both ranks alike, or the other one would wait for ever.
+                row[path] = {"raised": str(error)}
                 continue
             bits[path] = step
             row[path] = {
@@ -69,7 +69,10 @@ def main(output: Path, cases: Sequence[str]) -> None:
                 "loss": abs(step.loss - reference.loss) / max(abs(reference.loss), 1e-12),
                 "norm": abs(step.norm - reference.norm) / max(reference.norm, 1e-12),
             }
-        if "trainer" in paths:
+        rows.append(row)
+        if "apply" not in bits:
+            continue
+        if "trainer" in bits:
             one, other = bits["apply"], bits["trainer"]
             same = all(torch.equal(one.change[key], other.change[key]) for key in one.change)
             row["same_bits"] = same and one.loss == other.loss
@@ -80,7 +83,6 @@ def main(output: Path, cases: Sequence[str]) -> None:
         agree = torch.tensor(float(torch.equal(digest, first_rank)))
         dist.all_reduce(agree, op=dist.ReduceOp.MIN)
         row["ranks_agree"] = bool(agree)
-        rows.append(row)
     if dist.get_rank() == 0:
         output.write_text(json.dumps(rows))
     dist.barrier()

@@ -456,6 +456,7 @@ def func_got_no_count() -> float:
         return func_with_mean(outputs, labels)
 
     run(module(TakesNothing, trainer={"compute_loss_func": func}))
+    assert len(seen) == 4
     return float(seen == [None] * 4)
 
 
@@ -552,7 +553,9 @@ def evaluation_loss() -> float:
 
 def drift(samples: int, accumulate: int, steps: int) -> float:
     """1 where the two ranks do not hold the same parameters after these steps."""
-    found = flat(run(module(Divides, ragged(samples)), 1, accumulate, max_steps=steps, learning_rate=0.1).change)
+    trained = run(module(Divides, ragged(samples)), 1, accumulate, max_steps=steps, learning_rate=0.1)
+    assert len(trained.steps) == steps
+    found = flat(trained.change)
     first = found.clone()
     dist.broadcast(first, src=0)
     apart = (found - first).norm() / first.norm()
@@ -581,6 +584,7 @@ def _epochs(step: Sequence[MicroBatch]) -> int:
 
 def steps_across_epochs() -> float:
     found = run(module(TakesNothing, even(6)), 1, 4, max_steps=3, learning_rate=1e-3)
+    assert len(found.steps) == 3
     return float(sum(_epochs(step) > 1 for step in found.steps))
 
 

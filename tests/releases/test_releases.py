@@ -34,6 +34,13 @@ def test_llava_on_one_rank_and_two(release: str) -> None:
     assert "14 passed" in out
 
 
+@pytest.mark.parametrize("release", ("4.49.0", "5.4.0"))
+def test_verify_tells_what_the_release_does(release: str) -> None:
+    """LLaVA G times on 4.49.0; 1/G under a right log on 5.4.0; eval_loss."""
+    tests = ["tests/verify/test_verify.py", "tests/verify/test_eval_loss.py"]
+    run_in(release, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_control_half(release: str) -> None:
     """Fingerprints and signatures of the release are those that the tables hold."""

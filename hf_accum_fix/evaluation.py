@@ -1,0 +1,156 @@
+"""``eval_loss`` as the mean over the items of the evaluation set, asked for by ``eval_loss=True``.
+
+The Trainer repeats the mean of each batch once for each of its samples and averages those, so that the number depends
+on the eval batch size: short texts weigh as much as long ones, and what else a batch holds decides by how much. Here
+each batch's mean is weighted by its items, over all ranks; samples that were only put in to fill up the ranks' last
+batches do not count, nor does a router's loss, which is a term of training and has no mean over items. The releases
+that hand the evaluated model the number of items multiply its loss by the ranks, whether or not it divides by that
+number (5.23.0 reports W times the loss of a BERT classifier); here it gets none, and returns its own mean.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.window import Items, count_dtype, sample_count
+from hf_accum_fix.options import Options, enabled
+from hf_accum_fix.overrides import busy, loss_alone, session_of, settle, shadow
+
+logger = logging.getLogger("hf_accum_fix")
+
+_WEIGHTED = (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN)
+
+
+def evaluation_loop(
+    wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, options: Options
+) -> Any:
+    """Run the original loop, and put the item mean in the place of its loss.
+
+    The contract of the loss is that of training; where there was none yet it is observed on the first batch.
+    """
+    session = session_of(trainer, options)
+    if not options.eval_loss or not enabled() or "evaluation_loop" in session.busy:
+        return wrapped(*args, **kwargs)
+    original_step = trainer.prediction_step
+    sums = torch.zeros(2, dtype=count_dtype(trainer.args.device), device=trainer.args.device)
+    refused: list[str] = []
+
+    def prediction_step(model: Any, inputs: Mapping[str, Any], *rest: Any, **step_kwargs: Any) -> Any:
+        contract = settle(trainer, [inputs], options)
+        reason = _why_not(contract)
+        if reason:
+            refused.append(reason)
+            return original_step(model, inputs, *rest, **step_kwargs)
+        # The loss may take the labels out of the inputs it is handed.
+        own_func = getattr(trainer, "compute_loss_func", None) is not None
+        number = _items(contract).count(inputs, sums.device) if own_func else None
+        with shadow(trainer, "compute_loss", _handed(trainer.compute_loss, number)):
+            result = original_step(model, dict(inputs), *rest, **step_kwargs)
+        loss, counted, again = result[0], dict(inputs), own_func
+        if _is_filled_up(trainer, inputs):
+            counted, again = _without_filling(contract.items, inputs, _real_rows(trainer, inputs)), True
+        items = torch.zeros_like(sums[0]) if not counted else _items(contract).count(counted, sums.device)
+        if again or contract.has_router_loss:
+            loss = _loss(trainer, model, contract, counted or dict(inputs))
+        if loss is None:
+            refused.append("prediction_step returned no loss")
+        else:
+            sums.add_(torch.stack([torch.where(items > 0, loss.to(sums) * items, torch.zeros_like(items)), items]))
+        return result
+
+    with busy(session, "evaluation_loop"), shadow(trainer, "prediction_step", prediction_step):
+        output = wrapped(*args, **kwargs)
+    total = trainer.accelerator.reduce(sums, reduction="sum") if trainer.args.world_size > 1 else sums
+    name = f"{_prefix(*args, **kwargs)}_loss"
+    if refused:
+        session.warn_once("eval_loss", f"{name} is left as the Trainer averages it: {refused[0]}")
+    elif output.metrics is not None and name in output.metrics and bool(total[1] > 0):
+        output.metrics[name] = float(total[0] / total[1])
+    return output
+
+
+def _handed(compute_loss: Callable[..., Any], number: Tensor | None) -> Callable[..., Any]:
+    """The same, handed this number of items: none, so that a head returns the mean over its own."""
+
+    def call(model: Any, inputs: Any, return_outputs: bool = False, *rest: Any, **kwargs: Any) -> Any:
+        given = {**kwargs, "num_items_in_batch": number}
+        return compute_loss(model, inputs, return_outputs, **{k: v for k, v in given.items() if v is not None})
+
+    return call
+
+
+def _why_not(contract: LossContract) -> str:
+    """Why there is no mean over items; empty where there is one."""
+    if contract.reduction in _WEIGHTED:
+        return ""
+    return f"the loss {contract.reduction.value} ({contract.reason})"
+
+
+def _items(contract: LossContract) -> Items:
+    assert contract.items is not None
+    return contract.items
+
+
+def _is_filled_up(trainer: Any, inputs: Mapping[str, Any]) -> bool:
+    """Whether the ranks' last batches hold samples twice, so that all are of one size."""
+    state = trainer.accelerator.gradient_state
+    if trainer.args.world_size == 1 or not state.end_of_dataloader:
+        return False
+    remainder = int(state.remainder)
+    return 0 < remainder < sample_count(inputs) * int(trainer.args.world_size)
+
+
+def _real_rows(trainer: Any, inputs: Mapping[str, Any]) -> int:
+    """Samples of this rank's last batch that are in no other: the ranks' batches, one after the other, are cut."""
+    rows = sample_count(inputs)
+    left = int(trainer.accelerator.gradient_state.remainder) - int(trainer.args.process_index) * rows
+    return min(rows, max(0, left))
+
+
+def _without_filling(items: Items | None, inputs: Mapping[str, Any], real: int) -> dict[str, Any]:
+    """The batch with the first ``real`` samples' targets alone; empty where none is left."""
+    if real == 0:
+        return {}
+    assert items is not None
+    target = inputs.get(items.keys[0]) if items.keys else None
+    if isinstance(target, Tensor) and items.ignore_index is not None and not target.is_floating_point():
+        masked = {}
+        for key in items.keys:
+            masked[key] = inputs[key].clone()
+            masked[key][real:] = items.ignore_index
+        return {**inputs, **masked}
+    rows = sample_count(inputs)
+    return {
+        key: value[:real] if isinstance(value, (Tensor, list)) and _has_rows(value, rows) else value
+        for key, value in inputs.items()
+    }
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    return len(value) == rows if isinstance(value, list) else value.ndim > 0 and len(value) == rows
+
+
+def _loss(trainer: Any, model: Any, contract: LossContract, inputs: Mapping[str, Any]) -> Tensor:
+    """The mean over a batch's items, without the router's loss."""
+    with torch.no_grad():
+        loss, outputs = loss_alone(trainer, model, inputs)
+    router = contract.carried(outputs)
+    return loss if router is None else loss - router.to(loss.device)
+
+
+def _prefix(
+    dataloader: Any,
+    description: str,
+    prediction_loss_only: bool | None = None,
+    ignore_keys: list[str] | None = None,
+    metric_key_prefix: str = "eval",
+    **_: Any,
+) -> str:
+    """The prefix of the metrics among the arguments of ``evaluation_loop``, whose signature the releases share."""
+    return metric_key_prefix

@@ -1,0 +1,46 @@
+"""For the test suites of downstream libraries: the gradient of their trainer does not depend on the cut of the batch.
+
+``pytest_plugins = ["hf_accum_fix.testing"]`` in a conftest.py brings the fixture `invariant`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hf_accum_fix.applying import active_handle
+from hf_accum_fix.verification.report import Kind, VerificationReport
+from hf_accum_fix.verification.verify import verify
+
+
+def assert_invariant(trainer: Any, **how: Any) -> VerificationReport:
+    """Assert that a trainer, as this process trains it, has the full batch's gradient for every cut of it.
+
+    Without ``apply()`` or one of this package's trainer classes that is the installed release's own promise.
+
+    Args:
+        trainer: a built trainer of any subclass; it is left as it was.
+        how: arguments of `verify`; ``with_apply`` is False unless given.
+
+    Returns:
+        The report.
+
+    Raises:
+        AssertionError: if a cut is off, or if it could not be told; with the report.
+    """
+    report = verify(trainer, **{"with_apply": False, "eval_samples": 0, **how})
+    if report.verdict.kind is not Kind.EXACT:
+        raise AssertionError(f"{report.verdict}\n\n{report}")
+    return report
+
+
+@pytest.fixture
+def invariant() -> Iterator[Callable[..., VerificationReport]]:
+    """`assert_invariant`; a patch that the test has put on is taken back when it ends."""
+    before = active_handle()
+    yield assert_invariant
+    handle = active_handle()
+    if handle is not None and handle is not before:
+        handle.revert()

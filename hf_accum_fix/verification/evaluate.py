@@ -1,0 +1,90 @@
+"""``eval_loss`` as a trainer reports it, for two eval batch sizes, beside the mean over the same samples' items."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hf_accum_fix.accumulation.contract import Reduction
+from hf_accum_fix.errors import AccumFixError
+from hf_accum_fix.evaluation import evaluation_loop
+from hf_accum_fix.options import Options
+from hf_accum_fix.verification.modes import in_mode
+from hf_accum_fix.verification.reference import Scene
+from hf_accum_fix.verification.rehearsal import understudy
+from hf_accum_fix.verification.report import MENDED, EvalResult
+
+
+def evaluate(
+    trainer: Any, scene: Scene, count: int, modes: Sequence[str], options: Options
+) -> tuple[tuple[EvalResult, ...], str]:
+    """The results, or none and the reason why, which is empty where nothing was asked for.
+
+    Args:
+        trainer: whose.
+        scene: with the contract of its loss.
+        count: samples of the evaluation set, the first ones.
+        modes: "stock", "apply()"; the latter with ``eval_loss``.
+        options: those of the patch.
+    """
+    dataset = trainer.eval_dataset
+    if not count or dataset is None:
+        return (), ""
+    if isinstance(dataset, dict) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        return (), f"eval_loss was left out: {type(dataset).__name__} is not one data set with a length"
+    if scene.contract.reduction not in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN):
+        return (), f"eval_loss was left out: the loss {scene.contract.reduction.value}"
+    rows = dataset.select(range(min(count, len(dataset)))) if hasattr(dataset, "select") else None
+    rows = [dataset[place] for place in range(min(count, len(dataset)))] if rows is None else rows
+    if not len(rows):
+        return (), "eval_loss was left out: the evaluation set is empty"
+    own = trainer.args.per_device_eval_batch_size
+    results = []
+    try:
+        mean = _item_mean(scene, trainer, rows)
+        for mode in modes:
+            for size in dict.fromkeys((own, 1 if own > 1 else 2)):
+                actor = understudy(trainer, trainer.args.per_device_train_batch_size, 1)
+                actor.args.per_device_eval_batch_size = size
+                actor.compute_metrics = None
+                if mode == MENDED:
+                    actor.evaluation_loop = _mended(actor, replace(options, eval_loss=True))
+                    metrics = actor.evaluate(rows)
+                else:
+                    with in_mode(mode, trainer, options):
+                        metrics = actor.evaluate(rows)
+                asked = "eval_loss=True" if mode == MENDED else mode
+                results.append(EvalResult(asked, size, float(metrics["eval_loss"]), mean))
+    except (AccumFixError, TypeError, ValueError, RuntimeError) as error:  # whatever an evaluation of theirs raises
+        return (), f"eval_loss could not be compared: {type(error).__name__}: {error}"
+    return tuple(results), ""
+
+
+def _mended(actor: Any, options: Options) -> Callable[..., Any]:
+    original = actor.evaluation_loop
+
+    def loop(*args: Any, **kwargs: Any) -> Any:
+        return evaluation_loop(original, actor, args, kwargs, options=options)
+
+    return loop
+
+
+def _item_mean(scene: Scene, trainer: Any, rows: Any) -> float:
+    """Sample by sample, without a Trainer's loop, without the router's loss."""
+    loader = understudy(trainer, 1, 1).get_eval_dataloader(rows)
+    items = scene.contract.items
+    assert items is not None
+    total = counted = 0.0
+    scene.trainer.model.eval()
+    with torch.no_grad():
+        for place in range(len(rows)):
+            inputs = loader.collate_fn([rows[place]])
+            count = float(items.count(inputs))
+            if count:
+                loss, router = scene.losses(inputs)
+                total += count * float(loss if router is None else loss - router)
+                counted += count
+    return total / counted if counted else float("nan")

@@ -1,0 +1,230 @@
+"""What a wrong gradient is, in words: a factor, a mean of means, a router's loss; and the defect that does it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from hf_accum_fix.accumulation.contract import Reduction
+from hf_accum_fix.upstream.defects import DEFECTS, is_present
+
+ROUTER: Final = "G x W in the router's term"
+MEANS: Final = "mean-of-micro-batch-means"
+RANK_MEANS: Final = "rank-means-averaged"
+LOST: Final = "epoch-tail-not-trained"
+ANY_HEAD: Final = "head-drops-item-count"
+
+#: Symbols of a factor, as the defect table has them, and their words; the simplest first.
+_WORDS: Final = MappingProxyType(
+    {
+        "G": "G times",
+        "W": "W times",
+        "G x W": "G x W times",
+        "1 / G": "1/G",
+        "1 / W": "1/W",
+        "1 / (G x W)": "1/(G x W)",
+        "r / G in that window": "r/G times, a short window divided by G",
+        "N / (N + rows)": "N/(N + rows), position 0 counted",
+        "N / (N - rows)": "N/(N - rows), a target at position 0 not counted",
+        "N / (N + ignored)": "N/(N + ignored), ignored labels counted",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a cut and of the trainer that ran it.
+
+    Attributes:
+        micro_batches: of the window on one rank: the G of a full window.
+        steps: gradient_accumulation_steps.
+        world_size: W.
+        items: N by the contract.
+        labels: of all positions, other than -100.
+        labels_shifted: the same, but for position 0.
+        reduction: of the loss.
+        head: name of the model's class.
+        release: of transformers.
+        ignore_index: of the contract's items.
+        declares: whether the release hands its head the number.
+        own_loss_func, smoothing, compiled, classification, has_labels: of the trainer, its model and its data.
+        library, generic, text: the head is transformers' own, one of its generic classifiers, reads tokens.
+    """
+
+    micro_batches: int
+    steps: int
+    world_size: int
+    items: float | None
+    labels: float | None
+    labels_shifted: float | None
+    reduction: Reduction
+    head: str
+    release: str
+    ignore_index: int | None
+    declares: bool
+    own_loss_func: bool
+    smoothing: bool
+    compiled: bool
+    classification: bool
+    has_labels: bool
+    library: bool
+    generic: bool
+    text: bool
+
+    def factors(self) -> dict[str, float]:
+        """The values of the symbols; those of this release's defects alone."""
+        g, w = self.micro_batches, self.world_size
+        known = {
+            "G": float(g),
+            "W": float(w),
+            "G x W": float(g * w),
+            "1 / G": 1 / self.steps,
+            "1 / W": 1 / w,
+            "1 / (G x W)": 1 / (self.steps * w),
+            "r / G in that window": g / self.steps,
+        }
+        if self.items and self.labels and self.labels > self.items:
+            known["N / (N + rows)" if self.ignore_index in (None, -100) else "N / (N + ignored)"] = (
+                self.items / self.labels
+            )
+        if self.items and self.labels_shifted and self.labels_shifted < self.items:
+            known["N / (N - rows)"] = self.items / self.labels_shifted
+        return {symbol: value for symbol, value in known.items() if value != 1.0}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a gradient is off.
+
+    Attributes:
+        words: the factor or the kind of error, in words.
+        defects: rows of the defect table that the installed release has and that do this.
+    """
+
+    words: str
+    defects: tuple[str, ...] = ()
+
+
+def of_factor(factor: float, logged: float, facts: Facts, precision: float) -> Explanation:
+    """A gradient that points the right way.
+
+    Args:
+        factor: times the right gradient.
+        logged: times the right loss.
+        facts: of the cut.
+        precision: relative, within which a symbol is recognised.
+    """
+    symbols = _symbols(factor, facts, precision)
+    words = _WORDS[symbols[0]] if symbols else f"{factor:.4g} times"
+    log_is_right = abs(logged - 1) < 10 * precision
+    return Explanation(words, _defects(symbols, facts, log_is_right))
+
+
+def of_means(factor: float, logged: float, facts: Facts, precision: float) -> Explanation:
+    """A multiple of the mean of micro-batch means."""
+    here = tuple(name for name in (MEANS,) if is_present(name, facts.release))
+    if abs(factor - 1) <= precision:
+        return Explanation("mean of micro-batch means", here)
+    times = of_factor(factor, logged, facts, precision)
+    return Explanation(f"{times.words}, and the mean of micro-batch means", (*times.defects, *here))
+
+
+def of_rank_means(factor: float, logged: float, facts: Facts, precision: float) -> Explanation:
+    """A multiple of the mean over ranks of their items' means."""
+    here = tuple(name for name in (RANK_MEANS,) if is_present(name, facts.release))
+    if abs(factor - 1) <= precision:
+        return Explanation("mean of rank means", here)
+    times = of_factor(factor, logged, facts, precision)
+    return Explanation(f"{times.words}, and the mean of rank means", (*times.defects, *here))
+
+
+def of_router(main: float, router: float, facts: Facts, precision: float) -> Explanation:
+    """The right gradient, or a multiple of it, and a multiple of the router's."""
+    symbols = _symbols(router, facts, precision)
+    times = _WORDS[symbols[0]].removesuffix(" times") if symbols else f"{router:.4g}"
+    words = f"aux loss times {times}"
+    named = tuple(each.name for each in DEFECTS if each.gradient == ROUTER and is_present(each.name, facts.release))
+    if abs(main - 1) > precision:
+        rest = of_factor(main, 0.0, facts, precision)
+        return Explanation(f"{words}, the rest {rest.words}", (*named, *rest.defects))
+    return Explanation(words, named)
+
+
+def _symbols(factor: float, facts: Facts, precision: float) -> list[str]:
+    """The symbols with this value; those that a defect of this release bears first."""
+    found = [symbol for symbol, value in facts.factors().items() if abs(factor - value) <= precision * abs(value)]
+    if facts.world_size == 1:
+        return found
+    here = {defect.gradient for defect in DEFECTS if is_present(defect.name, facts.release)}
+    return sorted(found, key=lambda symbol: symbol not in here)
+
+
+def _defects(symbols: list[str], facts: Facts, log_is_right: bool) -> tuple[str, ...]:
+    """The defects of the installed release with this factor, where their own condition holds."""
+    found = tuple(
+        defect.name
+        for defect in DEFECTS
+        if not set(_ALIASES.get(defect.gradient, (defect.gradient,))).isdisjoint(symbols)
+        and is_present(defect.name, facts.release)
+        and defect.name in _CONDITIONS
+        and _CONDITIONS[defect.name](facts, log_is_right)
+    )
+    by_head = {"G", "G x W"} & set(symbols) and _of_a_head(facts) and is_present(ANY_HEAD, facts.release)
+    return (ANY_HEAD,) if by_head and not found else found
+
+
+def _of_a_head(facts: Facts) -> bool:
+    return facts.reduction is Reduction.MEAN and facts.declares and not facts.own_loss_func and not facts.smoothing
+
+
+def _of_the_library(facts: Facts) -> bool:
+    return facts.library and _of_a_head(facts) and not facts.compiled
+
+
+#: Several symbols in one row, or one symbol written otherwise.
+_ALIASES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "G, or G x W": ("G", "G x W"),
+        "r / G": ("r / G in that window",),
+        "1 / (G W)": ("1 / (G x W)",),
+    }
+)
+
+#: When a row with a factor is the one that is met; rows of setups that are refused are not here.
+_CONDITIONS: Final[Mapping[str, Callable[[Facts, bool], bool]]] = MappingProxyType(
+    {
+        "loss-times-steps": lambda facts, log_is_right: True,
+        "undivided-gradient-right-log": lambda facts, log_is_right: log_is_right,
+        "undivided-as-if-counted": lambda facts, log_is_right: not facts.declares and not log_is_right,
+        "item-count-dropped": lambda facts, log_is_right: facts.declares and not facts.own_loss_func,
+        "item-count-dropped-again": lambda facts, log_is_right: facts.declares and not facts.own_loss_func,
+        "loss-without-labels-undivided": lambda facts, log_is_right: not facts.has_labels,
+        "short-epoch-divisor": lambda facts, log_is_right: True,
+        "short-window-divisor": lambda facts, log_is_right: True,
+        "gradient-divided-twice": lambda facts, log_is_right: log_is_right,
+        "generic-head-drops-item-count": lambda facts, log_is_right: _of_the_library(facts) and facts.generic,
+        "classic-head-drops-item-count": lambda facts, log_is_right: (
+            _of_the_library(facts) and not facts.generic and (facts.text or not facts.classification)
+        ),
+        "regression-and-multi-label-mean": lambda facts, log_is_right: (
+            _of_the_library(facts) and not facts.generic and not facts.text and facts.classification
+        ),
+        "undivided-mean-times-ranks": lambda facts, log_is_right: _of_a_head(facts) and facts.steps == 1,
+        "llava-mean-loss": lambda facts, log_is_right: _of_the_library(facts) and "Llava" in facts.head,
+        "loss-func-mean-not-divided": lambda facts, log_is_right: facts.own_loss_func,
+        "loss-func-not-times-ranks": lambda facts, log_is_right: facts.own_loss_func,
+        "ctc-sum-divided-by-accelerate": lambda facts, log_is_right: facts.reduction is Reduction.SUM,
+        "ctc-sum-divided": lambda facts, log_is_right: facts.reduction is Reduction.SUM,
+        "label-smoothing-mean": lambda facts, log_is_right: facts.smoothing,
+        "first-label-counted": lambda facts, log_is_right: facts.reduction is Reduction.NUMBER,
+        "first-label-still-counted": lambda facts, log_is_right: (
+            facts.reduction is Reduction.NUMBER and not is_present("first-label-counted", facts.release)
+        ),
+        "first-column-not-counted": lambda facts, log_is_right: True,
+        "virtual-tokens-undercounted": lambda facts, log_is_right: facts.head.startswith("Peft"),
+        "aligned-targets-undercounted": lambda facts, log_is_right: not facts.head.startswith("Peft"),
+        "ignore-index-miscounted": lambda facts, log_is_right: True,
+    }
+)

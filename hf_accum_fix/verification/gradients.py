@@ -1,0 +1,92 @@
+"""Gradients as lists with one tensor, or None for zero, for each trainable parameter; compared one tensor at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Gradient: TypeAlias = Sequence[Tensor | None]
+
+
+def take(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """The gradients that a backward has left, taken off the parameters without a copy."""
+    taken = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return taken
+
+
+def on_cpu(gradient: Gradient) -> list[Tensor | None]:
+    """The one copy that is kept, off the device."""
+    return [None if each is None else each.detach().to("cpu", copy=True) for each in gradient]
+
+
+def averaged(gradient: Gradient, parameters: Sequence[nn.Parameter], world_size: int) -> list[Tensor | None]:
+    """The mean over ranks, every rank alike; a parameter without gradient here may have one elsewhere."""
+    if world_size == 1:
+        return list(gradient)
+    found: list[Tensor | None] = []
+    for each, parameter in zip(gradient, parameters, strict=True):
+        mean = torch.zeros_like(parameter) if each is None else each.detach().clone()
+        dist.all_reduce(mean)
+        found.append(mean / world_size)
+    return found
+
+
+def dots(*gradients: Gradient) -> Tensor:
+    """Inner products of every pair: [k, k], float64, on the CPU."""
+    total = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
+    for tensors in zip(*gradients, strict=True):
+        rows = _rows(tensors)
+        if rows is not None:
+            total += rows @ rows.T
+    return total
+
+
+def distance(wanted: Gradient, parts: Sequence[Gradient], weights: Sequence[float]) -> float:
+    """Norm of ``wanted - sum(weight * part)``, without the cancellation that inner products would suffer."""
+    total = 0.0
+    for tensors in zip(wanted, *parts, strict=True):
+        rows = _rows(tensors)
+        if rows is not None:
+            total += float((rows[0] - torch.tensor(weights, dtype=torch.float64) @ rows[1:]).square().sum())
+    return math.sqrt(total) if total >= 0 else math.nan
+
+
+def _rows(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """One parameter's gradients as rows; None where all of them are zero."""
+    shaped = next((each for each in tensors if each is not None), None)
+    if shaped is None:
+        return None
+    zero = torch.zeros(shaped.numel(), dtype=torch.float64)
+    return torch.stack([zero if each is None else each.detach().flatten().to("cpu", torch.float64) for each in tensors])
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A gradient as a combination of others.
+
+    Attributes:
+        weights: of each of them.
+        residual: relative norm of what is left.
+    """
+
+    weights: tuple[float, ...]
+    residual: float
+
+
+def fit(wanted: Gradient, *parts: Gradient) -> Fit:
+    """The least-squares combination of parts that is nearest to ``wanted``."""
+    products = dots(wanted, *parts)
+    norm = math.sqrt(float(products[0, 0]))
+    if not math.isfinite(float(products.sum())) or norm == 0.0:
+        return Fit((math.nan,) * len(parts), math.inf)
+    solved = torch.linalg.lstsq(products[1:, 1:], products[1:, :1], driver="gelsd").solution
+    weights = tuple(solved.flatten().tolist())
+    return Fit(weights, distance(wanted, parts, weights) / norm)

@@ -1,0 +1,47 @@
+"""The two modes a trainer is verified in: as the installed release is, and mended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from hf_accum_fix.applying import active_handle, apply
+from hf_accum_fix.options import SWITCH, Options, enabled
+from hf_accum_fix.trainer import GlobalBatchMixin
+from hf_accum_fix.verification.report import MENDED, STOCK
+
+
+def active_mode(trainer: Any) -> str:
+    """The mode that this process trains in."""
+    handle = active_handle()
+    patched = isinstance(trainer, GlobalBatchMixin) or (handle is not None and handle.active)
+    return MENDED if patched and enabled() else STOCK
+
+
+def options_of(trainer: Any) -> Options:
+    """Those of the live patch or of the trainer's class; the defaults without either."""
+    handle = active_handle()
+    if isinstance(trainer, GlobalBatchMixin):
+        return trainer.global_batch_options
+    return Options() if handle is None else handle.options
+
+
+@contextmanager
+def in_mode(mode: str, trainer: Any, options: Options) -> Iterator[None]:
+    """The installed release as it is, which the switch gives back to patch and subclass alike; or mended."""
+    if mode == MENDED:
+        already = active_mode(trainer) == MENDED
+        with nullcontext() if already else apply(**vars(options)):
+            yield
+        return
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SWITCH]
+        else:
+            os.environ[SWITCH] = before

@@ -1,0 +1,207 @@
+"""The gradient and the loss of the whole global batch, without accumulation, and how exactly they can be known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
+from hf_accum_fix.overrides import loss_alone
+from hf_accum_fix.verification.gradients import Gradient, distance, dots, fit, on_cpu, take
+from hf_accum_fix.verification.sample import Collate
+from hf_accum_fix.verification.traceless import seed
+
+FULL = "full batch in one forward"
+STREAMED = "streamed sample by sample, from sums and counts"
+MODES = ("auto", "full", "streamed")
+
+#: Two halves that miss the whole by more than any rounding: the loss does not decompose.
+_DOES_NOT_DECOMPOSE = 0.05
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What every cut of a global batch ought to give; a router's loss apart.
+
+    Attributes:
+        gradient: one for each trainable parameter, on the CPU.
+        loss: of the full batch.
+        floor: relative difference to the same in another order.
+        words: how it was computed.
+        decomposes: whether two halves of the batch add up to it.
+        dtype: of the loss.
+    """
+
+    gradient: list[Tensor | None]
+    loss: float
+    floor: float
+    words: str
+    decomposes: bool
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Everything a gradient is computed from.
+
+    Attributes:
+        trainer: an understudy, whose contract is settled.
+        parameters: the trainable ones.
+        contract: of its loss.
+        collate: samples to a batch.
+    """
+
+    trainer: Any
+    parameters: Sequence[nn.Parameter]
+    contract: LossContract
+    collate: Collate
+
+    def count(self, rows: Sequence[Any]) -> float | None:
+        """Items of some samples; None where the loss has none."""
+        items = self.contract.items
+        return None if items is None else float(items.count(self.collate(list(rows))))
+
+    def losses(self, inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """The loss of a batch, and the router's part of it with its coefficient."""
+        loss, outputs = loss_alone(self.trainer, self.trainer.model, inputs)
+        if not isinstance(loss, Tensor) or loss.ndim > 0:
+            raise ContractError(f"the loss of a batch is {loss!r}; needed is one number")
+        router = self.contract.carried(outputs)
+        return loss, None if router is None else router.to(loss.device)
+
+    def backward(self, inputs: Any, weight: float = 1.0) -> float:
+        """Add the gradient of a batch's loss times a weight, and return that loss; both without the router's."""
+        seed(0)
+        loss, router = self.losses(inputs)
+        main = loss if router is None else loss - router
+        torch.autograd.backward(main * weight)
+        return float(main.detach())
+
+    def router(self, micro_batches: Sequence[Any]) -> tuple[list[Tensor | None], float]:
+        """Gradient and value of the router's loss as it is meant: the mean over micro-batches, of this rank."""
+        total = 0.0
+        summed: list[Tensor | None] = [None] * len(self.parameters)
+        for inputs in micro_batches:
+            seed(0)
+            _, router = self.losses(inputs)
+            assert router is not None
+            share = router / len(micro_batches)
+            found = torch.autograd.grad(share, list(self.parameters), allow_unused=True)
+            summed = [_sum(one, each) for one, each in zip(summed, found, strict=True)]
+            total += float(share.detach())
+        return summed, total
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error is that of a device that is full."""
+    return isinstance(error, torch.cuda.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def compute(scene: Scene, rows: Sequence[Any], mode: str) -> Reference:
+    """The reference of one global batch.
+
+    Args:
+        scene: what it is computed from.
+        rows: the samples of all ranks.
+        mode: "full", "streamed", or "auto": streamed where the full batch does not fit.
+
+    Raises:
+        OptionsError: for another mode.
+        ContractError: if a loss that does not decompose is to be streamed.
+        UnsupportedSetupError: if the batch has no target, or its gradient is not finite.
+    """
+    if mode not in MODES:
+        raise OptionsError(f"reference={mode!r}; needed is one of {', '.join(MODES)}")
+    if scene.count(rows) == 0:
+        raise UnsupportedSetupError("the global batch has not one target; needed is one, look at the label masking")
+    scene.trainer.model.train()
+    _refuse_randomness(scene, rows)
+    if mode != "streamed":
+        try:
+            return _full(scene, rows)
+        except RuntimeError as error:
+            if mode == "full" or not out_of_memory(error):
+                raise
+            take(scene.parameters)
+    return _streamed(scene, rows)
+
+
+def _refuse_randomness(scene: Scene, rows: Sequence[Any]) -> None:
+    """Refuse a loss that is another one each time although dropout is off."""
+    inputs = scene.collate(list(rows[:2]))
+    found = []
+    with torch.no_grad():
+        for number in (0, 0, 1):
+            seed(number)
+            found.append(float(scene.losses(inputs)[0]))
+    noise, change = abs(found[0] - found[1]), abs(found[0] - found[2])
+    if noise > 1e-3 * abs(found[0]) or change > 10 * noise + 1e-6 * abs(found[0]):
+        raise UnsupportedSetupError(
+            f"the loss is random: the same samples gave {found[0]:.6g} and {found[1 if noise > change else 2]:.6g} "
+            "with dropout off; give the model a mode without noise (masking, jitter, augmentation), and verify that"
+        )
+
+
+def _full(scene: Scene, rows: Sequence[Any]) -> Reference:
+    loss = scene.backward(scene.collate(list(rows)))
+    gradient = on_cpu(take(scene.parameters))
+    _refuse_infinite(gradient)
+    decomposes = True
+    if len(rows) > 1 and scene.contract.exact:
+        halves: list[Gradient] = []
+        for half in (rows[::-2], rows[-2::-2]):
+            scene.backward(scene.collate(list(half)))
+            halves.append(take(scene.parameters))
+        floor = fit(gradient, *halves).residual
+        if floor <= _DOES_NOT_DECOMPOSE:
+            return Reference(gradient, loss, floor, FULL, True, scene.contract.dtype)
+        # A half without a target is no evidence.
+        decomposes = any(scene.count(half) == 0 for half in (rows[::-2], rows[-2::-2]))
+    scene.backward(scene.collate(list(rows[::-1])))
+    dtype = scene.contract.dtype
+    return Reference(gradient, loss, _difference(take(scene.parameters), gradient), FULL, decomposes, dtype)
+
+
+def _streamed(scene: Scene, rows: Sequence[Any]) -> Reference:
+    contract = scene.contract
+    if not contract.exact:
+        raise ContractError(
+            f"the full batch does not fit, and the loss {contract} ({contract.reason}), so that it cannot be streamed "
+            "sample by sample; verify with a smaller per_device_train_batch_size x gradient_accumulation_steps"
+        )
+    counts = [scene.count([row]) or 0.0 for row in rows]
+
+    def summed(order: Sequence[int]) -> float:
+        total = 0.0
+        for place in order:
+            weight = 1.0 if contract.reduction is Reduction.SUM else counts[place] / sum(counts)
+            if weight:
+                total += weight * scene.backward(scene.collate([rows[place]]), weight)
+        return total
+
+    loss = summed(range(len(rows)))
+    gradient = on_cpu(take(scene.parameters))
+    _refuse_infinite(gradient)
+    summed(range(len(rows) - 1, -1, -1))
+    return Reference(gradient, loss, _difference(take(scene.parameters), gradient), STREAMED, True, contract.dtype)
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+def _difference(one: Gradient, other: Gradient) -> float:
+    norm = float(dots(other)[0, 0]) ** 0.5
+    return distance(one, [other], [1.0]) / norm if norm else 0.0
+
+
+def _refuse_infinite(gradient: Gradient) -> None:
+    if not torch.isfinite(dots(gradient)).all():
+        raise UnsupportedSetupError("the gradient of the full batch is not finite; needed is one that can be compared")

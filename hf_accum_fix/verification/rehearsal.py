@@ -1,0 +1,171 @@
+"""Training without training: the trainer's own loop on micro-batches at hand, its optimizer keeping the gradient."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.data_loader import DataLoaderShard
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset
+from transformers import TrainerControl
+from transformers.trainer_callback import DefaultFlowCallback
+
+from hf_accum_fix.overrides import SESSION, unshared
+from hf_accum_fix.verification.sample import Split
+
+#: TrainingArguments of one optimizer step that is neither logged, saved, sent, clipped nor evaluated.
+_ONE_STEP = {
+    "max_steps": 1,
+    "max_grad_norm": 0.0,
+    "logging_strategy": "no",
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "evaluation_strategy": "no",
+    "eval_on_start": False,
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "auto_find_batch_size": False,
+    "resume_from_checkpoint": None,
+    "ignore_data_skip": False,
+    "neftune_noise_alpha": None,
+    "debug": [],
+    "optim": "adamw_torch",
+    "past_index": -1,
+}
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One optimizer step, not taken.
+
+    Attributes:
+        gradient: what the optimizer was handed, one for each trainable parameter; None: it was not called.
+        loss: what would be logged, of this rank.
+        steps_run: micro-batches that were trained on.
+        wrapped: the model as the loop wrapped it.
+    """
+
+    gradient: list[Tensor | None] | None
+    loss: float
+    steps_run: int
+    wrapped: Any
+
+
+class KeepGradient(torch.optim.Optimizer):
+    """An optimizer whose step is to keep the gradient, without copying it."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(list(parameters), {"lr": 0.0})
+        self.parameters = parameters
+        self.kept: list[Tensor | None] | None = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Keep the gradients and leave the parameters alone."""
+        self.kept = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def understudy(trainer: Any, per_device: int, steps: int) -> Any:
+    """A copy of the trainer for another cut, with its model, and with nothing else of its own that it could change.
+
+    Its accelerator is made anew by the release's own method: whether accelerate divides by G too depends on that.
+    """
+    copied = unshared(trainer)
+    vars(copied).pop(SESSION, None)
+    copied.args = args = copy.copy(trainer.args)
+    # A copy of a frozen dataclass's kind of setattr would run the checks of releases that have one.
+    vars(args).update({name: value for name, value in _ONE_STEP.items() if hasattr(args, name)})
+    vars(args).update(per_device_train_batch_size=per_device, gradient_accumulation_steps=steps)
+    args.accelerator_config = copy.deepcopy(args.accelerator_config)
+    # A dispatched loader takes batches of tensors apart; each rank reading its own gives it the same samples.
+    args.accelerator_config.dispatch_batches = False
+    if args.accelerator_config.gradient_accumulation_kwargs is not None:
+        args.accelerator_config.gradient_accumulation_kwargs.pop("num_steps", None)
+    copied.callback_handler = copy.copy(trainer.callback_handler)
+    copied.callback_handler.callbacks = [DefaultFlowCallback()]
+    copied.control, copied.state = TrainerControl(), copy.deepcopy(trainer.state)
+    copied.model_init, copied.neftune_noise_alpha, copied._created_lr_scheduler = None, None, False
+    copied._train_batch_size = per_device
+    copied.log = _nothing
+    copied.create_accelerator_and_postprocess()
+    return copied
+
+
+def rehearse(
+    trainer: Any,
+    parameters: Sequence[nn.Parameter],
+    micro_batches: Sequence[Any],
+    split: Split,
+    samples: int,
+    wrapped: Any = None,
+) -> Rehearsal:
+    """Run one window through the trainer's own ``train()``: loop, engine, reduction over ranks.
+
+    Args:
+        trainer: whose.
+        parameters: whose gradient is kept.
+        micro_batches: of the window, on this rank.
+        split: how the samples are cut.
+        samples: of the global batch, which the loop is told to be the whole data set.
+        wrapped: the model as an earlier rehearsal wrapped it.
+    """
+    actor = understudy(trainer, split.per_device, split.steps)
+    if wrapped is not None:
+        actor.model_wrapped = wrapped
+    optimizer = KeepGradient(parameters)
+    actor.optimizer, actor.lr_scheduler = optimizer, LambdaLR(optimizer, _constant)
+    actor.create_optimizer = actor.create_scheduler = actor.create_optimizer_and_scheduler = _nothing
+    actor.get_train_dataloader = lambda *_, **__: _loader(actor, micro_batches, samples)
+    losses: list[Tensor] = []
+    own_step: Callable[..., Tensor] = actor.training_step
+
+    def training_step(*args: Any, **kwargs: Any) -> Tensor:
+        loss = own_step(*args, **kwargs)
+        losses.append(loss.detach().double())
+        return loss
+
+    actor.training_step = training_step
+    actor.train()
+    return Rehearsal(optimizer.kept, float(sum(losses)), len(losses), actor.model_wrapped)
+
+
+class _MicroBatches(Dataset[Any]):
+    """Micro-batches at hand, that say they are as many samples as they hold."""
+
+    def __init__(self, batches: Sequence[Any], samples: int) -> None:
+        self._batches, self._samples = batches, samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> Any:
+        return self._batches[index]
+
+
+def _loader(trainer: Any, micro_batches: Sequence[Any], samples: int) -> Any:
+    """A loader as accelerate would have prepared it."""
+    return DataLoaderShard(
+        _MicroBatches(micro_batches, samples),
+        device=trainer.accelerator.device,
+        sampler=range(len(micro_batches)),
+        batch_size=None,
+        collate_fn=_same,
+    )
+
+
+def _same(batch: Any) -> Any:
+    return batch
+
+
+def _constant(_: int) -> float:
+    return 1.0
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None

@@ -1,0 +1,217 @@
+"""The global batch to verify on: drawn in the trainer's own order, collated by its own collator, cut anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
+from hf_accum_fix.verification.traceless import seed
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Rows:
+    """The samples of a micro-batch as the data set gave them: what a loader yields in the place of a batch."""
+
+    def __init__(self, rows: Sequence[Any]) -> None:
+        self.rows = list(rows)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What this rank would train on.
+
+    Attributes:
+        windows: the samples of each global batch that are this rank's.
+        collate: samples to a micro-batch, the same however often it is asked.
+        notes: what is to be known of them.
+    """
+
+    windows: tuple[tuple[Any, ...], ...]
+    collate: Collate
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way of cutting this rank's samples of a window: ``per_device`` samples x ``steps`` accumulation steps."""
+
+    per_device: int
+    steps: int
+
+    def micro_batches(self, rows: Sequence[Any], collate: Collate) -> list[Any]:
+        """The samples, cut and collated; the last micro-batch may be short."""
+        return [collate(list(rows[at : at + self.per_device])) for at in range(0, len(rows), self.per_device)]
+
+
+def splits_of(samples: int, own: int, asked: Sequence[tuple[int, int] | int] | None) -> list[Split]:
+    """The cuts to verify: the two extremes, the user's own, and one with a short last window; or those asked for.
+
+    Args:
+        samples: of this rank's window.
+        own: the user's per_device_train_batch_size.
+        asked: pairs (samples of a micro-batch, accumulation steps), or the first of the two alone.
+
+    Raises:
+        OptionsError: if a cut asked for does not hold the samples.
+    """
+    if asked is None:
+        sizes = dict.fromkeys(min(size, samples) for size in (own, samples, 1))
+        found = [Split(size, -(-samples // size)) for size in sizes]
+        if samples > 1:
+            ragged = next((size for size in range(2, samples) if samples % size), 1)
+            found.append(Split(ragged, -(-samples // ragged) + 1))
+        return found
+    pairs = [(each, -(-samples // each)) if isinstance(each, int) and each > 0 else each for each in asked]
+    if not pairs:
+        raise OptionsError("splits is empty; needed is at least one cut, or None for the usual ones")
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2 or min(pair) < 1 or pair[0] * pair[1] < samples:
+            raise OptionsError(
+                f"splits holds {pair!r}; needed are pairs (samples of a micro-batch, accumulation steps) that hold "
+                f"the {samples} samples of a rank, or the first alone, such as splits=[1, (2, {-(-samples // 2)})]"
+            )
+    return [Split(*pair) for pair in pairs if isinstance(pair, tuple)]
+
+
+def draw(trainer: Any, windows: int, samples: Sequence[Any] | None) -> Drawn:
+    """This rank's samples of the first windows, by the trainer's own loader, which starts anew afterwards.
+
+    Args:
+        trainer: the trainer, or a copy of it.
+        windows: global batches wanted.
+        samples: this rank's samples, in the place of those of the data set.
+
+    Raises:
+        UnsupportedSetupError: if they cannot be drawn without disturbing the training that follows.
+    """
+    size = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
+    notes: list[str] = []
+    collate: Collate | None
+    if samples is not None:
+        rows, collate = list(samples), _collator(trainer)
+    else:
+        if trainer.train_dataset is not None and getattr(trainer.train_dataset, "__len__", _unknown)() == 0:
+            raise UnsupportedSetupError("the train data set is empty; needed is at least one sample")
+        loader = trainer.get_train_dataloader()
+        _refuse_streams_that_run_out(loader)
+        collate = getattr(loader, "collate_fn", None)
+        if collate is None:
+            raise UnsupportedSetupError(
+                f"{type(loader).__name__} has no collate_fn, so its samples cannot be cut anew; give samples=[...]"
+            )
+        rows = list(_first_rows(loader, windows * size))
+    if not rows:
+        raise UnsupportedSetupError("no sample was drawn; needed is at least one")
+    groups = tuple(tuple(rows[at : at + size]) for at in range(0, min(len(rows), windows * size), size))
+    if len(rows) < windows * size:
+        notes.append(f"the data has {len(rows)} samples for a rank, {windows * size} were asked for")
+    if _is_random(collate, list(groups[0])):
+        notes.append("the collator is random: each sample was collated once, by itself, and padded on the right")
+        collate = _Once(collate)
+    return Drawn(groups, collate, tuple(notes))
+
+
+def _collator(trainer: Any) -> Collate:
+    """The collator of the trainer's own loader, which may take columns away first."""
+    loader = trainer.get_train_dataloader() if trainer.train_dataset is not None else None
+    collate: Collate = getattr(loader, "collate_fn", None) or trainer.data_collator
+    return collate
+
+
+def _first_rows(loader: Any, count: int) -> Iterator[Any]:
+    """The first samples in the loader's own order, kept from being collated."""
+    for each in (loader, getattr(loader, "base_dataloader", None)):
+        if each is not None:
+            each.collate_fn = Rows
+    found = 0
+    for batch in loader:
+        if not isinstance(batch, Rows):
+            raise UnsupportedSetupError(
+                f"{type(loader).__name__} yields {type(batch).__name__} past its collate_fn (a dispatched stream, or a "
+                "data set that is batched already), so its samples cannot be cut anew; give samples=[...]"
+            )
+        yield from batch.rows
+        found += len(batch.rows)
+        if found >= count:
+            return
+
+
+def _refuse_streams_that_run_out(loader: Any) -> None:
+    """Refuse a stream of which a sample taken is lost to the training; told without taking one."""
+    dataset: Any = getattr(loader, "dataset", None)
+    if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__"):
+        return
+    while isinstance(inner := getattr(dataset, "dataset", None), IterableDataset):
+        dataset = inner
+    one, other = iter(dataset), iter(dataset)
+    if one is other or any(value is one or hasattr(value, "__next__") for value in _held(dataset)):
+        raise UnsupportedSetupError(
+            f"{type(dataset).__name__} is a stream that cannot be rewound: what is drawn here would be lost to the "
+            "training; give a sample of it, samples=[...]"
+        )
+
+
+def _unknown() -> int:
+    return -1
+
+
+def _held(dataset: Any) -> list[Any]:
+    return list(vars(dataset).values()) if hasattr(dataset, "__dict__") else []
+
+
+# --- a collator that draws at random ----------------------------------------------------------------------------------
+
+
+def _is_random(collate: Collate, rows: list[Any]) -> bool:
+    batches = []
+    for number in (0, 1):
+        seed(number)
+        batches.append(collate(list(rows)))
+    return not _equal(*batches)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and bool(torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other) if isinstance(one, (int, float, str, bool, type(None))) else True
+
+
+class _Once:
+    """Collates each sample once, and makes batches of those."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+        self._batches: dict[int, tuple[Any, Mapping[str, Any]]] = {}
+
+    def __call__(self, rows: list[Any]) -> dict[str, Any]:
+        for row in rows:
+            if id(row) not in self._batches:
+                seed(len(self._batches))
+                self._batches[id(row)] = (row, self._collate([row]))
+        batches = [self._batches[id(row)][1] for row in rows]
+        return {key: _stacked(key, [batch[key] for batch in batches]) for key in batches[0]}
+
+
+def _stacked(key: str, values: list[Any]) -> Any:
+    if isinstance(values[0], list):
+        return [each for value in values for each in value]
+    if not isinstance(values[0], Tensor) or values[0].ndim == 0 or any(len(value) != 1 for value in values):
+        raise UnsupportedSetupError(
+            f"the collator is random, and {key!r} of single samples cannot be put together; give it a fixed seed"
+        )
+    if values[0].ndim == 2:
+        width, fill = max(value.shape[1] for value in values), -100 if "label" in key else 0
+        values = [F.pad(value, (0, width - value.shape[1]), value=fill) for value in values]
+    return torch.cat(values)

@@ -1,0 +1,372 @@
+"""verify(): is this run affected, and is it right now? Gradients are compared, because a right log proves nothing."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+import transformers
+from accelerate.utils import DistributedType, gather_object
+from torch import nn
+
+from hf_accum_fix.accumulation.contract import Reduction
+from hf_accum_fix.errors import AccumFixError, OptionsError, UnsupportedSetupError
+from hf_accum_fix.options import SWITCH, Options, enabled
+from hf_accum_fix.overrides import check_setup, settle
+from hf_accum_fix.upstream.defects import is_present
+from hf_accum_fix.verification import explanation
+from hf_accum_fix.verification.evaluate import evaluate
+from hf_accum_fix.verification.explanation import Explanation, Facts
+from hf_accum_fix.verification.gradients import averaged, distance, dots, fit, take
+from hf_accum_fix.verification.modes import active_mode, in_mode, options_of
+from hf_accum_fix.verification.reference import Reference, Scene, compute, out_of_memory
+from hf_accum_fix.verification.rehearsal import Rehearsal, rehearse, understudy
+from hf_accum_fix.verification.report import (
+    MENDED,
+    STOCK,
+    Kind,
+    SplitResult,
+    Verdict,
+    VerificationReport,
+    could_not_tell,
+    judge,
+)
+from hf_accum_fix.verification.sample import Drawn, Split, draw, splits_of
+from hf_accum_fix.verification.traceless import traceless, without_dropout
+
+#: Errors up to this many times the noise of the reference are noise: a cut runs other kernels than the full batch.
+_FLOORS: Final = 8.0
+#: Roundings of the coarsest type, of parameters or loss, that a sum over micro-batches may cost at the least.
+_ROUNDINGS: Final = 8.0
+#: How near a factor comes to its symbol, in tolerances, and at the least.
+_NEAR: Final = 8.0
+_NEAREST: Final = 1e-5
+
+
+def verify(
+    trainer: Any,
+    splits: Sequence[tuple[int, int] | int] | None = None,
+    windows: int = 1,
+    *,
+    reference: str = "auto",
+    samples: Sequence[Any] | None = None,
+    with_apply: bool = True,
+    eval_samples: int = 64,
+) -> VerificationReport:
+    """Compare the gradient of a trainer for several cuts of the same global batch with that of the full batch.
+
+    The first global batches are drawn in the trainer's own order and cut anew; each cut is run through the trainer's
+    own ``train()``, without a step being taken, as the installed release does it and with ``apply()``. Nothing is
+    changed: weights, buffers, optimizer, scheduler, random states, data, callbacks, arguments and output folder are as
+    before. Dropout is off meanwhile. Called on every rank alike; every rank gets the same report.
+
+    Args:
+        trainer: a built `transformers.Trainer`, of any subclass.
+        splits: cuts as (samples of a micro-batch, accumulation steps), or samples of a micro-batch alone; None: the
+            user's own, the two extremes, and a short last window.
+        windows: global batches to verify on.
+        reference: "full": one forward; "streamed": sample by sample; "auto": streamed where the full does not fit.
+        samples: this rank's samples, for a data set that cannot be started anew.
+        with_apply: verify the installed release as it is and what ``apply()`` makes of it; False: only what this
+            process trains in as it is now.
+        eval_samples: of the evaluation set, the first ones, on which ``eval_loss`` is compared with the item mean for
+            two eval batch sizes; 0: none.
+
+    Raises:
+        OptionsError: if an argument means nothing here. What else stands in the way is the verdict "could not tell".
+    """
+    if windows < 1 or eval_samples < 0:
+        raise OptionsError(
+            f"windows={windows}, eval_samples={eval_samples}; needed are 1 global batch or more, and 0 samples or more"
+        )
+    head = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
+    blank = VerificationReport(
+        type(trainer).__name__, head, transformers.__version__, active_mode(trainer), could_not_tell("nothing was run")
+    )
+    try:
+        _check(trainer)
+        with traceless(trainer.model):
+            return _Verification(trainer, blank, splits, reference, with_apply).run(windows, samples, eval_samples)
+    except OptionsError:
+        raise
+    except AccumFixError as error:
+        return replace(blank, verdict=could_not_tell(str(error)), world_size=trainer.args.world_size)
+
+
+def _check(trainer: Any) -> None:
+    check_setup(trainer)
+    kind = trainer.accelerator.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        raise UnsupportedSetupError(
+            f"{kind.value} keeps the gradients in pieces of its own, which are not compared yet; verify one process or "
+            "DistributedDataParallel with the same model, data and arguments"
+        )
+    if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
+        raise UnsupportedSetupError("no parameter of the model is trainable; needed is one whose gradient is compared")
+
+
+@dataclass
+class _Verification:
+    """One verify() while it runs."""
+
+    trainer: Any
+    blank: VerificationReport
+    splits: Sequence[tuple[int, int] | int] | None
+    mode: str
+    with_apply: bool
+    wrapped: Any = None
+
+    def run(self, windows: int, samples: Sequence[Any] | None, eval_samples: int) -> VerificationReport:
+        """Draw, compute the references, run every cut in every mode, evaluate."""
+        trainer = self.trainer
+        options = options_of(trainer)
+        named = [(name, each) for name, each in trainer.model.named_parameters() if each.requires_grad]
+        self.parameters: list[nn.Parameter] = [parameter for _, parameter in named]
+        notes = ["dropout was turned off for the comparison"] if without_dropout(trainer.model) else []
+        own = (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps)
+        drawn = draw(understudy(trainer, *own), windows, samples)
+        notes += drawn.notes
+        modes = [STOCK, *([MENDED] if self.with_apply and enabled() else [])]
+        modes = modes if self.with_apply else [self.blank.active]
+        if self.with_apply and not enabled():
+            notes.append(f"apply() was left out: {SWITCH}={os.environ[SWITCH]}")
+        report = replace(self.blank, world_size=trainer.args.world_size)
+        results: list[SplitResult] = []
+        references: list[Reference] = []
+        sizes, items = [], []
+        for number, rows in enumerate(drawn.windows):
+            splits = splits_of(len(rows), own[0], self.splits)
+            scene = self._scene(drawn, rows, options)
+            every = [each for rank in _gathered(trainer, list(rows)) for each in rank]
+            reference = compute(scene, every, self.mode)
+            references.append(reference)
+            sizes.append(len(every))
+            items.append(scene.count(every))
+            cuts = [_Cut(self, scene, reference, number, rows, split, len(every), every) for split in splits]
+            results += [cut.result(mode, options) for cut in cuts for mode in modes]
+            report = replace(report, contract=str(scene.contract))
+            if not reference.decomposes:
+                notes.append("two halves of the global batch do not add up to it: no cut can equal the full batch")
+        evaluated, reason = evaluate(self.trainer, scene, eval_samples, modes, options)
+        notes += [reason] if reason else []
+        return replace(
+            report,
+            evaluation=evaluated,
+            verdict=judge([result for result in results if result.mode == report.active]),
+            samples=tuple(sizes),
+            items=tuple(items),
+            reference=references[0].words,
+            floor=max(each.floor for each in references),
+            tolerance=max(self.tolerance(each) for each in references),
+            results=tuple(results),
+            notes=tuple(dict.fromkeys(notes)),
+        )
+
+    def tolerance(self, reference: Reference) -> float:
+        """Up to which relative error a gradient is called exact."""
+        rounding = max(torch.finfo(dtype).eps for dtype in (reference.dtype, *(each.dtype for each in self.parameters)))
+        return max(_FLOORS * reference.floor, _ROUNDINGS * rounding)
+
+    def _scene(self, drawn: Drawn, rows: Sequence[Any], options: Options) -> Scene:
+        """The trainer without accumulation, its contract observed on the window as the user cuts it."""
+        alone = understudy(self.trainer, len(rows), 1)
+        own = Split(self.trainer.args.per_device_train_batch_size, 1)
+        contract = settle(alone, own.micro_batches(rows, drawn.collate), options)
+        return Scene(alone, self.parameters, contract, drawn.collate)
+
+
+@dataclass
+class _Cut:
+    """One cut of one global batch."""
+
+    verification: _Verification
+    scene: Scene
+    reference: Reference
+    window: int
+    rows: Sequence[Any]
+    split: Split
+    samples: int
+    every: Sequence[Any]
+
+    @property
+    def trainer(self) -> Any:
+        return self.verification.trainer
+
+    def micro_batches(self) -> list[Any]:
+        return self.split.micro_batches(self.rows, self.scene.collate)
+
+    def result(self, mode: str, options: Options) -> SplitResult:
+        """Run the cut in one mode and compare."""
+        count = -(-len(self.rows) // self.split.per_device)
+        blank = SplitResult(
+            mode, self.split.per_device, self.split.steps, count, self.window, could_not_tell("not run")
+        )
+        try:
+            with in_mode(mode, self.trainer, options):
+                run = rehearse(
+                    self.trainer,
+                    self.verification.parameters,
+                    self.micro_batches(),
+                    self.split,
+                    self.samples,
+                    self.verification.wrapped,
+                )
+        except AccumFixError as error:
+            return replace(blank, verdict=could_not_tell(str(error)))
+        except (RuntimeError, ValueError) as error:
+            own = self.split.per_device == self.trainer.args.per_device_train_batch_size
+            if own and not out_of_memory(error):
+                raise
+            take(self.verification.parameters)
+            return replace(blank, verdict=could_not_tell(f"this micro-batch cannot be run: {error}"))
+        self.verification.wrapped = run.wrapped
+        return self._compared(blank, run, count)
+
+    def _compared(self, blank: SplitResult, run: Rehearsal, count: int) -> SplitResult:
+        """The numbers and the verdict, every rank alike."""
+        release = self.verification.blank.transformers
+        lost = is_present(explanation.LOST, release) and run.steps_run < count
+        if run.gradient is None:
+            words = f"no optimizer step came of {run.steps_run} of {count} micro-batches"
+            if not lost:
+                return replace(blank, verdict=could_not_tell(words))
+            return replace(blank, verdict=Verdict(Kind.OFF, f"off: {words}"), defects=(explanation.LOST,))
+        parameters, world_size = self.verification.parameters, self.trainer.args.world_size
+        wanted, weights = [self.reference.gradient], [1.0]
+        loss = self.reference.loss
+        router = None
+        if self.scene.contract.has_router_loss:
+            here, value = self.scene.router(self.micro_batches())
+            router = averaged(here, parameters, world_size)
+            wanted, weights = [*wanted, router], [1.0, 1.0]
+            loss += _mean(self.trainer, value)
+        products = dots(run.gradient, *wanted)
+        right = math.sqrt(float(products[1:, 1:].sum()))
+        norm = math.sqrt(float(products[0, 0])) if products[0, 0] >= 0 else math.nan
+        error = _worst(self.trainer, distance(run.gradient, wanted, weights) / (right or 1.0))
+        logged = _mean(self.trainer, run.loss)
+        result = replace(
+            blank,
+            norm_ratio=norm / right if right else None,
+            error=error,
+            cosine=float(products[0, 1:].sum()) / (norm * right) if norm * right else None,
+            loss_ratio=logged / loss if loss else None,
+        )
+        tolerance = self.verification.tolerance(self.reference)
+        if error <= tolerance:
+            convention = ", the router's loss the mean over micro-batches by convention" if router is not None else ""
+            return replace(result, verdict=Verdict(Kind.EXACT, f"exact to the floor{convention}"))
+        if lost:
+            words = f"{run.steps_run} of {count} micro-batches were trained on"
+            return replace(result, verdict=_off(error, words), defects=(explanation.LOST,))
+        why = self._why(run, router, result.loss_ratio or math.nan, count, max(_NEAR * tolerance, _NEAREST))
+        return replace(result, verdict=_off(error, why.words), defects=tuple(dict.fromkeys(why.defects)))
+
+    def _why(self, run: Rehearsal, router: Any, logged: float, count: int, precision: float) -> Explanation:
+        """The candidates one after the other, the cheap ones first."""
+        assert run.gradient is not None
+        gradient, right = run.gradient, self.reference.gradient
+        if not torch.isfinite(dots(gradient)).all():
+            empty = any(not self._items(inputs) for inputs in self.micro_batches())
+            named = ("window-without-items-is-nan",) if empty else ()
+            return Explanation("not a number" + (", a micro-batch has no target" if empty else ""), named)
+        facts = self._facts(count)
+        inherent = self._inherent()
+        if router is not None:
+            found = fit(gradient, right, router)
+            if found.residual <= precision:
+                return explanation.of_router(found.weights[0], found.weights[1], facts, precision)
+        else:
+            found = fit(gradient, right)
+            if found.residual <= precision:
+                return explanation.of_factor(found.weights[0], logged, facts, precision)
+        parameters, world_size = self.verification.parameters, self.trainer.args.world_size
+        if world_size > 1 and self.scene.contract.by_number:
+            ranks = fit(gradient, averaged(self._rank_mean(), parameters, world_size))
+            if ranks.residual <= precision:
+                return explanation.of_rank_means(ranks.weights[0], logged, facts, precision)
+        means = fit(gradient, averaged(self._means(count), parameters, world_size), *([router] if router else []))
+        if means.residual <= precision:
+            why = explanation.of_means(means.weights[0], logged, facts, precision)
+            return Explanation(f"{why.words}; {inherent}", why.defects) if inherent else why
+        if inherent:
+            return Explanation(inherent)
+        return Explanation("not one of the known kinds")
+
+    def _inherent(self) -> str:
+        """Why no cut at all can equal the full batch; empty where one can."""
+        contract = self.scene.contract
+        if contract.reduction is Reduction.PLAIN:
+            return f"{contract.reason}, so no cut can equal the full batch"
+        return "" if self.reference.decomposes else "the loss does not decompose, so no cut can equal the full batch"
+
+    def _means(self, count: int) -> list[Any]:
+        for inputs in self.micro_batches():
+            if self._items(inputs) != 0:
+                self.scene.backward(inputs, 1 / count)
+        return take(self.verification.parameters)
+
+    def _rank_mean(self) -> list[Any]:
+        batches = self.micro_batches()
+        counts = [self._items(inputs) or 0.0 for inputs in batches]
+        for inputs, counted in zip(batches, counts, strict=True):
+            if counted:
+                self.scene.backward(inputs, counted / sum(counts))
+        return take(self.verification.parameters)
+
+    def _items(self, inputs: Any) -> float | None:
+        items = self.scene.contract.items
+        return None if items is None else float(items.count(inputs))
+
+    def _facts(self, count: int) -> Facts:
+        trainer, contract = self.trainer, self.scene.contract
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        labels = [batch.get("labels") for batch in (self.scene.collate([row]) for row in self.every)]
+        counted = shifted = None
+        if all(isinstance(each, torch.Tensor) and each.ndim > 1 for each in labels):
+            counted = float(sum(int((each != -100).sum()) for each in labels))
+            shifted = float(sum(int((each[..., 1:] != -100).sum()) for each in labels))
+        problem = getattr(getattr(model, "config", None), "problem_type", None)
+        return Facts(
+            micro_batches=count,
+            steps=self.split.steps,
+            world_size=trainer.args.world_size,
+            items=self.scene.count(self.every),
+            labels=counted,
+            labels_shifted=shifted,
+            reduction=contract.reduction,
+            head=type(model).__name__,
+            release=self.verification.blank.transformers,
+            ignore_index=None if contract.items is None else contract.items.ignore_index,
+            declares=bool(getattr(trainer, "model_accepts_loss_kwargs", False)),
+            own_loss_func=getattr(trainer, "compute_loss_func", None) is not None,
+            smoothing=trainer.label_smoother is not None,
+            compiled=hasattr(trainer.model, "_orig_mod"),
+            classification=problem in ("regression", "multi_label_classification"),
+            has_labels=all(each is not None for each in labels),
+            library=type(model).__module__.startswith("transformers."),
+            generic=any(base.__name__.startswith("GenericFor") for base in type(model).__mro__),
+            text=getattr(model, "main_input_name", "") == "input_ids",
+        )
+
+
+def _off(error: float, words: str) -> Verdict:
+    return Verdict(Kind.OFF, f"off by {error:.2g}: {words}")
+
+
+def _gathered(trainer: Any, value: Any) -> list[Any]:
+    return list(gather_object([value])) if trainer.args.world_size > 1 else [value]
+
+
+def _mean(trainer: Any, value: float) -> float:
+    found = _gathered(trainer, value)
+    return float(sum(found) / len(found))
+
+
+def _worst(trainer: Any, value: float) -> float:
+    found = _gathered(trainer, value)
+    return math.inf if any(not math.isfinite(each) for each in found) else max(found)

@@ -1,0 +1,54 @@
+"""``hf-accum-fix verify`` on a plain script: one process, and two ranks under torchrun."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_accum_fix.cli import main
+from tests.cli.processes import environment, start
+
+SCRIPT = str(Path(__file__).with_name("script.py"))
+VERIFY = [sys.executable, "-m", "hf_accum_fix", "verify"]
+
+
+def test_one_process_wrong_then_mended(tmp_path: Path) -> None:
+    wrong = start([*VERIFY, "--json", str(tmp_path / "r.json"), "--splits", "2x2,1x4", SCRIPT], environment())
+    assert wrong.returncode == 1 and "G times [classic-head-drops-item-count]" in wrong.stdout, wrong.stderr
+    assert "trained" not in wrong.stdout
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["verdict"]["kind"] == "off" and len(report["results"]) == 4
+    mended = start([*VERIFY, "--splits", "1x4", SCRIPT, "mended"], environment())
+    assert mended.returncode == 0 and "verdict: exact to the floor" in mended.stdout, mended.stderr
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """G x W times in training; the evaluation of 11 samples is W times, and the item mean with the option."""
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "--rdzv_backend", "c10d"]
+    launch += ["--rdzv_endpoint", "localhost:0", "-m", "hf_accum_fix", "verify", "--json", str(tmp_path / "r.json")]
+    done = start([sys.executable, *launch, SCRIPT], environment())
+    assert done.returncode == 1, done.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["world_size"] == 2 and report["samples"] == [8]
+    told = {(each["mode"], each["per_device"], each["steps"]): each for each in report["results"]}
+    assert told["stock", 1, 4]["verdict"]["words"].endswith("G x W times")
+    assert told["stock", 1, 4]["norm_ratio"] == pytest.approx(8, rel=1e-5)
+    assert {each["verdict"]["kind"] for key, each in told.items() if key[0] == "apply()"} == {"exact"}
+    evaluated = {(each["mode"], each["per_device"]): each["error"] for each in report["evaluation"]}
+    assert evaluated["stock", 1] > 0.5
+    assert evaluated["eval_loss=True", 8] < 1e-6 and evaluated["eval_loss=True", 1] < 1e-6
+
+
+def test_a_script_that_does_not_train_could_not_be_told(capsys: pytest.CaptureFixture[str]) -> None:
+    done = start([*VERIFY, SCRIPT, "stops"], environment())
+    assert done.returncode == 3 and "did not call trainer.train()" in done.stderr
+
+
+def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "no_such_script.py"]) == 2
+    with pytest.raises(SystemExit) as end:
+        main(["verify", "--splits", "2by2", SCRIPT])
+    assert end.value.code == 2

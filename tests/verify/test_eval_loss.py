@@ -1,0 +1,70 @@
+"""eval_loss as the mean over the evaluation set's items, by the patch and by the subclass; upstream's shown to move."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hf_accum_fix
+from hf_accum_fix import verify
+from hf_accum_fix.errors import OptionsError
+from hf_accum_fix.options import Options
+from hf_accum_fix.trainer import GlobalBatchTrainer
+from tests.numerics.heads import HEADS
+from tests.verify.trainers import Regression, points, small, trainer_of
+
+
+class ItemMean(GlobalBatchTrainer):
+    global_batch_options = Options(eval_loss=True)
+
+
+def evaluated(name: str, output: Path, size: int, **how: Any) -> float:
+    samples = HEADS[name].samples[:7]
+    trainer = trainer_of(name, output, evaluated=samples, per_device_eval_batch_size=size, **how)
+    return float(trainer.evaluate()["eval_loss"])
+
+
+@pytest.mark.parametrize("name", ["llama", "bert-mlm", "func-with-number"])
+def test_the_same_for_every_eval_batch_size(name: str, tmp_path: Path) -> None:
+    head = HEADS[name]
+    model = head.build().eval()
+    wanted = float(head.reference_loss(model, head.batch(head.samples[:7])).detach())
+    with contextlib.suppress(TypeError):  # a compute_loss_func is handed no number in the evaluation of some releases
+        assert abs(evaluated(name, tmp_path, 1) / wanted - 1) > 1e-3
+    with hf_accum_fix.apply(eval_loss=True):
+        patched = [evaluated(name, tmp_path, size) for size in (1, 3, 7)]
+    subclass = [evaluated(name, tmp_path, size, cls=ItemMean) for size in (1, 3, 7)]
+    assert patched == pytest.approx([wanted] * 3, rel=1e-6) and subclass == patched
+
+
+def test_it_is_off_by_default(tmp_path: Path) -> None:
+    stock = evaluated("llama", tmp_path, 2)
+    with hf_accum_fix.apply():
+        assert evaluated("llama", tmp_path, 2) == stock
+    assert evaluated("llama", tmp_path, 2, cls=GlobalBatchTrainer) == stock
+
+
+def test_a_loss_that_has_no_item_mean_is_left_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def loss() -> float:
+        trainer = small(Regression(batch_norm=True), tmp_path, points(8), per_device_eval_batch_size=3)
+        return float(trainer.evaluate(points(8))["eval_loss"])
+
+    stock = loss()
+    with hf_accum_fix.apply(eval_loss=True):
+        assert loss() == stock
+    assert sum("eval_loss is left as the Trainer averages it" in record.message for record in caplog.records) == 1
+
+
+def test_verify_reports_the_dependence(tmp_path: Path) -> None:
+    report = verify(trainer_of("llama", tmp_path, evaluated=HEADS["llama"].samples[:7]), splits=[2])
+    errors = {(each.mode, each.per_device): each.error for each in report.evaluation}
+    assert errors["stock", 1] > 1e-3
+    assert errors["eval_loss=True", 1] < 1e-6 and errors["eval_loss=True", 8] < 1e-6
+
+
+def test_no_bool_is_refused() -> None:
+    with pytest.raises(OptionsError, match="needed is True or False"):
+        Options(eval_loss="yes")  # type: ignore[arg-type]
