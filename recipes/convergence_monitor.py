@@ -30,6 +30,7 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -277,15 +278,17 @@ def measure_overhead(options: argparse.Namespace, device: Any) -> None:
     clocks: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
     spent: dict[tuple[str, str], list[float]] = {(arm, clock): [] for arm in arms for clock in clocks}
     for round_number in range(options.rounds + 1):
-        for name, arm in arms.items():
+        names = list(arms)
+        for name in names[round_number % 3 :] + names[: round_number % 3]:
             dist.barrier()
             before = {clock: read() for clock, read in clocks.items()}
-            arm.run(LOG_EVERY)
+            arms[name].run(LOG_EVERY)
             if round_number:  # the first allocates
                 for clock, read in clocks.items():
                     spent[name, clock].append(read() - before[clock])
     step = median(spent["plain", "processor"] + spent["plain again", "processor"]) / LOG_EVERY
     parts = arms["monitored"].parts()
+    counts = {name: operations(lambda arm=arm: arm.run(LOG_EVERY)) for name, arm in arms.items()}
     if dist.get_rank():
         return
     print(f"{device.type}, {dist.get_world_size()} ranks, {step * 1e3:.0f} ms of processor time a step")
@@ -299,6 +302,10 @@ def measure_overhead(options: argparse.Namespace, device: Any) -> None:
             for name in ("monitored", "plain again")
         }
         print(f"  {clock}: with monitors {shares['monitored']:+.2%}, without once more {shares['plain again']:+.2%}")
+    print(f"counted in {LOG_EVERY} steps and their log:")
+    for kind in ("torch operations", "collectives"):
+        without, ours = counts["plain"][kind], counts["monitored"][kind]
+        print(f"  {kind}: {without:,} without monitors, {ours - without:,} more with them ({ours / without - 1:+.2%})")
 
 
 class MediumArm:
@@ -385,6 +392,21 @@ class MediumArm:
             f"reading and judging, every {LOG_EVERY} steps": seconds_of(self.log, 20) / LOG_EVERY,
             "replicas, every 100 steps": seconds_of(self.replicas.check, 5) / 100,
         }
+
+
+def operations(call: Callable[[], Any]) -> Counter[str]:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    found = Counter[str]()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found["collectives" if operation.namespace == "c10d" else "torch operations"] += 1
+            return operation(*args, **(kwargs or {}))
+
+    with Counting():
+        call()
+    return found
 
 
 def seconds_of(call: Callable[[], Any], times: int) -> float:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import hf_accum_fix
+from hf_accum_fix import monitor
 from hf_accum_fix.cli import COMMANDS
 from hf_accum_fix.cli.explain import explanation
 from hf_accum_fix.reporting import defect_table
@@ -22,7 +23,7 @@ def test_the_defect_table_is_printed_from_the_rows() -> None:
 
 
 def test_every_public_name_is_in_the_readme() -> None:
-    for name in hf_accum_fix.__all__:
+    for name in (*hf_accum_fix.__all__, *monitor.__all__):
         assert f"`{name}" in README or f"{name}(" in README, name
 
 

@@ -46,7 +46,7 @@ def check_batch_norm(
     """Everything found about the BatchNorm layers of a model; empty without any.
 
     Call it in training mode, after the first step: layers in evaluation mode are frozen and take no statistics. Two
-    collectives, of two numbers for every rank.
+    collectives: one of all running statistics, one of two numbers a rank.
 
     Args:
         model: the model that training runs, wrapped where it is.
@@ -242,7 +242,8 @@ def _few(samples: Any) -> str:
 def _stale(model: nn.Module, layers: dict[str, _BatchNorm], optimizer: Any) -> Alarm | None:
     """Layers in use whose parameters DDP does not reduce or the optimizer does not step."""
     names = [name for name, _ in _trained(layers)]
-    unreduced, unstepped = names[:0], names[:0]
+    unreduced: list[str] = []
+    unstepped: list[str] = []
     if isinstance(model, DistributedDataParallel):
         reduced = {id(parameter) for parameter in model._module_parameters}
         unreduced = [name for name, parameter in _trained(layers) if id(parameter) not in reduced]

@@ -31,10 +31,9 @@ from hf_accum_fix.monitor.rank_gradients import RankGradients
 from hf_accum_fix.monitor.rank_loss import RankLoss
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 from hf_accum_fix.monitor.replicas import Replicas
+from hf_accum_fix.monitor.run_logs import PREFIX
 
 logger = logging.getLogger("hf_accum_fix.monitor")
-
-PREFIX = "hf_accum_fix/"
 
 
 class MonitorCallback(TrainerCallback):
@@ -146,7 +145,13 @@ class LossCallback(MonitorCallback):
         return found
 
     def _after_step(
-        self, loss: Tensor, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any = None, *args: Any
+        self,
+        loss: Tensor,
+        model: Any,
+        inputs: Mapping[str, Any],
+        num_items_in_batch: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         items = self._items(inputs)
         self._number = num_items_in_batch

@@ -57,7 +57,7 @@ class Replicas:
 
     A check reads every number once: the bits of each tensor are summed as integers, so that no changed element is lost
     in rounding; one device sync and one collective of two integers a rank. Only where the ranks differ is the
-    tensor looked for, and sent around.
+    tensor looked for, and sent around. A sum does not see elements that have changed places.
 
     Args:
         model: wrapped or not.

@@ -10,6 +10,8 @@ from typing import Any
 
 from hf_accum_fix.errors import AccumFixError
 
+#: What the monitors' names begin with in a log.
+PREFIX = "hf_accum_fix/"
 #: Keys of a line that say at which optimizer step it was written.
 _STEP_KEYS = ("step", "current_steps", "global_step", "iteration")
 #: Columns that a line of a sweep's results holds whole (recipes/llava_sweep.py), and what they are called here.

@@ -24,9 +24,8 @@ from hf_accum_fix.monitor.robust import (
     normal_of_student,
     theil_sen,
 )
-from hf_accum_fix.monitor.run_logs import Run, Series
+from hf_accum_fix.monitor.run_logs import PREFIX, Run, Series
 
-PREFIX = "hf_accum_fix/"
 #: Logs without which a trend, or a difference, is not told from noise.
 _ENOUGH = 8
 #: Most points that a slope is taken from.

@@ -132,15 +132,16 @@ def test_a_head_without_item_count_is_weighed_by_its_own_items(tmp_path: Path) -
     assert logged(its)[0]["hf_accum_fix/loss"] == pytest.approx(expected, rel=1e-5)
 
 
-class Syncs(TorchDispatchMode):
-    """Counts what reads a tensor's value on the host."""
+class Operations(TorchDispatchMode):
+    """Counts torch operations, and those that read a tensor's value on the host."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count = self.syncs = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        self.count += 1
+        self.syncs += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
         return func(*args, **(kwargs or {}))
 
 
@@ -165,9 +166,9 @@ def test_between_two_logs_there_is_no_sync_and_no_collective(tmp_path: Path) -> 
         if monitored:
             for callback in (LossCallback(its, ranks), GradientNormCallback(its, ranks), MemoryCallback(its, ranks)):
                 its.add_callback(callback)
-        with Syncs() as syncs:
+        with Operations() as operations:
             its.train()
-        counts[f"monitored: {monitored}"] = syncs.count
+        counts[f"monitored: {monitored}"] = operations.syncs
         assert ranks.sums == 0
     assert counts["monitored: True"] == counts["monitored: False"] > 0
 
@@ -186,6 +187,18 @@ def test_what_is_called_at_every_step_never_looks_at_a_number() -> None:
     for read in (meter.read, norms.read, gradients.read):
         with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
             read()
+
+
+def test_a_step_costs_a_few_operations_on_single_numbers() -> None:
+    loss, items, norm = (torch.ones(()) for _ in range(3))
+    meter, norms, gradients = LossMeter(), GradientNorm(max_norm=1.0), RankGradients()
+    for _ in range(3):
+        with Operations() as operations:
+            meter.update(loss, items)
+            norms.update(norm)
+            gradients.add(torch.ones(4))
+            gradients.end_of_step()
+    assert operations.count <= 20
 
 
 def test_the_loss_of_a_log_is_two_sums(tmp_path: Path) -> None:
