@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
 import hf_accum_fix
+from hf_accum_fix import monitor
 
 LIMIT = 0.05  # seconds of this process alone, so that a busy machine does not count
 
@@ -20,7 +22,9 @@ def fresh(script: str) -> str:
 
 
 def test_neither_torch_nor_transformers_is_imported() -> None:
-    script = "import sys, hf_accum_fix; print(sorted({'torch', 'transformers', 'accelerate'} & set(sys.modules)))"
+    script = (
+        "import sys, hf_accum_fix.monitor;print(sorted({'torch', 'transformers', 'accelerate'} & set(sys.modules)))"
+    )
     assert fresh(script) == "[]"
 
 
@@ -37,12 +41,14 @@ def test_the_import_is_quick() -> None:
     assert min(float(fresh(script)) for _ in range(8)) < LIMIT
 
 
-def test_every_public_name_is_there() -> None:
-    for name in hf_accum_fix.__all__:
-        assert getattr(hf_accum_fix, name).__module__.startswith("hf_accum_fix"), name
-    assert set(hf_accum_fix.__all__) <= set(dir(hf_accum_fix))
+@pytest.mark.parametrize("package", [hf_accum_fix, monitor], ids=lambda package: package.__name__)
+def test_every_public_name_is_there(package: ModuleType) -> None:
+    for name in package.__all__:
+        assert getattr(package, name).__module__.startswith(package.__name__), name
+    assert set(package.__all__) <= set(dir(package))
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+@pytest.mark.parametrize("package", [hf_accum_fix, monitor], ids=lambda package: package.__name__)
+def test_an_unknown_name_is_an_attribute_error(package: ModuleType) -> None:
     with pytest.raises(AttributeError, match="no attribute 'GlobalBatch'"):
-        _ = hf_accum_fix.GlobalBatch
+        _ = package.GlobalBatch
