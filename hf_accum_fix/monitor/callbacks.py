@@ -164,7 +164,10 @@ class LossCallback(MonitorCallback):
 
 
 class GradientNormCallback(MonitorCallback):
-    """`GradientNorm`: every step's norm before clipping, as ``Accelerator.clip_grad_norm_`` returns it."""
+    """`GradientNorm`: every step's norm before clipping, as ``Accelerator.clip_grad_norm_`` returns it.
+
+    Where the Trainer takes no norm (older releases without clipping), none is logged.
+    """
 
     alarms_name = "gradient_norm_alarms"
 

@@ -10,6 +10,8 @@ from hf_accum_fix.monitor.run_logs import LogsError, Run
 from hf_accum_fix.monitor.watch import summarise
 
 _PALE = 0.25
+#: Ratio of losses from which on the smaller are not to be told apart on a plain axis.
+_DECADE = 10.0
 
 
 def write_picture(runs: Sequence[Run], path: Path) -> None:
@@ -49,6 +51,9 @@ def write_picture(runs: Sequence[Run], path: Path) -> None:
         panel.set_ylabel(name)
     if "gradient norm" in axes:
         axes["gradient norm"].set_yscale("log")
+    losses = [value for each in summaries for value in each.loss.values]
+    if losses and min(losses) > 0 and max(losses) > _DECADE * min(losses):
+        axes["loss"].set_yscale("log")
     axes["loss"].set_title("loss, twice its noise from log to log; dotted: first alarms", fontsize="small")
     axes["loss"].legend(fontsize="small")
     axes[panels[-1]].set_xlabel("optimizer step")

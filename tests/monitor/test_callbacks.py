@@ -247,6 +247,10 @@ def test_without_clipping_norms_are_measured_all_the_same(tmp_path: Path) -> Non
     assert row["hf_accum_fix/gradient_norm_median"] > 0 and "hf_accum_fix/clipped_steps_share" not in row
 
 
+def test_where_the_trainer_takes_no_norm_none_is_logged(tmp_path: Path) -> None:
+    assert GradientNormCallback(trainer(tmp_path)).measured({"loss": 1.0}) == {}
+
+
 def test_every_step_is_clipped_where_the_bar_is_low(tmp_path: Path) -> None:
     its = trainer(tmp_path, max_grad_norm=1e-6)
     its.add_callback(GradientNormCallback(its))
