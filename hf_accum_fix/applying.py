@@ -127,7 +127,8 @@ class PatchHandle:
                 names = [state.seam.name for state in environment.seams]
                 patches = [Patch(trainer, name, self._wrapper(name, OVERRIDES[name])) for name in names]
                 if self.options.eval_loss:
-                    patches.append(Patch(trainer, EVALUATION.name, self._wrapper(EVALUATION.name, evaluation_loop)))
+                    loops = [name for name in EVALUATION if hasattr(trainer, name)]
+                    patches += [Patch(trainer, name, self._wrapper(name, evaluation_loop)) for name in loops]
                 self._installation = install(patches, is_pristine, self.options.allow_foreign)
                 self._state = _State.APPLIED
             finally:

@@ -65,6 +65,11 @@ class GlobalBatchMixin:
         original = super().evaluation_loop  # type: ignore[misc]
         return evaluation.evaluation_loop(original, self, args, kwargs, options=self.global_batch_options)
 
+    def prediction_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The same under ``use_legacy_prediction_loop``, which releases before 5.0 have."""
+        original = super().prediction_loop  # type: ignore[misc]
+        return evaluation.evaluation_loop(original, self, args, kwargs, options=self.global_batch_options)
+
 
 class GlobalBatchTrainer(GlobalBatchMixin, Trainer):
     """`transformers.Trainer` whose gradient and log are those of the global batch."""

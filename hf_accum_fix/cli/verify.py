@@ -7,6 +7,7 @@ import json
 import runpy
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,7 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What ``verify`` takes."""
     parser.usage = "%(prog)s [-h] [--json FILE] [--plot FILE] [--splits BxG,...] [--windows N] train.py ARGS ..."
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the report as JSON")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="also draw the error of every cut (needs matplotlib)")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        help="also draw the error of every cut, where one was computed (needs matplotlib)",
+    )
     parser.add_argument(
         "--splits", type=_splits, metavar="BxG,...", help="cuts: samples of a micro-batch x accumulation steps"
     )
@@ -67,12 +73,17 @@ def execute(arguments: argparse.Namespace) -> int:
     """Run the script, print the report on the first rank, and return its verdict.
 
     Raises:
-        OptionsError: if there is no such script.
+        OptionsError: if there is no such script, or a file asked for cannot be made; before anything is run.
         UnsupportedSetupError: if it ends before it trains.
     """
     script: Path = arguments.script
     if not script.is_file():
         raise OptionsError(f"there is no script {script}; needed is the file that you would start with python")
+    for path in (arguments.json, arguments.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise OptionsError(f"{path} cannot be written: there is no folder {path.absolute().parent}; make it first")
+    if arguments.plot is not None and find_spec("matplotlib") is None:
+        raise OptionsError("--plot needs matplotlib; pip install matplotlib")
     _intercept(lambda trainer: _report(trainer, arguments))
     before = sys.argv, sys.path[:]
     sys.argv = [str(script), *arguments.words]
@@ -128,6 +139,6 @@ def _report(trainer: Any, arguments: argparse.Namespace) -> VerificationReport:
         sys.stdout.flush()
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
-        if arguments.plot is not None:
+        if arguments.plot is not None and any(result.error is not None for result in report.results):
             report.plot(arguments.plot)
     return report

@@ -47,8 +47,9 @@ SEAMS: Final = (
     Seam("compute_loss", ("model", "inputs", "return_outputs", "num_items_in_batch"), since=_COUNTS),
 )
 
-EVALUATION: Final = Seam("evaluation_loop", ("dataloader", "description"))
-"""Wrapped only where eval_loss is asked for; no defect is mended by it."""
+EVALUATION: Final = ("evaluation_loop", "prediction_loop")
+"""Wrapped only where eval_loss is asked for; no defect is mended by them. The second is that of releases before 5.0
+with ``use_legacy_prediction_loop``."""
 
 
 def seams_of(release: Version | None) -> tuple[Seam, ...]:

@@ -12,6 +12,7 @@ from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.errors import AccumFixError
 from hf_accum_fix.evaluation import evaluation_loop
 from hf_accum_fix.options import Options
+from hf_accum_fix.upstream.seams import EVALUATION
 from hf_accum_fix.verification.modes import in_mode
 from hf_accum_fix.verification.reference import Scene
 from hf_accum_fix.verification.rehearsal import understudy
@@ -51,7 +52,7 @@ def evaluate(
                 actor.args.per_device_eval_batch_size = size
                 actor.compute_metrics = None
                 if mode == MENDED:
-                    actor.evaluation_loop = _mended(actor, replace(options, eval_loss=True))
+                    _mend(actor, replace(options, eval_loss=True))
                     metrics = actor.evaluate(rows)
                 else:
                     with in_mode(mode, trainer, options):
@@ -63,9 +64,13 @@ def evaluate(
     return tuple(results), ""
 
 
-def _mended(actor: Any, options: Options) -> Callable[..., Any]:
-    original = actor.evaluation_loop
+def _mend(actor: Any, options: Options) -> None:
+    for name in EVALUATION:
+        if hasattr(actor, name):
+            setattr(actor, name, _mended(getattr(actor, name), actor, options))
 
+
+def _mended(original: Callable[..., Any], actor: Any, options: Options) -> Callable[..., Any]:
     def loop(*args: Any, **kwargs: Any) -> Any:
         return evaluation_loop(original, actor, args, kwargs, options=options)
 

@@ -118,6 +118,8 @@ def of_factor(factor: float, logged: float, facts: Facts, precision: float) -> E
     """
     symbols = _symbols(factor, facts, precision)
     words = _WORDS[symbols[0]] if symbols else f"{factor:.4g} times"
+    if abs(factor - 1) <= precision:
+        words = "rounding above that of the reference"
     log_is_right = abs(logged - 1) < 10 * precision
     return Explanation(words, _defects(symbols, facts, log_is_right))
 

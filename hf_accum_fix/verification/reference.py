@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides import loss_alone
-from hf_accum_fix.verification.gradients import Gradient, distance, dots, fit, on_cpu, take
+from hf_accum_fix.verification.gradients import Gradient, distance, dots, on_cpu, take
 from hf_accum_fix.verification.sample import Collate
 from hf_accum_fix.verification.traceless import seed
 
@@ -152,43 +152,60 @@ def _full(scene: Scene, rows: Sequence[Any]) -> Reference:
     gradient = on_cpu(take(scene.parameters))
     _refuse_infinite(gradient)
     decomposes = True
-    if len(rows) > 1 and scene.contract.exact:
-        halves: list[Gradient] = []
-        for half in (rows[::-2], rows[-2::-2]):
-            scene.backward(scene.collate(list(half)))
-            halves.append(take(scene.parameters))
-        floor = fit(gradient, *halves).residual
-        if floor <= _DOES_NOT_DECOMPOSE:
-            return Reference(gradient, loss, floor, FULL, True, scene.contract.dtype)
-        # A half without a target is no evidence.
-        decomposes = any(scene.count(half) == 0 for half in (rows[::-2], rows[-2::-2]))
-    scene.backward(scene.collate(list(rows[::-1])))
-    dtype = scene.contract.dtype
-    return Reference(gradient, loss, _difference(take(scene.parameters), gradient), FULL, decomposes, dtype)
+    if whole_of_parts := len(rows) > 1 and _adds_up(scene, rows):
+        _summed(scene, (rows[::-2], rows[-2::-2]))
+        floor = _difference(take(scene.parameters), gradient)
+        decomposes = floor <= _DOES_NOT_DECOMPOSE
+    if not whole_of_parts or not decomposes:
+        scene.backward(scene.collate(list(rows[::-1])))
+        floor = _difference(take(scene.parameters), gradient)
+    return Reference(gradient, loss, floor, FULL, decomposes, scene.contract.dtype)
 
 
 def _streamed(scene: Scene, rows: Sequence[Any]) -> Reference:
     contract = scene.contract
-    if not contract.exact:
+    if not _adds_up(scene, rows):
         raise ContractError(
-            f"the full batch does not fit, and the loss {contract} ({contract.reason}), so that it cannot be streamed "
-            "sample by sample; verify with a smaller per_device_train_batch_size x gradient_accumulation_steps"
+            f"the reference cannot be streamed sample by sample, because the loss {contract} ({contract.reason}); "
+            "verify with a per_device_train_batch_size x gradient_accumulation_steps that fits in one forward"
         )
-    counts = [scene.count([row]) or 0.0 for row in rows]
-
-    def summed(order: Sequence[int]) -> float:
-        total = 0.0
-        for place in order:
-            weight = 1.0 if contract.reduction is Reduction.SUM else counts[place] / sum(counts)
-            if weight:
-                total += weight * scene.backward(scene.collate([rows[place]]), weight)
-        return total
-
-    loss = summed(range(len(rows)))
+    loss = _summed(scene, [[row] for row in rows])
     gradient = on_cpu(take(scene.parameters))
     _refuse_infinite(gradient)
-    summed(range(len(rows) - 1, -1, -1))
+    # Other kernels run on more than one sample at a time, and round otherwise.
+    pairs = [rows[max(0, end - 2) : end] for end in range(len(rows), 0, -2)]
+    try:
+        _summed(scene, pairs)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        take(scene.parameters)
+        _summed(scene, [[row] for row in rows[::-1]])
     return Reference(gradient, loss, _difference(take(scene.parameters), gradient), STREAMED, True, contract.dtype)
+
+
+def _adds_up(scene: Scene, rows: Sequence[Any]) -> bool:
+    """Whether the contract says how parts make the whole; of rules that fitted alike, when all count these alike."""
+    contract = scene.contract
+    if not replace(contract, conclusive=True).exact:
+        return False
+    if contract.conclusive or contract.items is None:
+        return True
+    rules = (contract.items, *contract.alternatives)
+    return all(
+        len({float(rule.count(batch)) for rule in rules}) == 1 for batch in (scene.collate([row]) for row in rows)
+    )
+
+
+def _summed(scene: Scene, groups: Sequence[Sequence[Any]]) -> float:
+    """Add up the gradients of groups of samples, each with its share of the items, and return the loss of all."""
+    counts = [scene.count(group) or 0.0 for group in groups]
+    total = 0.0
+    for group, count in zip(groups, counts, strict=True):
+        weight = 1.0 if scene.contract.reduction is Reduction.SUM else count / sum(counts)
+        if weight:
+            total += weight * scene.backward(scene.collate(list(group)), weight)
+    return total
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -41,7 +41,7 @@ from hf_accum_fix.verification.traceless import traceless, without_dropout
 #: Errors up to this many times the noise of the reference are noise: a cut runs other kernels than the full batch.
 _FLOORS: Final = 8.0
 #: Roundings of the coarsest type, of parameters or loss, that a sum over micro-batches may cost at the least.
-_ROUNDINGS: Final = 8.0
+_ROUNDINGS: Final = 2.0
 #: How near a factor comes to its symbol, in tolerances, and at the least.
 _NEAR: Final = 8.0
 _NEAREST: Final = 1e-5

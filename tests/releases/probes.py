@@ -545,8 +545,8 @@ def averaging_without_count() -> float:
         raise UnavailableError("the gather of no count raises") from error
 
 
-def evaluation_loss() -> float:
-    head = module(Divides)
+def evaluation_loss(build: Callable[[], nn.Module]) -> float:
+    head = module(build)
     trainer = _trainer(head, head.build(), 2, 2, per_device_eval_batch_size=2, **averaged())
     return float(trainer.evaluate()["eval_loss"]) / right_step(head, 2)[1]
 
@@ -716,7 +716,8 @@ PROBES: dict[str, Probe] = {
     "loss-scaled-in-place": Probe(scaled_in_place, 1.0, before=0.0, ranks=2),
     "averaging-gathers-nothing": Probe(averaging_crashes, 1.0, before=0.0, after=0.0, ranks=2),
     "averaging-times-ranks-without-count": Probe(averaging_without_count, W, after=1.0, ranks=2),
-    "evaluation-loss-times-ranks": Probe(evaluation_loss, W, before=1.0, after=1.0, ranks=2),
+    "evaluation-loss-times-ranks": Probe(lambda: evaluation_loss(Divides), W, before=1.0, after=1.0, ranks=2),
+    "evaluation-mean-times-ranks": Probe(lambda: evaluation_loss(TakesKwargs), W, before=1.0, ranks=2),
     "epoch-tail-not-trained": Probe(steps_in_one_epoch, 1.0, after=2.0),
     "remainder-of-examples": Probe(trained_in_first_epoch, 6.0, before=7.0, after=7.0),
     "tail-carried-into-next-epoch": Probe(steps_across_epochs, 1.0, after=0.0),

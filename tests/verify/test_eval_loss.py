@@ -13,7 +13,7 @@ from hf_accum_fix import verify
 from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.options import Options
 from hf_accum_fix.trainer import GlobalBatchTrainer
-from tests.numerics.heads import HEADS
+from tests.numerics.heads import HEADS, before
 from tests.verify.trainers import Regression, points, small, trainer_of
 
 
@@ -38,6 +38,17 @@ def test_the_same_for_every_eval_batch_size(name: str, tmp_path: Path) -> None:
         patched = [evaluated(name, tmp_path, size) for size in (1, 3, 7)]
     subclass = [evaluated(name, tmp_path, size, cls=ItemMean) for size in (1, 3, 7)]
     assert patched == pytest.approx([wanted] * 3, rel=1e-6) and subclass == patched
+
+
+LEGACY = {"use_legacy_prediction_loop": True}
+
+
+@pytest.mark.skipif(not before("5.0"), reason="releases since 5.0 have no legacy loop")
+def test_the_legacy_loop_too(tmp_path: Path) -> None:
+    with hf_accum_fix.apply(eval_loss=True):
+        patched = [evaluated("llama", tmp_path, size, **LEGACY) for size in (1, 3)]
+        assert patched == pytest.approx([evaluated("llama", tmp_path, 7)] * 2, rel=1e-6)
+    assert [evaluated("llama", tmp_path, size, cls=ItemMean, **LEGACY) for size in (1, 3)] == patched
 
 
 def test_it_is_off_by_default(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""verify() on two gloo ranks: errors of the world size show, and every rank is told the same."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from tests.cli.processes import environment, start
+from tests.numerics.heads import before
+
+pytestmark = pytest.mark.skipif(before("5.23"), reason="what the newest release does")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The reports of the first rank."""
+    output = tmp_path_factory.mktemp("two_ranks") / "reports.json"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "tests.verify.two_ranks"]
+    done = start([sys.executable, *launch, output], environment())
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads(output.read_text())
+    assert first == second
+    return dict(first)
+
+
+def words(report: dict[str, Any], mode: str, cut: tuple[int, int]) -> str:
+    for each in report["results"]:
+        if (each["mode"], each["per_device"], each["steps"]) == (mode, *cut):
+            return str(each["verdict"]["words"])
+    raise KeyError(cut)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("llama", "exact to the floor"),
+        ("bert-classes", "G x W times"),
+        ("bert-mlm", "G x W times, and the mean of micro-batch means"),
+        ("mixtral", "aux loss times G x W"),
+        ("lora", "G x W times, and the mean of micro-batch means"),
+    ],
+)
+def test_stock_is_told_apart_and_apply_is_exact(name: str, wanted: str, told: dict[str, Any]) -> None:
+    report = told[name]
+    assert report["world_size"] == 2 and report["samples"] == [8]
+    assert words(report, "stock", (1, 4)).endswith(wanted)
+    mended = [each for each in report["results"] if each["mode"] == "apply()"]
+    assert len(mended) == 4 and {each["verdict"]["kind"] for each in mended} == {"exact"}
+    assert all(each["error"] < 1e-6 for each in mended)
+
+
+def test_the_evaluation_is_the_item_mean_with_the_option(told: dict[str, Any]) -> None:
+    errors = {(each["mode"], each["per_device"]): each["error"] for each in told["evaluated"]["evaluation"]}
+    assert errors["stock", 1] > 1e-3
+    assert errors["eval_loss=True", 1] < 1e-6 and errors["eval_loss=True", 8] < 1e-6
+
+
+def test_in_batch_negatives(told: dict[str, Any]) -> None:
+    assert told["contrastive"]["verdict"]["kind"] == "off"
+    assert "no cut can equal the full batch" in told["contrastive"]["verdict"]["words"]
+
+
+def test_the_training_that_follows_is_undisturbed(told: dict[str, Any]) -> None:
+    assert told["trained"]["same"] and told["trained"]["loss"] > 0
