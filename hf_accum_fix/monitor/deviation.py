@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_accum_fix.monitor.robust import Cusum
+from hf_accum_fix.monitor.robust import Cusum, normal_of_student
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,23 @@ class Deviation:
     rank: int
     difference: float
     unusual: float
+
+    @classmethod
+    def of(cls, rank: int, difference: float, error: float, freedom: float, tolerance: float) -> Deviation:
+        """That of a difference whose standard error is told from so many degrees of freedom (Student).
+
+        Args:
+            rank: its number.
+            difference: its value minus that of the others.
+            error: standard error of that, in the same unit.
+            freedom: degrees of freedom of the error.
+            tolerance: absolute difference that counts as none; what is beyond it is held against the error.
+        """
+        beyond = max(abs(difference) - tolerance, 0.0)
+        if beyond == 0:
+            return cls(rank, difference, 0.0)
+        t = math.copysign(beyond / error if error else math.inf, difference)
+        return cls(rank, difference, normal_of_student(t, freedom))
 
 
 class Shifts:

@@ -35,7 +35,6 @@ from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.deviation import OF_TWO, Deviation, Shifts
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
-from hf_accum_fix.monitor.robust import normal_of_student
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -197,8 +196,6 @@ def deviations(steps: list[tuple[float, ...]], tolerance: float = 0.0) -> list[D
 
         s^2 / T * R / (R - 1),        s^2 = sum (y - effect)^2 / ((T - 1) (R - 1)).
 
-    Student's deviates are turned into normal ones.
-
     Args:
         steps: norms [steps][ranks], positive and finite; at least two of each.
         tolerance: absolute difference of log norms that counts as none.
@@ -212,10 +209,7 @@ def deviations(steps: list[tuple[float, ...]], tolerance: float = 0.0) -> list[D
     freedom = (count - 1) * (ranks - 1)
     squares = sum((value - effect) ** 2 for step in centred for value, effect in zip(step, effects, strict=True))
     error = math.sqrt(squares / freedom / count * ranks / (ranks - 1))
-    found = []
-    for rank, effect in enumerate(effects):
-        difference = effect * ranks / (ranks - 1)
-        beyond = max(abs(difference) - tolerance, 0.0)
-        t = math.copysign(beyond / error if error else math.inf if beyond else 0.0, difference)
-        found.append(Deviation(rank, difference, normal_of_student(t, freedom)))
-    return found
+    return [
+        Deviation.of(rank, effect * ranks / (ranks - 1), error, freedom, tolerance)
+        for rank, effect in enumerate(effects)
+    ]

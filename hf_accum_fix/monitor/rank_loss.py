@@ -17,7 +17,6 @@ import math
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.deviation import OF_TWO, Deviation, Shifts
 from hf_accum_fix.monitor.loss import LossReading, Moments
-from hf_accum_fix.monitor.robust import normal_of_student
 
 LOOK_AT = "look at this rank's data shard, its seed (sampler, dropout) and its precision or device"
 
@@ -117,7 +116,7 @@ def deviations(moments: tuple[Moments, ...], measured: list[int], tolerance: flo
         D / B / sum(n)                  where it falls with their square root,
 
     A and B being the sums of n^2 and of n over all micro-batches, each rank's times 1 - 1 / m_eff for the mean that was
-    taken from the same numbers. Student's deviates, of sum(m_eff - 1) degrees of freedom, are turned into normal ones.
+    taken from the same numbers. There are sum(m_eff - 1) degrees of freedom.
 
     Source: Cochran 1977, "Sampling Techniques", section 9A (both variances); the within-rank deviations as in a one-way
     analysis of variance, so that a rank that is off does not hide itself.
@@ -140,11 +139,8 @@ def deviations(moments: tuple[Moments, ...], measured: list[int], tolerance: flo
     for rank in measured:
         its = moments[rank]
         others = total - its
-        difference = its.mean - others.mean
-        beyond = max(abs(difference) - tolerance * abs(total.mean), 0.0)
         error = math.sqrt(variance(its) + variance(others))
-        t = math.copysign(beyond / error if error else math.inf if beyond else 0.0, difference)
-        found.append(Deviation(rank, difference, normal_of_student(t, freedom)))
+        found.append(Deviation.of(rank, its.mean - others.mean, error, freedom, tolerance * abs(total.mean)))
     return found
 
 
