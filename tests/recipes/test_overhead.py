@@ -1,0 +1,73 @@
+"""What apply() costs, in counts: operations, numbers read by the host, collectives, bytes, forwards."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from hf_accum_fix import Items, LossContract, Reduction
+from tests.cli.processes import environment, start
+from tests.numerics.heads import before
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "overhead.py"
+
+pytestmark = pytest.mark.skipif(before("5.23"), reason="what is added to the newest release")
+
+
+@pytest.fixture(scope="module")
+def overhead() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("overhead", RECIPE)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["overhead"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("head", ["llama", "bert"])
+def test_a_step_costs_two_in_a_hundred_operations_and_no_memory(head: str, overhead: ModuleType) -> None:
+    """The layers of the medium model, and narrow ones, since the width changes no count."""
+    size = replace(overhead.SIZES["medium"], width=32, length=16)
+    stock, ours = (overhead.count(head, size, mode) for mode in ("stock", "apply"))
+    assert stock.operations < ours.operations <= 1.02 * stock.operations
+    # On a CPU, where it waits for nothing, the count is looked at in every window; on a GPU, at the end of training.
+    assert ours.reads <= stock.reads + 1
+    assert ours.collectives == stock.collectives == 0
+    assert ours.peak_bytes <= stock.peak_bytes + 256
+    assert stock.observing_forwards == 0 and 0 < ours.observing_forwards <= 4
+
+
+def test_a_contract_given_by_hand_costs_no_forward(overhead: ModuleType) -> None:
+    contract = LossContract(Reduction.NUMBER, Items(keys=("labels",), shift=True))
+    ours = overhead.count("llama", overhead.SIZES["tiny"], "apply", contract=contract)
+    assert ours.observing_forwards == 0
+
+
+def test_two_ranks_have_no_collective_more(tmp_path: Path) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", RECIPE, "--counts"]
+    output = tmp_path / "overhead"
+    done = start([sys.executable, *launch, "--sizes", "tiny", "--output", output], environment(RECIPE.parents[1]))
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+    for head in ("llama", "bert"):
+        stock, ours = (row for row in rows if row["head"] == head)
+        assert (stock["mode"], ours["mode"]) == ("stock", "apply")
+        assert ours["collectives"] == stock["collectives"] > 0 and ours["reads"] <= stock["reads"] + 1
+    assert "collectives a step" in (output / "table.md").read_text()
+
+
+def test_bad_input_is_told_and_nothing_is_overwritten(
+    tmp_path: Path, overhead: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "results.jsonl").write_text("kept")
+    for words in (["--heads", "gpt"], ["--rounds", "0"], ["--output", str(tmp_path)]):
+        with pytest.raises(SystemExit) as end:
+            overhead.main(words)
+        assert end.value.code == 2
+    assert "so that nothing is overwritten" in capsys.readouterr().err
+    assert (tmp_path / "results.jsonl").read_text() == "kept"
