@@ -45,7 +45,7 @@ LEARNING_RATE, MAX_NORM = 2e-3, 5.0
 FAULTS = ("none", "data", "seed", "scale", "replica", "batch-norm", "leak", "spike")
 LEAK = 400 * 1024
 
-#: The medium model that the cost is measured on: 11 million parameters, 512 tokens a micro-batch.
+#: The transformer that the cost is measured on: 11 million parameters, 512 tokens a micro-batch.
 WIDTH, LAYERS, VOCABULARY, SAMPLES, TOKENS = 384, 6, 1000, 8, 64
 
 
@@ -268,13 +268,13 @@ def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
 
 
 def measure_overhead(options: argparse.Namespace, device: Any) -> None:
-    """Prints what each monitor takes of a step of the medium model, and whole steps with and without them in turns.
+    """Prints what each monitor takes of a step of a transformer, and whole steps with and without them in turns.
 
     Clocks on a busy machine are noisy, so a second arm without monitors shows by how much.
     """
     import torch.distributed as dist
 
-    arms = {name: MediumArm(device, monitored=name == "monitored") for name in ("plain", "monitored", "plain again")}
+    arms = {name: Arm(device, monitored=name == "monitored") for name in ("plain", "monitored", "plain again")}
     clocks: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
     spent: dict[tuple[str, str], list[float]] = {(arm, clock): [] for arm in arms for clock in clocks}
     for round_number in range(options.rounds + 1):
@@ -308,8 +308,8 @@ def measure_overhead(options: argparse.Namespace, device: Any) -> None:
         print(f"  {kind}: {without:,} without monitors, {ours - without:,} more with them ({ours / without - 1:+.2%})")
 
 
-class MediumArm:
-    """The medium model under DDP, with every monitor or with none."""
+class Arm:
+    """The transformer under DDP, with every monitor or with none."""
 
     def __init__(self, device: Any, *, monitored: bool) -> None:
         import torch
