@@ -589,16 +589,17 @@ def _loss_in_window(
 ) -> tuple[Tensor, Any]:
     contract, window = session.contract, session.window
     assert contract is not None and window is not None
-    if contract.reduction is Reduction.NUMBER and _loss_func(trainer) is None:
+    rounded = contract.reduction is Reduction.NUMBER and _loss_func(trainer) is None and _inputs_are_rounded(trainer)
+    if contract.reduction is Reduction.NUMBER and _loss_func(trainer) is None and not rounded:
         return _base_loss(trainer, model, inputs, _number(window.mean, contract))
     if contract.reduction is Reduction.PLAIN:
         return _base_loss(trainer, model, inputs, _number(window.mean, contract) if contract.items else None)
     if contract.reduction is Reduction.SUM:
         loss, outputs = _base_loss(trainer, model, inputs, _number(window.mean, contract))
         ratio: Tensor | float = len(window.batches) * trainer.args.world_size
-    elif contract.reduction is Reduction.INTEGER:
+    elif contract.reduction is Reduction.INTEGER or rounded:
         cut = window.mean.ceil()
-        loss, outputs = _base_loss(trainer, model, inputs, _number(cut, contract))
+        loss, outputs = _base_loss(trainer, model, inputs, cut.long() if rounded else _number(cut, contract))
         ratio = cut / window.mean
     else:
         assert contract.items is not None
@@ -617,6 +618,16 @@ def _loss_in_window(
 
 def _number(value: Tensor, contract: LossContract) -> Tensor:
     return value if contract.dtype is torch.float64 else value.float()
+
+
+def _inputs_are_rounded(trainer: Any) -> bool:
+    """Whether the engine rounds the floating-point inputs of a forward, the number among them, to 16 bits.
+
+    Source: ``cast_forward_inputs`` of FSDP's mixed precision, ``DeepSpeedEngine._cast_inputs_half``; in float16 a
+    number above 65504 would be infinite.
+    """
+    sharded = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    return sharded and trainer.accelerator.mixed_precision != "no"
 
 
 def _base_loss(

@@ -1,0 +1,128 @@
+"""The backends as rows of data: what a user writes or launches with, and what must then stand around the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to move gradients between ranks.
+
+    Attributes:
+        name: of the row.
+        wrapped: class of ``trainer.model_wrapped``, or of a base of it: a row that silently runs under something else
+            fails.
+        arguments: of TrainingArguments.
+        environment: what ``accelerate launch`` would set.
+        prepare: changes the trainer once it is built.
+        dtype: of the model's parameters.
+        autocast: dtype of the forward's products where it is another one.
+        compute: dtype in which the parameters are run and their gradients gathered, where it is another one.
+        reports_norm: of the gradient; DeepSpeed clips at stage 0 without telling.
+        everyday: run by the everyday tests; the others by ``pytest -m backends``.
+    """
+
+    name: str
+    wrapped: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    prepare: Callable[[Any], None] | None = None
+    dtype: torch.dtype = torch.float64
+    autocast: torch.dtype | None = None
+    compute: torch.dtype | None = None
+    reports_norm: bool = True
+    everyday: bool = False
+
+
+DDP, FSDP1, FSDP2, DEEPSPEED = "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"
+#: FSDP1 takes norms in float32, DeepSpeed knows no float64.
+FLOAT32: Any = {"dtype": torch.float32}
+
+
+def as_bucket_view(trainer: Any) -> None:
+    trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
+
+
+#: Without a GPU accelerate does not know where to put the parameters that it would broadcast.
+FULL_SHARD_1 = {
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    "FSDP_USE_ORIG_PARAMS": "true",
+    "FSDP_SYNC_MODULE_STATES": "false",
+}
+
+
+def fsdp_argument(version: int, *words: str) -> dict[str, Any]:
+    """``--fsdp`` and its config."""
+    config = {"version": version, **({"sync_module_states": False} if version == 1 else {})}
+    return {"fsdp": " ".join(("full_shard", *words, "auto_wrap")), "fsdp_config": config}
+
+
+def launched_fsdp(version: int, **more: str) -> dict[str, str]:
+    """The variables of ``accelerate launch --use_fsdp --fsdp_version ...``."""
+    return {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": str(version),
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+        **(FULL_SHARD_1 if version == 1 else {}),
+        **more,
+    }
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    """A DeepSpeed config as the documentation of Transformers writes it, with torch's own optimizer."""
+    return {
+        "deepspeed": {
+            "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+            "zero_allow_untested_optimizer": True,
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            **more,
+        }
+    }
+
+
+def deepspeed(stage: int, name: str = "", **more: Any) -> Backend:
+    given = {"dtype": torch.float32, "environment": LAUNCHED_DEEPSPEED, **more}
+    return Backend(name or f"deepspeed-zero-{stage}", DEEPSPEED, zero(stage), **given)
+
+
+LAUNCHED_DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"}
+ONE_BY_ONE = {"gradient_checkpointing": True}
+
+BACKENDS = {
+    row.name: row
+    for row in (
+        Backend("ddp", DDP, everyday=True),
+        Backend("ddp-find-unused-parameters", DDP, {"ddp_find_unused_parameters": True}),
+        Backend("ddp-static-graph", DDP, {"ddp_static_graph": True}),
+        Backend("ddp-gradient-checkpointing", DDP, ONE_BY_ONE),
+        Backend(
+            "ddp-gradient-checkpointing-reentrant",
+            DDP,
+            {**ONE_BY_ONE, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        ),
+        Backend("ddp-gradient-as-bucket-view", DDP, prepare=as_bucket_view),
+        Backend("ddp-bf16", DDP, {"bf16": True}, autocast=torch.bfloat16, **FLOAT32),
+        Backend("fsdp1-launched", FSDP1, environment=launched_fsdp(1), **FLOAT32),
+        Backend("fsdp1-launched-offloaded", FSDP1, environment=launched_fsdp(1, FSDP_OFFLOAD_PARAMS="true"), **FLOAT32),
+        Backend("fsdp2-launched", FSDP2, environment=launched_fsdp(2), everyday=True),
+        Backend("fsdp2-launched-offloaded", FSDP2, environment=launched_fsdp(2, FSDP_OFFLOAD_PARAMS="true")),
+        Backend("fsdp1-argument", FSDP1, fsdp_argument(1), everyday=True, **FLOAT32),
+        Backend("fsdp1-argument-offloaded", FSDP1, fsdp_argument(1, "offload"), **FLOAT32),
+        Backend("fsdp2-argument", FSDP2, fsdp_argument(2)),
+        Backend("fsdp2-argument-offloaded", FSDP2, fsdp_argument(2, "offload")),
+        Backend("fsdp1-bf16", FSDP1, {"bf16": True}, launched_fsdp(1), compute=torch.bfloat16, **FLOAT32),
+        Backend("fsdp2-bf16", FSDP2, {"bf16": True}, launched_fsdp(2), compute=torch.bfloat16, **FLOAT32),
+        deepspeed(0, reports_norm=False),
+        deepspeed(1),
+        deepspeed(2),
+        deepspeed(3),
+    )
+}
