@@ -74,7 +74,7 @@ def launched_fsdp(version: int, **more: str) -> dict[str, str]:
     }
 
 
-def zero(stage: int, **more: Any) -> dict[str, Any]:
+def zero(stage: int) -> dict[str, Any]:
     """A DeepSpeed config as the documentation of Transformers writes it, with torch's own optimizer."""
     return {
         "deepspeed": {
@@ -83,14 +83,16 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
             "train_micro_batch_size_per_gpu": "auto",
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
-            **more,
+            "bf16": {"enabled": "auto"},
         }
     }
 
 
-def deepspeed(stage: int, name: str = "", **more: Any) -> Backend:
-    given = {"dtype": torch.float32, "environment": LAUNCHED_DEEPSPEED, **more}
-    return Backend(name or f"deepspeed-zero-{stage}", DEEPSPEED, zero(stage), **given)
+def deepspeed(stage: int, name: str = "", arguments: Mapping[str, Any] | None = None, **more: Any) -> Backend:
+    given = {**zero(stage), **(arguments or {})}
+    return Backend(
+        name or f"deepspeed-zero-{stage}", DEEPSPEED, given, environment=LAUNCHED_DEEPSPEED, **FLOAT32, **more
+    )
 
 
 LAUNCHED_DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"}
@@ -99,7 +101,7 @@ ONE_BY_ONE = {"gradient_checkpointing": True}
 BACKENDS = {
     row.name: row
     for row in (
-        Backend("ddp", DDP, everyday=True),
+        Backend("ddp", DDP),
         Backend("ddp-find-unused-parameters", DDP, {"ddp_find_unused_parameters": True}),
         Backend("ddp-static-graph", DDP, {"ddp_static_graph": True}),
         Backend("ddp-gradient-checkpointing", DDP, ONE_BY_ONE),
@@ -111,11 +113,9 @@ BACKENDS = {
         Backend("ddp-gradient-as-bucket-view", DDP, prepare=as_bucket_view),
         Backend("ddp-bf16", DDP, {"bf16": True}, autocast=torch.bfloat16, **FLOAT32),
         Backend("fsdp1-launched", FSDP1, environment=launched_fsdp(1), **FLOAT32),
-        Backend("fsdp1-launched-offloaded", FSDP1, environment=launched_fsdp(1, FSDP_OFFLOAD_PARAMS="true"), **FLOAT32),
         Backend("fsdp2-launched", FSDP2, environment=launched_fsdp(2), everyday=True),
         Backend("fsdp2-launched-offloaded", FSDP2, environment=launched_fsdp(2, FSDP_OFFLOAD_PARAMS="true")),
         Backend("fsdp1-argument", FSDP1, fsdp_argument(1), everyday=True, **FLOAT32),
-        Backend("fsdp1-argument-offloaded", FSDP1, fsdp_argument(1, "offload"), **FLOAT32),
         Backend("fsdp2-argument", FSDP2, fsdp_argument(2)),
         Backend("fsdp2-argument-offloaded", FSDP2, fsdp_argument(2, "offload")),
         Backend("fsdp1-bf16", FSDP1, {"bf16": True}, launched_fsdp(1), compute=torch.bfloat16, **FLOAT32),
@@ -124,5 +124,7 @@ BACKENDS = {
         deepspeed(1),
         deepspeed(2),
         deepspeed(3),
+        deepspeed(2, "deepspeed-zero-2-bf16", arguments={"bf16": True}, compute=torch.bfloat16),
+        deepspeed(3, "deepspeed-zero-3-bf16", arguments={"bf16": True}, compute=torch.bfloat16),
     )
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from transformers.trainer_utils import set_seed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_accum_fix
 from tests.backends.rows import DEEPSPEED, FSDP1, FSDP2, Backend
+from tests.numerics.epochs import Stream
 from tests.numerics.heads import Head, Sample
 from tests.numerics.parity import ClassRecorder, StockRecorder, training_arguments
 
@@ -65,20 +66,27 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().double().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def reference(head: Head, max_norm: float, backend: Backend | None = None, *, by: int = 0, order: int = 1) -> Trajectory:
-    """Plain SGD over the global batches: the promise itself.
+def built(head: Head, backend: Backend) -> nn.Module:
+    """The model as it is trained; DeepSpeed takes its float32 copy of what was rounded before."""
+    return head.build().to(backend.compute or backend.dtype).to(backend.dtype).train()
+
+
+def reference(
+    head: Head, max_norm: float, backend: Backend, *, exact: bool = False, by: int = 0, order: int = 1
+) -> Trajectory:
+    """Plain SGD over the global batches: the promise itself, in the precision of a backend.
 
     Args:
         head: what is trained.
         max_norm: at which the gradient is clipped.
-        backend: whose precision is taken; None: float64.
+        backend: whose precision is taken.
+        exact: in float64 all the same.
         by: samples of one forward, whose sums are added up; 0: the whole global batch.
         order: 1 or -1, in which order a global batch's samples are taken.
     """
-    dtype = torch.float64 if backend is None else backend.dtype
-    autocast = None if backend is None else backend.autocast
-    model = head.build().to(dtype).train()
-    run = model if backend is None or backend.compute is None else copy.deepcopy(model).to(backend.compute)
+    autocast, compute = (None, None) if exact else (backend.autocast, backend.compute)
+    model = built(head, backend).to(torch.float64 if exact else backend.dtype)
+    run = model if compute is None else copy.deepcopy(model).to(compute)
     start, losses, norms = parameters(model), [], []
     samples = samples_of(head)
     for window in WINDOWS:
@@ -96,7 +104,7 @@ def reference(head: Head, max_norm: float, backend: Backend | None = None, *, by
                 loss.backward()
                 total += float(loss.detach())
         for parameter, computed in zip(model.parameters(), run.parameters(), strict=True):
-            parameter.grad = None if computed.grad is None else computed.grad.to(dtype)
+            parameter.grad = None if computed.grad is None else computed.grad.to(parameter.dtype)
         losses.append(total)
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
         with torch.no_grad():
@@ -114,12 +122,29 @@ def items_of(head: Head, samples: Sequence[Sample]) -> int:
 
 
 def train(
-    head: Head, backend: Backend, split: tuple[int, int], path: str, max_norm: float, output: Path
+    head: Head,
+    backend: Backend,
+    split: tuple[int, int],
+    path: str,
+    max_norm: float,
+    output: Path,
+    *,
+    stream: bool = False,
 ) -> Trajectory:
-    """The same by the Trainer on this backend."""
+    """The same by the Trainer on this backend.
+
+    Args:
+        stream: the samples come without a length.
+    """
     per_device, accumulate = split
-    given = {"max_steps": -1, "num_train_epochs": 1, "learning_rate": RATE, "max_grad_norm": max_norm}
-    set_seed(0)
+    given: dict[str, Any] = {"learning_rate": RATE, "max_grad_norm": max_norm, "max_steps": -1, "num_train_epochs": 1}
+    if stream:
+        # A dispatching loader would have to concatenate ragged samples.
+        given |= {"max_steps": len(WINDOWS), "accelerator_config": {"dispatch_batches": False}}
+    # Before the arguments are: a config of ZeRO-3 makes every model that is built after it a sharded one.
+    unset_hf_deepspeed_config()
+    model = built(head, backend)
+    start = parameters(model)
     with (
         variables(backend.environment),
         offloading_on_a_cpu(),
@@ -134,9 +159,9 @@ def train(
             # accelerate chooses FSDP on devices alone; from here on it is its own code, on the CPU.
             PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
         trainer = (ClassRecorder if path == "trainer" else StockRecorder)(
-            model=head.build().to(backend.dtype),
+            model=model,
             args=args,
-            train_dataset=samples_of(head),
+            train_dataset=Stream(samples_of(head)) if stream else samples_of(head),
             data_collator=head.batch,
         )
         if backend.prepare is not None:
@@ -144,8 +169,8 @@ def train(
         trainer.train()
         wrapping = [cls.__name__ for cls in type(trainer.model_wrapped).__mro__]
         assert backend.wrapped in wrapping, f"{backend.name} trained under {wrapping[0]}"
-        end = gathered(trainer.model_wrapped)
-    start = parameters(head.build().to(backend.dtype))
+        end = gathered(trainer.model_wrapped, backend)
+        unset_hf_deepspeed_config()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     return Trajectory(
         {name: end[name] - start[name] for name in start},
@@ -154,21 +179,25 @@ def train(
     )
 
 
-def gathered(model: nn.Module) -> dict[str, Tensor]:
+def gathered(model: nn.Module, backend: Backend) -> dict[str, Tensor]:
     """The parameters of a model that may be sharded, whole, on every rank, by their names in the bare model."""
-    if isinstance(model, FullyShardedDataParallel):
-        whole: contextlib.AbstractContextManager[object] = FullyShardedDataParallel.summon_full_params(model)
-    elif type(model).__name__ == DEEPSPEED:
+    whole: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    full: Callable[[Any], Tensor] = torch.Tensor.detach
+    if backend.wrapped == FSDP1:
+        whole = FullyShardedDataParallel.summon_full_params(model)
+    elif backend.wrapped == FSDP2:
+        full = DTensor.full_tensor
+    elif backend.wrapped == DEEPSPEED:
         import deepspeed
 
-        whole = deepspeed.zero.GatheredParameters(list(model.parameters()))
-    else:
-        whole = contextlib.nullcontext()
+        if backend.compute is not None:
+            full = deepspeed.utils.safe_get_full_fp32_param
+        else:
+            whole = deepspeed.zero.GatheredParameters(list(model.parameters()))
     with whole:
-        named = ((name, p.full_tensor() if isinstance(p, DTensor) else p) for name, p in model.named_parameters())
         return {
-            name.removeprefix("module.").replace("_fsdp_wrapped_module.", ""): p.detach().double().clone()
-            for name, p in named
+            name.removeprefix("module.").replace("_fsdp_wrapped_module.", ""): full(p).detach().double().clone()
+            for name, p in model.named_parameters()
         }
 
 

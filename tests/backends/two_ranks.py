@@ -1,10 +1,11 @@
 """Run by torchrun on two gloo ranks: trajectories of heads through backends; JSON on rank 0.
 
-torchrun --nproc_per_node 2 -m tests.backends.two_ranks OUTPUT.json "ddp llama" "fsdp2-launched bert-mlm" ...
+torchrun --nproc_per_node 2 -m tests.backends.two_ranks OUTPUT.json "ddp llama" "fsdp2-launched llama stream" ...
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -24,17 +25,23 @@ from tests.numerics.heads import HEADS
 from tests.numerics.parity import pass_over_imports
 
 
+#: Seconds that one case may take.
+PATIENCE = 100
+
+
 def main(output: Path, cases: Sequence[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rows = []
+    rows, folder = [], Path(tempfile.gettempdir()) / "backends"
     for case in cases:
         began = time.monotonic()
-        name, head_name = case.split()
+        # A rank that waits for ever says where.
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)
+        name, head_name, *stream = case.split()
         backend, head = BACKENDS[name], HEADS[head_name]
         row: dict[str, Any] = {"case": case, "runs": []}
         for max_norm in (CLIPPED, UNCLIPPED):
-            exact, wanted = reference(head, max_norm), reference(head, max_norm, backend)
+            exact, wanted = (reference(head, max_norm, backend, exact=exact) for exact in (True, False))
             noise = reference(head, max_norm, backend, by=1, order=-1).error(wanted)
             for path, split in (
                 *(("apply", split) for split in SPLITS),
@@ -42,7 +49,7 @@ def main(output: Path, cases: Sequence[str]) -> None:
             ):
                 pass_over_imports()
                 try:
-                    found = train(head, backend, split, path, max_norm, Path(tempfile.gettempdir()) / "backends")
+                    found = train(head, backend, split, path, max_norm, folder, stream=bool(stream))
                 except Exception:
                     # Of both ranks alike, or the other one would wait for ever.
                     row["runs"].append({"path": path, "split": split, "raised": traceback.format_exc()[-3000:]})
