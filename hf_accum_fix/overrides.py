@@ -24,17 +24,17 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
-from hf_accum_fix import observations
+from hf_accum_fix import observations, ranks
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, observe
 from hf_accum_fix.accumulation.whole_windows import Blank, WholeWindows, without_blanks
 from hf_accum_fix.accumulation.window import Items, count_dtype, mean_item_count, share_of_mean, total_items
-from hf_accum_fix.errors import ContractError, SeamError, UnsupportedSetupError
+from hf_accum_fix.errors import ContractError, RankError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.upstream.defects import is_present
 
@@ -210,9 +210,14 @@ def get_batch_samples(
     averaged = getattr(trainer.args, "average_tokens_across_devices", False)
     with busy(session, "get_batch_samples"):
         # Upstream's own gather would be a second collective, and one that a rank without micro-batches does not join.
-        with shadow(trainer.args, "average_tokens_across_devices", False):
-            fetched, upstream_number = wrapped(*args, **kwargs)
-        window = _open_window(trainer, session, without_blanks(fetched), upstream_number, options)
+        trouble: Exception | None = None
+        try:
+            with shadow(trainer.args, "average_tokens_across_devices", False):
+                fetched, upstream_number = wrapped(*args, **kwargs)
+        except Exception as error:
+            # Raised as soon as the other ranks know.
+            fetched, upstream_number, trouble = [], None, error
+        window = _open_window(trainer, session, without_blanks(fetched), upstream_number, options, trouble)
     contract = session.contract
     assert contract is not None
     if contract.items is None:
@@ -223,45 +228,60 @@ def get_batch_samples(
 
 
 def _open_window(
-    trainer: Any, session: Session, batches: list[Any], upstream_number: Any, options: Options
+    trainer: Any,
+    session: Session,
+    batches: list[Any],
+    upstream_number: Any,
+    options: Options,
+    trouble: Exception | None = None,
 ) -> Window:
-    """Count the window whose micro-batches are about to be run."""
+    """Count the window whose micro-batches are about to be run, or raise what kept this rank from fetching it."""
     if session.window is not None and session.window.batches and session.window.steps_run == 0:
         raise SeamError(
             f"no micro-batch of the last window came through Trainer.training_step: {type(trainer).__name__} overrides "
             "it without calling super(), so nothing would be mended; call super().training_step, or revert()"
         )
     _mark_state(trainer, session)
-    contract = _settle_contract(trainer, session, batches, options)
-    session.window = window = _counted(trainer, contract, batches, upstream_number)
+    contract = _settle_contract(trainer, session, batches, options, trouble)
+    session.window = window = _counted(trainer, contract, batches, upstream_number, trouble)
     if contract.items is not None and batches:
         _note_empty(session, window.total)
     return window
 
 
-def _counted(trainer: Any, contract: LossContract, batches: list[Any], upstream_number: Any) -> Window:
+def _counted(
+    trainer: Any, contract: LossContract, batches: list[Any], upstream_number: Any, trouble: Exception | None = None
+) -> Window:
     """The window with its items counted over all ranks, by the one collective of an optimizer step.
 
-    Three numbers ride in it: the items, upstream's own count, and whether this rank has a micro-batch at all.
+    Five numbers ride in it: the items, upstream's own count, and what tells a rank that fails or has less to run.
     """
     device, world_size = trainer.args.device, trainer.args.world_size
-    counts, total = total_items(contract.items, batches, device) if contract.items is not None else ([], None)
     zero = torch.zeros((), dtype=count_dtype(device), device=device)
+    counts, total = [], zero
+    try:
+        if contract.items is not None:
+            counts, total = total_items(contract.items, batches, device)
+    except Exception as error:
+        trouble = trouble or error
     number = zero if upstream_number is None else torch.as_tensor(upstream_number).to(zero)
-    sums = torch.stack([zero if total is None else total, number, torch.full_like(zero, bool(batches))])
     if world_size > 1:
+        place = {"rank": trainer.args.process_index, "world_size": world_size}
+        # Sharded models meet in every forward, others only when a step is taken.
+        runs = len(batches) if _is_sharded(trainer) else min(len(batches), 1)
+        sums = torch.stack([total, number, *ranks.marks(runs, trouble, zero)])
         sums = trainer.accelerator.reduce(sums, reduction="sum")
-        if not batches and bool(sums[2] > 0):
-            raise _uneven(trainer)
-    counted = None if upstream_number is None else sums[1]
-    return Window(batches, counts, sums[0], mean_item_count(sums[0], max(len(batches), 1), world_size), counted)
+        suspects = len(batches) < trainer.args.gradient_accumulation_steps
+        ranks.check_marks(sums[2:], runs, trouble, fetched=len(batches), suspects=suspects, **place)
+        total, number = sums[0], sums[1]
+    elif trouble is not None:
+        raise trouble
+    counted = None if upstream_number is None else number
+    return Window(batches, counts, total, mean_item_count(total, max(len(batches), 1), world_size), counted)
 
 
-def _uneven(trainer: Any) -> SeamError:
-    return SeamError(
-        f"rank {trainer.args.process_index}: some ranks have a micro-batch in this window and others have none; every "
-        "rank needs one: let accelerate even the batches out (even_batches=True), or drop the rest"
-    )
+def _is_sharded(trainer: Any) -> bool:
+    return trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
 def _mark_state(trainer: Any, session: Session) -> None:
@@ -295,7 +315,9 @@ def _warn_empty(session: Session) -> None:
 # --- the contract ---------------------------------------------------------------------------------------------------
 
 
-def _settle_contract(trainer: Any, session: Session, window: list[Any], options: Options) -> LossContract:
+def _settle_contract(
+    trainer: Any, session: Session, window: list[Any], options: Options, trouble: Exception | None = None
+) -> LossContract:
     """The contract of this trainer's loss as it is now; observed where it has not been, on every rank alike."""
     computed_by = (_accepts_number(trainer), _loss_func(trainer), trainer.label_smoother)
     if session.observed_for != computed_by:
@@ -307,10 +329,15 @@ def _settle_contract(trainer: Any, session: Session, window: list[Any], options:
     if options.contract is not None:
         found = _given(trainer, session, options.contract)
     else:
-        # The loop notes the length of a window once it was fetched; a loss of one's own may divide a term by it.
-        with shadow(trainer, "current_gradient_accumulation_steps", len(window)):
-            seen = _observe(trainer, session, window) if window else None
-        found = _agreed(trainer, seen)
+        _check_alike(trainer, window, trouble)
+        seen = None
+        try:
+            # The loop notes the length of a window once it was fetched; a loss of one's own may divide a term by it.
+            with shadow(trainer, "current_gradient_accumulation_steps", len(window)):
+                seen = _observe(trainer, session, window) if window else None
+        except Exception as error:
+            trouble = error
+        found = _agreed(trainer, seen, trouble)
         session.attempts += found.reason != NO_TARGET_SEEN
     session.contract = found
     if not found.conclusive and session.attempts < _ATTEMPTS:
@@ -332,6 +359,21 @@ def _settle_contract(trainer: Any, session: Session, window: list[Any], options:
     if found.reduction is Reduction.SUM:
         session.warn_once("sum", f"{head}: the loss is a sum over the global batch, and grows with the global batch.")
     return found
+
+
+def _check_alike(trainer: Any, window: list[Any], trouble: Exception | None) -> None:
+    """Before the ranks run forwards together: each has fetched its window, and all hold labels or none does."""
+    labels = {key for batch in window if isinstance(batch, Mapping) for key in batch if "label" in key}
+    told = f"{len(window)} micro-batches with {sorted(labels) or 'no labels'}" if window else None
+    place = {"rank": trainer.args.process_index, "world_size": trainer.args.world_size}
+    lengths_and_labels = ranks.agreed((len(window), sorted(labels), told), trouble, **place)
+    if len({bool(length) for length, _, _ in lengths_and_labels}) > 1:
+        raise ranks.uneven({rank: length for rank, (length, _, _) in enumerate(lengths_and_labels)})
+    if len({tuple(each) for _, each, _ in lengths_and_labels}) > 1:
+        raise RankError(
+            f"the ranks hold different labels: {ranks.by_rank([each for _, _, each in lengths_and_labels])}; every "
+            "rank needs the same; look at the collator, and at what it was given on the rank without"
+        )
 
 
 def _given(trainer: Any, session: Session, contract: LossContract) -> LossContract:
@@ -418,23 +460,21 @@ def _products_are_rounded() -> bool:
     return bool(matmul.allow_tf32)
 
 
-def _agreed(trainer: Any, found: LossContract | None) -> LossContract:
+def _agreed(trainer: Any, found: LossContract | None, trouble: Exception | None = None) -> LossContract:
     """The ranks' one contract: the first rule that fits what every conclusive one saw; None: it had no window."""
-    gathered: list[LossContract | None] = gather_object([found]) if trainer.args.world_size > 1 else [found]
-    ranks = [each for each in gathered if each is not None]
-    if not ranks:
+    gathered = ranks.agreed(found, trouble, rank=trainer.args.process_index, world_size=trainer.args.world_size)
+    seen = [each for each in gathered if each is not None]
+    if not seen:
         return LossContract(Reduction.PLAIN, conclusive=False, reason=NO_TARGET_SEEN)
-    if len(ranks) < len(gathered):
-        raise _uneven(trainer)
-    if len(ranks) == 1:
-        return ranks[0]
-    conclusive = [each for each in ranks if each.conclusive]
+    if len(seen) == 1:
+        return seen[0]
+    conclusive = [each for each in seen if each.conclusive]
     # One rank's samples that do not compose outweigh any number that do.
     plain = [each for each in conclusive if each.reduction is Reduction.PLAIN]
     if plain:
         return plain[0]
-    seeing = [each for each in ranks if each.reason != NO_TARGET_SEEN]
-    pool = conclusive or [each for each in seeing if each.reduction is not Reduction.PLAIN] or seeing or ranks
+    seeing = [each for each in seen if each.reason != NO_TARGET_SEEN]
+    pool = conclusive or [each for each in seeing if each.reduction is not Reduction.PLAIN] or seeing or seen
     first = pool[0]
     common = tuple(rule for rule in first.alternatives if all(rule in each.alternatives for each in pool))
     same_kind = len({(each.reduction, each.owned_by_trainer) for each in pool}) == 1
@@ -443,8 +483,8 @@ def _agreed(trainer: Any, found: LossContract | None) -> LossContract:
     if not conclusive:
         return replace(first, conclusive=False)
     raise ContractError(
-        f"the ranks observed different losses: {sorted({str(each) for each in conclusive})}; "
-        "give the contract by hand: apply(contract=LossContract(...))"
+        f"the ranks observed different losses ({ranks.by_rank(gathered)}); needed is one loss on all of them: look at "
+        "what differs between the ranks, or give the contract by hand: apply(contract=LossContract(...))"
     )
 
 
@@ -626,8 +666,7 @@ def _inputs_are_rounded(trainer: Any) -> bool:
     Source: ``cast_forward_inputs`` of FSDP's mixed precision, ``DeepSpeedEngine._cast_inputs_half``; in float16 a
     number above 65504 would be infinite.
     """
-    sharded = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    return sharded and trainer.accelerator.mixed_precision != "no"
+    return _is_sharded(trainer) and trainer.accelerator.mixed_precision != "no"
 
 
 def _base_loss(
@@ -788,7 +827,7 @@ def _announce(trainer: Any, session: Session, window: Window, *, passed: Tensor,
     contract = session.contract
     assert contract is not None
     factor = _stock_factor(trainer, session, window, passed, right)
-    steps, ranks = len(window.batches), trainer.args.world_size
+    steps, world_size = len(window.batches), trainer.args.world_size
     head = _head_name(trainer)
     told = "" if factor is None else f" The stock Trainer would train at about {factor:.3g}x this gradient."
     if factor is not None and abs(factor - 1) > 0.02:
@@ -804,12 +843,12 @@ def _announce(trainer: Any, session: Session, window: Window, *, passed: Tensor,
             "exact": contract.exact,
             "reason": contract.reason,
             "accumulation_steps": steps,
-            "world_size": ranks,
+            "world_size": world_size,
             "stock_gradient_factor": factor,
         }
     )
     if trainer.args.process_index == 0:
-        logger.info("%s: the loss %s; G=%d, W=%d.%s", head, contract, steps, ranks, told)
+        logger.info("%s: the loss %s; G=%d, W=%d.%s", head, contract, steps, world_size, told)
 
 
 def _stock_factor(trainer: Any, session: Session, window: Window, passed: Tensor, right: Tensor) -> float | None:

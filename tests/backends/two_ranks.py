@@ -24,7 +24,6 @@ from tests.backends.trajectory import CLIPPED, SPLITS, UNCLIPPED, Trajectory, re
 from tests.numerics.heads import HEADS
 from tests.numerics.parity import pass_over_imports
 
-
 #: Seconds that one case may take.
 PATIENCE = 100
 
