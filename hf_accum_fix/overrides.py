@@ -146,9 +146,13 @@ def check_setup(trainer: Any) -> None:
         )
     if getattr(trainer, "use_apex", False):
         raise UnsupportedSetupError(f"{name} uses apex, which goes past accelerate.backward; use torch's bf16 or fp16")
-    split = {kind: _parallel_size(trainer, kind) for kind in ("tp", "cp", "sp")}
-    if any(size > 1 for size in split.values()):
-        raise UnsupportedSetupError(f"{name} splits samples over ranks {split}; only data-parallel ranks are supported")
+    split = {kind: size for kind in ("cp", "sp") if (size := _parallel_size(trainer, kind)) > 1}
+    if split:
+        raise UnsupportedSetupError(
+            f"{name} splits samples over ranks ({', '.join(f'{kind}_size={size}' for kind, size in split.items())}), so "
+            "that no rank sees the items of a sample; needed are ranks with whole samples: leave context and sequence "
+            "parallelism out of the parallelism_config (data and tensor parallelism are supported)"
+        )
 
 
 @contextmanager
@@ -224,7 +228,7 @@ def get_batch_samples(
         return fetched, upstream_number
     # A trainer that scales by itself multiplies by W only where it averages tokens across devices.
     owned = contract.owned_by_trainer and not averaged
-    return fetched, window.total / trainer.args.world_size if owned else window.total.long()
+    return fetched, window.total / _data_ranks(trainer) if owned else window.total.long()
 
 
 def _open_window(
@@ -273,11 +277,17 @@ def _counted(
         sums = trainer.accelerator.reduce(sums, reduction="sum")
         suspects = len(batches) < trainer.args.gradient_accumulation_steps
         ranks.check_marks(sums[2:], runs, trouble, fetched=len(batches), suspects=suspects, **place)
-        total, number = sums[0], sums[1]
+        # Tensor-parallel ranks hold the same samples, and have all counted them.
+        total, number = sums[0] / (world_size // _data_ranks(trainer)), sums[1]
     elif trouble is not None:
         raise trouble
     counted = None if upstream_number is None else number
-    return Window(batches, counts, total, mean_item_count(total, max(len(batches), 1), world_size), counted)
+    return Window(batches, counts, total, mean_item_count(total, max(len(batches), 1), _data_ranks(trainer)), counted)
+
+
+def _data_ranks(trainer: Any) -> int:
+    """W: the ranks that hold samples of their own; engines average over these alone."""
+    return int(trainer.args.world_size) // _parallel_size(trainer, "tp")
 
 
 def _is_sharded(trainer: Any) -> bool:
@@ -426,7 +436,7 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
             passes_number=compute_loss is not None or session.passes_number or _loss_func(trainer) is not None,
             needs_number=_loss_func(trainer) is not None or compute_loss is not None,
             router_coefficients=(0.0, 0.0) if _loss_func(trainer) is not None else _router_coefficients(module),
-            world_size=trainer.args.world_size,
+            world_size=_data_ranks(trainer),
             low_precision=trainer.accelerator.mixed_precision != "no"
             or _products_are_rounded()
             or any(parameter.dtype.itemsize < 4 for parameter in module.parameters()),
@@ -636,7 +646,7 @@ def _loss_in_window(
         return _base_loss(trainer, model, inputs, _number(window.mean, contract) if contract.items else None)
     if contract.reduction is Reduction.SUM:
         loss, outputs = _base_loss(trainer, model, inputs, _number(window.mean, contract))
-        ratio: Tensor | float = len(window.batches) * trainer.args.world_size
+        ratio: Tensor | float = len(window.batches) * _data_ranks(trainer)
     elif contract.reduction is Reduction.INTEGER or rounded:
         cut = window.mean.ceil()
         loss, outputs = _base_loss(trainer, model, inputs, cut.long() if rounded else _number(cut, contract))
@@ -827,7 +837,7 @@ def _announce(trainer: Any, session: Session, window: Window, *, passed: Tensor,
     contract = session.contract
     assert contract is not None
     factor = _stock_factor(trainer, session, window, passed, right)
-    steps, world_size = len(window.batches), trainer.args.world_size
+    steps, world_size = len(window.batches), _data_ranks(trainer)
     head = _head_name(trainer)
     told = "" if factor is None else f" The stock Trainer would train at about {factor:.3g}x this gradient."
     if factor is not None and abs(factor - 1) > 0.02:
@@ -863,7 +873,7 @@ def _stock_factor(trainer: Any, session: Session, window: Window, passed: Tensor
         return None
     handed = session.passes_number or _loss_func(trainer) is not None
     averaged = getattr(trainer.args, "average_tokens_across_devices", False)
-    world_size = trainer.args.world_size
+    world_size = _data_ranks(trainer)
     undivided = float((passed / right).detach()) / int(trainer.accelerator.gradient_accumulation_steps)
     if contract.reduction is Reduction.MEAN:
         return undivided * (world_size if averaged and handed and window.upstream_number is not None else 1)

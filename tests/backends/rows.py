@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class Backend:
         dtype: of the model's parameters.
         autocast: dtype of the forward's products where it is another one.
         compute: dtype in which the parameters are run and their gradients gathered, where it is another one.
+        load: makes of a model the one that is trained, such as by loading it sharded.
+        data_ranks: ranks that hold samples of their own, of two.
         reports_norm: of the gradient; DeepSpeed clips at stage 0 without telling.
         everyday: run by the everyday tests; the others by ``pytest -m backends``.
     """
@@ -35,11 +41,15 @@ class Backend:
     dtype: torch.dtype = torch.float64
     autocast: torch.dtype | None = None
     compute: torch.dtype | None = None
+    load: Callable[[nn.Module], nn.Module] | None = None
+    data_ranks: int = 2
     reports_norm: bool = True
     everyday: bool = False
 
 
-DDP, FSDP1, FSDP2, DEEPSPEED = "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"
+DDP, FSDP1, FSDP2, DEEPSPEED, TENSOR_PARALLEL = (
+    "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine", "LlamaPreTrainedModel",
+)  # fmt: skip
 #: FSDP1 takes norms in float32, DeepSpeed knows no float64.
 FLOAT32: Any = {"dtype": torch.float32}
 
@@ -95,7 +105,21 @@ def deepspeed(stage: int, name: str = "", arguments: Mapping[str, Any] | None = 
     )
 
 
+def by_tp_plan(model: Any) -> nn.Module:
+    """The same model loaded by its own ``tp_plan``, half of every matrix on each rank."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    if folder[0]:
+        model.save_pretrained(folder[0])
+    dist.broadcast_object_list(folder)
+    loaded = type(model).from_pretrained(folder[0], tp_plan="auto", dtype=torch.float64)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return loaded
+
+
 LAUNCHED_DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"}
+SYNC_EACH_BATCH = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
 ONE_BY_ONE = {"gradient_checkpointing": True}
 
 BACKENDS = {
@@ -103,7 +127,9 @@ BACKENDS = {
     for row in (
         Backend("ddp", DDP),
         Backend("ddp-find-unused-parameters", DDP, {"ddp_find_unused_parameters": True}),
-        Backend("ddp-static-graph", DDP, {"ddp_static_graph": True}),
+        Backend("ddp-sync-each-batch", DDP, SYNC_EACH_BATCH),
+        # Without it torch's reducer fails in the first window that is accumulated, stock or not.
+        Backend("ddp-static-graph", DDP, {"ddp_static_graph": True, **SYNC_EACH_BATCH}),
         Backend("ddp-gradient-checkpointing", DDP, ONE_BY_ONE),
         Backend(
             "ddp-gradient-checkpointing-reentrant",
@@ -120,6 +146,7 @@ BACKENDS = {
         Backend("fsdp2-argument-offloaded", FSDP2, fsdp_argument(2, "offload")),
         Backend("fsdp1-bf16", FSDP1, {"bf16": True}, launched_fsdp(1), compute=torch.bfloat16, **FLOAT32),
         Backend("fsdp2-bf16", FSDP2, {"bf16": True}, launched_fsdp(2), compute=torch.bfloat16, **FLOAT32),
+        Backend("tensor-parallel", TENSOR_PARALLEL, load=by_tp_plan, data_ranks=1),
         deepspeed(0, reports_norm=False),
         deepspeed(1),
         deepspeed(2),

@@ -23,13 +23,26 @@ from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_accum_fix
-from tests.backends.rows import DEEPSPEED, FSDP1, FSDP2, Backend
+from tests.backends.rows import DEEPSPEED, FSDP1, FSDP2, TENSOR_PARALLEL, Backend
 from tests.numerics.epochs import Stream
 from tests.numerics.heads import Head, Sample
+from tests.numerics.heads.head import of_class
+from tests.numerics.heads.samples import one_class, text, with_labels
+from tests.numerics.heads.text import DECODER
 from tests.numerics.parity import ClassRecorder, StockRecorder, training_arguments
 
 #: Micro-batch size and accumulation steps on each of two ranks: the same global batches of 8, 8 and 4 samples.
 SPLITS = ((1, 4), (2, 2))
+#: Heads whose two key-value heads can be dealt to two ranks.
+HEADS = {
+    "llama": of_class("LlamaForCausalLM", {**DECODER, "num_key_value_heads": 2}, text(), name="llama"),
+    "llama-classification": of_class(
+        "LlamaForSequenceClassification",
+        {**DECODER, "num_key_value_heads": 2, "num_labels": 3},
+        with_labels(one_class),
+        name="llama-classification",
+    ),
+}
 WINDOWS = (slice(0, 8), slice(8, 16), slice(16, 20))
 #: Of the second window, these samples are the first rank's in both splits.
 WITH_TARGETS = (8, 12)
@@ -137,6 +150,7 @@ def train(
         stream: the samples come without a length.
     """
     per_device, accumulate = split
+    accumulate *= 2 // backend.data_ranks
     given: dict[str, Any] = {"learning_rate": RATE, "max_grad_norm": max_norm, "max_steps": -1, "num_train_epochs": 1}
     if stream:
         # A dispatching loader would have to concatenate ragged samples.
@@ -145,6 +159,8 @@ def train(
     unset_hf_deepspeed_config()
     model = built(head, backend)
     start = parameters(model)
+    if backend.load is not None:
+        model = backend.load(model)
     with (
         variables(backend.environment),
         offloading_on_a_cpu(),
@@ -153,10 +169,11 @@ def train(
         if backend.wrapped == DEEPSPEED:
             without_compiling()
         args = training_arguments(
-            output, per_device, accumulate, ddp_backend="gloo", **{**given, **backend.arguments}
+            output, per_device, accumulate, ddp_backend="gloo", **copy.deepcopy({**given, **backend.arguments})
         )
-        if backend.wrapped in (FSDP1, FSDP2):
-            # accelerate chooses FSDP on devices alone; from here on it is its own code, on the CPU.
+        if backend.wrapped in (FSDP1, FSDP2, TENSOR_PARALLEL):
+            # accelerate shards on devices alone; from here on it is its own code, on the CPU.
+            args.device  # noqa: B018 - it is set up when it is asked for
             PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
         trainer = (ClassRecorder if path == "trainer" else StockRecorder)(
             model=model,
@@ -185,8 +202,8 @@ def gathered(model: nn.Module, backend: Backend) -> dict[str, Tensor]:
     full: Callable[[Any], Tensor] = torch.Tensor.detach
     if backend.wrapped == FSDP1:
         whole = FullyShardedDataParallel.summon_full_params(model)
-    elif backend.wrapped == FSDP2:
-        full = DTensor.full_tensor
+    elif backend.wrapped in (FSDP2, TENSOR_PARALLEL):
+        full = whole_tensor
     elif backend.wrapped == DEEPSPEED:
         import deepspeed
 
@@ -199,6 +216,10 @@ def gathered(model: nn.Module, backend: Backend) -> dict[str, Tensor]:
             name.removeprefix("module.").replace("_fsdp_wrapped_module.", ""): full(p).detach().double().clone()
             for name, p in model.named_parameters()
         }
+
+
+def whole_tensor(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def without_compiling() -> None:

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.backends.rows import BACKENDS
-from tests.backends.trajectory import CLIPPED, SPLITS, UNCLIPPED, Trajectory, reference, train
-from tests.numerics.heads import HEADS
+from tests.backends.trajectory import CLIPPED, HEADS, SPLITS, UNCLIPPED, Trajectory, reference, train
 from tests.numerics.parity import pass_over_imports
 
 #: Seconds that one case may take.
