@@ -148,10 +148,11 @@ def check_setup(trainer: Any) -> None:
         raise UnsupportedSetupError(f"{name} uses apex, which goes past accelerate.backward; use torch's bf16 or fp16")
     split = {kind: size for kind in ("cp", "sp") if (size := _parallel_size(trainer, kind)) > 1}
     if split:
+        told = ", ".join(f"{kind}_size={size}" for kind, size in split.items())
         raise UnsupportedSetupError(
-            f"{name} splits samples over ranks ({', '.join(f'{kind}_size={size}' for kind, size in split.items())}), so "
-            "that no rank sees the items of a sample; needed are ranks with whole samples: leave context and sequence "
-            "parallelism out of the parallelism_config (data and tensor parallelism are supported)"
+            f"{name} splits samples over ranks ({told}), so that no rank sees the items of a sample; needed are "
+            "ranks with whole samples: leave context and sequence parallelism out of the parallelism_config (data and "
+            "tensor parallelism are supported)"
         )
 
 
@@ -262,7 +263,8 @@ def _counted(
     """
     device, world_size = trainer.args.device, trainer.args.world_size
     zero = torch.zeros((), dtype=count_dtype(device), device=device)
-    counts, total = [], zero
+    counts: list[Tensor] = []
+    total = zero
     try:
         if contract.items is not None:
             counts, total = total_items(contract.items, batches, device)

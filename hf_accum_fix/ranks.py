@@ -27,7 +27,8 @@ def agreed(said: Said, trouble: Exception | None, *, rank: int, world_size: int)
     Args:
         said: what this rank says; it is pickled.
         trouble: what this rank failed with; None: nothing.
-        rank, world_size: this process's place among W ranks.
+        rank: of this process.
+        world_size: processes.
 
     Raises:
         Exception: ``trouble`` itself.
@@ -82,9 +83,11 @@ def check_marks(
 
     Args:
         summed: the three numbers of `marks`, summed over ranks.
-        runs, trouble: as given to `marks`.
+        runs: as given to `marks`.
+        trouble: as given to `marks`.
         fetched: micro-batches of this rank, for the error to tell.
-        rank, world_size: this process's place among W ranks.
+        rank: of this process.
+        world_size: processes.
         suspects: whether this rank has a reason.
 
     Raises:

@@ -476,6 +476,19 @@ def test_data_parallel_is_refused_before_anything_runs(tmp_path: Path) -> None:
         trainer.train()
 
 
+@pytest.mark.parametrize("kind", ["cp", "sp"])
+def test_ranks_that_split_samples_are_refused_before_anything_runs(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = GlobalBatchTrainer(
+        model=DROPS.build(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
+    )
+    # 5.10 and later ask the trainer, earlier releases know accelerate's config alone.
+    monkeypatch.setattr(trainer, f"get_{kind}_size", lambda: 2, raising=False)
+    with pytest.raises(UnsupportedSetupError, match=f"{kind}_size=2.*tensor parallelism are supported"):
+        trainer.train()
+
+
 def test_a_training_step_that_bypasses_ours_is_refused(tmp_path: Path) -> None:
     class Bypasses(Trainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -538,12 +551,12 @@ def test_a_rank_without_a_micro_batch_is_an_error_on_every_rank(monkeypatch: pyt
     contract = LossContract(Reduction.MEAN, Items(("labels",)))
     monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, 1), *said])
     for reduction in (contract, LossContract(Reduction.SUM)):
-        with pytest.raises(RankError, match="rank 0 has 1, rank 1 has 0.*even_batches=True"):
+        with pytest.raises(RankError, match=r"rank 0 has 1, rank 1 has 0.*even_batches=True"):
             overrides._counted(_rank([5.0, 0.0, 1.0, 1.0, 0.0]), reduction, [], None)
         # At the end of the data no rank has one, and there is nothing to say.
         assert overrides._counted(_rank([0.0] * 5), reduction, [], None).batches == []
     monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, (3, ["labels"], "3")), *said])
-    with pytest.raises(RankError, match="rank 0 has 3, rank 1 has 0.*even_batches=True"):
+    with pytest.raises(RankError, match=r"rank 0 has 3, rank 1 has 0.*even_batches=True"):
         overrides._check_alike(_rank([]), [], None)
     monkeypatch.setattr(ranks, "gather_object", lambda said: [*said, *said])
     assert not overrides._agreed(_rank([]), None).conclusive

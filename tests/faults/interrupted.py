@@ -1,4 +1,4 @@
-"""Run by torchrun on two gloo ranks: a training to which something happens in the second micro-batch of its third window.
+"""Run by torchrun on two gloo ranks: something happens in the second micro-batch of the third window.
 
 torchrun --nproc_per_node 2 -m tests.faults.interrupted OUTPUT nothing|kill|terminate|resume
 """
@@ -46,7 +46,8 @@ def main(output: Path, what: str) -> None:
     made.train(resume_from_checkpoint=True if what == "resume" else None)
     if dist.get_rank() == 0:
         end = {name: parameter.tolist() for name, parameter in trainable(made.model).items()}
-        logged = [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in made.state.log_history if "loss" in entry]
+        steps = [entry for entry in made.state.log_history if "loss" in entry]
+        logged = [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in steps]
         (output / "end.json").write_text(json.dumps({"parameters": end, "logged": logged}))
     dist.barrier()
     # Tearing gloo down may wait for ever: its thread frees the barrier's tensors under the lock this one holds.
