@@ -29,6 +29,7 @@ class Backend:
         compute: dtype in which the parameters are run and their gradients gathered, where it is another one.
         load: makes of a model the one that is trained, such as by loading it sharded.
         data_ranks: ranks that hold samples of their own, of two.
+        stock_wrong: for a head that divides by the number, too, which the installed release gets right elsewhere.
         reports_norm: of the gradient; DeepSpeed clips at stage 0 without telling.
         everyday: run by the everyday tests; the others by ``pytest -m backends``.
     """
@@ -43,6 +44,7 @@ class Backend:
     compute: torch.dtype | None = None
     load: Callable[[nn.Module], nn.Module] | None = None
     data_ranks: int = 2
+    stock_wrong: bool = False
     reports_norm: bool = True
     everyday: bool = False
 
@@ -147,6 +149,15 @@ BACKENDS = {
         Backend("fsdp1-bf16", FSDP1, {"bf16": True}, launched_fsdp(1), compute=torch.bfloat16, **FLOAT32),
         Backend("fsdp2-bf16", FSDP2, {"bf16": True}, launched_fsdp(2), compute=torch.bfloat16, **FLOAT32),
         Backend("tensor-parallel", TENSOR_PARALLEL, load=by_tp_plan, data_ranks=1),
+        # Stock divides a count that it never summed over the ranks by their number.
+        Backend(
+            "tensor-parallel-counted-apart",
+            TENSOR_PARALLEL,
+            {"average_tokens_across_devices": False},
+            load=by_tp_plan,
+            data_ranks=1,
+            stock_wrong=True,
+        ),
         deepspeed(0, reports_norm=False),
         deepspeed(1),
         deepspeed(2),

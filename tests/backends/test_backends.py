@@ -71,7 +71,7 @@ def test_every_step_is_that_of_the_global_batch(case: str, rows: Any) -> None:
         assert all(found == pytest.approx(norms[0], rel=2 * tolerance_of(backend, ours[0])) for found in norms)
     assert all(run["norms"] for run in ours) == backend.reports_norm
     (stock,) = (run for run in runs if run["path"] == "stock")
-    assert (stock["exact"] > 0.1) == (what != BY_NUMBER), stock
+    assert (stock["exact"] > 0.1) == (what != BY_NUMBER or backend.stock_wrong), stock
 
 
 def tolerance_of(backend: Backend, run: dict[str, Any]) -> float:

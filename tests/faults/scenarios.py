@@ -120,7 +120,6 @@ def nan(loss: Tensor) -> Tensor:
     return loss * math.nan
 
 
-
 #: What must raise on every rank, by name: its trainer.
 RAISING: dict[str, Callable[[Path], Any]] = {
     "labels-missing-at-first": lambda output: trainer(output, data_collator=InMicroBatch(without_labels, 0)),
