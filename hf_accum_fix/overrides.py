@@ -17,7 +17,7 @@ import logging
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,10 +41,13 @@ from hf_accum_fix.accumulation.declared import (
 from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, observe
 from hf_accum_fix.accumulation.share import loss_among, share_of
 from hf_accum_fix.accumulation.whole_windows import Blank, WholeWindows, without_blanks
-from hf_accum_fix.accumulation.window import Items, count_dtype, mean_item_count, total_items
+from hf_accum_fix.accumulation.window import Items, Weightless, count_dtype, mean_item_count, total_items
+from hf_accum_fix.duplicates import WithoutDuplicates
 from hf_accum_fix.engine import engine_divisor
 from hf_accum_fix.errors import ContractError, SeamError, UnsupportedSetupError
+from hf_accum_fix.loss_log import LossLog
 from hf_accum_fix.options import Options, enabled
+from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.defects import is_present
 
 logger = logging.getLogger("hf_accum_fix")
@@ -56,14 +59,13 @@ STATE_KEY = "hf_accum_fix"
 #: Windows that are observed before an inconclusive contract is taken as it is.
 _ATTEMPTS = 3
 
-_ABSENT = object()
-
 
 @dataclass
 class MicroBatch:
     """One forward and backward, while it runs."""
 
     items: Tensor | None
+    weightless: bool = False
     loss: Tensor | None = None
     base_called: bool = False
     reported: Tensor | None = None
@@ -109,6 +111,7 @@ class Session:
     busy: set[str] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
     empty_windows: Tensor | None = None
+    loss_log: LossLog | None = None
 
     def warn_once(self, kind: str, message: str) -> None:
         """Warn once for each kind and run."""
@@ -135,8 +138,10 @@ def train(
         return wrapped(*args, **kwargs)
     check_setup(trainer)
     session = trainer.__dict__[SESSION] = Session(options)
+    session.loss_log = LossLog(trainer) if trainer.args.logging_nan_inf_filter else None
     try:
-        with busy(session, "train"), _whole_windows(trainer, options):
+        logged = session.loss_log.installed() if session.loss_log is not None else nullcontext()
+        with busy(session, "train"), _whole_windows(trainer, options), logged:
             result = wrapped(*args, **kwargs)
     finally:
         session.window = None
@@ -171,22 +176,44 @@ def _whole_windows(trainer: Any, options: Options) -> Iterator[None]:
     def opened(window: list[Any]) -> None:
         _open_window(trainer, session_of(trainer, options), window, None, options)
 
+    def repeated(samples: int) -> None:
+        _tell_repeated(trainer, session_of(trainer, options), samples, dropped=options.drop_duplicates)
+
     def get_train_dataloader(*args: Any, **kwargs: Any) -> Any:
         loader = original_loader(*args, **kwargs)
-        if isinstance(loader, WholeWindows) or not (loses_the_rest or _is_endless(loader)):
+        if isinstance(loader, (WholeWindows, WithoutDuplicates)):
+            return loader
+        if trainer.args.world_size > 1:
+            loader = WithoutDuplicates(loader, options.drop_duplicates, repeated)
+            loader.check()
+        if not (loses_the_rest or _is_endless(loader)):
             return loader
         return WholeWindows(loader, trainer.args.gradient_accumulation_steps, None if counts_windows else opened)
 
     def skip_first_batches(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(dataloader, WholeWindows):
+        if not isinstance(dataloader, (WholeWindows, WithoutDuplicates)):
             return original_skip(dataloader, *args, **kwargs)
-        return dataloader.around(original_skip(dataloader.__wrapped__, *args, **kwargs))
+        return dataloader.around(skip_first_batches(dataloader.__wrapped__, *args, **kwargs))
 
     with (
         shadow(trainer, "get_train_dataloader", get_train_dataloader),
         shadow(module, "skip_first_batches", skip_first_batches),
     ):
         yield
+
+
+def _tell_repeated(trainer: Any, session: Session, samples: int, *, dropped: bool) -> None:
+    if trainer.args.process_index > 0 or "repeated" in session.said:
+        return
+    session.said.add("repeated")
+    if dropped:
+        logger.info("an epoch's last micro-batches repeat %d samples to even out the ranks; left out", samples)
+    else:
+        logger.warning(
+            "an epoch's last micro-batches repeat %d samples, so that every rank has as many, and count them twice; "
+            "apply(drop_duplicates=True), or Options(drop_duplicates=True), leaves them out",
+            samples,
+        )
 
 
 def _is_endless(loader: Any) -> bool:
@@ -608,7 +635,7 @@ def training_step(
     if isinstance(inputs, Blank):
         return torch.zeros((), device=trainer.args.device)
     model = kwargs["model"] if "model" in kwargs else args[0]
-    micro_batch = session.micro_batch = MicroBatch(window.items_of(inputs))
+    micro_batch = session.micro_batch = MicroBatch(window.items_of(inputs), isinstance(inputs, Weightless))
     accelerator = trainer.accelerator
     original_loss, original_backward = trainer.compute_loss, accelerator.backward
     depth = 0
@@ -647,13 +674,19 @@ def training_step(
         session.micro_batch = None
     window.steps_run += 1
     if micro_batch.loss is None:
-        return result
+        return _logged(session, result)
     if micro_batch.reported is None:
         raise SeamError(
             f"the step of {type(trainer).__name__} computed a loss but did not hand it to accelerator.backward; "
             "its gradient was not mended: use accelerator.backward, or revert()"
         )
-    return micro_batch.reported
+    return _logged(session, micro_batch.reported)
+
+
+def _logged(session: Session, loss: Tensor) -> Tensor:
+    if session.loss_log is not None:
+        session.loss_log.add(loss)
+    return loss
 
 
 @contextmanager
@@ -677,6 +710,8 @@ def _set_loss(trainer: Any, session: Session, micro_batch: MicroBatch, window: W
     contract = session.contract
     assert micro_batch.loss is not None and contract is not None
     owned = contract.owned_by_trainer and not micro_batch.base_called
+    if micro_batch.weightless and not micro_batch.base_called:
+        return micro_batch.loss * 0.0
     if owned and (contract.by_number or _scales_itself(trainer)):
         return micro_batch.loss
     return micro_batch.loss / len(window.batches)
@@ -760,20 +795,6 @@ def busy(session: Session, what: str) -> Iterator[None]:
         yield
     finally:
         session.busy.discard(what)
-
-
-@contextmanager
-def shadow(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Let an instance attribute stand before the method of this name, and put back what stood there."""
-    before = vars(holder).get(name, _ABSENT)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        if before is _ABSENT:
-            delattr(holder, name)
-        else:
-            setattr(holder, name, before)
 
 
 OVERRIDES: dict[str, Callable[..., Any]] = {

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.window import share_of_mean
+from hf_accum_fix.accumulation.window import Weightless, share_of_mean
 from hf_accum_fix.errors import ContractError
 
 
@@ -42,7 +42,7 @@ def share_of(
     world_size: int,
     own_loss: bool = False,
 ) -> Share:
-    """The share of one micro-batch.
+    """The share of one micro-batch; of a `Weightless` one it is zero, but for router terms.
 
     Args:
         contract: how its loss is reduced.
@@ -54,6 +54,17 @@ def share_of(
         own_loss: the loss is a function of the user's own, which may return a constant without a graph where it
             finds no target: it is always given one.
     """
+    if isinstance(inputs, Weightless):
+        counted = share_of(
+            contract,
+            dict(inputs),
+            items,
+            mean,
+            micro_batches=micro_batches,
+            world_size=world_size,
+            own_loss=own_loss,
+        )
+        return replace(counted, ratio=0.0)
     number = contract.as_number(mean)
     if contract.reduction is Reduction.NUMBER and not own_loss:
         return Share(inputs, number, None)
