@@ -82,10 +82,12 @@ class LossLog:
 
     def _tell(self, logs: dict[str, Any]) -> None:
         """Put upstream's value beside a loss that is not finite."""
-        if "train_loss" in logs and not math.isfinite(logs["train_loss"]):
-            steps = self._trainer.state.global_step - (self._first_step or 0)
-            total = self._filtered_total + float(self._filtered)
-            logs[FILTERED["train_loss"]] = total / max(steps, 0.001)
+        if "train_loss" in logs:
+            # The last of the run.
+            setattr(self._trainer.args, _SWITCH, True)
+            if not math.isfinite(logs["train_loss"]):
+                steps = self._trainer.state.global_step - (self._first_step or 0)
+                logs[FILTERED["train_loss"]] = (self._filtered_total + float(self._filtered)) / max(steps, 0.001)
         # What a trainer logs beside has no learning rate.
         if "loss" not in logs or "learning_rate" not in logs:
             return

@@ -1,9 +1,9 @@
 """The same SGD steps by hand-written loops: accelerate's two official recipes, and accumulation windows.
 
-    accumulate  ``with accelerator.accumulate(model)``: the first page of accelerate's guide
-    count       its recipe for language models: count the labels of the window, hand the number over
-    windows     accumulation windows under accelerate
-    plain       accumulation windows under DistributedDataParallel alone, or nothing
+accumulate  ``with accelerator.accumulate(model)``: the first page of accelerate's guide
+count       its recipe for language models: count the labels of the window, hand the number over
+windows     accumulation windows under accelerate
+plain       accumulation windows under DistributedDataParallel alone, or nothing
 """
 
 from __future__ import annotations
