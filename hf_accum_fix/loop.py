@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.data_loader import DataLoaderStateMixin
 from torch import Tensor, nn
 
 from hf_accum_fix import observations
@@ -34,7 +35,8 @@ from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import inside_ddp, products_are_rounded, router_coefficients, wants_number
 from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, observe
 from hf_accum_fix.accumulation.share import Share, loss_among, share_of
-from hf_accum_fix.accumulation.window import count_dtype, mean_item_count, total_items
+from hf_accum_fix.accumulation.window import Weightless, count_dtype, mean_item_count, total_items
+from hf_accum_fix.duplicates import WithoutDuplicates
 from hf_accum_fix.engine import engine_divisor
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
 
@@ -176,10 +178,14 @@ class AccumulationWindow:
     def _share(self, contract: LossContract, batch: Batch, *, own_loss: bool) -> Share:
         assert self._mean is not None
         counted = zip(self.batches, self._counts, strict=False)
+        # None: it was put on another device, or made anew; then it is counted again.
+        count = next((count for each, count in counted if each is batch), None)
+        if count is None and self._begun and isinstance(self.batches[self._begun - 1], Weightless):
+            batch = Weightless(batch)
         return share_of(
             contract,
             batch,
-            next((count for each, count in counted if each is batch), None),
+            count,
             self._mean,
             micro_batches=len(self.batches),
             world_size=self._windows.world_size,
@@ -208,12 +214,18 @@ class AccumulationWindows:
     """
 
     def __init__(
-        self, dataloader: Iterable[Batch], accelerator: Any, steps: int | None, contract: LossContract | None
+        self,
+        dataloader: Iterable[Batch],
+        accelerator: Any,
+        steps: int | None,
+        contract: LossContract | None,
+        drop_duplicates: bool,
     ) -> None:
         """Made by `accumulation_windows` alone."""
         self.contract = contract
         self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._dataloader = dataloader
+        self._drop_duplicates = drop_duplicates
         self._accelerator = accelerator
         self._steps = steps
         self._given = contract is not None
@@ -222,6 +234,9 @@ class AccumulationWindows:
         self._device: torch.device | None = None if accelerator is None else accelerator.device
         self._empty: Tensor | None = None
         self._said: set[str] = set()
+        if self.world_size > 1 and isinstance(dataloader, DataLoaderStateMixin):
+            self._dataloader = WithoutDuplicates(dataloader, drop_duplicates, self._tell_repeated)
+            self._dataloader.check()
 
     @property
     def steps(self) -> int:
@@ -318,8 +333,7 @@ class AccumulationWindows:
             passes_number=self._passes_number,
             router_coefficients=router_coefficients(module),
             world_size=self.world_size,
-            low_precision=products_are_rounded(module)
-            or getattr(self._accelerator, "mixed_precision", "no") != "no",
+            low_precision=products_are_rounded(module) or getattr(self._accelerator, "mixed_precision", "no") != "no",
         )
 
     def _handed(self, inputs: Batch, number: Tensor | None) -> dict[str, Any]:
@@ -352,6 +366,11 @@ class AccumulationWindows:
             self._warn_once("inexact", f"{head}: the loss {contract}, as far as {_ATTEMPTS} windows tell.")
         if contract.reduction is Reduction.SUM:
             self._warn_once("sum", f"{head}: the loss is a sum over the global batch, and grows with it.")
+
+    def _tell_repeated(self, samples: int) -> None:
+        if not self._drop_duplicates:
+            words = f"repeat {samples} samples, so that every rank has as many, and count them twice"
+            self._warn_once("repeated", f"an epoch's last micro-batches {words}; drop_duplicates=True leaves them out")
 
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._said:
@@ -402,6 +421,7 @@ def accumulation_windows(
     *,
     steps: int | None = None,
     contract: LossContract | None = None,
+    drop_duplicates: bool = False,
 ) -> AccumulationWindows:
     """The epochs of a dataloader as accumulation windows, exact for every cut into micro-batches and ranks.
 
@@ -413,10 +433,13 @@ def accumulation_windows(
             torch.distributed as it is initialised, or one process.
         steps: G; None: the accelerator's ``gradient_accumulation_steps``.
         contract: how the loss is reduced, where it must not be observed, or is computed outside of the model.
+        drop_duplicates: leave out the samples that accelerate repeats at the end of an epoch so that every rank has as
+            many; a micro-batch of nothing else is run and counts nothing.
 
     Raises:
         OptionsError: if neither an accelerator nor steps are given, or steps is no positive integer.
-        UnsupportedSetupError: if the accelerator's ranks split samples (tensor, context or sequence parallelism).
+        UnsupportedSetupError: if the accelerator's ranks split samples (tensor, context or sequence parallelism), or
+            repeated samples are to be dropped and cannot be told.
     """
     if steps is None and accelerator is None:
         raise OptionsError("neither steps nor an accelerator is given; needed is the number of micro-batches: steps=G")
@@ -426,7 +449,7 @@ def accumulation_windows(
     split = {kind: getattr(config, f"{kind}_size", 1) or 1 for kind in ("tp", "cp", "sp")}
     if any(size > 1 for size in split.values()):
         raise UnsupportedSetupError(f"ranks split samples {split}; only data-parallel ranks are supported")
-    return AccumulationWindows(dataloader, accelerator, steps, contract)
+    return AccumulationWindows(dataloader, accelerator, steps, contract, drop_duplicates)
 
 
 def _name(model: nn.Module) -> str:

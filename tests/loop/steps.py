@@ -108,6 +108,7 @@ def take_steps(
     epochs: int = 1,
     batches: Iterable[Any] | None = None,
     contract: LossContract | None = None,
+    drop_duplicates: bool = False,
     **ddp: Any,
 ) -> tuple[Step, list[tuple[float, float]], Any]:
     """Epochs in order: the whole change beside the first window's loss and norm; those of every window; the windows.
@@ -131,7 +132,9 @@ def take_steps(
         live = accelerator(accumulate)
         loader = DataLoader(list(samples), batch_size=per_device, collate_fn=head.batch)  # type: ignore[arg-type]
         trained, optimizer, loader = live.prepare(model, optimizer, loader)
-        windows = accumulation_windows(loader if batches is None else batches, live, contract=contract)
+        windows = accumulation_windows(
+            loader if batches is None else batches, live, contract=contract, drop_duplicates=drop_duplicates
+        )
     seen: list[tuple[float, float]] = []
     for _ in range(epochs):
         if way == "accumulate":

@@ -44,6 +44,12 @@ def test_ranks_that_end_apart_are_told_on_both(found: dict[str, Any]) -> None:
             assert raised.startswith(f"rank {rank}: some ranks have a micro-batch in this window"), ranks
 
 
+def test_repeated_samples_are_left_out_where_that_is_asked(found: dict[str, Any]) -> None:
+    for count in (7, 5):
+        assert found["repeated"][f"{count} dropped"] <= 1e-6
+        assert found["repeated"][str(count)] > 1e-3
+
+
 def test_one_small_collective_a_window_and_one_reduction_of_the_gradient(found: dict[str, Any]) -> None:
     assert found["collectives"]["second window"] == ["all_reduce", "asked: 1"]
     assert found["collectives"]["end of the epoch"] == ["all_reduce"]

@@ -64,6 +64,18 @@ def unequal(samples: Sequence[Sample]) -> dict[str, Any]:
     return {"plain": error(step, reference_step(head, pieces)), "tolerance": 1e-6}
 
 
+def repeated() -> dict[str, Any]:
+    """Seven samples by twos and twos: the second rank's last micro-batch has one of its own, or none but repeated."""
+    rows = {}
+    for count in (7, 5):
+        head = HEADS["bert-mlm"]
+        samples = head.samples[:count]
+        for drop in (True, False):
+            step, _, _ = take_steps(head, samples, 2, 2, "windows", drop_duplicates=drop)
+            rows[f"{count}{' dropped' * drop}"] = error(step, reference_step(head, cut(samples, 2)))
+    return rows
+
+
 def collectives() -> dict[str, Any]:
     """Collectives of a window once the loss was observed, and reductions of gradients in two windows."""
     head = HEADS["bert-mlm"]
@@ -125,6 +137,7 @@ def main(output: Path) -> None:
         "cases": cases(),
         "unequal": unequal(HEADS["bert-mlm"].samples),
         "uneven": uneven(),
+        "repeated": repeated(),
         "collectives": collectives(),
     }
     if dist.get_rank() == 0:
