@@ -109,6 +109,7 @@ def take_steps(
     batches: Iterable[Any] | None = None,
     contract: LossContract | None = None,
     drop_duplicates: bool = False,
+    mixed_precision: str = "no",
     **ddp: Any,
 ) -> tuple[Step, list[tuple[float, float]], Any]:
     """Epochs in order: the whole change beside the first window's loss and norm; those of every window; the windows.
@@ -129,7 +130,7 @@ def take_steps(
         loader: Any = own_batches(head, samples, per_device) if batches is None else batches
         windows = accumulation_windows(loader, steps=accumulate, contract=contract)
     else:
-        live = accelerator(accumulate)
+        live = accelerator(accumulate, mixed_precision=mixed_precision)
         loader = DataLoader(list(samples), batch_size=per_device, collate_fn=head.batch)  # type: ignore[arg-type]
         trained, optimizer, loader = live.prepare(model, optimizer, loader)
         windows = accumulation_windows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,19 @@ def test_two_epochs_whose_last_window_is_short(name: str) -> None:
         assert [loss for loss, _ in seen] == pytest.approx([each.loss for each in steps], rel=1e-6)
         assert [norm for _, norm in seen] == pytest.approx([each.norm for each in steps], rel=1e-6)
         assert len(made) == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "bert-mlm"])
+def test_autocast_adds_the_noise_of_its_own_precision_and_no_more(name: str) -> None:
+    head = replace(LOOPED[name], build=lambda: LOOPED[name].build().float())
+    reference = reference_step(LOOPED[name], cut(head.samples, 1))
+
+    def off(way: str, *split: int) -> float:
+        return take_steps(head, head.samples, *split, way, mixed_precision="bf16")[0].error(reference)
+
+    noise = off("windows", 8, 1)
+    assert noise < 1e-2 and off("windows", 1, 8) <= 2 * noise
+    assert off("accumulate", 1, 8) > 10 * noise
 
 
 def test_what_was_observed_is_kept_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
