@@ -39,7 +39,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_two_epochs_take_the_reference_steps(case: str, found: dict[str, Any]) -> None:
     row, (_, count, per_device, _, arguments) = found[case], CASES[case]
     repeated = REPEATED.get(case, 3)
-    assert row["without duplicates"] <= 1e-12 and row["losses"] <= 1e-6 and row["same bits"]
+    assert row["without duplicates"] <= 1e-12 and row["same bits"]
+    # Logs were rounded to four digits up to 4.57.
+    assert row["losses"] <= 6e-5
     # As accelerate deals them, repeated samples counted twice, it is the full batch's step as well.
     assert row["with duplicates"] <= 1e-12
     assert len(row["epochs"]) == EPOCHS
