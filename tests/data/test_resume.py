@@ -11,6 +11,7 @@ import torch
 
 from tests.data.runs import by_length, reference, samples_of, train
 from tests.numerics.epochs import error
+from tests.numerics.heads import HEADS, before
 
 #: Seven micro-batches of an epoch in windows of three, three and one; "drop_last" leaves out the eleventh sample.
 SIZED: dict[str, dict[str, Any]] = {
@@ -37,9 +38,10 @@ def test_a_stream_that_wraps_around_steps_every_short_window(name: str, steps: i
     cut: dict[str, Any] = {"per_device": 1, "accumulate": 3, "stream": True, "max_steps": steps}
     runs = {path: train(name, samples, path, tmp_path, **cut) for path in ("stock", "apply", "trainer")}
     # Stock is right where the head divides by the count and no short window was met.
-    assert (error(runs["stock"].change, wanted) < 1e-3) == (name == "llama" and steps == 2)
+    right = name == "llama" and steps == 2 and not before("4.46.0")
+    assert (error(runs["stock"].change, wanted) < 1e-3) == right
     for path in ("apply", "trainer"):
-        assert error(runs[path].change, wanted) <= 1e-12
+        assert error(runs[path].change, wanted) <= HEADS[name].tolerance
         assert runs[path].losses == pytest.approx(losses, abs=6e-5)
         assert runs[path].windows == [windows[step % 3] for step in range(steps)]
 

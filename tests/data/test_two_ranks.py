@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.data.two_ranks import CASES, EPOCHS
+from tests.numerics.heads import HEADS
 
 ROOT = Path(__file__).parents[2]
 #: Repeated samples of a last round, over both ranks; a dispatched one is only evened out.
@@ -28,6 +29,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
     command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m", "tests.data.two_ranks"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # Releases before 4.48 read their checkpoints as torch before 2.6 wrote them.
+    environment["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     done = subprocess.run(
         [*command, str(output), str(folder)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
     )
@@ -39,11 +42,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_two_epochs_take_the_reference_steps(case: str, found: dict[str, Any]) -> None:
     row, (_, count, per_device, _, arguments) = found[case], CASES[case]
     repeated = REPEATED.get(case, 3)
-    assert row["without duplicates"] <= 1e-12 and row["same bits"]
+    tolerance = HEADS[CASES[case][0]].tolerance
+    assert row["without duplicates"] <= tolerance and row["same bits"]
     # Logs were rounded to four digits up to 4.57.
     assert row["losses"] <= 6e-5
     # As accelerate deals them, repeated samples counted twice, it is the full batch's step as well.
-    assert row["with duplicates"] <= 1e-12
+    assert row["with duplicates"] <= tolerance
     assert len(row["epochs"]) == EPOCHS
     dropped = count % (2 * per_device) if arguments.get("dataloader_drop_last") else 0
     for epoch in row["epochs"]:
