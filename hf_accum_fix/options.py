@@ -26,14 +26,17 @@ class Options:
             around instead of refusing them.
         eval_loss: report ``eval_loss`` as the mean over the items of the evaluation set; off, because it changes a
             reported number.
+        drop_duplicates: leave out the samples that accelerate repeats at the end of an epoch so that every rank has as
+            many; off, because stock counts them twice, too.
 
     Raises:
-        OptionsError: if allow_foreign is not a tuple of "module.qualname" strings, or eval_loss is no bool.
+        OptionsError: if allow_foreign is not a tuple of "module.qualname" strings, or a switch is no bool.
     """
 
     contract: LossContract | None = None
     allow_foreign: tuple[str, ...] = ()
     eval_loss: bool = False
+    drop_duplicates: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what would be misread later, such as a bare string taken for a sequence of names."""
@@ -43,8 +46,9 @@ class Options:
                 f'allow_foreign is {names!r}; needed is a tuple of "module.qualname" strings, such as '
                 'allow_foreign=("unsloth_zoo.loss_utils._unsloth_get_batch_samples",)'
             )
-        if not isinstance(self.eval_loss, bool):
-            raise OptionsError(f"eval_loss is {self.eval_loss!r}; needed is True or False")
+        for switch in ("eval_loss", "drop_duplicates"):
+            if not isinstance(getattr(self, switch), bool):
+                raise OptionsError(f"{switch} is {getattr(self, switch)!r}; needed is True or False")
 
 
 def enabled() -> bool:

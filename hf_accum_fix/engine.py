@@ -1,0 +1,36 @@
+"""What the engine under an ``accelerate.Accelerator`` does to losses and inputs, read from the live objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate.utils import DistributedType
+
+
+def engine_divisor(accelerator: Any, backward_kwargs: Mapping[str, Any]) -> int:
+    """What the engine is about to divide a loss by.
+
+    Args:
+        accelerator: the live ``accelerate.Accelerator``.
+        backward_kwargs: what ``backward`` is called with beside the loss.
+    """
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return int(accelerator.gradient_accumulation_steps)
+    if backward_kwargs.get("scale_wrt_gas") is False:
+        return 1
+    return int(accelerator.deepspeed_engine_wrapped.engine.gradient_accumulation_steps())
+
+
+def is_sharded(accelerator: Any) -> bool:
+    """Whether the ranks meet in every forward, to put the parameters together."""
+    return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+
+
+def inputs_are_rounded(accelerator: Any) -> bool:
+    """Whether the engine rounds the floating-point inputs of a forward, the number among them, to 16 bits.
+
+    Source: ``cast_forward_inputs`` of FSDP's mixed precision, ``DeepSpeedEngine._cast_inputs_half``; in float16 a
+    number above 65504 would be infinite.
+    """
+    return is_sharded(accelerator) and accelerator.mixed_precision != "no"
