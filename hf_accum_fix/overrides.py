@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.data_loader import DataLoaderStateMixin
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
@@ -187,7 +188,8 @@ def _whole_windows(trainer: Any, options: Options) -> Iterator[None]:
         loader = original_loader(*args, **kwargs)
         if isinstance(loader, (WholeWindows, WithoutDuplicates)):
             return loader
-        if trainer.args.world_size > 1:
+        # A loader of the trainer's own, which accelerate did not prepare, repeats nothing.
+        if trainer.args.world_size > 1 and isinstance(loader, DataLoaderStateMixin):
             loader = WithoutDuplicates(loader, options.drop_duplicates, repeated)
             loader.check()
         if not (loses_the_rest or _is_endless(loader)):
