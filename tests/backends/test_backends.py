@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.backends.rows import BACKENDS, DEEPSPEED, Backend
+from tests.faults.launch import torchrun
 
-ROOT = Path(__file__).parents[2]
 #: A head that divides by the number, which the installed release gets right, and one that drops it.
 BY_NUMBER, MEAN = "llama", "llama-classification"
 #: Streams end in a short window that stock never steps; it is filled up with blanks that no engine sees.
@@ -41,13 +37,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     """The rows of the cases that were selected, by one start of torchrun."""
     asking = [item for item in request.session.items if "rows" in getattr(item, "fixturenames", ())]
     output = tmp_path_factory.mktemp("backends") / "rows.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
-    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m", "tests.backends.two_ranks"]
     cases = [item.callspec.params["case"] for item in asking if item.module.__name__ == __name__]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, str(output), *cases], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
-    )
+    done = torchrun("tests.backends.two_ranks", output, *cases, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return {row["case"]: row for row in json.loads(output.read_text())}
 

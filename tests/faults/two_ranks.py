@@ -35,7 +35,7 @@ def main(output: Path) -> None:
         began = time.monotonic()
         try:
             make(folder).train()
-            said[name] = {"raised": "", "message": "", "steps": True}
+            said[name] = {"raised": "", "message": ""}
         except Exception as error:
             said[name] = {"raised": type(error).__name__, "message": str(error)}
         said[name]["seconds"] = time.monotonic() - began
