@@ -234,6 +234,8 @@ class AccumulationWindows:
         self._device: torch.device | None = None if accelerator is None else accelerator.device
         self._empty: Tensor | None = None
         self._said: set[str] = set()
+        self._recorded = False
+        self._repeated: dict[str, Any] = {}
         if self.world_size > 1 and isinstance(dataloader, DataLoaderStateMixin):
             self._dataloader = WithoutDuplicates(dataloader, drop_duplicates, self._tell_repeated)
             self._dataloader.check()
@@ -357,8 +359,10 @@ class AccumulationWindows:
                 "accumulation_steps": steps,
                 "world_size": self.world_size,
                 "stock_gradient_factor": None,
+                **self._repeated,
             }
         )
+        self._recorded = True
         logger.info("%s: the loss %s; G=%d, W=%d.", head, contract, steps, self.world_size)
         if contract.reduction is Reduction.PLAIN:
             self._warn_once("inexact", f"{head}: {contract.reason}. It gets the plain mean over micro-batches.")
@@ -368,6 +372,11 @@ class AccumulationWindows:
             self._warn_once("sum", f"{head}: the loss is a sum over the global batch, and grows with it.")
 
     def _tell_repeated(self, samples: int) -> None:
+        if self._repeated:
+            return
+        self._repeated = {"repeated_samples": samples, "repeated_samples_dropped": self._drop_duplicates}
+        if self._recorded:
+            observations.amend(self._repeated)
         if not self._drop_duplicates:
             words = f"repeat {samples} samples, so that every rank has as many, and count them twice"
             self._warn_once("repeated", f"an epoch's last micro-batches {words}; drop_duplicates=True leaves them out")
