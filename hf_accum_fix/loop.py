@@ -168,7 +168,8 @@ class AccumulationWindow:
             total = torch.zeros((), dtype=count_dtype(device), device=device)
         sums = windows._summed(torch.stack([total, torch.full_like(total, bool(self.batches))]))
         # Read where that waits for no device, and by the rank that would else be waited for.
-        if (device.type == "cpu" or not self.batches) and 0 < int(sums[1]) < windows.world_size:
+        told = windows.world_size > 1 and (device.type == "cpu" or not self.batches)
+        if told and 0 < int(sums[1]) < windows.world_size:
             raise _uneven()
         self._mean = mean_item_count(sums[0], max(len(self.batches), 1), windows.world_size)
         if contract.items is not None and self.batches:
@@ -193,9 +194,11 @@ class AccumulationWindow:
         )
 
     def _add(self, share: Tensor) -> Tensor:
-        right = share / len(self.batches)
-        self._loss = right.detach() if self._loss is None else self._loss + right.detach()
-        return right * self._windows._divisor()
+        part = share.detach() / len(self.batches)
+        self._loss = part if self._loss is None else self._loss + part
+        factor = self._windows._divisor() / len(self.batches)
+        # In a full window accelerate divides by G already.
+        return share if factor == 1 else share * factor
 
     def _check_run(self) -> None:
         if self._begun < len(self.batches):
