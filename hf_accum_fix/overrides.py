@@ -18,8 +18,9 @@ import logging
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from transformers import Trainer
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, observe
+from hf_accum_fix.accumulation.router_loss import LENDER, Convention, Form, Forward, RouterLoss
 from hf_accum_fix.accumulation.whole_windows import Blank, WholeWindows, without_blanks
 from hf_accum_fix.accumulation.window import Items, count_dtype, mean_item_count, share_of_mean, total_items
 from hf_accum_fix.errors import ContractError, SeamError, UnsupportedSetupError
@@ -100,6 +102,8 @@ class Session:
     busy: set[str] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
     empty_windows: Tensor | None = None
+    router: RouterLoss | None = None
+    counting_loss: tuple[tuple[Any, ...], Callable[..., Any] | None] | None = None
 
     def warn_once(self, kind: str, message: str) -> None:
         """Warn once for each kind and run."""
@@ -133,6 +137,7 @@ def train(
         session.window = None
     if session.empty_windows is not None and int(session.empty_windows):
         _warn_empty(session)
+    _note_moved_routing(trainer, session)
     return result
 
 
@@ -233,27 +238,40 @@ def _open_window(
         )
     _mark_state(trainer, session)
     contract = _settle_contract(trainer, session, batches, options)
-    session.window = window = _counted(trainer, contract, batches, upstream_number)
+    routing = _count_routing(trainer, session, contract, batches, options)
+    session.window = window = _counted(trainer, session, contract, batches, upstream_number, routing)
     if contract.items is not None and batches:
         _note_empty(session, window.total)
     return window
 
 
-def _counted(trainer: Any, contract: LossContract, batches: list[Any], upstream_number: Any) -> Window:
+def _counted(
+    trainer: Any,
+    session: Session,
+    contract: LossContract,
+    batches: list[Any],
+    upstream_number: Any,
+    routing: Tensor | None,
+) -> Window:
     """The window with its items counted over all ranks, by the one collective of an optimizer step.
 
-    Three numbers ride in it: the items, upstream's own count, and whether this rank has a micro-batch at all.
+    Three numbers ride in it: the items, upstream's own count, and whether this rank has a micro-batch at all; and the
+    routing of a mixture of experts, where its loss is to be the global batch's.
     """
     device, world_size = trainer.args.device, trainer.args.world_size
     counts, total = total_items(contract.items, batches, device) if contract.items is not None else ([], None)
     zero = torch.zeros((), dtype=count_dtype(device), device=device)
     number = zero if upstream_number is None else torch.as_tensor(upstream_number).to(zero)
     sums = torch.stack([zero if total is None else total, number, torch.full_like(zero, bool(batches))])
+    if routing is not None:
+        sums = torch.cat([sums, routing])
     if world_size > 1:
         sums = trainer.accelerator.reduce(sums, reduction="sum")
         if not batches and bool(sums[2] > 0):
             raise _uneven(trainer)
     counted = None if upstream_number is None else sums[1]
+    if session.router is not None:
+        session.router.settle(sums[3:], max(len(batches), 1), world_size)
     return Window(batches, counts, sums[0], mean_item_count(sums[0], max(len(batches), 1), world_size), counted)
 
 
@@ -555,6 +573,103 @@ def loss_alone(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> tup
     return (loss + router.to(loss.device) if smoothed and router is not None else loss), outputs
 
 
+# --- the router's loss ----------------------------------------------------------------------------------------------
+
+
+def _count_routing(
+    trainer: Any, session: Session, contract: LossContract, batches: list[Any], options: Options
+) -> Tensor | None:
+    """This rank's numbers of the window, for the sum over ranks; None where the router's loss is a mean.
+
+    In the first window the model's own load-balancing loss is looked at, on every rank alike.
+    """
+    if options.router_loss == Convention.MEAN.value:
+        return None
+    if session.router is None:
+        session.router = RouterLoss(Convention(options.router_loss))
+        # Its name is bound where others look it up only once it is imported.
+        import_module(LENDER)
+    router, model = session.router, trainer.model_wrapped
+    module: nn.Module = _inside_ddp(model) or model
+    device, world_size = trainer.args.device, trainer.args.world_size
+    with _forward_alone(trainer, session, module, len(batches)) as forward:
+        if router.form is None or not router.form.settled:
+            router.form = _recognised(trainer, session, contract, router, forward, batches, module)
+        return router.count(forward, batches, module, device, world_size)
+
+
+@contextmanager
+def _forward_alone(trainer: Any, session: Session, module: nn.Module, steps: int) -> Iterator[Forward]:
+    """The forward that training makes of a micro-batch, to be run without its step."""
+    if session.counting_loss is None or session.counting_loss[0] != session.observed_for:
+        with shadow(trainer, "current_gradient_accumulation_steps", steps):
+            session.counting_loss = (session.observed_for, _compute_loss_of(trainer))
+    compute_loss = session.counting_loss[1]
+    takes_number = compute_loss is not None and _has_parameter(compute_loss, "num_items_in_batch")
+    number = torch.ones((), device=trainer.args.device)
+
+    def forward(inputs: Any) -> Tensor:
+        inputs = trainer._prepare_inputs(inputs)
+        with trainer.compute_loss_context_manager():
+            if compute_loss is None:
+                return _base_loss(trainer, module, inputs, number, smooth=False)[0]
+            result = compute_loss(module, inputs, **({"num_items_in_batch": number} if takes_number else {}))
+        return result[0] if isinstance(result, tuple) else result  # type: ignore[no-any-return]
+
+    module.train()
+    # A schedule-free optimizer evaluates at other weights than it trains at.
+    if callable(getattr(trainer.optimizer, "train", None)):
+        trainer.optimizer.train()
+    session.observing = True
+    try:
+        yield forward
+    finally:
+        session.observing, session.base_loss = False, None
+
+
+def _recognised(
+    trainer: Any,
+    session: Session,
+    contract: LossContract,
+    router: RouterLoss,
+    forward: Forward,
+    batches: list[Any],
+    module: nn.Module,
+) -> Form:
+    """What the ranks see of the model's own load-balancing loss; said once where it has to stay a mean."""
+    items = contract.items
+    best = max(batches, key=lambda inputs: float(items.count(inputs)) if items is not None else 0.0, default=None)
+    seen = Form(settled=False) if best is None else router.recognise(forward, best, module, trainer.args.device)
+    ranks: list[Form] = gather_object([seen]) if trainer.args.world_size > 1 else [seen]
+    settled = [each for each in ranks if each.settled]
+    form = next((each for each in settled if each.refusal), settled[0] if settled else seen)
+    if form.settled and not form.recognised and (form.refusal or contract.has_router_loss):
+        reason = form.refusal or "its outputs carry a router loss that no load-balancing function of its file made"
+        session.warn_once(
+            "router",
+            f"{_head_name(trainer)}: its router loss stays {Convention.MEAN}, as configured, though "
+            f"{router.convention.value!r} was asked for: {reason}",
+        )
+    return form
+
+
+def _in_the_window(session: Session, window: Window) -> AbstractContextManager[None]:
+    """Around the forward of a micro-batch: its load-balancing loss is its share of the global batch's."""
+    return nullcontext() if session.router is None else session.router.micro_batch(window.steps_run)
+
+
+def _note_moved_routing(trainer: Any, session: Session) -> None:
+    """Say once that the second pass routed other than the first, by which the router's loss is not quite exact."""
+    moved = None if session.router is None else session.router.moved
+    if moved is not None and bool(moved > 0):
+        session.warn_once(
+            "moved",
+            f"{_head_name(trainer)}: {float(moved):.2g} of a micro-batch's routing differed between the pass that "
+            "counts it and the pass that trains, by which its load-balancing loss is off; look for randomness of the "
+            "model's own, and for kernels that are not the same without gradient",
+        )
+
+
 # --- compute_loss ---------------------------------------------------------------------------------------------------
 
 
@@ -683,7 +798,8 @@ def training_step(
         nonlocal depth
         depth += 1
         try:
-            result = original_loss(*loss_args, **loss_kwargs)
+            with _in_the_window(session, window) if depth == 1 else nullcontext():
+                result = original_loss(*loss_args, **loss_kwargs)
         finally:
             depth -= 1
         if depth > 0:
@@ -712,6 +828,11 @@ def training_step(
     finally:
         session.micro_batch = None
     window.steps_run += 1
+    if window.steps_run == len(window.batches):
+        # To look at a number waits for the device: there, only in the first window, and when training ends.
+        if trainer.args.device.type == "cpu" or "routing" not in session.said:
+            _note_moved_routing(trainer, session)
+        session.said.add("routing")
     if micro_batch.loss is None:
         return result
     if micro_batch.reported is None:
@@ -790,6 +911,7 @@ def _announce(trainer: Any, session: Session, window: Window, *, passed: Tensor,
             "items": None if contract.items is None else str(contract.items),
             "router_coefficient": contract.router_coefficient,
             "router_z_coefficient": contract.router_z_coefficient,
+            "router_loss": None if session.router is None else session.router.in_force.value,
             "exact": contract.exact,
             "reason": contract.reason,
             "accumulation_steps": steps,
