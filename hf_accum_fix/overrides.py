@@ -137,7 +137,7 @@ def train(
         session.window = None
     if session.empty_windows is not None and int(session.empty_windows):
         _warn_empty(session)
-    _note_moved_routing(trainer, session)
+    _note_routing(trainer, session)
     return result
 
 
@@ -653,14 +653,26 @@ def _recognised(
     return form
 
 
+def _convention(session: Session) -> Convention:
+    """That of the router's loss as it is trained."""
+    return Convention.MEAN if session.router is None else session.router.in_force
+
+
 def _in_the_window(session: Session, window: Window) -> AbstractContextManager[None]:
     """Around the forward of a micro-batch: its load-balancing loss is its share of the global batch's."""
     return nullcontext() if session.router is None else session.router.micro_batch(window.steps_run)
 
 
-def _note_moved_routing(trainer: Any, session: Session) -> None:
+def _note_routing(trainer: Any, session: Session) -> None:
     """Say once that the second pass routed other than the first, by which the router's loss is not quite exact."""
     moved = None if session.router is None else session.router.moved
+    if session.router is not None and session.router.without_gradient:
+        session.warn_once(
+            "without gradient",
+            f"{_head_name(trainer)}: its router logits have no graph, so that its load-balancing loss trains nothing, "
+            'here as without hf_accum_fix; under re-entrant checkpointing pass gradient_checkpointing_kwargs='
+            '{"use_reentrant": False}',
+        )
     if moved is not None and bool(moved > 0):
         session.warn_once(
             "moved",
@@ -831,7 +843,7 @@ def training_step(
     if window.steps_run == len(window.batches):
         # To look at a number waits for the device: there, only in the first window, and when training ends.
         if trainer.args.device.type == "cpu" or "routing" not in session.said:
-            _note_moved_routing(trainer, session)
+            _note_routing(trainer, session)
         session.said.add("routing")
     if micro_batch.loss is None:
         return result
@@ -911,7 +923,7 @@ def _announce(trainer: Any, session: Session, window: Window, *, passed: Tensor,
             "items": None if contract.items is None else str(contract.items),
             "router_coefficient": contract.router_coefficient,
             "router_z_coefficient": contract.router_z_coefficient,
-            "router_loss": None if session.router is None else session.router.in_force.value,
+            "router_loss": _convention(session).value,
             "exact": contract.exact,
             "reason": contract.reason,
             "accumulation_steps": steps,
@@ -920,7 +932,8 @@ def _announce(trainer: Any, session: Session, window: Window, *, passed: Tensor,
         }
     )
     if trainer.args.process_index == 0:
-        logger.info("%s: the loss %s; G=%d, W=%d.%s", head, contract, steps, ranks, told)
+        router = f", {_convention(session)}" if contract.has_router_loss else ""
+        logger.info("%s: the loss %s%s; G=%d, W=%d.%s", head, contract, router, steps, ranks, told)
 
 
 def _stock_factor(trainer: Any, session: Session, window: Window, passed: Tensor, right: Tensor) -> float | None:

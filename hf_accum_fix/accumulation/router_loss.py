@@ -335,6 +335,7 @@ class RouterLoss:
         form: what was recognised of the model's own loss; None before the first window.
         shares: F [E] of each pool in the last window settled; empty without one, and under `Convention.WINDOW`.
         moved: largest share of a micro-batch's routing that the second pass found elsewhere, 0-dim; None: not compared.
+        without_gradient: whether the router logits of a training pass had no graph, so that their loss trains nothing.
     """
 
     def __init__(self, convention: Convention) -> None:
@@ -342,6 +343,7 @@ class RouterLoss:
         self.form: Form | None = None
         self.shares: list[Tensor] = []
         self.moved: Tensor | None = None
+        self.without_gradient = False
         self._first_pass: list[list[Tally]] = []
         self._mean_tokens: list[Tensor] = []
         self._running: list[Tensor] = []
@@ -476,6 +478,7 @@ class RouterLoss:
         if place >= len(self._mean_tokens):
             raise _other_calls(place + 1, len(self._mean_tokens))
         seen = call.tally()
+        self.without_gradient |= torch.is_grad_enabled() and not seen.probabilities.requires_grad
         if self.convention is Convention.WINDOW:
             self._running[place] = self._running[place] + seen.numbers().to(self._running[place])
             counts, tokens = self._running[place][:-1], self._running[place][-1]
