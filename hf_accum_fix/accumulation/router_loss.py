@@ -114,13 +114,27 @@ class Tally:
         return torch.cat([self.counts, self.tokens.reshape(1)])
 
 
-def tally(gates: Sequence[Tensor], top_k: int, mask: Tensor | None) -> Tally:
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(dim=-1)
+
+
+def _as_they_are(probabilities: Tensor) -> Tensor:
+    return probabilities
+
+
+#: What a function may be handed of each router, and how probabilities come of it. Logits in every family and release
+#: but one: DBRX hands over probabilities in some releases of 4.5x.
+_GIVEN: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {"logits": _softmax, "probabilities": _as_they_are}
+
+
+def tally(gates: Sequence[Tensor], top_k: int, mask: Tensor | None, given: str = "logits") -> Tally:
     """Count the routing of one call; no device sync.
 
     Args:
-        gates: router logits [tokens, E] of each router.
+        gates: what is given of each router, [tokens, E].
         top_k: experts to a token.
         mask: [batch, tokens], zero where a position is none; None: every position counts.
+        given: "logits" or "probabilities".
     """
     device, experts = gates[0].device, gates[0].shape[-1]
     exact = count_dtype(device)
@@ -129,8 +143,8 @@ def tally(gates: Sequence[Tensor], top_k: int, mask: Tensor | None) -> Tally:
     weight = None if mask is None else mask.reshape(-1).to(device=device, dtype=exact)
     summed: Tensor | None = None
     for gate in gates:
-        # In the logits' own type, as the library has it: another type would break ties of the top-k otherwise.
-        probabilities = gate.to(device).softmax(dim=-1)
+        # In the gate's own type, as the library has it: another type would break ties of the top-k otherwise.
+        probabilities = _GIVEN[given](gate.to(device))
         chosen = probabilities.topk(top_k, dim=-1).indices
         wide = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
         row = torch.ones(len(gate), dtype=exact, device=device) if weight is None else weight
@@ -152,11 +166,13 @@ class Pool:
     Attributes:
         experts: E.
         routers: how many are pooled.
+        given: what the function is handed of each, "logits" or "probabilities".
         counted_from: the input that tells how many tokens reach them; None: none was found to.
     """
 
     experts: int
     routers: int
+    given: str
     counted_from: str | None
 
 
@@ -198,19 +214,19 @@ class _Call:
             return None
         return first
 
-    def tally(self) -> Tally:
+    def tally(self, given: str) -> Tally:
         """By the names the library gives the arguments after the first.
 
         Raises:
             TypeError: if the function has no ``top_k``.
         """
-        given, gates = self.given, self.gates
-        if gates is None or "top_k" not in given:
+        arguments, gates = self.arguments, self.gates
+        if gates is None or "top_k" not in arguments:
             raise TypeError(f"{FUNCTION}{inspect.signature(self.original)}")
-        return tally(gates, given["top_k"], given.get("attention_mask"))
+        return tally(gates, arguments["top_k"], arguments.get("attention_mask"), given)
 
     @property
-    def given(self) -> Mapping[str, Any]:
+    def arguments(self) -> Mapping[str, Any]:
         """The arguments by name, defaults too."""
         bound = inspect.signature(self.original).bind(*self.args, **self.kwargs)
         bound.apply_defaults()
@@ -222,32 +238,35 @@ class _Call:
             return replace(self, args=(gates, *self.args[1:]))
         return replace(self, kwargs={**self.kwargs, next(iter(self.kwargs)): gates})
 
-    def refusal(self) -> str:
-        """Why the function is not the pooled form; empty where value and gradient on random logits say it is.
+    def form(self) -> tuple[str, str]:
+        """What the function is given of each router, and "", where it is the pooled form; else "" and why it is not.
 
-        They are drawn here, since the model's own hardly tell forms apart: near balance all have a value of top_k.
+        Value and gradient tell, on logits drawn at random: on the model's own, forms hardly differ, since near balance
+        each has a value of about top_k.
         """
         name = f"{self.original.__module__}.{FUNCTION}"
         if self.gates is None:
-            return f"{name} is not called with the routers' logits"
+            return "", f"{name} is not called with what its routers say of each token"
         draw = torch.Generator().manual_seed(0)
         some = self.gates[:_ROUTERS_DRAWN]
+        tolerance = max(1e-5, 16 * torch.finfo(some[0].dtype).eps)
         with torch.enable_grad():
-            logits = tuple((2 * torch.randn(gate.shape, generator=draw)).to(gate).requires_grad_() for gate in some)
-            call = self.with_gates(logits)
-            try:
-                seen = call.tally()
-                ours = seen.loss(seen.counts / seen.tokens, seen.tokens)
-            except (TypeError, RuntimeError) as error:
-                return f"{name} is no load-balancing loss over all tokens and routers ({error})"
+            drawn = tuple((2 * torch.randn(gate.shape, generator=draw)).to(gate).requires_grad_() for gate in some)
+            call = self.with_gates(drawn)
             theirs = self.original(*call.args, **call.kwargs)
             if not isinstance(theirs, Tensor) or not theirs.requires_grad:
-                return f"{name} has no gradient"
-            pairs = [(ours, theirs), *zip(*(torch.autograd.grad(each, logits) for each in (ours, theirs)), strict=True)]
-        tolerance = max(1e-5, 16 * torch.finfo(logits[0].dtype).eps)
-        if all(_near(one, other, tolerance) for one, other in pairs):
-            return ""
-        return f"{name} gives {float(theirs):.6g} where E sum F Q over all tokens and routers is {float(ours):.6g}"
+                return "", f"{name} has no gradient"
+            wanted = (theirs, *torch.autograd.grad(theirs, drawn))
+            for given in _GIVEN:
+                try:
+                    seen = call.tally(given)
+                    ours = seen.loss(seen.counts / seen.tokens, seen.tokens)
+                except (TypeError, RuntimeError) as error:
+                    return "", f"{name} is no load-balancing loss over all tokens and routers ({error})"
+                found = (ours, *torch.autograd.grad(ours, drawn))
+                if all(_near(one, other, tolerance) for one, other in zip(found, wanted, strict=True)):
+                    return given, ""
+        return "", f"{name} is another function than E sum F Q over all tokens and routers"
 
 
 def _near(one: Tensor, other: Tensor, tolerance: float) -> bool:
@@ -384,7 +403,8 @@ class RouterLoss:
                 losses.append(float(forward(inputs).detach()))
         if not calls:
             return Form()
-        refusal = next((each for call in calls if (each := call.refusal())), "")
+        forms = [call.form() for call in calls]
+        refusal = next((reason for _, reason in forms if reason), "")
         if refusal:
             return Form(refusal=refusal)
         if not np.isfinite(losses).all():
@@ -392,7 +412,7 @@ class RouterLoss:
         weight = (losses[1] - losses[0]) / _SHIFT
         if abs(weight) < _NO_WEIGHT:
             return Form()
-        pools = tuple(_pool(call, inputs) for call in calls)
+        pools = tuple(_pool(call, inputs, given) for call, (given, _) in zip(calls, forms, strict=True))
         if self.convention is Convention.WINDOW and any(pool.counted_from is None for pool in pools):
             reason = "none of the inputs tells how many tokens reach the routers before they do"
             return Form(pools, weight, f'{reason}; router_loss="exact" counts them')
@@ -432,9 +452,10 @@ class RouterLoss:
         with same_draws(model, device):
             for inputs in window:
                 found: list[Tally] = []
-                with self._swap.by(_noting(found)):
+                with self._swap.by(_noting(found, pools)):
                     forward(inputs)
-                _check_calls(found, pools)
+                if len(found) != len(pools):
+                    raise _other_calls(len(found), len(pools))
                 self._first_pass.append(found)
         for tallies in self._first_pass:
             numbers = [number + each.numbers().to(device) for number, each in zip(numbers, tallies, strict=True)]
@@ -474,10 +495,11 @@ class RouterLoss:
     def _share(self, call: _Call, index: int) -> Any:
         if call.gates is None:
             return call.original(*call.args, **call.kwargs)
+        assert self.form is not None
         place, self._called = self._called, self._called + 1
-        if place >= len(self._mean_tokens):
-            raise _other_calls(place + 1, len(self._mean_tokens))
-        seen = call.tally()
+        if place >= len(self.form.pools):
+            raise _other_calls(place + 1, len(self.form.pools))
+        seen = call.tally(self.form.pools[place].given)
         self.without_gradient |= torch.is_grad_enabled() and not seen.probabilities.requires_grad
         if self.convention is Convention.WINDOW:
             self._running[place] = self._running[place] + seen.numbers().to(self._running[place])
@@ -496,18 +518,15 @@ class RouterLoss:
             self.moved = share if self.moved is None else torch.maximum(self.moved.to(share), share)
 
 
-def _noting(found: list[Tally]) -> Callable[[_Call], Any]:
+def _noting(found: list[Tally], pools: Sequence[Pool]) -> Callable[[_Call], Any]:
     def replacement(call: _Call) -> Any:
         if call.gates is not None:
-            found.append(call.tally())
+            if len(found) == len(pools):
+                raise _other_calls(len(found) + 1, len(pools))
+            found.append(call.tally(pools[len(found)].given))
         return call.original(*call.args, **call.kwargs)
 
     return replacement
-
-
-def _check_calls(found: Sequence[Tally], pools: Sequence[Pool]) -> None:
-    if [len(each.counts) for each in found] != [pool.experts for pool in pools]:
-        raise _other_calls(len(found), len(pools))
 
 
 def _other_calls(found: int, wanted: int) -> ContractError:
@@ -517,13 +536,13 @@ def _other_calls(found: int, wanted: int) -> ContractError:
     )
 
 
-def _pool(call: _Call, inputs: Any) -> Pool:
-    gates, seen = call.gates, call.tally()
+def _pool(call: _Call, inputs: Any, given: str) -> Pool:
+    gates, seen = call.gates, call.tally(given)
     assert gates is not None
-    names = _TOKENS if call.given.get("attention_mask") is None else _MASKS
+    names = _TOKENS if call.arguments.get("attention_mask") is None else _MASKS
     counts = ((name, _token_count(name, inputs)) for name in names)
     told = (name for name, count in counts if count is not None and float(count) * len(gates) == float(seen.tokens))
-    return Pool(len(seen.counts), len(gates), next(told, None))
+    return Pool(len(seen.counts), len(gates), given, next(told, None))
 
 
 def _token_count(name: str | None, inputs: Any) -> Tensor | int | None:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import hf_accum_fix
 import peft
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+import hf_accum_fix
 from tests.numerics.heads import HEADS, Batch, Head, Sample
 from tests.numerics.heads.head import VOCABULARY, collate, seeded
 from tests.numerics.parity import ClassRecorder, Step, reference_step, take_step

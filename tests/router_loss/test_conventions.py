@@ -41,7 +41,7 @@ def every_cut() -> Iterator[Any]:
             yield pytest.param(family, size, marks=[pytest.mark.zoo] if later else [], id=f"{family}-{size}")
 
 
-@pytest.mark.parametrize(("family", "size"), every_cut())
+@pytest.mark.parametrize(("family", "size"), [*every_cut()])
 def test_exact_is_the_full_batch_for_every_cut(family: str, size: int) -> None:
     head = FAMILIES[family]
     with InFloat64():
@@ -68,7 +68,7 @@ def test_the_others_are_wrong_first(size: int) -> None:
 
 
 def test_the_library_itself_agrees_to_the_rounding_of_its_sums() -> None:
-    """As it trains, in the types it trains in: the auxiliary part told by two steps, with its coefficient and without."""
+    """In the types it trains in; the auxiliary part is told by two steps, with its coefficient and without."""
     head = FAMILIES[MIXTRAL]
     wanted = full_batch(head)
     with_it, without = (flat(step(head, "exact", 4, each).change) for each in (COEFFICIENT, 0.0))
