@@ -239,7 +239,7 @@ def _open_window(
     _mark_state(trainer, session)
     contract = _settle_contract(trainer, session, batches, options)
     routing = _count_routing(trainer, session, contract, batches, options)
-    session.window = window = _counted(trainer, session, contract, batches, upstream_number, routing)
+    session.window = window = _counted(trainer, contract, batches, upstream_number, session.router, routing)
     if contract.items is not None and batches:
         _note_empty(session, window.total)
     return window
@@ -247,11 +247,11 @@ def _open_window(
 
 def _counted(
     trainer: Any,
-    session: Session,
     contract: LossContract,
     batches: list[Any],
     upstream_number: Any,
-    routing: Tensor | None,
+    router: RouterLoss | None = None,
+    routing: Tensor | None = None,
 ) -> Window:
     """The window with its items counted over all ranks, by the one collective of an optimizer step.
 
@@ -270,8 +270,8 @@ def _counted(
         if not batches and bool(sums[2] > 0):
             raise _uneven(trainer)
     counted = None if upstream_number is None else sums[1]
-    if session.router is not None:
-        session.router.settle(sums[3:], max(len(batches), 1), world_size)
+    if router is not None:
+        router.settle(sums[3:], max(len(batches), 1), world_size)
     return Window(batches, counts, sums[0], mean_item_count(sums[0], max(len(batches), 1), world_size), counted)
 
 
