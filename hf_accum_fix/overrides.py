@@ -658,6 +658,16 @@ def _convention(session: Session) -> Convention:
     return Convention.MEAN if session.router is None else session.router.in_force
 
 
+def router_loss_depends_on_the_cut(session: Session) -> bool:
+    """Whether another cut of the same global batch, such as one by length, trains another router loss.
+
+    To be asked once the first window is counted: only then it is known whether "exact" is in force.
+    """
+    if session.router is not None and session.router.form is not None and session.router.form.pools:
+        return session.router.depends_on_the_cut
+    return session.contract is not None and session.contract.has_router_loss
+
+
 def _in_the_window(session: Session, window: Window) -> AbstractContextManager[None]:
     """Around the forward of a micro-batch: its load-balancing loss is its share of the global batch's."""
     return nullcontext() if session.router is None else session.router.micro_batch(window.steps_run)

@@ -183,7 +183,7 @@ def train(convention: str, options: argparse.Namespace, bar: Any) -> list[Look]:
 
 def table(looks: list[Look]) -> str:
     """Markdown: the last look of each convention."""
-    head = ("router_loss", "token loss", "load-balancing loss", "expert tells domain [bits]", "least, most loaded expert")
+    head = ("router_loss", "token loss", "load-balancing loss", "expert tells domain [bits]", "least and most load")
     lines = [f"| {' | '.join(head)} |", "|---|---|---|---|---|"]
     for convention in CONVENTIONS:
         last = [each for each in looks if each.convention == convention][-1]
@@ -215,13 +215,14 @@ def pictures(looks: list[Look], path: Path) -> None:
     for panel, convention in zip(bars, CONVENTIONS, strict=True):
         load = torch.tensor(last[convention].load) * EXPERTS
         for layer in range(LAYERS):
-            panel.bar(torch.arange(EXPERTS) + (layer - 1) * 0.27, load[layer], width=0.25)
+            places = [expert + (layer - 1) * 0.27 for expert in range(EXPERTS)]
+            panel.bar(places, load[layer].tolist(), width=0.25)
         panel.axhline(1, color="grey", linewidth=0.8)
         panel.set_title(f"{convention}: load of each expert, by layer", fontsize=8)
     bars[0].set_ylabel("times its share", fontsize=8)
     panels = domains.subplots(1, len(CONVENTIONS), sharey=True)
     for panel, convention in zip(panels, CONVENTIONS, strict=True):
-        image = torch.tensor(last[convention].by_domain[-1]) * EXPERTS
+        image = [[share * EXPERTS for share in row] for row in last[convention].by_domain[-1]]
         drawn = panel.imshow(image, vmin=0, vmax=EXPERTS / TOP_K, aspect="auto", cmap="viridis")
         panel.set_title(f"{convention}: last layer, by domain", fontsize=8)
         panel.set_xlabel("expert", fontsize=8)

@@ -13,7 +13,7 @@ from torch import nn
 import hf_accum_fix
 from hf_accum_fix.accumulation.router_loss import FUNCTION, LENDER, tally
 from hf_accum_fix.errors import OptionsError
-from hf_accum_fix.overrides import SESSION
+from hf_accum_fix.overrides import SESSION, router_loss_depends_on_the_cut
 from tests.numerics.heads import HEADS, Head
 from tests.numerics.parity import contract_of
 from tests.router_loss.conventions import COEFFICIENT, FAMILIES, step
@@ -102,3 +102,11 @@ def test_the_option_is_one_of_three() -> None:
     with pytest.raises(OptionsError, match="'mean', 'window', 'exact'"):
         hf_accum_fix.apply(router_loss="global")
     assert hf_accum_fix.active_handle() is None
+
+
+def test_who_cuts_by_length_can_ask_whether_that_changes_the_loss() -> None:
+    def answer(head: Head, convention: str) -> bool:
+        return router_loss_depends_on_the_cut(step(head, convention, 4, COEFFICIENT).trainer.__dict__[SESSION])
+
+    assert [answer(MIXTRAL, convention) for convention in ("mean", "window", "exact")] == [True, True, False]
+    assert not answer(HEADS["llama"], "mean") and not answer(HEADS["llama"], "exact")
