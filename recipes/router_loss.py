@@ -226,6 +226,7 @@ def pictures(looks: list[Look], path: Path) -> None:
         drawn = panel.imshow(image, vmin=0, vmax=EXPERTS / TOP_K, aspect="auto", cmap="viridis")
         panel.set_title(f"{convention}: last layer, by domain", fontsize=8)
         panel.set_xlabel("expert", fontsize=8)
+    panels[0].set_yticks(range(DOMAINS))
     panels[0].set_ylabel("domain", fontsize=8)
     domains.colorbar(drawn, ax=list(panels), label="times its share", shrink=0.8)
     figure.savefig(path, dpi=110)
@@ -236,10 +237,10 @@ def pictures(looks: list[Look], path: Path) -> None:
 
 def read_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps (default: 200)")
+    parser.add_argument("--steps", type=int, default=150, help="optimizer steps (default: 150)")
     parser.add_argument("--per-device", type=int, default=2, help="samples of a micro-batch (default: 2)")
     parser.add_argument("--accumulate", type=int, default=8, help="micro-batches of a window (default: 8)")
-    parser.add_argument("--coefficient", type=float, default=0.02, help="of the router loss (default: 0.02)")
+    parser.add_argument("--coefficient", type=float, default=0.1, help="of the router loss (default: 0.1)")
     parser.add_argument("--every", type=int, default=10, help="steps between looks (default: 10)")
     parser.add_argument("--samples", type=int, default=2048, help="of the training set (default: 2048)")
     parser.add_argument("--output", type=Path, default=Path("router_loss"), help="a new folder (default: router_loss)")

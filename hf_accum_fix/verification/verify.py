@@ -120,6 +120,7 @@ class _Verification:
     mode: str
     with_apply: bool
     wrapped: Any = None
+    router_is_whole: bool = False
 
     def run(self, windows: int, samples: Sequence[Any] | None, eval_samples: int) -> VerificationReport:
         """Draw, compute the references, run every cut in every mode, evaluate."""
@@ -153,7 +154,7 @@ class _Verification:
             masked = "attention_mask" in scene.collate([rows[0]])
             if scene.contract.has_router_loss and options.router_loss == Convention.EXACT.value and not masked:
                 notes.append("without an attention mask padding is routed and counted: pad every cut to one width")
-            if not reference.decomposes:
+            if not reference.decomposes and not self.router_is_whole:
                 notes.append("two halves of the global batch do not add up to it: no cut can equal the full batch")
         evaluated, reason = evaluate(self.trainer, scene, eval_samples, modes, options)
         notes += [reason] if reason else []
@@ -228,6 +229,7 @@ class _Cut:
             take(self.verification.parameters)
             return replace(blank, verdict=could_not_tell(f"this micro-batch cannot be run: {error}"))
         self.verification.wrapped = run.wrapped
+        self.verification.router_is_whole |= _is_whole(run.router)
         return self._compared(blank, run, count)
 
     def _compared(self, blank: SplitResult, run: Rehearsal, count: int) -> SplitResult:
@@ -262,7 +264,9 @@ class _Cut:
         )
         tolerance = self.verification.tolerance(self.reference)
         if error <= tolerance:
-            convention = "" if router is None else f", the router's loss {_words(run.router)}"
+            # One that a trainer of its own adds is no term of the contract.
+            named = router is not None or _is_whole(run.router)
+            convention = f", the router's loss {_words(run.router)}" if named else ""
             return replace(result, verdict=Verdict(Kind.EXACT, f"exact to the floor{convention}"))
         if lost:
             words = f"{run.steps_run} of {count} micro-batches were trained on"
@@ -379,6 +383,11 @@ def _words(router: RouterLoss | None) -> str:
     """The convention of a router's loss, as a verdict names it."""
     convention = Convention.MEAN if router is None else router.in_force
     return f"{convention}" + ("" if convention is Convention.EXACT else ", by convention")
+
+
+def _is_whole(router: RouterLoss | None) -> bool:
+    """Whether the router's loss was trained as the whole global batch's."""
+    return router is not None and router.in_force is Convention.EXACT
 
 
 def _never(_: Any) -> Any:

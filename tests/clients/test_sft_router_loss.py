@@ -10,10 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
+from trl import SFTConfig
 
+import hf_accum_fix
 from hf_accum_fix.overrides import SESSION
-from tests.clients.sft_router_loss import TWO_RANK_SIZES, sft, sft_error
-from tests.router_loss.conventions import COEFFICIENT, FAMILIES, TWIN, InFloat64, twin
+from hf_accum_fix.verification.report import Kind
+from tests.clients.sft import StockSFT, tokens
+from tests.clients.sft_router_loss import FAMILY, TWO_RANK_SIZES, sft, sft_error
+from tests.clients.words import tokenizer
+from tests.numerics.parity import training_arguments
+from tests.router_loss.conventions import COEFFICIENT, FAMILIES, TWIN, InFloat64, twin, with_coefficient
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +38,7 @@ def test_exact_is_the_full_batch(config: dict[str, Any], size: int) -> None:
     assert error <= TWIN
     # What TRL logs is the mean of its micro-batches, and so the full batch's as well.
     with InFloat64():
-        value = twin(FAMILIES["Qwen3-MoE"])[1] / COEFFICIENT
+        value = twin(FAMILIES[FAMILY])[1] / COEFFICIENT
     assert step.trainer.state.log_history[0]["aux_loss"] == pytest.approx(value, rel=1e-9)
 
 
@@ -61,3 +68,17 @@ def test_two_ranks(tmp_path: Path) -> None:
     for size in TWO_RANK_SIZES:
         assert errors[f"exact {size}"] <= TWIN
         assert min(errors[f"mean {size}"], errors[f"window {size}"]) > 0.05
+
+
+def test_verify_says_exact_under_exact(tmp_path: Path) -> None:
+    """The term is no part of the contract of a trainer that adds it itself; what was trained is known all the same."""
+    head = with_coefficient(FAMILIES[FAMILY], COEFFICIENT)
+    rows = Dataset.from_list(tokens(head.samples[:8]))
+    args = training_arguments(tmp_path, 2, 4, kind=SFTConfig, bf16=False, gradient_checkpointing=False)
+    trainer = StockSFT(model=head.build(), args=args, train_dataset=rows, processing_class=tokenizer())
+    with hf_accum_fix.apply(router_loss="exact"):
+        report = hf_accum_fix.verify(trainer, splits=[(1, 8)])
+    assert report.verdict.kind is Kind.EXACT and "the router's loss of the whole global batch" in report.verdict.words
+    assert not any("no cut can equal" in note for note in report.notes)
+    (stock,) = report.of("stock")
+    assert stock.verdict.kind is Kind.OFF
