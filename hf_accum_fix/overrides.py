@@ -31,9 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 from hf_accum_fix import observations
+from hf_accum_fix.accumulation.balancing import LENDER
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, observe
-from hf_accum_fix.accumulation.router_loss import LENDER, Convention, Form, Forward, RouterLoss
+from hf_accum_fix.accumulation.router_loss import Convention, Form, Forward, RouterLoss
 from hf_accum_fix.accumulation.whole_windows import Blank, WholeWindows, without_blanks
 from hf_accum_fix.accumulation.window import Items, count_dtype, mean_item_count, share_of_mean, total_items
 from hf_accum_fix.errors import ContractError, SeamError, UnsupportedSetupError
@@ -604,6 +605,8 @@ def _forward_alone(trainer: Any, session: Session, module: nn.Module, steps: int
     if session.counting_loss is None or session.counting_loss[0] != session.observed_for:
         with shadow(trainer, "current_gradient_accumulation_steps", steps):
             session.counting_loss = (session.observed_for, _compute_loss_of(trainer))
+        if session.router is not None:
+            session.router.form = None
     compute_loss = session.counting_loss[1]
     takes_number = compute_loss is not None and _has_parameter(compute_loss, "num_items_in_batch")
     number = torch.ones((), device=trainer.args.device)

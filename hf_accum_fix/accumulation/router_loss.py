@@ -18,28 +18,28 @@ runs the window once without gradient; `WINDOW` takes for F what this rank has c
 right denominators; `MEAN` leaves the library's own function alone. Source: arXiv 2501.11873 (balance over the global
 batch, and what balance inside the micro-batch costs in specialisation); the identity and the figures are in the README.
 
-A loop of one's own uses it so, in all three conventions alike:
+A loop of one's own uses it so, in all three conventions alike; ``forward(inputs)`` returns the loss of a micro-batch, by
+the model inside DistributedDataParallel where nothing is trained:
 
     router = RouterLoss(Convention("exact"))
-    for window in windows:                                       # lists of micro-batches
-        numbers = router.count(forward, window, model, world_size)   # forward(inputs) -> loss
-        total = accelerator.reduce(numbers, "sum")               # or beside the item count, in the same collective
+    for window in windows:                                           # lists of micro-batches
+        if router.form is None:                                      # once; every rank has to see the same
+            router.form = router.recognise(forward, window[0], model, device)
+        numbers = router.count(forward, window, model, device, world_size)
+        total = accelerator.reduce(numbers, "sum")                   # or beside the item count, in one collective
         router.settle(total, len(window), world_size)
         for index, inputs in enumerate(window):
             with router.micro_batch(index):
                 loss = forward(inputs)
-            accelerator.backward(loss)                           # divided by G here, by W in the engine
+            accelerator.backward(loss)                               # divided by G here, by W in the engine
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
@@ -48,21 +48,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hf_accum_fix.accumulation.balancing import FUNCTION, Call, Swap, Tally
 from hf_accum_fix.accumulation.window import count_dtype
 from hf_accum_fix.errors import ContractError
-
-#: What the library's modeling files call the loss, looked up in the module at every call.
-FUNCTION: Final = "load_balancing_loss_func"
-
-#: The modeling file whose function other libraries borrow for every family; it has to be there before they do.
-LENDER: Final = "transformers.models.mixtral.modeling_mixtral"
 
 #: Far above the loss itself, so that a small coefficient shows in a loss of few digits.
 _SHIFT: Final = 1000.0
 _NO_WEIGHT: Final = 1e-9
-
-#: Routers whose logits are drawn at random; two show whether they are pooled.
-_ROUTERS_DRAWN: Final = 2
 
 #: The inputs that tell how many tokens reach the routers: masks by their sum, the others by their size.
 _MASKS: Final = ("attention_mask", "decoder_attention_mask")
@@ -90,73 +82,7 @@ _WORDS: Final = {
 }
 
 
-@dataclass(frozen=True)
-class Tally:
-    """What one call of the loss saw.
-
-    Attributes:
-        counts: c [E], tokens routed to each expert over all routers, without gradient.
-        probabilities: q [E], summed router probabilities over all routers, with gradient.
-        tokens: T, 0-dim: tokens times routers.
-    """
-
-    counts: Tensor
-    probabilities: Tensor
-    tokens: Tensor
-
-    def loss(self, shares: Tensor, tokens: Tensor) -> Tensor:
-        """``E sum_i F_i q_i / T``, 0-dim, in the precision of q."""
-        weights = len(shares) * shares / tokens
-        return (weights.to(self.probabilities) * self.probabilities).sum()
-
-    def numbers(self) -> Tensor:
-        """One vector [E + 1]: c, then T."""
-        return torch.cat([self.counts, self.tokens.reshape(1)])
-
-
-def _softmax(logits: Tensor) -> Tensor:
-    return logits.softmax(dim=-1)
-
-
-def _as_they_are(probabilities: Tensor) -> Tensor:
-    return probabilities
-
-
-#: What a function may be handed of each router, and how probabilities come of it. Logits in every family and release
-#: but one: DBRX hands over probabilities in some releases of 4.5x.
-_GIVEN: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {"logits": _softmax, "probabilities": _as_they_are}
-
-
-def tally(gates: Sequence[Tensor], top_k: int, mask: Tensor | None, given: str = "logits") -> Tally:
-    """Count the routing of one call; no device sync.
-
-    Args:
-        gates: what is given of each router, [tokens, E].
-        top_k: experts to a token.
-        mask: [batch, tokens], zero where a position is none; None: every position counts.
-        given: "logits" or "probabilities".
-    """
-    device, experts = gates[0].device, gates[0].shape[-1]
-    exact = count_dtype(device)
-    counts = torch.zeros(experts, dtype=exact, device=device)
-    tokens = torch.zeros((), dtype=exact, device=device)
-    weight = None if mask is None else mask.reshape(-1).to(device=device, dtype=exact)
-    summed: Tensor | None = None
-    for gate in gates:
-        # In the gate's own type, as the library has it: another type would break ties of the top-k otherwise.
-        probabilities = _GIVEN[given](gate.to(device))
-        chosen = probabilities.topk(top_k, dim=-1).indices
-        wide = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
-        row = torch.ones(len(gate), dtype=exact, device=device) if weight is None else weight
-        counts = counts.scatter_add(0, chosen.reshape(-1), row.repeat_interleave(top_k))
-        tokens = tokens + row.sum()
-        part = wide.sum(dim=0) if weight is None else (wide * weight.to(wide)[:, None]).sum(dim=0)
-        summed = part if summed is None else summed + part
-    assert summed is not None
-    return Tally(counts, summed, tokens)
-
-
-# --- what a modeling file's own function is ----------------------------------------------------------------------
+# --- what is recognised ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -196,123 +122,6 @@ class Form:
     def recognised(self) -> bool:
         """Whether the loss is of this form and is part of what is trained."""
         return bool(self.pools) and not self.refusal and self.weight != 0.0
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call of a modeling file's function, taken apart."""
-
-    original: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    @property
-    def gates(self) -> Sequence[Tensor] | None:
-        """The routers' logits; None where the model had none, for which the library returns 0."""
-        first = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
-        if not isinstance(first, tuple) or not first or not all(isinstance(gate, Tensor) for gate in first):
-            return None
-        return first
-
-    def tally(self, given: str) -> Tally:
-        """By the names the library gives the arguments after the first.
-
-        Raises:
-            TypeError: if the function has no ``top_k``.
-        """
-        arguments, gates = self.arguments, self.gates
-        if gates is None or "top_k" not in arguments:
-            raise TypeError(f"{FUNCTION}{inspect.signature(self.original)}")
-        return tally(gates, arguments["top_k"], arguments.get("attention_mask"), given)
-
-    @property
-    def arguments(self) -> Mapping[str, Any]:
-        """The arguments by name, defaults too."""
-        bound = inspect.signature(self.original).bind(*self.args, **self.kwargs)
-        bound.apply_defaults()
-        return bound.arguments
-
-    def with_gates(self, gates: tuple[Tensor, ...]) -> _Call:
-        """The same call on other logits."""
-        if self.args:
-            return replace(self, args=(gates, *self.args[1:]))
-        return replace(self, kwargs={**self.kwargs, next(iter(self.kwargs)): gates})
-
-    def form(self) -> tuple[str, str]:
-        """What the function is given of each router, and "", where it is the pooled form; else "" and why it is not.
-
-        Value and gradient tell, on logits drawn at random: on the model's own, forms hardly differ, since near balance
-        each has a value of about top_k.
-        """
-        name = f"{self.original.__module__}.{FUNCTION}"
-        if self.gates is None:
-            return "", f"{name} is not called with what its routers say of each token"
-        draw = torch.Generator().manual_seed(0)
-        some = self.gates[:_ROUTERS_DRAWN]
-        tolerance = max(1e-5, 16 * torch.finfo(some[0].dtype).eps)
-        with torch.enable_grad():
-            drawn = tuple((2 * torch.randn(gate.shape, generator=draw)).to(gate).requires_grad_() for gate in some)
-            call = self.with_gates(drawn)
-            theirs = self.original(*call.args, **call.kwargs)
-            if not isinstance(theirs, Tensor) or not theirs.requires_grad:
-                return "", f"{name} has no gradient"
-            wanted = (theirs, *torch.autograd.grad(theirs, drawn))
-            for given in _GIVEN:
-                try:
-                    seen = call.tally(given)
-                    ours = seen.loss(seen.counts / seen.tokens, seen.tokens)
-                except (TypeError, RuntimeError) as error:
-                    return "", f"{name} is no load-balancing loss over all tokens and routers ({error})"
-                found = (ours, *torch.autograd.grad(ours, drawn))
-                if all(_near(one, other, tolerance) for one, other in zip(found, wanted, strict=True)):
-                    return given, ""
-        return "", f"{name} is another function than E sum F Q over all tokens and routers"
-
-
-def _near(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    one, other = one.detach().double(), other.detach().double()
-    return bool((one - other).norm() <= tolerance * one.norm())
-
-
-class _Swap:
-    """Stands in for every modeling file's function inside a ``with`` block."""
-
-    def __init__(self) -> None:
-        self._standing: dict[Callable[..., Any], Callable[..., Any]] = {}
-        self._replacement: Callable[[_Call], Any] | None = None
-
-    @contextmanager
-    def by(self, replacement: Callable[[_Call], Any]) -> Iterator[None]:
-        """Let it be ``replacement`` inside the block, and put the identical ones back.
-
-        Other libraries bind the name in modules of their own, so every module that holds it is looked at.
-        """
-        holders = [module for module in list(sys.modules.values()) if FUNCTION in getattr(module, "__dict__", ())]
-        before = [(module, vars(module)[FUNCTION]) for module in holders]
-        self._replacement = replacement
-        try:
-            for module, original in before:
-                setattr(module, FUNCTION, self._for(original))
-            yield
-        finally:
-            self._replacement = None
-            for module, original in before:
-                setattr(module, FUNCTION, original)
-
-    def _for(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same object every time: a compiled model would be compiled anew for another one."""
-        if original in self._standing:
-            return self._standing[original]
-
-        @functools.wraps(original)
-        def load_balancing_loss_func(*args: Any, **kwargs: Any) -> Any:
-            assert self._replacement is not None
-            return self._replacement(_Call(original, args, kwargs))
-
-        # A compiled model calls it as it is: what it notes is noted outside of the graph.
-        dynamo = sys.modules.get("torch._dynamo")
-        stand_in = load_balancing_loss_func if dynamo is None else dynamo.disable(load_balancing_loss_func)
-        return self._standing.setdefault(original, stand_in)
 
 
 @contextmanager
@@ -367,7 +176,7 @@ class RouterLoss:
         self._mean_tokens: list[Tensor] = []
         self._running: list[Tensor] = []
         self._called = 0
-        self._swap = _Swap()
+        self._swap = Swap()
 
     @property
     def in_force(self) -> Convention:
@@ -384,10 +193,10 @@ class RouterLoss:
 
         Its function is held against the form on random logits, and moved, to see what it weighs in the loss.
         """
-        calls: list[_Call] = []
+        calls: list[Call] = []
 
-        def moved(shift: float) -> Callable[[_Call], Any]:
-            def replacement(call: _Call) -> Any:
+        def moved(shift: float) -> Callable[[Call], Any]:
+            def replacement(call: Call) -> Any:
                 value = call.original(*call.args, **call.kwargs)
                 if isinstance(value, Tensor):
                     calls.append(call)
@@ -492,7 +301,7 @@ class RouterLoss:
         with self._swap.by(lambda call: self._share(call, index)):
             yield
 
-    def _share(self, call: _Call, index: int) -> Any:
+    def _share(self, call: Call, index: int) -> Any:
         if call.gates is None:
             return call.original(*call.args, **call.kwargs)
         assert self.form is not None
@@ -518,8 +327,8 @@ class RouterLoss:
             self.moved = share if self.moved is None else torch.maximum(self.moved.to(share), share)
 
 
-def _noting(found: list[Tally], pools: Sequence[Pool]) -> Callable[[_Call], Any]:
-    def replacement(call: _Call) -> Any:
+def _noting(found: list[Tally], pools: Sequence[Pool]) -> Callable[[Call], Any]:
+    def replacement(call: Call) -> Any:
         if call.gates is not None:
             if len(found) == len(pools):
                 raise _other_calls(len(found) + 1, len(pools))
@@ -536,7 +345,7 @@ def _other_calls(found: int, wanted: int) -> ContractError:
     )
 
 
-def _pool(call: _Call, inputs: Any, given: str) -> Pool:
+def _pool(call: Call, inputs: Any, given: str) -> Pool:
     gates, seen = call.gates, call.tally(given)
     assert gates is not None
     names = _TOKENS if call.arguments.get("attention_mask") is None else _MASKS

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.router_loss import FUNCTION, LENDER, Convention, Form, RouterLoss, tally
+from hf_accum_fix.accumulation.balancing import FUNCTION, LENDER, tally
+from hf_accum_fix.accumulation.router_loss import Convention, Form, RouterLoss
 from hf_accum_fix.errors import ContractError
 from tests.numerics.heads import HEADS, Batch, Head
 from tests.router_loss.conventions import FAMILIES, TWIN, InFloat64, balance, domains

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import hf_accum_fix
-from hf_accum_fix.accumulation.router_loss import FUNCTION, LENDER, tally
+from hf_accum_fix.accumulation.balancing import FUNCTION, LENDER, tally
+from hf_accum_fix.accumulation.router_loss import Convention
 from hf_accum_fix.errors import OptionsError
+from hf_accum_fix.options import ROUTER_LOSSES
 from hf_accum_fix.overrides import SESSION, router_loss_depends_on_the_cut
 from tests.numerics.heads import HEADS, Head
 from tests.numerics.parity import contract_of
@@ -102,6 +104,7 @@ def test_the_option_is_one_of_three() -> None:
     with pytest.raises(OptionsError, match="'mean', 'window', 'exact'"):
         hf_accum_fix.apply(router_loss="global")
     assert hf_accum_fix.active_handle() is None
+    assert tuple(convention.value for convention in Convention) == ROUTER_LOSSES
 
 
 def test_who_cuts_by_length_can_ask_whether_that_changes_the_loss() -> None:
