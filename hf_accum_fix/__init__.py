@@ -27,6 +27,7 @@ from hf_accum_fix.options import Options
 if TYPE_CHECKING:
     from hf_accum_fix.accumulation.contract import LossContract, Reduction
     from hf_accum_fix.accumulation.window import Items
+    from hf_accum_fix.loop import AccumulationWindow, AccumulationWindows, accumulation_windows
     from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchSeq2SeqTrainer, GlobalBatchTrainer
     from hf_accum_fix.verification.report import VerificationReport
     from hf_accum_fix.verification.verify import verify
@@ -35,6 +36,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AccumFixError",
+    "AccumulationWindow",
+    "AccumulationWindows",
     "ContractError",
     "ForeignPatchError",
     "GlobalBatchMixin",
@@ -50,6 +53,7 @@ __all__ = [
     "UnsupportedSetupError",
     "UnsupportedVersionError",
     "VerificationReport",
+    "accumulation_windows",
     "active_handle",
     "apply",
     "report",
@@ -59,12 +63,15 @@ __all__ = [
 
 # These need torch and transformers, so they are imported when they are first asked for.
 _LAZY = {
+    "AccumulationWindow": "hf_accum_fix.loop",
+    "AccumulationWindows": "hf_accum_fix.loop",
     "GlobalBatchMixin": "hf_accum_fix.trainer",
     "GlobalBatchSeq2SeqTrainer": "hf_accum_fix.trainer",
     "GlobalBatchTrainer": "hf_accum_fix.trainer",
     "Items": "hf_accum_fix.accumulation.window",
     "LossContract": "hf_accum_fix.accumulation.contract",
     "Reduction": "hf_accum_fix.accumulation.contract",
+    "accumulation_windows": "hf_accum_fix.loop",
     "VerificationReport": "hf_accum_fix.verification.report",
     "verify": "hf_accum_fix.verification.verify",
 }

@@ -29,17 +29,20 @@ class Options:
             around instead of refusing them.
         eval_loss: report ``eval_loss`` as the mean over the items of the evaluation set; off, because it changes a
             reported number.
+        drop_duplicates: leave out the samples that accelerate repeats at the end of an epoch so that every rank has as
+            many; off, because stock counts them twice, too.
         router_loss: what the load-balancing loss of a mixture of experts is: "mean", over micro-batches and ranks;
             "window", by the running counts of the window; "exact", that of the whole global batch, by one more forward.
 
     Raises:
-        OptionsError: if allow_foreign is not a tuple of "module.qualname" strings, eval_loss is no bool, or router_loss
+        OptionsError: if allow_foreign is not a tuple of "module.qualname" strings, a switch is no bool, or router_loss
             is none of the three.
     """
 
     contract: LossContract | None = None
     allow_foreign: tuple[str, ...] = ()
     eval_loss: bool = False
+    drop_duplicates: bool = False
     router_loss: str = "mean"
 
     def __post_init__(self) -> None:
@@ -50,8 +53,9 @@ class Options:
                 f'allow_foreign is {names!r}; needed is a tuple of "module.qualname" strings, such as '
                 'allow_foreign=("unsloth_zoo.loss_utils._unsloth_get_batch_samples",)'
             )
-        if not isinstance(self.eval_loss, bool):
-            raise OptionsError(f"eval_loss is {self.eval_loss!r}; needed is True or False")
+        for switch in ("eval_loss", "drop_duplicates"):
+            if not isinstance(getattr(self, switch), bool):
+                raise OptionsError(f"{switch} is {getattr(self, switch)!r}; needed is True or False")
         if self.router_loss not in ROUTER_LOSSES:
             known = ", ".join(map(repr, ROUTER_LOSSES))
             raise OptionsError(f"router_loss is {self.router_loss!r}; needed is one of {known}")

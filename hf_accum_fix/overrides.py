@@ -13,7 +13,6 @@ through: everything here is set, nothing is multiplied, so being asked twice cha
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -25,20 +24,33 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 from hf_accum_fix import observations
+from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.balancing import LENDER
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.declared import (
+    has_parameter,
+    inside_ddp,
+    products_are_rounded,
+    router_coefficients,
+    takes_number,
+)
 from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, observe
 from hf_accum_fix.accumulation.router_loss import Convention, Form, Forward, RouterLoss
+from hf_accum_fix.accumulation.share import loss_among, share_of
 from hf_accum_fix.accumulation.whole_windows import Blank, WholeWindows, without_blanks
-from hf_accum_fix.accumulation.window import Items, count_dtype, mean_item_count, share_of_mean, total_items
+from hf_accum_fix.accumulation.window import Items, Weightless, count_dtype, mean_item_count, total_items
+from hf_accum_fix.duplicates import WithoutDuplicates
+from hf_accum_fix.engine import engine_divisor
 from hf_accum_fix.errors import ContractError, SeamError, UnsupportedSetupError
+from hf_accum_fix.loss_log import LossLog
 from hf_accum_fix.options import Options, enabled
+from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.defects import is_present
 
 logger = logging.getLogger("hf_accum_fix")
@@ -50,14 +62,13 @@ STATE_KEY = "hf_accum_fix"
 #: Windows that are observed before an inconclusive contract is taken as it is.
 _ATTEMPTS = 3
 
-_ABSENT = object()
-
 
 @dataclass
 class MicroBatch:
     """One forward and backward, while it runs."""
 
     items: Tensor | None
+    weightless: bool = False
     loss: Tensor | None = None
     base_called: bool = False
     reported: Tensor | None = None
@@ -103,6 +114,7 @@ class Session:
     busy: set[str] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
     empty_windows: Tensor | None = None
+    loss_log: LossLog | None = None
     router: RouterLoss | None = None
     counting_loss: tuple[tuple[Any, ...], Callable[..., Any] | None] | None = None
 
@@ -131,8 +143,10 @@ def train(
         return wrapped(*args, **kwargs)
     check_setup(trainer)
     session = trainer.__dict__[SESSION] = Session(options)
+    session.loss_log = LossLog(trainer) if trainer.args.logging_nan_inf_filter else None
     try:
-        with busy(session, "train"), _whole_windows(trainer, options):
+        logged = session.loss_log.installed() if session.loss_log is not None else nullcontext()
+        with busy(session, "train"), _whole_windows(trainer, options), logged:
             result = wrapped(*args, **kwargs)
     finally:
         session.window = None
@@ -168,22 +182,44 @@ def _whole_windows(trainer: Any, options: Options) -> Iterator[None]:
     def opened(window: list[Any]) -> None:
         _open_window(trainer, session_of(trainer, options), window, None, options)
 
+    def repeated(samples: int) -> None:
+        _tell_repeated(trainer, session_of(trainer, options), samples, dropped=options.drop_duplicates)
+
     def get_train_dataloader(*args: Any, **kwargs: Any) -> Any:
         loader = original_loader(*args, **kwargs)
-        if isinstance(loader, WholeWindows) or not (loses_the_rest or _is_endless(loader)):
+        if isinstance(loader, (WholeWindows, WithoutDuplicates)):
+            return loader
+        if trainer.args.world_size > 1:
+            loader = WithoutDuplicates(loader, options.drop_duplicates, repeated)
+            loader.check()
+        if not (loses_the_rest or _is_endless(loader)):
             return loader
         return WholeWindows(loader, trainer.args.gradient_accumulation_steps, None if counts_windows else opened)
 
     def skip_first_batches(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(dataloader, WholeWindows):
+        if not isinstance(dataloader, (WholeWindows, WithoutDuplicates)):
             return original_skip(dataloader, *args, **kwargs)
-        return dataloader.around(original_skip(dataloader.__wrapped__, *args, **kwargs))
+        return dataloader.around(skip_first_batches(dataloader.__wrapped__, *args, **kwargs))
 
     with (
         shadow(trainer, "get_train_dataloader", get_train_dataloader),
         shadow(module, "skip_first_batches", skip_first_batches),
     ):
         yield
+
+
+def _tell_repeated(trainer: Any, session: Session, samples: int, *, dropped: bool) -> None:
+    if trainer.args.process_index > 0 or "repeated" in session.said:
+        return
+    session.said.add("repeated")
+    if dropped:
+        logger.info("an epoch's last micro-batches repeat %d samples to even out the ranks; left out", samples)
+    else:
+        logger.warning(
+            "an epoch's last micro-batches repeat %d samples, so that every rank has as many, and count them twice; "
+            "apply(drop_duplicates=True), or Options(drop_duplicates=True), leaves them out",
+            samples,
+        )
 
 
 def _is_endless(loader: Any) -> bool:
@@ -319,7 +355,7 @@ def _settle_contract(trainer: Any, session: Session, window: list[Any], options:
     computed_by = (_accepts_number(trainer), _loss_func(trainer), trainer.label_smoother)
     if session.observed_for != computed_by:
         session.contract, session.observed_for, session.attempts = None, computed_by, 0
-        session.passes_number = _accepts_number(trainer) and _takes_number(trainer.model_wrapped)
+        session.passes_number = _accepts_number(trainer) and takes_number(trainer.model_wrapped)
     known = session.contract
     if known is not None and (known.conclusive or session.attempts >= _ATTEMPTS):
         return known
@@ -370,9 +406,9 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
     """Observe the loss through the very call that training makes."""
     model = trainer.model_wrapped
     # A forward through DDP without gradient would switch off the next one's buffer sync.
-    module: nn.Module = _inside_ddp(model) or model
+    module: nn.Module = inside_ddp(model) or model
     compute_loss = _compute_loss_of(trainer)
-    takes_number = compute_loss is not None and _has_parameter(compute_loss, "num_items_in_batch")
+    hands_number = compute_loss is not None and has_parameter(compute_loss, "num_items_in_batch")
     if not all(isinstance(batch, Mapping) for batch in window):
         reason = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
         return LossContract(Reduction.PLAIN, owned_by_trainer=compute_loss is not None, reason=reason)
@@ -385,7 +421,7 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
         with trainer.compute_loss_context_manager():
             if compute_loss is None:
                 return _base_loss(trainer, module, inputs, number, smooth=False)
-            result = compute_loss(module, inputs, **({"num_items_in_batch": number} if takes_number else {}))
+            result = compute_loss(module, inputs, **({"num_items_in_batch": number} if hands_number else {}))
         loss = result[0] if isinstance(result, tuple) else result
         if session.base_loss is None:
             return loss, None
@@ -402,11 +438,9 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
             device=trainer.args.device,
             passes_number=compute_loss is not None or session.passes_number or _loss_func(trainer) is not None,
             needs_number=_loss_func(trainer) is not None or compute_loss is not None,
-            router_coefficients=(0.0, 0.0) if _loss_func(trainer) is not None else _router_coefficients(module),
+            router_coefficients=(0.0, 0.0) if _loss_func(trainer) is not None else router_coefficients(module),
             world_size=trainer.args.world_size,
-            low_precision=trainer.accelerator.mixed_precision != "no"
-            or _products_are_rounded()
-            or any(parameter.dtype.itemsize < 4 for parameter in module.parameters()),
+            low_precision=trainer.accelerator.mixed_precision != "no" or products_are_rounded(module),
         )
     except Exception:
         logger.error(
@@ -429,42 +463,13 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
     return found
 
 
-def _products_are_rounded() -> bool:
-    """Whether matrix products run in TF32; read by the interface that the user set it with, they must not be mixed."""
-    matmul = torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):
-        return bool(matmul.fp32_precision == "tf32")
-    return bool(matmul.allow_tf32)
-
-
 def _agreed(trainer: Any, found: LossContract | None) -> LossContract:
-    """The ranks' one contract: the first rule that fits what every conclusive one saw; None: it had no window."""
+    """The ranks' one contract; None: this rank had no window to observe."""
     gathered: list[LossContract | None] = gather_object([found]) if trainer.args.world_size > 1 else [found]
     ranks = [each for each in gathered if each is not None]
-    if not ranks:
-        return LossContract(Reduction.PLAIN, conclusive=False, reason=NO_TARGET_SEEN)
-    if len(ranks) < len(gathered):
+    if ranks and len(ranks) < len(gathered):
         raise _uneven(trainer)
-    if len(ranks) == 1:
-        return ranks[0]
-    conclusive = [each for each in ranks if each.conclusive]
-    # One rank's samples that do not compose outweigh any number that do.
-    plain = [each for each in conclusive if each.reduction is Reduction.PLAIN]
-    if plain:
-        return plain[0]
-    seeing = [each for each in ranks if each.reason != NO_TARGET_SEEN]
-    pool = conclusive or [each for each in seeing if each.reduction is not Reduction.PLAIN] or seeing or ranks
-    first = pool[0]
-    common = tuple(rule for rule in first.alternatives if all(rule in each.alternatives for each in pool))
-    same_kind = len({(each.reduction, each.owned_by_trainer) for each in pool}) == 1
-    if same_kind and (first.items is None or common):
-        return replace(first, items=common[0] if common else None, alternatives=common)
-    if not conclusive:
-        return replace(first, conclusive=False)
-    raise ContractError(
-        f"the ranks observed different losses: {sorted({str(each) for each in conclusive})}; "
-        "give the contract by hand: apply(contract=LossContract(...))"
-    )
+    return agree(ranks)
 
 
 def _compute_loss_of(trainer: Any) -> Callable[..., Any] | None:
@@ -502,19 +507,6 @@ def _without_sharing(value: Any) -> Any:
     return value
 
 
-def _takes_number(model: nn.Module) -> bool:
-    """Whether the forward can be called with the number at all: a compiled module's own signature takes anything."""
-    while isinstance(inner := getattr(model, "_orig_mod", None) or _inside_ddp(model), nn.Module):
-        model = inner
-    return _has_parameter(model.forward, "num_items_in_batch")
-
-
-def _has_parameter(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function can be called with this keyword."""
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
 def _accepts_number(trainer: Any) -> bool:
     """Whether the release's Trainer would hand its model the number; releases before 4.46 know of none."""
     return bool(getattr(trainer, "model_accepts_loss_kwargs", False))
@@ -524,22 +516,6 @@ def _loss_func(trainer: Any) -> Callable[..., Any] | None:
     """The user's own loss; releases before 4.46 know of none."""
     func: Callable[..., Any] | None = getattr(trainer, "compute_loss_func", None)
     return func
-
-
-def _inside_ddp(model: nn.Module) -> nn.Module | None:
-    return model.module if isinstance(model, DistributedDataParallel) else None
-
-
-def _router_coefficients(model: nn.Module) -> tuple[float, float]:
-    """What the configuration multiplies the router's load-balancing loss and its z-loss by; 0.0: it names none."""
-    config = getattr(model, "config", None)
-    holders = (config, getattr(config, "text_config", None))
-
-    def configured(*names: str) -> float:
-        values = (getattr(holder, name, None) for holder in holders for name in names)
-        return next((float(value) for value in values if isinstance(value, (int, float))), 0.0)
-
-    return configured("router_aux_loss_coef", "aux_loss_coef"), configured("router_z_loss_coef")
 
 
 def _head_name(trainer: Any) -> str:
@@ -567,7 +543,7 @@ def loss_alone(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> tup
             return compute_loss(model, inputs, return_outputs=True)  # type: ignore[no-any-return]
         counted = _loss_func(trainer) is not None and contract.items is not None
         number = contract.items.count(inputs) if counted and contract.items is not None else None
-        loss, outputs = _base_loss(trainer, model, inputs, None if number is None else _number(number, contract))
+        loss, outputs = _base_loss(trainer, model, inputs, None if number is None else contract.as_number(number))
     router = contract.carried(outputs)
     # A smoothed loss is made from the logits alone.
     smoothed = trainer.label_smoother is not None and _loss_func(trainer) is None
@@ -591,7 +567,7 @@ def _count_routing(
         # Its name is bound where others look it up only once it is imported.
         import_module(LENDER)
     router, model = session.router, trainer.model_wrapped
-    module: nn.Module = _inside_ddp(model) or model
+    module: nn.Module = inside_ddp(model) or model
     device, world_size = trainer.args.device, trainer.args.world_size
     with _forward_alone(trainer, session, module, len(batches)) as forward:
         if router.form is None or not router.form.settled:
@@ -608,7 +584,7 @@ def _forward_alone(trainer: Any, session: Session, module: nn.Module, steps: int
         if session.router is not None:
             session.router.form = None
     compute_loss = session.counting_loss[1]
-    takes_number = compute_loss is not None and _has_parameter(compute_loss, "num_items_in_batch")
+    takes_number = compute_loss is not None and has_parameter(compute_loss, "num_items_in_batch")
     number = torch.ones((), device=trainer.args.device)
 
     def forward(inputs: Any) -> Tensor:
@@ -729,34 +705,24 @@ def _loss_in_window(
 ) -> tuple[Tensor, Any]:
     contract, window = session.contract, session.window
     assert contract is not None and window is not None
-    if contract.reduction is Reduction.NUMBER and _loss_func(trainer) is None:
-        return _base_loss(trainer, model, inputs, _number(window.mean, contract))
-    if contract.reduction is Reduction.PLAIN:
-        return _base_loss(trainer, model, inputs, _number(window.mean, contract) if contract.items else None)
-    if contract.reduction is Reduction.SUM:
-        loss, outputs = _base_loss(trainer, model, inputs, _number(window.mean, contract))
-        ratio: Tensor | float = len(window.batches) * trainer.args.world_size
-    elif contract.reduction is Reduction.INTEGER:
-        cut = window.mean.ceil()
-        loss, outputs = _base_loss(trainer, model, inputs, _number(cut, contract))
-        ratio = cut / window.mean
-    else:
-        assert contract.items is not None
-        items = contract.items.count(inputs) if micro_batch.items is None else micro_batch.items
-        items = items.to(window.mean.device)
-        # A function of one's own may return a constant without a graph where it finds no target: it is given one, too.
-        loss, outputs = _base_loss(trainer, model, contract.items.with_target(inputs), _number(window.mean, contract))
-        ratio = (items > 0) * 1.0 if contract.by_number else items / window.mean
+    share = share_of(
+        contract,
+        inputs,
+        micro_batch.items,
+        window.mean,
+        micro_batches=len(window.batches),
+        world_size=trainer.args.world_size,
+        own_loss=_loss_func(trainer) is not None,
+    )
+    loss, outputs = _base_loss(trainer, model, share.inputs, share.number)
+    if share.ratio is None:
+        return loss, outputs
     carried = contract.carried(outputs)
     if carried is not None:
         carried = carried.to(loss.device)
         if trainer.label_smoother is not None and _loss_func(trainer) is None:
             loss = loss + carried
-    return share_of_mean(loss, ratio, carried), outputs
-
-
-def _number(value: Tensor, contract: LossContract) -> Tensor:
-    return value if contract.dtype is torch.float64 else value.float()
+    return share.of(loss, carried), outputs
 
 
 def _base_loss(
@@ -782,12 +748,7 @@ def _base_loss(
         contract = session.contract
         shift = contract is not None and contract.items is not None and contract.items.shift
         return smoother(outputs, labels, shift_labels=shift), outputs
-    if isinstance(outputs, Mapping) and "loss" not in outputs:
-        raise ContractError(
-            f"{type(model).__name__} returned no loss, only {sorted(outputs)}, from the inputs {sorted(inputs)}; "
-            "training needs its targets among the inputs, or a compute_loss_func"
-        )
-    return outputs["loss"] if isinstance(outputs, Mapping) else outputs[0], outputs
+    return loss_among(outputs, inputs, model), outputs
 
 
 # --- training_step --------------------------------------------------------------------------------------------------
@@ -814,7 +775,7 @@ def training_step(
     if isinstance(inputs, Blank):
         return torch.zeros((), device=trainer.args.device)
     model = kwargs["model"] if "model" in kwargs else args[0]
-    micro_batch = session.micro_batch = MicroBatch(window.items_of(inputs))
+    micro_batch = session.micro_batch = MicroBatch(window.items_of(inputs), isinstance(inputs, Weightless))
     accelerator = trainer.accelerator
     original_loss, original_backward = trainer.compute_loss, accelerator.backward
     depth = 0
@@ -841,7 +802,7 @@ def training_step(
         micro_batch.reported = right.detach()
         if window.steps_run == 0:
             _announce(trainer, session, window, passed=loss, right=right)
-        return original_backward(right * _engine_divisor(accelerator, backward_kwargs), **backward_kwargs)
+        return original_backward(right * engine_divisor(accelerator, backward_kwargs), **backward_kwargs)
 
     try:
         with (
@@ -859,13 +820,19 @@ def training_step(
             _note_routing(trainer, session)
         session.said.add("routing")
     if micro_batch.loss is None:
-        return result
+        return _logged(session, result)
     if micro_batch.reported is None:
         raise SeamError(
             f"the step of {type(trainer).__name__} computed a loss but did not hand it to accelerator.backward; "
             "its gradient was not mended: use accelerator.backward, or revert()"
         )
-    return micro_batch.reported
+    return _logged(session, micro_batch.reported)
+
+
+def _logged(session: Session, loss: Tensor) -> Tensor:
+    if session.loss_log is not None:
+        session.loss_log.add(loss)
+    return loss
 
 
 @contextmanager
@@ -889,6 +856,8 @@ def _set_loss(trainer: Any, session: Session, micro_batch: MicroBatch, window: W
     contract = session.contract
     assert micro_batch.loss is not None and contract is not None
     owned = contract.owned_by_trainer and not micro_batch.base_called
+    if micro_batch.weightless and not micro_batch.base_called:
+        return micro_batch.loss * 0.0
     if owned and (contract.by_number or _scales_itself(trainer)):
         return micro_batch.loss
     return micro_batch.loss / len(window.batches)
@@ -904,15 +873,6 @@ def _scales_itself(trainer: Any) -> bool:
     if declared is None:
         return _loss_func(trainer) is not None and not callable(_loss_func(trainer))
     return bool(declared)
-
-
-def _engine_divisor(accelerator: Any, backward_kwargs: Mapping[str, Any]) -> int:
-    """What the engine under ``accelerator.backward`` is about to divide by, read from the live objects."""
-    if accelerator.distributed_type != DistributedType.DEEPSPEED:
-        return int(accelerator.gradient_accumulation_steps)
-    if backward_kwargs.get("scale_wrt_gas") is False:
-        return 1
-    return int(accelerator.deepspeed_engine_wrapped.engine.gradient_accumulation_steps())
 
 
 def _announce(trainer: Any, session: Session, window: Window, *, passed: Tensor, right: Tensor) -> None:
@@ -983,20 +943,6 @@ def busy(session: Session, what: str) -> Iterator[None]:
         yield
     finally:
         session.busy.discard(what)
-
-
-@contextmanager
-def shadow(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Let an instance attribute stand before the method of this name, and put back what stood there."""
-    before = vars(holder).get(name, _ABSENT)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        if before is _ABSENT:
-            delattr(holder, name)
-        else:
-            setattr(holder, name, before)
 
 
 OVERRIDES: dict[str, Callable[..., Any]] = {

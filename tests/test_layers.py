@@ -85,6 +85,12 @@ def test_few_modules_know_the_trainer() -> None:
     assert knowing <= {*(f"hf_accum_fix.{name}" for name in room), *modules_of("hf_accum_fix.verification")}
 
 
+def test_the_loop_knows_no_trainer() -> None:
+    for name in ("loop", "engine", "duplicates", "shadow", "loss_log"):
+        known = imports(f"hf_accum_fix.{name}")
+        assert not any(found.startswith(("transformers", "hf_accum_fix.overrides")) for found in known), name
+
+
 def test_nothing_depends_on_the_command_line() -> None:
     knowing = {name for name in MODULES if any(found.startswith("hf_accum_fix.cli") for found in imports(name))}
     assert knowing - {*modules_of("hf_accum_fix.cli")} == {"hf_accum_fix.__main__"}

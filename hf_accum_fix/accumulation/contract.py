@@ -95,6 +95,10 @@ class LossContract:
             total = coefficient * term if total is None else total + coefficient * term
         return total
 
+    def as_number(self, value: Tensor) -> Tensor:
+        """A number as the loss is handed it, which knows float64 only where it is in float64 itself."""
+        return value if self.dtype is torch.float64 else value.float()
+
     @property
     def has_router_loss(self) -> bool:
         """Whether router losses are inside the loss."""

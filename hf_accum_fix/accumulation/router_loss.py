@@ -18,8 +18,8 @@ runs the window once without gradient; `WINDOW` takes for F what this rank has c
 right denominators; `MEAN` leaves the library's own function alone. Source: arXiv 2501.11873 (balance over the global
 batch, and what balance inside the micro-batch costs in specialisation); the identity and the figures are in the README.
 
-A loop of one's own uses it so, in all three conventions alike; ``forward(inputs)`` returns the loss of a micro-batch, by
-the model inside DistributedDataParallel where nothing is trained:
+A loop of one's own uses it so, in all three conventions alike; ``forward(inputs)`` returns the loss of a micro-batch,
+by the model inside DistributedDataParallel where nothing is trained:
 
     router = RouterLoss(Convention("exact"))
     for window in windows:                                           # lists of micro-batches
@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_accum_fix.accumulation.balancing import FUNCTION, Call, Swap, Tally
-from hf_accum_fix.accumulation.window import count_dtype
+from hf_accum_fix.accumulation.window import Weightless, count_dtype
 from hf_accum_fix.errors import ContractError
 
 #: Far above the loss itself, so that a small coefficient shows in a loss of few digits.
@@ -172,6 +172,7 @@ class RouterLoss:
         self.shares: list[Tensor] = []
         self.moved: Tensor | None = None
         self.without_gradient = False
+        self._counts: list[bool] = []
         self._first_pass: list[list[Tally]] = []
         self._mean_tokens: list[Tensor] = []
         self._running: list[Tensor] = []
@@ -242,13 +243,14 @@ class RouterLoss:
             world_size: W.
         """
         self._first_pass, self._running, self.shares, self._mean_tokens = [], [], [], []
+        self._counts = [not isinstance(inputs, Weightless) for inputs in window]
         pools = self.form.pools if self.form is not None and self.in_force is not Convention.MEAN else ()
         numbers = [torch.zeros(pool.experts + 1, dtype=count_dtype(device), device=device) for pool in pools]
         if not pools or len(window) * world_size == 1:
             return torch.cat(numbers) if numbers else torch.zeros(0, dtype=count_dtype(device), device=device)
         if self.convention is Convention.WINDOW:
             self._running = [torch.zeros_like(each) for each in numbers]
-            for inputs in window:
+            for inputs in (each for each, counts in zip(window, self._counts, strict=True) if counts):
                 for pool, number in zip(pools, numbers, strict=True):
                     tokens = _token_count(pool.counted_from, inputs)
                     if tokens is None:
@@ -266,7 +268,7 @@ class RouterLoss:
                 if len(found) != len(pools):
                     raise _other_calls(len(found), len(pools))
                 self._first_pass.append(found)
-        for tallies in self._first_pass:
+        for tallies in (each for each, counts in zip(self._first_pass, self._counts, strict=True) if counts):
             numbers = [number + each.numbers().to(device) for number, each in zip(numbers, tallies, strict=True)]
         return torch.cat(numbers)
 
@@ -311,14 +313,15 @@ class RouterLoss:
         seen = call.tally(self.form.pools[place].given)
         self.without_gradient |= torch.is_grad_enabled() and not seen.probabilities.requires_grad
         if self.convention is Convention.WINDOW:
-            self._running[place] = self._running[place] + seen.numbers().to(self._running[place])
+            if self._counts[index]:
+                self._running[place] = self._running[place] + seen.numbers().to(self._running[place])
             counts, tokens = self._running[place][:-1], self._running[place][-1]
             shares = counts / tokens.clamp(min=1)
         else:
             shares = self.shares[place]
             self._compare(seen, self._first_pass[index][place])
         device = seen.probabilities.device
-        return seen.loss(shares.to(device), self._mean_tokens[place].to(device))
+        return self._counts[index] * seen.loss(shares.to(device), self._mean_tokens[place].to(device))
 
     def _compare(self, second: Tally, first: Tally) -> None:
         with torch.no_grad():

@@ -47,6 +47,10 @@ def sample_count(inputs: Mapping[str, Any]) -> int:
     )
 
 
+class Weightless(dict[str, Any]):
+    """A micro-batch that is run and counts nothing: a rank without a sample of its own keeps in step by it."""
+
+
 @dataclass(frozen=True)
 class Items:
     """A rule that counts the items of a micro-batch from its inputs.
@@ -91,9 +95,10 @@ class Items:
 
     def count(self, inputs: Mapping[str, Any], device: torch.device | None = None) -> Tensor:
         """Items of one micro-batch: 0-dim tensor on ``device`` (default: the targets'); no device sync."""
-        if not self.keys:
+        if not self.keys or isinstance(inputs, Weightless):
             device = device or torch.device("cpu")
-            return torch.full((), sample_count(inputs), dtype=count_dtype(device), device=device)
+            samples = 0 if isinstance(inputs, Weightless) else sample_count(inputs)
+            return torch.full((), samples, dtype=count_dtype(device), device=device)
         found = self.targets(inputs).sum()
         return found.to(device=device, dtype=count_dtype(device or found.device))
 

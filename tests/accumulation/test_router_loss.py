@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.balancing import FUNCTION, LENDER, tally
 from hf_accum_fix.accumulation.router_loss import Convention, Form, RouterLoss
+from hf_accum_fix.accumulation.window import Weightless
 from hf_accum_fix.errors import ContractError
 from tests.numerics.heads import HEADS, Batch, Head
 from tests.router_loss.conventions import FAMILIES, TWIN, InFloat64, balance, domains
@@ -86,6 +87,18 @@ def test_a_loop_of_ones_own(convention: Convention) -> None:
         assert apart(found, whole) > 0.1
     assert router.in_force is convention
     assert router.depends_on_the_cut == (convention is not Convention.EXACT)
+
+
+@pytest.mark.parametrize("convention", ["window", "exact"])
+def test_a_micro_batch_without_weight_changes_nothing(convention: str) -> None:
+    """A rank without a sample of its own left runs one that counts nothing; the others then weigh more."""
+    model = MIXTRAL.build().train()
+    window = pieces(MIXTRAL, 16)
+    repeated = [window[0], Weightless(window[0]), window[1], Weightless(window[1])]
+    with InFloat64():
+        wanted, _ = looped(model, window, convention)
+        found, _ = looped(model, repeated, convention)
+    assert apart(found, wanted) <= TWIN
 
 
 def test_an_encoder_and_a_decoder_are_two_pools() -> None:

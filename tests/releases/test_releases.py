@@ -41,6 +41,13 @@ def test_verify_tells_what_the_release_does(release: str) -> None:
     run_in(release, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
 
 
+@pytest.mark.parametrize("release", ("4.45.2", *RELEASES))
+def test_data_and_hand_written_loops(release: str) -> None:
+    """Streams that wrap, repeated samples, resumed epochs, losses that are not finite, and the loop on two ranks."""
+    tests = ["tests/data", "tests/test_loss_log.py", "tests/loop/test_two_ranks.py"]
+    run_in(release, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_control_half(release: str) -> None:
     """Fingerprints and signatures of the release are those that the tables hold."""

@@ -1,0 +1,96 @@
+"""A micro-batch's share of its global batch: what its forward is handed, and what its loss is multiplied by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.window import Weightless, share_of_mean
+from hf_accum_fix.errors import ContractError
+
+
+@dataclass(frozen=True)
+class Share:
+    """How one micro-batch is run, so that the plain mean over micro-batches and ranks is the global batch's loss.
+
+    Attributes:
+        inputs: of the forward.
+        number: for a loss that divides by it, 0-dim; None: none is to be handed over.
+        ratio: what the loss is multiplied by; None: it is right as it is.
+    """
+
+    inputs: Mapping[str, Any]
+    number: Tensor | None
+    ratio: Tensor | float | None
+
+    def of(self, loss: Tensor, carried: Tensor | None = None) -> Tensor:
+        """The share that a loss makes, 0-dim; ``carried`` as in `share_of_mean`."""
+        return loss if self.ratio is None else share_of_mean(loss, self.ratio, carried)
+
+
+def share_of(
+    contract: LossContract,
+    inputs: Mapping[str, Any],
+    items: Tensor | None,
+    mean: Tensor,
+    *,
+    micro_batches: int,
+    world_size: int,
+    own_loss: bool = False,
+) -> Share:
+    """The share of one micro-batch; of a `Weightless` one it is zero, but for router terms.
+
+    Args:
+        contract: how its loss is reduced.
+        inputs: of its forward.
+        items: n, 0-dim; None counts them.
+        mean: n_mean, 0-dim.
+        micro_batches: G, of this rank's window.
+        world_size: W.
+        own_loss: the loss is a function of the user's own, which may return a constant without a graph where it
+            finds no target: it is always given one.
+    """
+    if isinstance(inputs, Weightless):
+        counted = share_of(
+            contract,
+            dict(inputs),
+            items,
+            mean,
+            micro_batches=micro_batches,
+            world_size=world_size,
+            own_loss=own_loss,
+        )
+        return replace(counted, ratio=0.0)
+    number = contract.as_number(mean)
+    if contract.reduction is Reduction.NUMBER and not own_loss:
+        return Share(inputs, number, None)
+    if contract.reduction is Reduction.PLAIN:
+        return Share(inputs, number if contract.items else None, None)
+    if contract.reduction is Reduction.SUM:
+        return Share(inputs, number, micro_batches * world_size)
+    if contract.reduction is Reduction.INTEGER:
+        cut = mean.ceil()
+        return Share(inputs, contract.as_number(cut), cut / mean)
+    assert contract.items is not None
+    items = (contract.items.count(inputs) if items is None else items).to(mean.device)
+    ratio = (items > 0) * 1.0 if contract.by_number else items / mean
+    return Share(contract.items.with_target(inputs), number, ratio)
+
+
+def loss_among(outputs: Any, inputs: Mapping[str, Any], model: object) -> Tensor:
+    """The loss that a model returned: its output ``loss``, or the first.
+
+    Raises:
+        ContractError: if its outputs are named and none of them is the loss.
+    """
+    if isinstance(outputs, Mapping) and "loss" not in outputs:
+        raise ContractError(
+            f"{type(model).__name__} returned no loss, only {sorted(outputs)}, from the inputs {sorted(inputs)}; "
+            "training needs its targets among the inputs, or a loss function of its own"
+        )
+    loss: Tensor = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+    return loss

@@ -1,0 +1,170 @@
+"""Samples that accelerate repeats so that every rank has as many: how many they are, and an epoch without them.
+
+Where a data set does not fill the last round of micro-batches over all ranks, accelerate fills it up with samples from
+the epoch's beginning (``even_batches``; streams and dispatched batches are filled up, too). They stand at the end of
+the round, so a rank's last micro-batch of an epoch may have some, or nothing else, and no other micro-batch has any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import wrapt
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
+from torch import Tensor
+
+from hf_accum_fix.accumulation.window import Weightless, sample_count
+from hf_accum_fix.errors import UnsupportedSetupError
+
+
+@dataclass(frozen=True)
+class LastRound:
+    """The last micro-batches of an epoch on all ranks.
+
+    Attributes:
+        samples: of the data set, in the whole round.
+        rows: of every rank's micro-batch, repeated samples among them.
+        ranks: W.
+        rank: this one.
+    """
+
+    samples: int
+    rows: int
+    ranks: int
+    rank: int
+
+    @property
+    def repeated(self) -> int:
+        """Samples of the round, on all ranks, that the epoch has had before."""
+        return self.rows * self.ranks - self.samples
+
+    @property
+    def own(self) -> int:
+        """Rows of this rank's micro-batch that are no repetition; they come first."""
+        return min(max(self.samples - self.rank * self.rows, 0), self.rows)
+
+
+class Counted(wrapt.ObjectProxy[Any]):
+    """A stream as it is, that knows how many samples its last pass had."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._self_samples = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """One pass."""
+        self._self_samples = 0
+        for sample in self.__wrapped__:
+            self._self_samples += 1
+            yield sample
+
+    @property
+    def samples(self) -> int:
+        """Samples of the last pass, so far."""
+        return self._self_samples
+
+
+class WithoutDuplicates(wrapt.ObjectProxy[Any]):
+    """A train dataloader of accelerate's as it is, except for repeated samples.
+
+    Args:
+        loader: the dataloader, prepared by accelerate.
+        drop: leave them out: a micro-batch keeps its own rows, and one of repeated samples alone becomes a
+            `Weightless` one of one row, so that the ranks stay in step.
+        found: called with the number of repeated samples, over all ranks, of an epoch that has some.
+    """
+
+    def __init__(self, loader: Any, drop: bool, found: Callable[[int], object]) -> None:
+        super().__init__(loader)
+        self._self_drop = drop
+        self._self_found = found
+        shard = loader.dataset
+        if isinstance(shard, IterableDatasetShard) and not isinstance(shard.dataset, Counted):
+            shard.dataset = Counted(shard.dataset)
+
+    def around(self, loader: Any) -> WithoutDuplicates:
+        """The same for another loader: what is left of an epoch that is resumed."""
+        return WithoutDuplicates(loader, self._self_drop, self._self_found)
+
+    def __iter__(self) -> Iterator[Any]:
+        """One epoch.
+
+        Raises:
+            UnsupportedSetupError: if repeated samples are to be dropped where they cannot be told.
+        """
+        for batch in self.__wrapped__:
+            last = _last_round(self.__wrapped__, batch) if self.__wrapped__.end_of_dataloader else None
+            if last is None or last.repeated <= 0:
+                yield batch
+                continue
+            self._self_found(last.repeated)
+            yield _own_rows(batch, last) if self._self_drop else batch
+
+    def check(self) -> None:
+        """Raise `UnsupportedSetupError` where repeated samples are to be dropped and cannot be counted."""
+        if not self._self_drop or isinstance(self.__wrapped__, DataLoaderDispatcher):
+            return
+        if isinstance(self.dataset, IterableDatasetShard) and self.num_workers > 0:
+            raise UnsupportedSetupError(
+                f"drop_duplicates with a stream that {self.num_workers} workers read: how often it repeats samples is "
+                "not seen here; needed is dataloader_num_workers=0, or dispatch_batches=True"
+            )
+        shard = _batch_sampler_shard(self.__wrapped__)
+        if shard is not None and not hasattr(shard.batch_sampler, "sampler"):
+            raise UnsupportedSetupError(
+                f"drop_duplicates with the batch sampler {type(shard.batch_sampler).__name__}, which does not show the "
+                "sampler below it, whose length tells how many samples are repeated; leave the option out"
+            )
+
+
+def _last_round(loader: Any, batch: Any) -> LastRound | None:
+    """The round of a loader's last micro-batch; None where accelerate repeats nothing, or it cannot be told."""
+    if isinstance(loader, DataLoaderDispatcher):
+        ranks, rank = loader.state.num_processes, loader.state.process_index
+        return None if loader._drop_last else LastRound(loader.remainder, sample_count(batch), ranks, rank)
+    shard: Any = loader.dataset
+    if isinstance(shard, IterableDatasetShard):
+        samples = shard.dataset.samples
+        if samples == 0:
+            return None
+        repeats = not shard.drop_last
+    else:
+        shard = _batch_sampler_shard(loader)
+        if shard is None or not hasattr(shard.batch_sampler, "sampler"):
+            return None
+        repeats = shard.even_batches and not shard.drop_last
+        samples = len(shard.batch_sampler.sampler)
+    if not repeats or shard.batch_size is None:
+        return None
+    rows = shard.batch_size // shard.num_processes if shard.split_batches else shard.batch_size
+    whole = rows * shard.num_processes
+    return LastRound(samples % whole or whole, rows, shard.num_processes, shard.process_index)
+
+
+def _batch_sampler_shard(loader: Any) -> Any:
+    """What deals batches to the ranks, also below the sampler of a resumed epoch; None where nothing does."""
+    sampler = loader.batch_sampler
+    while sampler is not None and not isinstance(sampler, BatchSamplerShard):
+        sampler = getattr(sampler, "batch_sampler", None)
+    return sampler
+
+
+def _own_rows(batch: Any, last: LastRound) -> Any:
+    if last.own == last.rows:
+        return batch
+    sized = {key: len(value) for key, value in batch.items() if _has_rows(value)} if isinstance(batch, Mapping) else {}
+    if set(sized.values()) != {last.rows}:
+        raise UnsupportedSetupError(
+            f"drop_duplicates: the last {last.rows - last.own} of {last.rows} samples of a micro-batch are repeated, "
+            f"but its inputs have {sized or type(batch).__name__} rows, so that they cannot be taken out; needed is a "
+            "row for each sample: leave the option out, or use dataloader_drop_last=True"
+        )
+    # Of repetitions alone one is kept: every rank has to run a micro-batch.
+    kept = {key: value[: max(last.own, 1)] if _has_rows(value) else value for key, value in batch.items()}
+    return kept if last.own else Weightless(kept)
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or (isinstance(value, Tensor) and value.ndim > 0)

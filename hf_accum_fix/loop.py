@@ -1,0 +1,464 @@
+"""The promise for a training loop written by hand, with accelerate, with DistributedDataParallel, or on one process.
+
+    windows = accumulation_windows(dataloader, accelerator)     # without accelerate: steps=G
+    for epoch in range(epochs):
+        for window in windows:
+            for batch in window:
+                with window.micro_batch(model):
+                    loss = window.loss(model, batch)            # a loss of your own: window.scale(loss, batch)
+                    accelerator.backward(loss)                  # without accelerate: loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            log(window.mean_loss())
+
+A window is fetched whole and counted over all ranks by one collective, before its first loss; the short one at the end
+of an epoch is a window like any other. How the model reduces its loss is observed in the first window, as under the
+Trainer. Nothing waits for the device until a number is read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import DataLoaderStateMixin
+from torch import Tensor, nn
+
+from hf_accum_fix import observations
+from hf_accum_fix.accumulation.agreement import agree
+from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.declared import inside_ddp, products_are_rounded, router_coefficients, wants_number
+from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, observe
+from hf_accum_fix.accumulation.share import Share, loss_among, share_of
+from hf_accum_fix.accumulation.window import Weightless, count_dtype, mean_item_count, total_items
+from hf_accum_fix.duplicates import WithoutDuplicates
+from hf_accum_fix.engine import engine_divisor
+from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
+
+logger = logging.getLogger("hf_accum_fix")
+
+Batch = Mapping[str, Any]
+
+#: Windows that are observed before an inconclusive contract is taken as it is.
+_ATTEMPTS = 3
+
+
+class AccumulationWindow:
+    """The micro-batches of one optimizer step on this rank; made by iterating over `AccumulationWindows`.
+
+    Attributes:
+        batches: the micro-batches, as the dataloader gave them.
+    """
+
+    def __init__(self, windows: AccumulationWindows, batches: list[Batch]) -> None:
+        """Made by `AccumulationWindows` alone."""
+        self.batches = batches
+        self._windows = windows
+        self._begun = 0
+        self._counts: list[Tensor] = []
+        self._mean: Tensor | None = None
+        self._loss: Tensor | None = None
+
+    def __len__(self) -> int:
+        """G, the micro-batches of this window."""
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The micro-batches, in order."""
+        return iter(self.batches)
+
+    @contextmanager
+    def micro_batch(self, model: nn.Module) -> Iterator[None]:
+        """Around one forward and its backward: ranks reduce gradients in the last micro-batch of the window alone.
+
+        Args:
+            model: as it is trained, prepared by accelerate or wrapped in DistributedDataParallel.
+
+        Raises:
+            SeamError: if it is entered more often than the window has micro-batches.
+        """
+        self._begun += 1
+        if self._begun > len(self.batches):
+            raise SeamError(
+                f"micro_batch() was entered {self._begun} times in a window of {len(self.batches)} micro-batches; "
+                "needed is once for each"
+            )
+        with self._windows._reducing(model, last=self._begun == len(self.batches)):
+            yield
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss of one micro-batch by the model's own head, to be handed to ``backward``.
+
+        Args:
+            model: called with the batch's items as keywords, and with ``num_items_in_batch`` where it takes it.
+            batch: one of the window's, on the model's device.
+
+        Returns:
+            0-dim, with gradient; for the log take `mean_loss`.
+
+        Raises:
+            ContractError: if the model returned no loss, or how it reduces it could not be settled.
+            SeamError: if the ranks' dataloaders ended at different times.
+        """
+        contract = self._open(model, next(iter(model.parameters())).device)
+        share = self._share(contract, batch, own_loss=False)
+        outputs = model(**self._windows._handed(share.inputs, share.number))
+        loss = loss_among(outputs, batch, model)
+        return self._add(share.of(loss, contract.carried(outputs)))
+
+    def scale(self, loss: Tensor, batch: Batch) -> Tensor:
+        """The same for a loss that you computed yourself, reduced as the contract given by hand says.
+
+        The mean over its own items: `Reduction.MEAN`. A sum that you divided by `mean_items`: `Reduction.NUMBER`; it
+        stays finite for a micro-batch without items, whose mean is nan whatever it is multiplied by.
+
+        Args:
+            loss: 0-dim, of this micro-batch, without a term that is no mean over items.
+            batch: the micro-batch it is of, which holds what the contract counts.
+
+        Raises:
+            ContractError: if no contract was given.
+        """
+        contract = self._open(None, loss.device)
+        return self._add(self._share(contract, batch, own_loss=True).of(loss))
+
+    @property
+    def mean_items(self) -> Tensor:
+        """The mean item count per micro-batch, N / (G * W), 0-dim: what to divide a summed loss by.
+
+        Raises:
+            ContractError: if the window has not been counted: no loss of it was asked for, and no contract given.
+        """
+        if self._mean is None:
+            self._open(None, None)
+        assert self._mean is not None
+        return self._mean
+
+    def mean_loss(self) -> Tensor:
+        """The loss of the global batch: the mean over the items of all its micro-batches and ranks.
+
+        Every rank has to ask, since it costs a collective.
+
+        Returns:
+            0-dim, without gradient, on the device; reading it waits for the device.
+
+        Raises:
+            SeamError: if no loss of this window has been computed.
+        """
+        if self._loss is None:
+            raise SeamError("mean_loss() was asked for before any loss of this window was computed")
+        loss = self._loss.to(count_dtype(self._loss.device))
+        return self._windows._summed(loss) / self._windows.world_size
+
+    def _open(self, model: nn.Module | None, beside: torch.device | None) -> LossContract:
+        """Count the window over all ranks, beside a loss or a model, where that has not been done."""
+        windows = self._windows
+        if self._mean is not None and windows.contract is not None:
+            return windows.contract
+        contract = windows._settle(self, model)
+        device = windows._device_beside(beside)
+        if contract.items is not None:
+            self._counts, total = total_items(contract.items, self.batches, device)
+        else:
+            total = torch.zeros((), dtype=count_dtype(device), device=device)
+        sums = windows._summed(torch.stack([total, torch.full_like(total, bool(self.batches))]))
+        # Read where that waits for no device, and by the rank that would else be waited for.
+        if (device.type == "cpu" or not self.batches) and 0 < int(sums[1]) < windows.world_size:
+            raise _uneven()
+        self._mean = mean_item_count(sums[0], max(len(self.batches), 1), windows.world_size)
+        if contract.items is not None and self.batches:
+            windows._note_empty(sums[0] == 0)
+        return contract
+
+    def _share(self, contract: LossContract, batch: Batch, *, own_loss: bool) -> Share:
+        assert self._mean is not None
+        counted = zip(self.batches, self._counts, strict=False)
+        # None: it was put on another device, or made anew; then it is counted again.
+        count = next((count for each, count in counted if each is batch), None)
+        if count is None and self._begun and isinstance(self.batches[self._begun - 1], Weightless):
+            batch = Weightless(batch)
+        return share_of(
+            contract,
+            batch,
+            count,
+            self._mean,
+            micro_batches=len(self.batches),
+            world_size=self._windows.world_size,
+            own_loss=own_loss,
+        )
+
+    def _add(self, share: Tensor) -> Tensor:
+        right = share / len(self.batches)
+        self._loss = right.detach() if self._loss is None else self._loss + right.detach()
+        return right * self._windows._divisor()
+
+    def _check_run(self) -> None:
+        if self._begun < len(self.batches):
+            raise SeamError(
+                f"{self._begun} of the {len(self.batches)} micro-batches of a window were run inside micro_batch(); "
+                "needed is every one, since the ranks reduce their gradients in the last"
+            )
+
+
+class AccumulationWindows:
+    """A dataloader's epochs as accumulation windows; made by `accumulation_windows`.
+
+    Attributes:
+        contract: how the loss is reduced, as given or, from the first window on, as observed.
+        world_size: W, data-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        dataloader: Iterable[Batch],
+        accelerator: Any,
+        steps: int | None,
+        contract: LossContract | None,
+        drop_duplicates: bool,
+    ) -> None:
+        """Made by `accumulation_windows` alone."""
+        self.contract = contract
+        self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        self._dataloader = dataloader
+        self._drop_duplicates = drop_duplicates
+        self._accelerator = accelerator
+        self._steps = steps
+        self._given = contract is not None
+        self._attempts = 0
+        self._passes_number = False
+        self._device: torch.device | None = None if accelerator is None else accelerator.device
+        self._empty: Tensor | None = None
+        self._said: set[str] = set()
+        if self.world_size > 1 and isinstance(dataloader, DataLoaderStateMixin):
+            self._dataloader = WithoutDuplicates(dataloader, drop_duplicates, self._tell_repeated)
+            self._dataloader.check()
+
+    @property
+    def steps(self) -> int:
+        """G, micro-batches of a window that is not the short one at the end of an epoch."""
+        return int(self._accelerator.gradient_accumulation_steps) if self._steps is None else self._steps
+
+    def __len__(self) -> int:
+        """Windows, and so optimizer steps, of an epoch.
+
+        Raises:
+            TypeError: if the dataloader knows no length.
+        """
+        return -(-len(self._dataloader) // self.steps)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[AccumulationWindow]:
+        """One epoch.
+
+        Raises:
+            ContractError: if a batch is no mapping.
+            SeamError: if a micro-batch was not run, or the ranks' dataloaders end at different times.
+        """
+        batches = iter(self._dataloader)
+        while fetched := list(islice(batches, self.steps)):
+            for batch in fetched:
+                if not isinstance(batch, Mapping):
+                    raise ContractError(
+                        f"a batch is {type(batch).__name__}; items are counted by name: let the collate function "
+                        "return a dict"
+                    )
+            window = AccumulationWindow(self, fetched)
+            yield window
+            window._check_run()
+        if self.world_size > 1:
+            # A rank that has more joins this with its next window, so that it is told instead of waiting for ever.
+            AccumulationWindow(self, [])._open(None, None)
+        if self._empty is not None and int(self._empty):
+            self._warn_once(
+                "empty",
+                "a whole accumulation window had no target: its gradient and its loss are zero; look at truncation, "
+                "label masking, or samples without an answer",
+            )
+
+    def _settle(self, window: AccumulationWindow, model: nn.Module | None) -> LossContract:
+        """The contract as it is now; observed where it has not been, on every rank alike."""
+        known = self.contract
+        if self._given:
+            assert known is not None
+            if model is not None:
+                self._passes_number = known.by_number
+                if known.by_number and not wants_number(model):
+                    raise ContractError(
+                        f"the contract given says that the loss {known.reduction.value}, but {_name(model)} does not "
+                        "take num_items_in_batch; give Reduction.MEAN"
+                    )
+            return known
+        if known is not None and (known.conclusive or self._attempts >= _ATTEMPTS):
+            return known
+        if model is None and window.batches:
+            raise ContractError(
+                "a loss of your own cannot be observed; needed is how it is reduced and what it counts: "
+                "accumulation_windows(..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
+            )
+        seen = None if model is None else self._observe(model, window.batches)
+        gathered = [seen]
+        if self.world_size > 1:
+            gathered = [None] * self.world_size
+            dist.all_gather_object(gathered, seen)
+        ranks = [each for each in gathered if each is not None]
+        if ranks and len(ranks) < len(gathered):
+            raise _uneven()
+        if not ranks and known is not None:
+            return known
+        found = self.contract = agree(ranks)
+        self._attempts += found.reason != NO_TARGET_SEEN
+        if model is not None and (found.conclusive or self._attempts >= _ATTEMPTS):
+            self._say(_name(model), len(window), found)
+        return found
+
+    def _observe(self, model: nn.Module, batches: list[Batch]) -> LossContract:
+        module = inside_ddp(model) or model
+        device = next(iter(model.parameters())).device
+        self._passes_number = wants_number(model)
+
+        def call(inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:
+            inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
+            outputs = module(**self._handed(inputs, number))
+            return loss_among(outputs, inputs, model), outputs
+
+        return observe(
+            call,
+            batches,
+            module,
+            device=device,
+            passes_number=self._passes_number,
+            router_coefficients=router_coefficients(module),
+            world_size=self.world_size,
+            low_precision=products_are_rounded(module) or getattr(self._accelerator, "mixed_precision", "no") != "no",
+        )
+
+    def _handed(self, inputs: Batch, number: Tensor | None) -> dict[str, Any]:
+        given = dict(inputs)
+        if self._passes_number and number is not None:
+            given["num_items_in_batch"] = number
+        return given
+
+    def _say(self, head: str, steps: int, contract: LossContract) -> None:
+        """Once: what was observed, in the log and for report()."""
+        observations.record(
+            {
+                "head": head,
+                "trainer": "accumulation_windows",
+                "reduction": contract.reduction.value,
+                "items": None if contract.items is None else str(contract.items),
+                "router_coefficient": contract.router_coefficient,
+                "router_z_coefficient": contract.router_z_coefficient,
+                "exact": contract.exact,
+                "reason": contract.reason,
+                "accumulation_steps": steps,
+                "world_size": self.world_size,
+                "stock_gradient_factor": None,
+            }
+        )
+        logger.info("%s: the loss %s; G=%d, W=%d.", head, contract, steps, self.world_size)
+        if contract.reduction is Reduction.PLAIN:
+            self._warn_once("inexact", f"{head}: {contract.reason}. It gets the plain mean over micro-batches.")
+        elif not contract.conclusive:
+            self._warn_once("inexact", f"{head}: the loss {contract}, as far as {_ATTEMPTS} windows tell.")
+        if contract.reduction is Reduction.SUM:
+            self._warn_once("sum", f"{head}: the loss is a sum over the global batch, and grows with it.")
+
+    def _tell_repeated(self, samples: int) -> None:
+        if not self._drop_duplicates:
+            words = f"repeat {samples} samples, so that every rank has as many, and count them twice"
+            self._warn_once("repeated", f"an epoch's last micro-batches {words}; drop_duplicates=True leaves them out")
+
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            logger.warning(message)
+
+    @contextmanager
+    def _reducing(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        """Have the ranks reduce gradients in a backward, or not."""
+        accelerator = self._accelerator
+        if accelerator is not None:
+            # accelerate's optimizer and scheduler step, and DeepSpeed's engine, where this is set.
+            accelerator.sync_gradients = last
+        if last:
+            context: AbstractContextManager[Any] = nullcontext()
+        elif accelerator is not None:
+            context = accelerator.no_sync(model)
+        else:
+            context = getattr(model, "no_sync", nullcontext)()
+        with context:
+            yield
+
+    def _divisor(self) -> int:
+        return 1 if self._accelerator is None else engine_divisor(self._accelerator, {})
+
+    def _summed(self, value: Tensor) -> Tensor:
+        if self.world_size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
+
+    def _device_beside(self, beside: torch.device | None) -> torch.device:
+        """Where counts are put: accelerate's device, or where the first loss or model was."""
+        if self._device is None and beside is None:
+            on_gpu = self.world_size > 1 and dist.get_backend() == "nccl"
+            return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._device = self._device or beside
+        assert self._device is not None
+        return self._device
+
+    def _note_empty(self, empty: Tensor) -> None:
+        self._empty = empty.long() if self._empty is None else self._empty + empty
+
+
+def accumulation_windows(
+    dataloader: Iterable[Batch],
+    accelerator: Any = None,
+    *,
+    steps: int | None = None,
+    contract: LossContract | None = None,
+    drop_duplicates: bool = False,
+) -> AccumulationWindows:
+    """The epochs of a dataloader as accumulation windows, exact for every cut into micro-batches and ranks.
+
+    Make it once and iterate over it once an epoch: what was observed of the loss is kept.
+
+    Args:
+        dataloader: of dicts; prepared by accelerate, or with a sampler that gives every rank its own samples.
+        accelerator: the live ``accelerate.Accelerator``, whose own division of the loss is taken into account; None:
+            torch.distributed as it is initialised, or one process.
+        steps: G; None: the accelerator's ``gradient_accumulation_steps``.
+        contract: how the loss is reduced, where it must not be observed, or is computed outside of the model.
+        drop_duplicates: leave out the samples that accelerate repeats at the end of an epoch so that every rank has as
+            many; a micro-batch of nothing else is run and counts nothing.
+
+    Raises:
+        OptionsError: if neither an accelerator nor steps are given, or steps is no positive integer.
+        UnsupportedSetupError: if the accelerator's ranks split samples (tensor, context or sequence parallelism), or
+            repeated samples are to be dropped and cannot be told.
+    """
+    if steps is None and accelerator is None:
+        raise OptionsError("neither steps nor an accelerator is given; needed is the number of micro-batches: steps=G")
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise OptionsError(f"steps is {steps!r}; needed is the number of micro-batches of a window, at least 1")
+    config = getattr(accelerator, "parallelism_config", None)
+    split = {kind: getattr(config, f"{kind}_size", 1) or 1 for kind in ("tp", "cp", "sp")}
+    if any(size > 1 for size in split.values()):
+        raise UnsupportedSetupError(f"ranks split samples {split}; only data-parallel ranks are supported")
+    return AccumulationWindows(dataloader, accelerator, steps, contract, drop_duplicates)
+
+
+def _name(model: nn.Module) -> str:
+    return type(inside_ddp(model) or model).__name__
+
+
+def _uneven() -> SeamError:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return SeamError(
+        f"rank {rank}: some ranks have a micro-batch in this window and others have none; every rank needs one: let "
+        "accelerate even the batches out (even_batches=True), or drop the rest"
+    )

@@ -1,0 +1,116 @@
+"""The training loss in the log: a micro-batch whose loss is not finite stays in it.
+
+Upstream's ``logging_nan_inf_filter``, which is on by default, puts the mean of what was logged before in the place of
+such a loss, so that the log looks healthy over weights that are nan. Under this package the loss is
+logged as it is. What upstream would have logged stands beside it, under `FILTERED`, wherever the two differ, and so it
+does for the ``train_loss`` of the whole run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_accum_fix.shadow import shadow
+
+logger = logging.getLogger("hf_accum_fix")
+
+#: Names in the log of what upstream's filter would have made of ``loss`` and ``train_loss``.
+FILTERED = {"loss": "loss_nan_inf_filtered", "train_loss": "train_loss_nan_inf_filtered"}
+_SWITCH = "logging_nan_inf_filter"
+
+
+class LossLog:
+    """What one training run logs as its loss.
+
+    Args:
+        trainer: whose arguments have the filter on.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._filtered = torch.zeros((), device=trainer.args.device)
+        self._filtered_total = 0.0
+        self._first_step: int | None = None
+        self._logged_at = 0
+        self._logged = False
+        self._said = False
+
+    def add(self, loss: Tensor) -> None:
+        """Take the loss of one micro-batch, 0-dim, and have the training loop add it up unfiltered; no device sync."""
+        state, args = self._trainer.state, self._trainer.args
+        if self._first_step is None:
+            self._first_step = self._logged_at = state.global_step
+        # Only now: whoever noted the arguments as training began noted the user's.
+        setattr(args, _SWITCH, False)
+        loss = loss.detach().to(self._filtered)
+        before = self._filtered / (1 + state.global_step - self._logged_at)
+        # What torch.isfinite says in five operations.
+        finite = loss - loss == 0
+        self._filtered = self._filtered + torch.where(finite, loss, before)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """While the trainer trains."""
+        trainer = self._trainer
+        original_log, original_turn = trainer.log, trainer._maybe_log_save_evaluate
+
+        def log(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            self._tell(logs)
+            return original_log(logs, *args, **kwargs)
+
+        def turn(tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._logged = False
+            # A checkpoint keeps the arguments that the user gave.
+            with shadow(trainer.args, _SWITCH, True):
+                result = original_turn(tr_loss, *args, **kwargs)
+            if self._logged:
+                # Upstream subtracts it from itself, which leaves a nan as it is.
+                tr_loss.zero_()
+            return result
+
+        with (
+            shadow(trainer.args, _SWITCH, True),
+            shadow(trainer, "log", log),
+            shadow(trainer, "_maybe_log_save_evaluate", turn),
+        ):
+            yield
+
+    def _tell(self, logs: dict[str, Any]) -> None:
+        """Put upstream's value beside a loss that is not finite."""
+        if "train_loss" in logs:
+            # The last of the run.
+            setattr(self._trainer.args, _SWITCH, True)
+            if not math.isfinite(logs["train_loss"]):
+                steps = self._trainer.state.global_step - (self._first_step or 0)
+                logs[FILTERED["train_loss"]] = (self._filtered_total + float(self._filtered)) / max(steps, 0.001)
+        # What a trainer logs beside has no learning rate.
+        if "loss" not in logs or "learning_rate" not in logs:
+            return
+        steps = max(self._trainer.state.global_step - self._logged_at, 1)
+        mean = logs["loss"]
+        if not math.isfinite(mean):
+            # All ranks know of it, since what is logged is their mean.
+            mean = float(self._trainer.accelerator.reduce(self._filtered, reduction="mean")) / steps
+            logs[FILTERED["loss"]] = mean
+            self._say()
+        self._filtered_total += mean * steps
+        self._filtered = torch.zeros_like(self._filtered)
+        self._logged_at, self._logged = self._trainer.state.global_step, True
+
+    def _say(self) -> None:
+        if not self._said and self._trainer.args.process_index == 0:
+            logger.warning(
+                "step %d: the loss of a micro-batch is not finite, and is logged so; %r is what upstream's %s would "
+                "have logged",
+                self._trainer.state.global_step,
+                FILTERED["loss"],
+                _SWITCH,
+            )
+        self._said = True

@@ -1,0 +1,197 @@
+"""Trainings that note which samples every optimizer step had, and plain SGD over the same samples in float64."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback
+
+import hf_accum_fix
+from hf_accum_fix import GlobalBatchTrainer, Options
+from hf_accum_fix.accumulation.window import Weightless
+from tests.numerics.heads import HEADS, Batch, Head, Sample
+from tests.numerics.heads.head import before, collate
+from tests.numerics.heads.samples import masked_tokens, one_class, text, with_labels
+from tests.numerics.parity import trainable, training_arguments
+
+RATE = 1e-2
+LENGTHS = (5, 17, 9, 3, 22, 11, 6, 14, 8, 19, 4)
+LONGEST = max(LENGTHS)
+
+
+def samples_of(name: str, count: int) -> list[Sample]:
+    """Up to eleven ragged samples of a head."""
+    base = text(lengths=LENGTHS[:count])
+    labels = {"bert-mlm": masked_tokens, "bert-classes": one_class}
+    return with_labels(labels[name], base) if name in labels else base
+
+
+def padded(samples: Sequence[Sample]) -> Batch:
+    """Every micro-batch of one width: dispatched ones are concatenated."""
+    batch = collate(samples)
+    for key, value in batch.items():
+        if value.ndim == 2:
+            fill = -100 if key == "labels" else 0
+            batch[key] = nn.functional.pad(value, (0, LONGEST - value.shape[1]), value=fill)
+    return batch
+
+
+def head_of(name: str) -> Head:
+    return replace(HEADS[name], collate=padded)
+
+
+class Stream(IterableDataset[Sample]):
+    """Samples without a length."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.samples)
+
+
+@dataclass
+class Run:
+    """A training as it went.
+
+    Attributes:
+        windows: for each optimizer step the places of the samples that were run, of all ranks.
+        logged: what the Trainer logged with a loss.
+    """
+
+    start: dict[str, Tensor]
+    change: dict[str, Tensor]
+    windows: list[list[int]]
+    logged: list[dict[str, float]]
+    trainer: Any
+
+    @property
+    def losses(self) -> list[float]:
+        return [entry["loss"] for entry in self.logged]
+
+
+class Noting(TrainerCallback):
+    """Which samples each step had, told by their tokens."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.places = {tuple(sample["input_ids"].tolist()): place for place, sample in enumerate(samples)}
+        self.steps: list[list[int]] = [[]]
+
+    def note(self, inputs: Any) -> None:
+        if isinstance(inputs, Weightless) or not len(inputs.get("input_ids", ())):
+            return
+        for tokens, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
+            self.steps[-1].append(self.places[tuple(tokens[mask.bool()].tolist())])
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.steps.append([])
+
+
+class Noted:
+    """A trainer that tells its callback what it runs."""
+
+    noting: Noting
+
+    def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
+        self.noting.note(inputs)
+        return super().training_step(model, inputs, *args)  # type: ignore[misc]
+
+
+class NotedTrainer(Noted, Trainer):
+    """The installed Trainer; patched when apply() is active."""
+
+
+class NotedClass(Noted, GlobalBatchTrainer):
+    """The subclass."""
+
+
+class NotedClassWithoutDuplicates(Noted, GlobalBatchTrainer):
+    """The subclass with the option."""
+
+    global_batch_options = Options(drop_duplicates=True)
+
+
+def by_length() -> dict[str, Any]:
+    """The argument that groups samples by length, as the release spells it."""
+    return {"group_by_length": True} if before("5.0.0") else {"train_sampling_strategy": "group_by_length"}
+
+
+def train(
+    name: str,
+    samples: Sequence[Sample],
+    path: str,
+    output: Path,
+    *,
+    per_device: int,
+    accumulate: int,
+    stream: bool = False,
+    drop_duplicates: bool = False,
+    checkpoint: Path | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+    **arguments: Any,
+) -> Run:
+    """Train a head: "stock", by "apply" or by the subclass ("trainer")."""
+    head = head_of(name)
+    args = training_arguments(output, per_device, accumulate, **{"learning_rate": RATE, **arguments})
+    noting = Noting(samples)
+    ours = NotedClassWithoutDuplicates if drop_duplicates else NotedClass
+    applied = hf_accum_fix.apply(drop_duplicates=drop_duplicates) if path == "apply" else contextlib.nullcontext()
+    with applied:
+        trainer: Any = (ours if path == "trainer" else NotedTrainer)(
+            model=head.build(),
+            args=args,
+            train_dataset=Stream(samples) if stream else list(samples),
+            data_collator=head.batch,
+            callbacks=[noting, *callbacks],
+        )
+        trainer.noting = noting
+        start = trainable(trainer.model)
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    after = trainable(trainer.model)
+    steps = noting.steps[:-1]
+    if dist.is_initialized():
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, steps)
+        steps = [[*chain.from_iterable(each)] for each in zip(*ranks, strict=True)]
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return Run(start, {key: after[key] - start[key] for key in start}, steps, logged, trainer)
+
+
+def reference(
+    name: str, samples: Sequence[Sample], windows: Sequence[Sequence[int]]
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Plain SGD, each window in one forward: the change of the parameters and the loss of each step."""
+    head = head_of(name)
+    model = head.build()
+    model.train()
+    start, losses = trainable(model), []
+    for window in windows:
+        model.zero_grad()
+        loss = head.reference_loss(model, head.batch([samples[place] for place in window]))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= RATE * parameter.grad
+    end = trainable(model)
+    return {key: end[key] - start[key] for key in start}, losses
+
+
+def once_each(windows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The windows of one epoch without what an earlier place of it had already."""
+    seen: set[int] = set()
+    result = []
+    for window in windows:
+        result.append([place for place in dict.fromkeys(window) if place not in seen])
+        seen.update(window)
+    return result

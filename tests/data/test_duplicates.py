@@ -1,0 +1,130 @@
+"""Which rows of a last micro-batch are repetitions, on every rank, beside what accelerate's own samplers hand out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, IterableDatasetShard
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from hf_accum_fix import Items, OptionsError, UnsupportedSetupError, apply
+from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.share import share_of
+from hf_accum_fix.accumulation.window import Weightless
+from hf_accum_fix.duplicates import WithoutDuplicates
+from hf_accum_fix.options import Options
+
+
+class Numbers(IterableDataset[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(range(self.count))
+
+
+def collate(samples: list[int]) -> dict[str, Any]:
+    return {"number": torch.tensor(samples)}
+
+
+def loader(kind: str, count: int, rows: int, ranks: int, rank: int) -> DataLoaderShard:
+    if kind == "stream":
+        shard = IterableDatasetShard(Numbers(count), rows, num_processes=ranks, process_index=rank)
+        return DataLoaderShard(shard, batch_size=rows, collate_fn=collate)
+    split = kind == "split"
+    inner = BatchSampler(SequentialSampler(range(count)), rows * (ranks if split else 1), drop_last=False)
+    shard = BatchSamplerShard(inner, num_processes=ranks, process_index=rank, split_batches=split)
+    return DataLoaderShard(list(range(count)), batch_sampler=shard, collate_fn=collate)
+
+
+@given(
+    kind=st.sampled_from(["batches", "split", "stream"]),
+    count=st.integers(1, 30),
+    rows=st.integers(1, 4),
+    ranks=st.integers(1, 4),
+)
+def test_an_epoch_over_all_ranks_has_every_sample_once(kind: str, count: int, rows: int, ranks: int) -> None:
+    told: list[int] = []
+    own = []
+    for rank in range(ranks):
+        whole = list(loader(kind, count, rows, ranks, rank))
+        batches = list(WithoutDuplicates(loader(kind, count, rows, ranks, rank), True, told.append))
+        assert len(batches) == len(whole)
+        assert not any(isinstance(batch, Weightless) for batch in batches[:-1])
+        own += [int(n) for batch in batches if not isinstance(batch, Weightless) for n in batch["number"]]
+        # Left in, they are only counted.
+        kept = list(WithoutDuplicates(loader(kind, count, rows, ranks, rank), False, lambda samples: None))
+        assert [batch["number"].tolist() for batch in kept] == [batch["number"].tolist() for batch in whole]
+    assert sorted(own) == list(range(count))
+    repeated = -count % (rows * ranks)
+    assert told == [repeated] * ranks * bool(repeated)
+
+
+def test_what_has_no_row_for_each_sample_cannot_be_taken_out() -> None:
+    inner = BatchSampler(SequentialSampler(range(3)), 2, drop_last=False)
+    shard = BatchSamplerShard(inner, num_processes=2, process_index=1)
+    packed = DataLoaderShard(
+        list(range(3)), batch_sampler=shard, collate_fn=lambda samples: {"input_ids": torch.tensor([samples])}
+    )
+    with pytest.raises(UnsupportedSetupError, match="a row for each sample"):
+        list(WithoutDuplicates(packed, True, lambda samples: None))
+
+
+def test_a_stream_that_workers_read_is_refused() -> None:
+    shard = IterableDatasetShard(Numbers(3), 2, num_processes=2, process_index=0)
+    read_elsewhere = DataLoaderShard(shard, batch_size=2, num_workers=1)
+    with pytest.raises(UnsupportedSetupError, match="dispatch_batches=True"):
+        WithoutDuplicates(read_elsewhere, True, lambda samples: None).check()
+    WithoutDuplicates(read_elsewhere, False, lambda samples: None).check()
+
+
+class Sampler(BatchSampler):
+    """A batch sampler of somebody's own."""
+
+    def __init__(self) -> None:
+        self.batch_size, self.drop_last = 2, False
+
+    def __iter__(self) -> Any:
+        return iter([[0, 1], [2]])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_a_batch_sampler_that_hides_its_length_is_refused() -> None:
+    shard = BatchSamplerShard(Sampler(), num_processes=2, process_index=0)
+    hidden = DataLoaderShard(list(range(3)), batch_sampler=shard, collate_fn=collate)
+    with pytest.raises(UnsupportedSetupError, match="batch sampler Sampler"):
+        WithoutDuplicates(hidden, True, lambda samples: None).check()
+    assert [len(batch["number"]) for batch in WithoutDuplicates(hidden, False, lambda samples: None)] == [2]
+
+
+@pytest.mark.parametrize("reduction", Reduction)
+def test_a_weightless_micro_batch_is_worth_nothing(reduction: Reduction) -> None:
+    contract = LossContract(reduction, Items(("labels",)))
+    inputs = Weightless(labels=torch.tensor([[3, -100, 4]]))
+    assert contract.items is not None and int(contract.items.count(inputs)) == 0
+    share = share_of(contract, inputs, None, torch.tensor(2.5), micro_batches=2, world_size=2)
+    assert float(share.of(torch.tensor(7.0))) == 0.0
+    assert float(share.of(torch.tensor(7.0), torch.tensor(0.5))) == 0.5
+    assert int(Items().count(inputs)) == 0
+
+
+def test_it_is_taken_for_the_loader_it_holds() -> None:
+    held = loader("batches", 3, 2, 2, 0)
+    without = WithoutDuplicates(held, True, lambda samples: None)
+    assert isinstance(without, DataLoader) and len(without) == len(held)
+    assert without.around(held).__wrapped__ is held
+
+
+def test_the_option_is_a_switch() -> None:
+    with pytest.raises(OptionsError, match="drop_duplicates is 'yes'"):
+        Options(drop_duplicates="yes")  # type: ignore[arg-type]
+    with apply(drop_duplicates=True) as handle:
+        assert handle.options.drop_duplicates
+        with pytest.raises(OptionsError, match="already applied"):
+            apply()

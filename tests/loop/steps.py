@@ -1,0 +1,148 @@
+"""The same SGD steps by hand-written loops: accelerate's two official recipes, and accumulation windows.
+
+accumulate  ``with accelerator.accumulate(model)``: the first page of accelerate's guide
+count       its recipe for language models: count the labels of the window, hand the number over
+windows     accumulation windows under accelerate
+plain       accumulation windows under DistributedDataParallel alone, or nothing
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from hf_accum_fix import AccumulationWindows, LossContract, accumulation_windows
+from tests.numerics.heads import Head, Sample
+from tests.numerics.parity import Step, cut, trainable
+
+STOCK = ("accumulate", "count")
+OURS = ("windows", "plain")
+
+
+def world() -> tuple[int, int]:
+    """W and this process's rank."""
+    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+
+
+def accelerator(accumulate: int, **given: Any) -> Accelerator:
+    """A new one: accelerate keeps the last for the whole process."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    return Accelerator(cpu=True, gradient_accumulation_steps=accumulate, **given)
+
+
+def by_windows(
+    windows: AccumulationWindows, model: nn.Module, optimizer: Any, live: Accelerator | None
+) -> Iterator[tuple[float, float]]:
+    """One epoch: the loss and the gradient norm of every window."""
+    for window in windows:
+        for batch in window:
+            with window.micro_batch(model):
+                loss = window.loss(model, batch)
+                loss.backward() if live is None else live.backward(loss)
+        yield float(window.mean_loss()), norm_of(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_accumulate(loader: Any, model: nn.Module, optimizer: Any, live: Accelerator) -> Iterator[tuple[float, float]]:
+    losses = []
+    for batch in loader:
+        with live.accumulate(model):
+            loss = model(**batch)["loss"]
+            live.backward(loss)
+            losses.append(loss.detach())
+            if live.sync_gradients:
+                yield float(live.reduce(torch.stack(losses).mean(), "mean")), norm_of(model)
+                losses.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def by_count(loader: Any, model: nn.Module, optimizer: Any, live: Accelerator) -> Iterator[tuple[float, float]]:
+    steps, ranks = live.gradient_accumulation_steps, live.num_processes
+    batches = iter(loader)
+    while window := list(islice(batches, steps)):
+        number = live.reduce(torch.stack([(batch["labels"] != -100).sum() for batch in window]).sum(), "sum").item()
+        losses = []
+        for place, batch in enumerate(window):
+            alone = ranks > 1 and place < len(window) - 1
+            with model.no_sync() if alone else contextlib.nullcontext():
+                loss = model(**batch, num_items_in_batch=number)["loss"] * steps * ranks
+                live.backward(loss)
+                losses.append(loss.detach())
+        yield float(live.reduce(torch.stack(losses).sum(), "mean")) / steps, norm_of(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def norm_of(model: nn.Module) -> float:
+    grads = [parameter.grad.double().norm() for parameter in model.parameters() if parameter.grad is not None]
+    return float(torch.linalg.vector_norm(torch.stack(grads)))
+
+
+def own_batches(head: Head, samples: Sequence[Sample], per_device: int) -> list[Any]:
+    """This rank's micro-batches as accelerate would deal them, every W-th one."""
+    ranks, rank = world()
+    return [head.batch(each) for each in cut(samples, per_device)[rank::ranks]]
+
+
+def take_steps(
+    head: Head,
+    samples: Sequence[Sample],
+    per_device: int,
+    accumulate: int,
+    way: str,
+    *,
+    rate: float = 1.0,
+    epochs: int = 1,
+    batches: Iterable[Any] | None = None,
+    contract: LossContract | None = None,
+    drop_duplicates: bool = False,
+    mixed_precision: str = "no",
+    **ddp: Any,
+) -> tuple[Step, list[tuple[float, float]], Any]:
+    """Epochs in order: the whole change beside the first window's loss and norm; those of every window; the windows.
+
+    Args:
+        batches: this rank's micro-batches, where they are not those that accelerate deals.
+        ddp: further keywords of DistributedDataParallel.
+    """
+    model = head.build()
+    model.train()
+    before: dict[str, Tensor] = trainable(model)
+    trained: Any = model
+    optimizer: Any = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=rate)
+    live = None
+    if way == "plain":
+        if world()[0] > 1:
+            trained = DistributedDataParallel(model, **ddp)
+        loader: Any = own_batches(head, samples, per_device) if batches is None else batches
+        windows = accumulation_windows(loader, steps=accumulate, contract=contract)
+    else:
+        live = accelerator(accumulate, mixed_precision=mixed_precision)
+        loader = DataLoader(list(samples), batch_size=per_device, collate_fn=head.batch)  # type: ignore[arg-type]
+        trained, optimizer, loader = live.prepare(model, optimizer, loader)
+        windows = accumulation_windows(
+            loader if batches is None else batches, live, contract=contract, drop_duplicates=drop_duplicates
+        )
+    seen: list[tuple[float, float]] = []
+    for _ in range(epochs):
+        if way == "accumulate":
+            seen += by_accumulate(loader, trained, optimizer, live)
+        elif way == "count":
+            seen += by_count(loader, trained, optimizer, live)
+        else:
+            seen += by_windows(windows, trained, optimizer, live)
+    after = trainable(model)
+    return Step({name: after[name] - before[name] for name in before}, *seen[0]), seen, windows

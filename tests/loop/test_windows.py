@@ -1,0 +1,240 @@
+"""Hand-written loops on one process: every head, beside the float64 full batch and accelerate's own two recipes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hf_accum_fix
+from hf_accum_fix import ContractError, Items, LossContract, OptionsError, Reduction, SeamError, accumulation_windows
+from tests.loop.steps import OURS, accelerator, by_windows, own_batches, take_steps
+from tests.numerics.heads import HEADS, Head
+from tests.numerics.parity import Step, cut, reference_step, reference_windows
+
+#: The loss is not the Trainer's here, so heads that need its smoothing or its loss functions are left out.
+LOOPED = {name: head for name, head in HEADS.items() if not (head.trainer or head.arguments or head.told_false)}
+#: Right under ``accelerator.accumulate``: the mean over samples is, at one sample a micro-batch, and what is no mean.
+RIGHT_BY_ACCUMULATE = {
+    "llama-classification", "bert-classes", "bert-multi-label", "vit", "vit-regression", "vit-multi-label",
+    "wav2vec2-ctc-mean", "mean-of-sample-means",
+}  # fmt: skip
+
+
+def every_head() -> Iterator[Any]:
+    for name, head in LOOPED.items():
+        yield pytest.param(name, marks=[pytest.mark.zoo] if head.in_zoo else [])
+
+
+def assert_step(step: Step, reference: Step, head: Head) -> None:
+    assert step.error(reference) <= head.tolerance
+    assert step.loss == pytest.approx(reference.loss, rel=max(head.tolerance, 1e-6), abs=1e-12)
+    assert step.norm == pytest.approx(reference.norm, rel=head.tolerance, abs=1e-12)
+
+
+@pytest.mark.parametrize("way", OURS)
+@pytest.mark.parametrize("name", [*every_head()])
+def test_every_head_takes_the_full_batch_step(name: str, way: str) -> None:
+    head = LOOPED[name]
+    reference = reference_step(head, cut(head.samples, 1))
+    step, _, windows = take_steps(head, head.samples, 1, 8, way)
+    assert_step(step, reference, head)
+    assert windows.contract.exact == head.exact
+    if way == "windows" and head.exact and not head.in_zoo:
+        stock, _, _ = take_steps(head, head.samples, 1, 8, "accumulate")
+        assert (stock.error(reference) < 1e-3) == (name in RIGHT_BY_ACCUMULATE)
+
+
+@pytest.mark.parametrize("split", [(4, 2), (2, 4)], ids=str)
+@pytest.mark.parametrize("name", ["llama-position-0", "bert-mlm", "lora", "uses-tensor"])
+def test_every_cut(name: str, split: tuple[int, int]) -> None:
+    """The recipe that counts labels is wrong here by the label at position 0, or by the head that drops the count."""
+    head = LOOPED[name]
+    reference = reference_step(head, cut(head.samples, split[0]))
+    stock, _, _ = take_steps(head, head.samples, *split, "count")
+    assert stock.error(reference) > 1e-3
+    for way in OURS:
+        assert_step(take_steps(head, head.samples, *split, way)[0], reference, head)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert-mlm", "no-kwargs"])
+def test_two_epochs_whose_last_window_is_short(name: str) -> None:
+    """Eight samples as 2 x 3: windows of three micro-batches and of one, each its own global batch."""
+    head, rate = LOOPED[name], 1e-3
+    windows = [cut(head.samples[:6], 2), [head.samples[6:]]] * 2
+    steps = list(reference_windows(head, windows, rate))
+    change = {key: rate * sum(step.change[key] for step in steps) for key in steps[0].change}
+    wanted = Step(change, steps[0].loss, steps[0].norm)
+    stock, seen, _ = take_steps(head, head.samples, 2, 3, "accumulate", rate=rate, epochs=2)
+    # The short window is divided by three, too.
+    assert seen[1][1] < 0.4 * steps[1].norm
+    assert stock.error(wanted) > 1e-2
+    for way in OURS:
+        step, seen, made = take_steps(head, head.samples, 2, 3, way, rate=rate, epochs=2)
+        assert step.error(wanted) <= max(head.tolerance, 1e-11)
+        assert [loss for loss, _ in seen] == pytest.approx([each.loss for each in steps], rel=1e-6)
+        assert [norm for _, norm in seen] == pytest.approx([each.norm for each in steps], rel=1e-6)
+        assert len(made) == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "bert-mlm"])
+def test_autocast_adds_the_noise_of_its_own_precision_and_no_more(name: str) -> None:
+    head = replace(LOOPED[name], build=lambda: LOOPED[name].build().float())
+    reference = reference_step(LOOPED[name], cut(head.samples, 1))
+
+    def off(way: str, *split: int) -> float:
+        return take_steps(head, head.samples, *split, way, mixed_precision="bf16")[0].error(reference)
+
+    noise = off("windows", 8, 1)
+    assert noise < 1e-2 and off("windows", 1, 8) <= 2 * noise
+    assert off("accumulate", 1, 8) > 10 * noise
+
+
+def test_what_was_observed_is_kept_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    head, calls = LOOPED["bert-mlm"], []
+    model = head.build()
+    model.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    batches = own_batches(head, head.samples, 2)
+    windows = accumulation_windows(batches, steps=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    hf_accum_fix.observations.clear()
+    with caplog.at_level(logging.INFO, logger="hf_accum_fix"):
+        for _ in range(3):
+            list(by_windows(windows, model, optimizer, None))
+    assert calls.count(True) == 12 and calls.count(False) <= 4
+    assert [record.message for record in caplog.records if "the mean over its own items" in record.message] == [
+        "BertForMaskedLM: the loss is the mean over its own items ('labels' other than -100); G=2, W=1."
+    ]
+    assert "BertForMaskedLM" in str(hf_accum_fix.report())
+
+
+def test_nothing_waits_for_the_device() -> None:
+    """The meta device has no value to wait for: whatever reads one raises."""
+    batch = {"labels": torch.zeros(2, 5, dtype=torch.long, device="meta")}
+    contract = LossContract(Reduction.MEAN, Items(("labels",), shift=True))
+    window = next(iter(accumulation_windows([batch, batch], steps=2, contract=contract)))
+    model = nn.Linear(2, 2, device="meta")
+    for each in window:
+        with window.micro_batch(model):
+            window.scale(model(torch.ones(2, 2, device="meta")).sum(), each).backward()
+    assert window.mean_loss().is_meta and model.weight.grad is not None
+
+
+@pytest.mark.parametrize("way", OURS)
+@pytest.mark.parametrize("reduction", [Reduction.MEAN, Reduction.NUMBER])
+def test_a_loss_of_ones_own(way: str, reduction: Reduction) -> None:
+    """A linear model of one's own, cut 3, 3 and 2: weighed by its items, or a sum over `mean_items`."""
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    weights = torch.zeros(4, dtype=torch.float64)
+
+    def loss_of(weight: Tensor, batch: dict[str, Tensor], how: str) -> Tensor:
+        return F.mse_loss(batch["inputs"] @ weight, batch["targets"], reduction=how)
+
+    wanted = weights.clone().requires_grad_()
+    loss_of(wanted, {"inputs": inputs, "targets": targets}, "mean").backward()
+    batches = [{"inputs": inputs[s : s + 3], "targets": targets[s : s + 3]} for s in (0, 3, 6)]
+
+    model = nn.Linear(4, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    live = accelerator(3) if way == "windows" else None
+    contract = LossContract(reduction, Items(("targets",), ignore_index=None))
+    window = next(iter(accumulation_windows(batches, live, steps=3, contract=contract)))
+    for batch in window:
+        with window.micro_batch(model):
+            if reduction is Reduction.MEAN:
+                loss = window.scale(loss_of(model.weight[0], batch, "mean"), batch)
+            else:
+                loss = window.scale(loss_of(model.weight[0], batch, "sum") / window.mean_items, batch)
+            loss.backward() if live is None else live.backward(loss)
+    assert torch.allclose(model.weight.grad[0], wanted.grad, rtol=1e-14)
+    assert float(window.mean_loss()) == pytest.approx(float((targets**2).mean()), rel=1e-14)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert-mlm"])
+def test_a_contract_given_by_hand_is_not_observed(name: str) -> None:
+    head = LOOPED[name]
+    model_divides = name == "llama"
+    contract = LossContract(
+        Reduction.NUMBER if model_divides else Reduction.MEAN, Items(("labels",), shift=model_divides)
+    )
+    step, _, windows = take_steps(head, head.samples, 1, 8, "plain", contract=contract)
+    assert_step(step, reference_step(head, cut(head.samples, 1)), head)
+    assert windows.contract is contract
+
+
+def test_a_mean_given_for_a_head_that_would_divide_by_the_number() -> None:
+    head = LOOPED["llama"]
+    contract = LossContract(Reduction.MEAN, Items(("labels",), shift=True))
+    step, _, _ = take_steps(head, head.samples, 1, 8, "plain", contract=contract)
+    assert_step(step, reference_step(head, cut(head.samples, 1)), head)
+
+
+def test_a_window_without_a_target_is_zero_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    head = LOOPED["bert-mlm"]
+    blank = [{**sample, "labels": torch.full_like(sample["labels"], -100)} for sample in head.samples]
+    _, seen, _ = take_steps(head, [*head.samples, *blank], 2, 4, "windows", rate=0.0)
+    assert seen[1] == (0.0, 0.0) and seen[0][1] > 0
+    assert sum("no target" in record.message for record in caplog.records) == 1
+
+
+# --- wrong use ------------------------------------------------------------------------------------------------------
+
+
+def test_every_micro_batch_has_to_be_run() -> None:
+    model = nn.Linear(1, 1)
+    windows = iter(accumulation_windows([{"x": torch.ones(1)}] * 2, steps=2))
+    window = next(windows)
+    with window.micro_batch(model):
+        pass
+    with pytest.raises(SeamError, match="1 of the 2 micro-batches"):
+        next(windows)
+
+
+def test_a_micro_batch_too_many() -> None:
+    window = next(iter(accumulation_windows([{"x": torch.ones(1)}], steps=2)))
+    with window.micro_batch(nn.Linear(1, 1)):
+        pass
+    with pytest.raises(SeamError, match="entered 2 times in a window of 1"), window.micro_batch(nn.Linear(1, 1)):
+        pass
+
+
+def test_a_loss_of_ones_own_needs_a_contract() -> None:
+    window = next(iter(accumulation_windows([{"x": torch.ones(1)}], steps=1)))
+    with pytest.raises(ContractError, match="contract=LossContract"):
+        window.scale(torch.ones(()), {"x": torch.ones(1)})
+
+
+def test_a_number_for_a_model_that_takes_none() -> None:
+    head = LOOPED["no-kwargs"]
+    contract = LossContract(Reduction.NUMBER, Items(("labels",)))
+    with pytest.raises(ContractError, match="does not take num_items_in_batch"):
+        take_steps(head, head.samples, 4, 2, "plain", contract=contract)
+
+
+def test_mean_loss_before_a_loss() -> None:
+    window = next(iter(accumulation_windows([{"x": torch.ones(1)}], steps=1)))
+    with pytest.raises(SeamError, match="before any loss"):
+        window.mean_loss()
+
+
+def test_batches_are_mappings() -> None:
+    with pytest.raises(ContractError, match="return a dict"):
+        next(iter(accumulation_windows([(torch.ones(1), torch.ones(1))], steps=1)))  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("steps", [0, -1, True, 2.0])
+def test_steps_are_positive(steps: Any) -> None:
+    with pytest.raises(OptionsError, match="at least 1"):
+        accumulation_windows([], steps=steps)
+
+
+def test_steps_or_an_accelerator() -> None:
+    with pytest.raises(OptionsError, match="steps=G"):
+        accumulation_windows([])

@@ -1,0 +1,152 @@
+"""Run by torchrun on two gloo ranks: hand-written loops beside the float64 full batch; JSON on rank 0.
+
+torchrun --nproc_per_node 2 -m tests.loop.two_ranks OUTPUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import hf_accum_fix
+from hf_accum_fix import accumulation_windows
+from tests.distributed.two_ranks import blank_on_second_rank
+from tests.loop.steps import OURS, own_batches, take_steps
+from tests.numerics.heads import HEADS, Sample
+from tests.numerics.parity import Step, cut, reference_step
+
+SPLITS = ((4, 1), (2, 2), (1, 4))
+CASES = (
+    *((name, split, False) for name in ("llama-position-0", "bert-mlm", "lora", "mixtral") for split in SPLITS),
+    *((name, (1, 4), True) for name in ("llama", "bert-mlm", "no-kwargs", "uses-tensor")),
+)
+
+
+def error(step: Step, reference: Step) -> float:
+    """The worst of gradient, loss and norm, relative."""
+    loss = abs(step.loss - reference.loss) / abs(reference.loss)
+    return max(step.error(reference), loss, abs(step.norm - reference.norm) / reference.norm)
+
+
+def cases() -> dict[str, Any]:
+    """Every head and cut, also with a rank that has no item."""
+    rows = {}
+    for name, (per_device, accumulate), blanked in CASES:
+        head = HEADS[name]
+        samples = blank_on_second_rank(head.samples) if blanked else head.samples
+        reference = reference_step(head, cut(samples, per_device))
+        row: dict[str, Any] = {"tolerance": max(head.tolerance, 1e-6)}
+        for way in OURS:
+            row[way] = error(take_steps(head, samples, per_device, accumulate, way)[0], reference)
+        if not blanked:
+            # The mean of the ranks' and micro-batches' means, where the count recipe cannot say what is wrong.
+            row["stock"] = take_steps(head, samples, per_device, accumulate, "accumulate")[0].error(reference)
+        rows[f"{name} {per_device}x{accumulate}{' without items' * blanked}"] = row
+    return rows
+
+
+def unequal(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Four micro-batches on the first rank, two on the second, one of them without a target."""
+    head = HEADS["bert-mlm"]
+    pieces = cut(samples, 1)[:6]
+    pieces[5] = blank_on_second_rank([pieces[5][0]] * 2)[1:]
+    mine = pieces[:4] if dist.get_rank() == 0 else pieces[4:]
+    step, _, _ = take_steps(
+        head, samples, 1, 4, "plain", batches=[head.batch(piece) for piece in mine], gradient_as_bucket_view=True
+    )
+    return {"plain": error(step, reference_step(head, pieces)), "tolerance": 1e-6}
+
+
+def repeated() -> dict[str, Any]:
+    """Seven samples by twos and twos: the second rank's last micro-batch has one of its own, or none but repeated."""
+    rows = {}
+    for count in (7, 5):
+        head = HEADS["bert-mlm"]
+        samples = head.samples[:count]
+        for drop in (True, False):
+            step, _, _ = take_steps(head, samples, 2, 2, "windows", drop_duplicates=drop)
+            rows[f"{count}{' dropped' * drop}"] = error(step, reference_step(head, cut(samples, 2)))
+    return rows
+
+
+def collectives() -> dict[str, Any]:
+    """Collectives of a window once the loss was observed, and reductions of gradients in two windows."""
+    head = HEADS["bert-mlm"]
+    model = torch.nn.parallel.DistributedDataParallel(head.build())
+    reduced = []
+    all_reduce = dist.all_reduce
+
+    def reduce(_, bucket):  # type: ignore[no-untyped-def]  # DDP takes no other annotation than its own
+        reduced.append(1)
+        return all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda done: done.value()[0])
+
+    windows = accumulation_windows(own_batches(head, head.samples, 1) * 2, steps=4)
+    seen: list[str] = []
+    counts = []
+    for name in ("all_reduce", "all_gather_object", "all_gather", "broadcast", "reduce"):
+        original = getattr(dist, name)
+
+        def counted(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+            seen.append(_name)
+            return _original(*args, **kwargs)
+
+        setattr(dist, name, counted)
+    for window in windows:
+        for batch in window:
+            with window.micro_batch(model):
+                window.loss(model, batch).backward()
+        counts.append(list(seen))
+        seen.clear()
+        window.mean_loss()
+        counts[-1].append(f"asked: {len(seen)}")
+        seen.clear()
+        if len(counts) == 1:
+            model.register_comm_hook(None, reduce)
+    return {"second window": counts[1], "end of the epoch": seen[:], "reductions": len(reduced)}
+
+
+def uneven() -> list[str]:
+    """What each rank raises where the second one's dataloader ends a window early."""
+    head = HEADS["bert-mlm"]
+    batches = own_batches(head, head.samples, 1)
+    found = [""] * 2
+    for place, count in enumerate((0, 2)):
+        mine = batches if dist.get_rank() == 0 else batches[:count]
+        raised = ""
+        try:
+            take_steps(head, head.samples, 1, 2, "plain", batches=mine)
+        except hf_accum_fix.SeamError as refusal:
+            raised = str(refusal)
+        ranks = [""] * 2
+        dist.all_gather_object(ranks, raised)
+        found[place] = ranks
+    return found
+
+
+def main(output: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {
+        "cases": cases(),
+        "unequal": unequal(HEADS["bert-mlm"].samples),
+        "uneven": uneven(),
+        "repeated": repeated(),
+        "collectives": collectives(),
+    }
+    if dist.get_rank() == 0:
+        output.write_text(json.dumps(found))
+    dist.barrier()
+    # Tearing gloo down may wait for ever: its thread frees the barrier's tensors under the lock this one holds.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

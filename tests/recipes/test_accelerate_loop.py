@@ -1,0 +1,60 @@
+"""The recipe of hand-written loops: what it refuses, and what a tiny run of it measures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "accelerate_loop.py"
+
+
+def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(RECIPE), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+
+
+@pytest.mark.parametrize("head", ["llama", "bert"])
+def test_the_official_recipes_are_off_and_windows_are_not(head: str, tmp_path: Path) -> None:
+    tiny = ("--windows", "1", "--epochs", "1", "--total-batch", "16", "--splits", "4x4,1x16")
+    done = start("--head", head, *tiny, "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [(row["mode"], row["per_device"]) for row in rows] == [
+        (mode, per_device) for mode in ("accumulate", "count", "windows") for per_device in (4, 1)
+    ]
+    for row in rows:
+        first, short = row["errors"]["0"], row["errors"]["1"]
+        if row["mode"] == "windows":
+            assert max(first["gradient"], short["gradient"]) < 1e-5 and first["loss"] == pytest.approx(1, rel=1e-6)
+        elif row["mode"] == "accumulate":
+            assert first["gradient"] > 1e-3 and short["times"] == pytest.approx(0.5, abs=0.15)
+        else:
+            times = 1 if head == "llama" else row["accumulation"]
+            assert first["gradient"] > 1e-3 and first["times"] == pytest.approx(times, rel=0.2)
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert json.loads((tmp_path / "environment.json").read_text())["versions"]["accelerate"]
+    assert "windows" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--splits", "16"), "give PxG"),
+        (("--splits", "16x3"), "does not make --total-batch 64"),
+        (("--modes", "windows,other"), "unknown modes ['other']"),
+        (("--windows", "100000"), "fewer --windows"),
+        (("--epochs", "0"), "give 1 or more"),
+    ],
+)
+def test_bad_input_is_answered_at_once(arguments: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    done = start(*arguments, "--output", str(tmp_path / "out"))
+    assert done.returncode == 2 and told in done.stderr
+    assert not (tmp_path / "out").exists()
