@@ -145,3 +145,24 @@ def test_the_convention_is_part_of_what_is_reported() -> None:
     for convention in ("mean", "window", "exact"):
         step(FAMILIES[MIXTRAL], convention, 8, COEFFICIENT)
     assert [run["router_loss"] for run in observations.recorded()] == ["mean", "window", "exact"]
+
+
+@pytest.mark.zoo
+def test_a_compiled_model_is_stood_in_for_outside_of_its_graph() -> None:
+    head = replace(FAMILIES[MIXTRAL], samples=FAMILIES[MIXTRAL].samples[:8])
+    compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"}
+    with_it, without = (flat(step(head, "exact", 4, each, **compiled).change) for each in (COEFFICIENT, 0.0))
+    wanted = full_batch(head)
+    assert float((with_it - without - wanted).norm() / wanted.norm()) <= LIBRARY
+
+
+def test_in_bfloat16_both_passes_route_alike() -> None:
+    """Two experts may come as near as its eight bits tell; the gradient agrees to its rounding."""
+    head = FAMILIES[MIXTRAL]
+    head = replace(head, build=lambda: FAMILIES[MIXTRAL].build().float(), samples=head.samples[:16])
+    with_it, without = (step(head, "exact", 4, each, bf16=True) for each in (COEFFICIENT, 0.0))
+    moved = with_it.trainer.__dict__[SESSION].router.moved
+    assert moved is not None and float(moved) == 0.0
+    wanted = full_batch(head)
+    found = flat(with_it.change) - flat(without.change)
+    assert float((found - wanted).norm() / wanted.norm()) <= 0.1
