@@ -168,7 +168,8 @@ class AccumulationWindow:
             total = torch.zeros((), dtype=count_dtype(device), device=device)
         sums = windows._summed(torch.stack([total, torch.full_like(total, bool(self.batches))]))
         # Read where that waits for no device, and by the rank that would else be waited for.
-        if (device.type == "cpu" or not self.batches) and 0 < int(sums[1]) < windows.world_size:
+        told = windows.world_size > 1 and (device.type == "cpu" or not self.batches)
+        if told and 0 < int(sums[1]) < windows.world_size:
             raise _uneven()
         self._mean = mean_item_count(sums[0], max(len(self.batches), 1), windows.world_size)
         if contract.items is not None and self.batches:
@@ -193,9 +194,11 @@ class AccumulationWindow:
         )
 
     def _add(self, share: Tensor) -> Tensor:
-        right = share / len(self.batches)
-        self._loss = right.detach() if self._loss is None else self._loss + right.detach()
-        return right * self._windows._divisor()
+        part = share.detach() / len(self.batches)
+        self._loss = part if self._loss is None else self._loss + part
+        factor = self._windows._divisor() / len(self.batches)
+        # In a full window accelerate divides by G already.
+        return share if factor == 1 else share * factor
 
     def _check_run(self) -> None:
         if self._begun < len(self.batches):
@@ -234,6 +237,8 @@ class AccumulationWindows:
         self._device: torch.device | None = None if accelerator is None else accelerator.device
         self._empty: Tensor | None = None
         self._said: set[str] = set()
+        self._recorded = False
+        self._repeated: dict[str, Any] = {}
         if self.world_size > 1 and isinstance(dataloader, DataLoaderStateMixin):
             self._dataloader = WithoutDuplicates(dataloader, drop_duplicates, self._tell_repeated)
             self._dataloader.check()
@@ -357,8 +362,10 @@ class AccumulationWindows:
                 "accumulation_steps": steps,
                 "world_size": self.world_size,
                 "stock_gradient_factor": None,
+                **self._repeated,
             }
         )
+        self._recorded = True
         logger.info("%s: the loss %s; G=%d, W=%d.", head, contract, steps, self.world_size)
         if contract.reduction is Reduction.PLAIN:
             self._warn_once("inexact", f"{head}: {contract.reason}. It gets the plain mean over micro-batches.")
@@ -368,6 +375,11 @@ class AccumulationWindows:
             self._warn_once("sum", f"{head}: the loss is a sum over the global batch, and grows with it.")
 
     def _tell_repeated(self, samples: int) -> None:
+        if self._repeated:
+            return
+        self._repeated = {"repeated_samples": samples, "repeated_samples_dropped": self._drop_duplicates}
+        if self._recorded:
+            observations.amend(self._repeated)
         if not self._drop_duplicates:
             words = f"repeat {samples} samples, so that every rank has as many, and count them twice"
             self._warn_once("repeated", f"an epoch's last micro-batches {words}; drop_duplicates=True leaves them out")

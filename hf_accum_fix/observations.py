@@ -16,6 +16,13 @@ def record(run: Mapping[str, Any]) -> None:
         _RUNS.append(dict(run))
 
 
+def amend(run: Mapping[str, Any]) -> None:
+    """Add to what was recorded last, of the run that is under way; without one nothing happens."""
+    with _LOCK:
+        if _RUNS:
+            _RUNS[-1].update(run)
+
+
 def recorded() -> tuple[dict[str, Any], ...]:
     """Copies of everything recorded in this process, oldest first."""
     with _LOCK:

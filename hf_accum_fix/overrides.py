@@ -115,6 +115,7 @@ class Session:
     said: set[str] = field(default_factory=set)
     empty_windows: Tensor | None = None
     loss_log: LossLog | None = None
+    repeated: dict[str, Any] = field(default_factory=dict)
     router: RouterLoss | None = None
     counting_loss: tuple[tuple[Any, ...], Callable[..., Any] | None] | None = None
 
@@ -209,9 +210,13 @@ def _whole_windows(trainer: Any, options: Options) -> Iterator[None]:
 
 
 def _tell_repeated(trainer: Any, session: Session, samples: int, *, dropped: bool) -> None:
-    if trainer.args.process_index > 0 or "repeated" in session.said:
+    if session.repeated:
         return
-    session.said.add("repeated")
+    session.repeated = {"repeated_samples": samples, "repeated_samples_dropped": dropped}
+    if "announced" in session.said:
+        observations.amend(session.repeated)
+    if trainer.args.process_index > 0:
+        return
     if dropped:
         logger.info("an epoch's last micro-batches repeat %d samples to even out the ranks; left out", samples)
     else:
@@ -902,6 +907,7 @@ def _announce(trainer: Any, session: Session, window: Window, *, passed: Tensor,
             "accumulation_steps": steps,
             "world_size": ranks,
             "stock_gradient_factor": factor,
+            **session.repeated,
         }
     )
     if trainer.args.process_index == 0:

@@ -59,6 +59,7 @@ def test_two_epochs_take_the_reference_steps(case: str, found: dict[str, Any]) -
         assert row["plain beside exact"] > 1e-3 and row["stock beside exact"] > 1e-3
     # Once a run: by patch and by subclass.
     assert (len(row["warned"]), len(row["told"])) == ((1, 2) if repeated else (0, 0))
+    assert row["reported"] == ([False, True, True] if repeated else [None] * 3)
     assert all(f"repeat {repeated} samples" in message for message in (*row["warned"], *row["told"]))
     assert all("drop_duplicates=True" in message for message in row["warned"])
 

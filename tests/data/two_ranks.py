@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import hf_accum_fix
 from tests.data.runs import by_length, once_each, reference, samples_of, train
 from tests.numerics.epochs import error
 from tests.numerics.parity import pass_over_imports
@@ -62,6 +63,7 @@ def run(case: str, output: Path) -> dict[str, Any]:
     name, count, per_device, accumulate, arguments = CASES[case]
     samples = samples_of(name, count)
     said = Said()
+    hf_accum_fix.observations.clear()
     logging.getLogger("hf_accum_fix").addHandler(said)
     logging.getLogger("hf_accum_fix").setLevel(logging.INFO)
 
@@ -90,6 +92,7 @@ def run(case: str, output: Path) -> dict[str, Any]:
         "stock beside exact": error(stock.change, wanted),
         "same order": [once_each(plain.windows[:per_epoch]), epochs[0]],
         "warned": warned,
+        "reported": [run.get("repeated_samples_dropped") for run in hf_accum_fix.report().to_dict()["runs"]],
         "told": [message for message in said.messages if "repeat" in message],
     }
     logging.getLogger("hf_accum_fix").removeHandler(said)

@@ -48,6 +48,7 @@ def test_repeated_samples_are_left_out_where_that_is_asked(found: dict[str, Any]
     for count in (7, 5):
         assert found["repeated"][f"{count} dropped"] <= 1e-6
         assert found["repeated"][str(count)] > 1e-3
+    assert found["repeated"]["reported"] == [[1, True], [1, False], [3, True], [3, False]]
 
 
 def test_one_small_collective_a_window_and_one_reduction_of_the_gradient(found: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_accum_fix
 from hf_accum_fix import ContractError, Items, LossContract, OptionsError, Reduction, SeamError, accumulation_windows
@@ -124,6 +125,40 @@ def test_nothing_waits_for_the_device() -> None:
         with window.micro_batch(model):
             window.scale(model(torch.ones(2, 2, device="meta")).sum(), each).backward()
     assert window.mean_loss().is_meta and model.weight.grad is not None
+
+
+class Counted(TorchDispatchMode):
+    """Operations, and those among them by which the host reads a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "more"), [("llama", 24), ("bert-mlm", 34)])
+def test_a_window_reads_no_number_and_adds_a_few_operations(name: str, more: int) -> None:
+    """Beside the bare forward and backward of the same micro-batches; the first window observes."""
+    head = LOOPED[name]
+    model = head.build()
+    batches = own_batches(head, head.samples, 2)
+    with Counted() as bare:
+        for batch in batches[:2]:
+            model(**batch)["loss"].backward()
+    windows = iter(accumulation_windows(batches, steps=2))
+    for second in (False, True):
+        window = next(windows)
+        with Counted() as ours:
+            for batch in window:
+                with window.micro_batch(model):
+                    window.loss(model, batch).backward()
+            window.mean_loss()
+        assert (ours.reads > bare.reads) != second
+    assert ours.operations <= bare.operations + 2 * more
 
 
 @pytest.mark.parametrize("way", OURS)
