@@ -1,4 +1,4 @@
-"""What the engine under ``accelerator.backward`` does to a loss, read from the live objects."""
+"""What the engine under an ``accelerate.Accelerator`` does to losses and inputs, read from the live objects."""
 
 from __future__ import annotations
 
@@ -20,3 +20,17 @@ def engine_divisor(accelerator: Any, backward_kwargs: Mapping[str, Any]) -> int:
     if backward_kwargs.get("scale_wrt_gas") is False:
         return 1
     return int(accelerator.deepspeed_engine_wrapped.engine.gradient_accumulation_steps())
+
+
+def is_sharded(accelerator: Any) -> bool:
+    """Whether the ranks meet in every forward, to put the parameters together."""
+    return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+
+
+def inputs_are_rounded(accelerator: Any) -> bool:
+    """Whether the engine rounds the floating-point inputs of a forward, the number among them, to 16 bits.
+
+    Source: ``cast_forward_inputs`` of FSDP's mixed precision, ``DeepSpeedEngine._cast_inputs_half``; in float16 a
+    number above 65504 would be infinite.
+    """
+    return is_sharded(accelerator) and accelerator.mixed_precision != "no"

@@ -49,5 +49,9 @@ class ContractError(AccumFixError):
     """How the model reduces its loss could not be settled."""
 
 
+class RankError(AccumFixError):
+    """Another rank failed, or has not the micro-batches or the kind of loss that this one has."""
+
+
 class OptionsError(AccumFixError):
     """An option or the environment variable has a value that means nothing here."""

@@ -37,7 +37,7 @@ from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, observe
 from hf_accum_fix.accumulation.share import Share, loss_among, share_of
 from hf_accum_fix.accumulation.window import Weightless, count_dtype, mean_item_count, total_items
 from hf_accum_fix.duplicates import WithoutDuplicates
-from hf_accum_fix.engine import engine_divisor
+from hf_accum_fix.engine import engine_divisor, inputs_are_rounded
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
 
 logger = logging.getLogger("hf_accum_fix")
@@ -191,6 +191,7 @@ class AccumulationWindow:
             micro_batches=len(self.batches),
             world_size=self._windows.world_size,
             own_loss=own_loss,
+            rounded=self._windows._rounds(),
         )
 
     def _add(self, share: Tensor) -> Tensor:
@@ -407,6 +408,9 @@ class AccumulationWindows:
 
     def _divisor(self) -> int:
         return 1 if self._accelerator is None else engine_divisor(self._accelerator, {})
+
+    def _rounds(self) -> bool:
+        return self._accelerator is not None and inputs_are_rounded(self._accelerator)
 
     def _summed(self, value: Tensor) -> Tensor:
         if self.world_size > 1:

@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import gather_object
+from accelerate.data_loader import DataLoaderStateMixin
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
-from hf_accum_fix import observations
+from hf_accum_fix import observations, ranks
 from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.balancing import LENDER
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
@@ -46,8 +46,8 @@ from hf_accum_fix.accumulation.share import loss_among, share_of
 from hf_accum_fix.accumulation.whole_windows import Blank, WholeWindows, without_blanks
 from hf_accum_fix.accumulation.window import Items, Weightless, count_dtype, mean_item_count, total_items
 from hf_accum_fix.duplicates import WithoutDuplicates
-from hf_accum_fix.engine import engine_divisor
-from hf_accum_fix.errors import ContractError, SeamError, UnsupportedSetupError
+from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, is_sharded
+from hf_accum_fix.errors import ContractError, RankError, SeamError, UnsupportedSetupError
 from hf_accum_fix.loss_log import LossLog
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.shadow import shadow
@@ -167,9 +167,14 @@ def check_setup(trainer: Any) -> None:
         )
     if getattr(trainer, "use_apex", False):
         raise UnsupportedSetupError(f"{name} uses apex, which goes past accelerate.backward; use torch's bf16 or fp16")
-    split = {kind: _parallel_size(trainer, kind) for kind in ("tp", "cp", "sp")}
-    if any(size > 1 for size in split.values()):
-        raise UnsupportedSetupError(f"{name} splits samples over ranks {split}; only data-parallel ranks are supported")
+    split = {kind: size for kind in ("cp", "sp") if (size := _parallel_size(trainer, kind)) > 1}
+    if split:
+        told = ", ".join(f"{kind}_size={size}" for kind, size in split.items())
+        raise UnsupportedSetupError(
+            f"{name} splits samples over ranks ({told}), so that no rank sees the items of a sample; needed are "
+            "ranks with whole samples: leave context and sequence parallelism out of the parallelism_config (data and "
+            "tensor parallelism are supported)"
+        )
 
 
 @contextmanager
@@ -190,7 +195,8 @@ def _whole_windows(trainer: Any, options: Options) -> Iterator[None]:
         loader = original_loader(*args, **kwargs)
         if isinstance(loader, (WholeWindows, WithoutDuplicates)):
             return loader
-        if trainer.args.world_size > 1:
+        # A loader of the trainer's own, which accelerate did not prepare, repeats nothing.
+        if trainer.args.world_size > 1 and isinstance(loader, DataLoaderStateMixin):
             loader = WithoutDuplicates(loader, options.drop_duplicates, repeated)
             loader.check()
         if not (loses_the_rest or _is_endless(loader)):
@@ -257,31 +263,43 @@ def get_batch_samples(
     averaged = getattr(trainer.args, "average_tokens_across_devices", False)
     with busy(session, "get_batch_samples"):
         # Upstream's own gather would be a second collective, and one that a rank without micro-batches does not join.
-        with shadow(trainer.args, "average_tokens_across_devices", False):
-            fetched, upstream_number = wrapped(*args, **kwargs)
-        window = _open_window(trainer, session, without_blanks(fetched), upstream_number, options)
+        trouble: Exception | None = None
+        try:
+            with shadow(trainer.args, "average_tokens_across_devices", False):
+                fetched, upstream_number = wrapped(*args, **kwargs)
+        except Exception as error:
+            # Raised as soon as the other ranks know.
+            fetched, upstream_number, trouble = [], None, error
+        window = _open_window(trainer, session, without_blanks(fetched), upstream_number, options, trouble)
     contract = session.contract
     assert contract is not None
     if contract.items is None:
         return fetched, upstream_number
     # A trainer that scales by itself multiplies by W only where it averages tokens across devices.
     owned = contract.owned_by_trainer and not averaged
-    return fetched, window.total / trainer.args.world_size if owned else window.total.long()
+    return fetched, window.total / _data_ranks(trainer) if owned else window.total.long()
 
 
 def _open_window(
-    trainer: Any, session: Session, batches: list[Any], upstream_number: Any, options: Options
+    trainer: Any,
+    session: Session,
+    batches: list[Any],
+    upstream_number: Any,
+    options: Options,
+    trouble: Exception | None = None,
 ) -> Window:
-    """Count the window whose micro-batches are about to be run."""
+    """Count the window whose micro-batches are about to be run, or raise what kept this rank from fetching it."""
     if session.window is not None and session.window.batches and session.window.steps_run == 0:
         raise SeamError(
             f"no micro-batch of the last window came through Trainer.training_step: {type(trainer).__name__} overrides "
             "it without calling super(), so nothing would be mended; call super().training_step, or revert()"
         )
     _mark_state(trainer, session)
-    contract = _settle_contract(trainer, session, batches, options)
-    routing = _count_routing(trainer, session, contract, batches, options)
-    session.window = window = _counted(trainer, contract, batches, upstream_number, session.router, routing)
+    contract = _settle_contract(trainer, session, batches, options, trouble)
+    routing, trouble = _count_routing(trainer, session, contract, batches, options, trouble)
+    session.window = window = _counted(
+        trainer, contract, batches, upstream_number, trouble, session.router, routing
+    )
     if contract.items is not None and batches:
         _note_empty(session, window.total)
     return window
@@ -292,36 +310,53 @@ def _counted(
     contract: LossContract,
     batches: list[Any],
     upstream_number: Any,
+    trouble: Exception | None = None,
     router: RouterLoss | None = None,
     routing: Tensor | None = None,
 ) -> Window:
     """The window with its items counted over all ranks, by the one collective of an optimizer step.
 
-    Three numbers ride in it: the items, upstream's own count, and whether this rank has a micro-batch at all; and the
-    routing of a mixture of experts, where its loss is to be the global batch's.
+    Five numbers ride in it: the items, upstream's own count, and what tells a rank that fails or has less to run; and
+    the routing of a mixture of experts, where its loss is to be the global batch's.
     """
     device, world_size = trainer.args.device, trainer.args.world_size
-    counts, total = total_items(contract.items, batches, device) if contract.items is not None else ([], None)
     zero = torch.zeros((), dtype=count_dtype(device), device=device)
+    counts: list[Tensor] = []
+    total = zero
+    try:
+        if contract.items is not None:
+            counts, total = total_items(contract.items, batches, device)
+    except Exception as error:
+        trouble = trouble or error
     number = zero if upstream_number is None else torch.as_tensor(upstream_number).to(zero)
-    sums = torch.stack([zero if total is None else total, number, torch.full_like(zero, bool(batches))])
-    if routing is not None:
-        sums = torch.cat([sums, routing])
     if world_size > 1:
+        # Sharded models meet in every forward, others only when a step is taken.
+        runs = len(batches) if is_sharded(trainer.accelerator) else min(len(batches), 1)
+        sums = torch.stack([total, number, *ranks.marks(runs, trouble, zero)])
+        if routing is not None:
+            sums = torch.cat([sums, routing])
         sums = trainer.accelerator.reduce(sums, reduction="sum")
-        if not batches and bool(sums[2] > 0):
-            raise _uneven(trainer)
-    counted = None if upstream_number is None else sums[1]
-    if router is not None:
-        router.settle(sums[3:], max(len(batches), 1), world_size)
-    return Window(batches, counts, sums[0], mean_item_count(sums[0], max(len(batches), 1), world_size), counted)
+        suspects = len(batches) < trainer.args.gradient_accumulation_steps
+        ranks.check_marks(sums[2:5], runs, trouble, fetched=len(batches), suspects=suspects, **_place(trainer))
+        # Tensor-parallel ranks hold the same samples, and have all counted them.
+        copies = world_size // _data_ranks(trainer)
+        total, number, routing = sums[0] / copies, sums[1], sums[5:] / copies
+    elif trouble is not None:
+        raise trouble
+    steps = max(len(batches), 1)
+    if router is not None and routing is not None:
+        router.settle(routing, steps, _data_ranks(trainer))
+    counted = None if upstream_number is None else number
+    return Window(batches, counts, total, mean_item_count(total, steps, _data_ranks(trainer)), counted)
 
 
-def _uneven(trainer: Any) -> SeamError:
-    return SeamError(
-        f"rank {trainer.args.process_index}: some ranks have a micro-batch in this window and others have none; every "
-        "rank needs one: let accelerate even the batches out (even_batches=True), or drop the rest"
-    )
+def _place(trainer: Any) -> dict[str, int]:
+    return {"rank": trainer.args.process_index, "world_size": trainer.args.world_size}
+
+
+def _data_ranks(trainer: Any) -> int:
+    """W: the ranks that hold samples of their own; engines average over these alone."""
+    return int(trainer.args.world_size) // _parallel_size(trainer, "tp")
 
 
 def _mark_state(trainer: Any, session: Session) -> None:
@@ -355,7 +390,9 @@ def _warn_empty(session: Session) -> None:
 # --- the contract ---------------------------------------------------------------------------------------------------
 
 
-def _settle_contract(trainer: Any, session: Session, window: list[Any], options: Options) -> LossContract:
+def _settle_contract(
+    trainer: Any, session: Session, window: list[Any], options: Options, trouble: Exception | None = None
+) -> LossContract:
     """The contract of this trainer's loss as it is now; observed where it has not been, on every rank alike."""
     computed_by = (_accepts_number(trainer), _loss_func(trainer), trainer.label_smoother)
     if session.observed_for != computed_by:
@@ -367,10 +404,15 @@ def _settle_contract(trainer: Any, session: Session, window: list[Any], options:
     if options.contract is not None:
         found = _given(trainer, session, options.contract)
     else:
-        # The loop notes the length of a window once it was fetched; a loss of one's own may divide a term by it.
-        with shadow(trainer, "current_gradient_accumulation_steps", len(window)):
-            seen = _observe(trainer, session, window) if window else None
-        found = _agreed(trainer, seen)
+        _check_alike(trainer, window, trouble)
+        seen = None
+        try:
+            # The loop notes the length of a window once it was fetched; a loss of one's own may divide a term by it.
+            with shadow(trainer, "current_gradient_accumulation_steps", len(window)):
+                seen = _observe(trainer, session, window) if window else None
+        except Exception as error:
+            trouble = error
+        found = _agreed(trainer, seen, trouble)
         session.attempts += found.reason != NO_TARGET_SEEN
     session.contract = found
     if not found.conclusive and session.attempts < _ATTEMPTS:
@@ -392,6 +434,21 @@ def _settle_contract(trainer: Any, session: Session, window: list[Any], options:
     if found.reduction is Reduction.SUM:
         session.warn_once("sum", f"{head}: the loss is a sum over the global batch, and grows with the global batch.")
     return found
+
+
+def _check_alike(trainer: Any, window: list[Any], trouble: Exception | None) -> None:
+    """Before the ranks run forwards together: each has fetched its window, and all hold labels or none does."""
+    labels = {key for batch in window if isinstance(batch, Mapping) for key in batch if "label" in key}
+    told = f"{len(window)} micro-batches with {sorted(labels) or 'no labels'}" if window else None
+    place = {"rank": trainer.args.process_index, "world_size": trainer.args.world_size}
+    lengths_and_labels = ranks.agreed((len(window), sorted(labels), told), trouble, **place)
+    if len({bool(length) for length, _, _ in lengths_and_labels}) > 1:
+        raise ranks.uneven({rank: length for rank, (length, _, _) in enumerate(lengths_and_labels)})
+    if len({tuple(each) for _, each, _ in lengths_and_labels}) > 1:
+        raise RankError(
+            f"the ranks hold different labels: {ranks.by_rank([each for _, _, each in lengths_and_labels])}; every "
+            "rank needs the same; look at the collator, and at what it was given on the rank without"
+        )
 
 
 def _given(trainer: Any, session: Session, contract: LossContract) -> LossContract:
@@ -444,7 +501,7 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
             passes_number=compute_loss is not None or session.passes_number or _loss_func(trainer) is not None,
             needs_number=_loss_func(trainer) is not None or compute_loss is not None,
             router_coefficients=(0.0, 0.0) if _loss_func(trainer) is not None else router_coefficients(module),
-            world_size=trainer.args.world_size,
+            world_size=_data_ranks(trainer),
             low_precision=trainer.accelerator.mixed_precision != "no" or products_are_rounded(module),
         )
     except Exception:
@@ -468,13 +525,10 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
     return found
 
 
-def _agreed(trainer: Any, found: LossContract | None) -> LossContract:
+def _agreed(trainer: Any, found: LossContract | None, trouble: Exception | None = None) -> LossContract:
     """The ranks' one contract; None: this rank had no window to observe."""
-    gathered: list[LossContract | None] = gather_object([found]) if trainer.args.world_size > 1 else [found]
-    ranks = [each for each in gathered if each is not None]
-    if ranks and len(ranks) < len(gathered):
-        raise _uneven(trainer)
-    return agree(ranks)
+    gathered = ranks.agreed(found, trouble, rank=trainer.args.process_index, world_size=trainer.args.world_size)
+    return agree([each for each in gathered if each is not None])
 
 
 def _compute_loss_of(trainer: Any) -> Callable[..., Any] | None:
@@ -559,25 +613,38 @@ def loss_alone(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> tup
 
 
 def _count_routing(
-    trainer: Any, session: Session, contract: LossContract, batches: list[Any], options: Options
-) -> Tensor | None:
-    """This rank's numbers of the window, for the sum over ranks; None where the router's loss is a mean.
+    trainer: Any,
+    session: Session,
+    contract: LossContract,
+    batches: list[Any],
+    options: Options,
+    trouble: Exception | None,
+) -> tuple[Tensor | None, Exception | None]:
+    """This rank's numbers of the window, for the sum over ranks, and its trouble; None where the router's loss is a mean.
 
     In the first window the model's own load-balancing loss is looked at, on every rank alike.
     """
     if options.router_loss == Convention.MEAN.value:
-        return None
+        return None, trouble
     if session.router is None:
         session.router = RouterLoss(Convention(options.router_loss))
         # Its name is bound where others look it up only once it is imported.
         import_module(LENDER)
     router, model = session.router, trainer.model_wrapped
     module: nn.Module = inside_ddp(model) or model
-    device, world_size = trainer.args.device, trainer.args.world_size
+    if options.router_loss == Convention.EXACT.value and is_sharded(trainer.accelerator):
+        # Sharded models meet in every forward, and so in those that count.
+        lengths = ranks.agreed(len(batches), trouble, **_place(trainer))
+        if len(set(lengths)) > 1:
+            raise ranks.uneven(dict(enumerate(lengths)))
     with _forward_alone(trainer, session, module, len(batches)) as forward:
         if router.form is None or not router.form.settled:
-            router.form = _recognised(trainer, session, contract, router, forward, batches, module)
-        return router.count(forward, batches, module, device, world_size)
+            router.form = _recognised(trainer, session, contract, router, forward, batches, module, trouble)
+        try:
+            return router.count(forward, batches, module, trainer.args.device, _data_ranks(trainer)), trouble
+        except Exception as error:
+            # Raised as soon as the other ranks know.
+            return router.nothing(trainer.args.device), trouble or error
 
 
 @contextmanager
@@ -619,13 +686,17 @@ def _recognised(
     forward: Forward,
     batches: list[Any],
     module: nn.Module,
+    trouble: Exception | None,
 ) -> Form:
     """What the ranks see of the model's own load-balancing loss; said once where it has to stay a mean."""
     items = contract.items
     best = max(batches, key=lambda inputs: float(items.count(inputs)) if items is not None else 0.0, default=None)
-    seen = Form(settled=False) if best is None else router.recognise(forward, best, module, trainer.args.device)
-    ranks: list[Form] = gather_object([seen]) if trainer.args.world_size > 1 else [seen]
-    settled = [each for each in ranks if each.settled]
+    seen = Form(settled=False)
+    try:
+        seen = seen if best is None else router.recognise(forward, best, module, trainer.args.device)
+    except Exception as error:
+        trouble = trouble or error
+    settled = [each for each in ranks.agreed(seen, trouble, **_place(trainer)) if each.settled]
     form = next((each for each in settled if each.refusal), settled[0] if settled else seen)
     if form.settled and not form.recognised and (form.refusal or contract.has_router_loss):
         reason = form.refusal or "its outputs carry a router loss that no load-balancing function of its file made"
@@ -716,8 +787,9 @@ def _loss_in_window(
         micro_batch.items,
         window.mean,
         micro_batches=len(window.batches),
-        world_size=trainer.args.world_size,
+        world_size=_data_ranks(trainer),
         own_loss=_loss_func(trainer) is not None,
+        rounded=inputs_are_rounded(trainer.accelerator),
     )
     loss, outputs = _base_loss(trainer, model, share.inputs, share.number)
     if share.ratio is None:
@@ -888,7 +960,7 @@ def _announce(trainer: Any, session: Session, window: Window, *, passed: Tensor,
     contract = session.contract
     assert contract is not None
     factor = _stock_factor(trainer, session, window, passed, right)
-    steps, ranks = len(window.batches), trainer.args.world_size
+    steps, world_size = len(window.batches), _data_ranks(trainer)
     head = _head_name(trainer)
     told = "" if factor is None else f" The stock Trainer would train at about {factor:.3g}x this gradient."
     if factor is not None and abs(factor - 1) > 0.02:
@@ -905,14 +977,14 @@ def _announce(trainer: Any, session: Session, window: Window, *, passed: Tensor,
             "exact": contract.exact,
             "reason": contract.reason,
             "accumulation_steps": steps,
-            "world_size": ranks,
+            "world_size": world_size,
             "stock_gradient_factor": factor,
             **session.repeated,
         }
     )
     if trainer.args.process_index == 0:
         router = f", {_convention(session)}" if contract.has_router_loss else ""
-        logger.info("%s: the loss %s%s; G=%d, W=%d.%s", head, contract, router, steps, ranks, told)
+        logger.info("%s: the loss %s%s; G=%d, W=%d.%s", head, contract, router, steps, world_size, told)
 
 
 def _stock_factor(trainer: Any, session: Session, window: Window, passed: Tensor, right: Tensor) -> float | None:
@@ -927,7 +999,7 @@ def _stock_factor(trainer: Any, session: Session, window: Window, passed: Tensor
         return None
     handed = session.passes_number or _loss_func(trainer) is not None
     averaged = getattr(trainer.args, "average_tokens_across_devices", False)
-    world_size = trainer.args.world_size
+    world_size = _data_ranks(trainer)
     undivided = float((passed / right).detach()) / int(trainer.accelerator.gradient_accumulation_steps)
     if contract.reduction is Reduction.MEAN:
         return undivided * (world_size if averaged and handed and window.upstream_number is not None else 1)

@@ -744,8 +744,13 @@ def environment(options: argparse.Namespace, reference: dict[str, float]) -> dic
 def replace_file(path: Path, text: str) -> None:
     """A run that is cut off here leaves the old file or the new one, never half of it."""
     part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    part.replace(path)
+    try:
+        part.write_text(text)
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        kept = f"{error.strerror}; rank 0 ends, and what {path.name} held before is kept: go on with --resume"
+        raise OSError(error.errno, kept, str(path)) from error
 
 
 # ---- 7. The run -------------------------------------------------------------------------------------------

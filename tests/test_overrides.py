@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers import Trainer
 
 import hf_accum_fix
-from hf_accum_fix import observations, overrides
+from hf_accum_fix import observations, overrides, ranks
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.window import Items
-from hf_accum_fix.errors import ContractError, ForeignPatchError, SeamError, UnsupportedSetupError
+from hf_accum_fix.errors import ContractError, ForeignPatchError, RankError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options
 from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchTrainer
 from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, shifted_cross_entropy
@@ -475,6 +476,19 @@ def test_data_parallel_is_refused_before_anything_runs(tmp_path: Path) -> None:
         trainer.train()
 
 
+@pytest.mark.parametrize("kind", ["cp", "sp"])
+def test_ranks_that_split_samples_are_refused_before_anything_runs(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = GlobalBatchTrainer(
+        model=DROPS.build(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
+    )
+    # 5.10 and later ask the trainer, earlier releases know accelerate's config alone.
+    monkeypatch.setattr(trainer, f"get_{kind}_size", lambda: 2, raising=False)
+    with pytest.raises(UnsupportedSetupError, match=f"{kind}_size=2.*tensor parallelism are supported"):
+        trainer.train()
+
+
 def test_a_training_step_that_bypasses_ours_is_refused(tmp_path: Path) -> None:
     class Bypasses(Trainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -522,24 +536,29 @@ def test_a_seam_replaced_after_apply_is_refused_at_train(tmp_path: Path, monkeyp
 def _rank(reduced: list[float]) -> Any:
     """A trainer of two ranks whose collective gives back what is said here."""
     return SimpleNamespace(
-        args=SimpleNamespace(device=torch.device("cpu"), world_size=2, process_index=1),
-        accelerator=SimpleNamespace(reduce=lambda tensor, reduction: torch.tensor(reduced, dtype=tensor.dtype)),
+        args=SimpleNamespace(
+            device=torch.device("cpu"), world_size=2, process_index=1, gradient_accumulation_steps=4
+        ),
+        accelerator=SimpleNamespace(
+            reduce=lambda tensor, reduction: torch.tensor(reduced, dtype=tensor.dtype),
+            distributed_type=DistributedType.MULTI_CPU,
+        ),
     )
 
 
 def test_a_rank_without_a_micro_batch_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the loss is still to be observed all ranks raise; later the empty one does, after the one collective."""
+    """While the loss is still to be observed, and later."""
     contract = LossContract(Reduction.MEAN, Items(("labels",)))
+    monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, 1), *said])
     for reduction in (contract, LossContract(Reduction.SUM)):
-        with pytest.raises(SeamError, match="even_batches=True"):
-            overrides._counted(_rank([5.0, 0.0, 1.0]), reduction, [], None)
+        with pytest.raises(RankError, match=r"rank 0 has 1, rank 1 has 0.*even_batches=True"):
+            overrides._counted(_rank([5.0, 0.0, 1.0, 1.0, 0.0]), reduction, [], None)
         # At the end of the data no rank has one, and there is nothing to say.
-        assert overrides._counted(_rank([0.0, 0.0, 0.0]), reduction, [], None).batches == []
-    for mine in (contract, None):
-        monkeypatch.setattr(overrides, "gather_object", lambda objects: [contract, None])
-        with pytest.raises(SeamError, match="even_batches=True"):
-            overrides._agreed(_rank([]), mine)
-    monkeypatch.setattr(overrides, "gather_object", lambda objects: [None, None])
+        assert overrides._counted(_rank([0.0] * 5), reduction, [], None).batches == []
+    monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, (3, ["labels"], "3")), *said])
+    with pytest.raises(RankError, match=r"rank 0 has 3, rank 1 has 0.*even_batches=True"):
+        overrides._check_alike(_rank([]), [], None)
+    monkeypatch.setattr(ranks, "gather_object", lambda said: [*said, *said])
     assert not overrides._agreed(_rank([]), None).conclusive
 
 

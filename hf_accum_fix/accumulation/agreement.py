@@ -37,7 +37,8 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
         return replace(first, items=common[0] if common else None, alternatives=common)
     if not conclusive:
         return replace(first, conclusive=False)
+    told = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(ranks))
     raise ContractError(
-        f"the ranks observed different losses: {sorted({str(each) for each in conclusive})}; "
-        "give the contract by hand: contract=LossContract(...)"
+        f"the ranks observed different losses ({told}); needed is one loss on all of them: look at what differs "
+        "between the ranks, or give the contract by hand: contract=LossContract(...)"
     )

@@ -244,10 +244,10 @@ class RouterLoss:
         """
         self._first_pass, self._running, self.shares, self._mean_tokens = [], [], [], []
         self._counts = [not isinstance(inputs, Weightless) for inputs in window]
-        pools = self.form.pools if self.form is not None and self.in_force is not Convention.MEAN else ()
-        numbers = [torch.zeros(pool.experts + 1, dtype=count_dtype(device), device=device) for pool in pools]
+        pools = self._pools
         if not pools or len(window) * world_size == 1:
-            return torch.cat(numbers) if numbers else torch.zeros(0, dtype=count_dtype(device), device=device)
+            return self.nothing(device)
+        numbers = [torch.zeros(pool.experts + 1, dtype=count_dtype(device), device=device) for pool in pools]
         if self.convention is Convention.WINDOW:
             self._running = [torch.zeros_like(each) for each in numbers]
             for inputs in (each for each, counts in zip(window, self._counts, strict=True) if counts):
@@ -271,6 +271,15 @@ class RouterLoss:
         for tallies in (each for each, counts in zip(self._first_pass, self._counts, strict=True) if counts):
             numbers = [number + each.numbers().to(device) for number, each in zip(numbers, tallies, strict=True)]
         return torch.cat(numbers)
+
+    def nothing(self, device: torch.device) -> Tensor:
+        """The numbers of a rank that has none."""
+        size = sum(pool.experts + 1 for pool in self._pools)
+        return torch.zeros(size, dtype=count_dtype(device), device=device)
+
+    @property
+    def _pools(self) -> tuple[Pool, ...]:
+        return self.form.pools if self.form is not None and self.in_force is not Convention.MEAN else ()
 
     def settle(self, numbers: Tensor, micro_batches: int, world_size: int) -> None:
         """Take the numbers of all ranks, as summed.

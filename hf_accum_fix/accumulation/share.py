@@ -41,6 +41,7 @@ def share_of(
     micro_batches: int,
     world_size: int,
     own_loss: bool = False,
+    rounded: bool = False,
 ) -> Share:
     """The share of one micro-batch; of a `Weightless` one it is zero, but for router terms.
 
@@ -53,6 +54,7 @@ def share_of(
         world_size: W.
         own_loss: the loss is a function of the user's own, which may return a constant without a graph where it
             finds no target: it is always given one.
+        rounded: the engine rounds floating-point inputs to 16 bits: the number goes past it as an integer.
     """
     if isinstance(inputs, Weightless):
         counted = share_of(
@@ -63,11 +65,12 @@ def share_of(
             micro_batches=micro_batches,
             world_size=world_size,
             own_loss=own_loss,
+            rounded=rounded,
         )
         return replace(counted, ratio=0.0)
     number = contract.as_number(mean)
     if contract.reduction is Reduction.NUMBER and not own_loss:
-        return Share(inputs, number, None)
+        return Share(inputs, mean.ceil().long(), mean.ceil() / mean) if rounded else Share(inputs, number, None)
     if contract.reduction is Reduction.PLAIN:
         return Share(inputs, number if contract.items else None, None)
     if contract.reduction is Reduction.SUM:

@@ -967,7 +967,6 @@ DEFECTS: Final = (
         remove_when=_floor("5.10.0"),
         evidence="read",
         gradient="tensor-parallel size",
-        not_mended=_DATA_PARALLEL_ONLY,
     ),
     Defect(
         name="tensor-parallel-count-not-gathered",
@@ -982,7 +981,6 @@ DEFECTS: Final = (
         remove_when="the count is divided only where it was gathered",
         evidence="read",
         gradient="tensor-parallel size",
-        not_mended=_DATA_PARALLEL_ONLY,
     ),
     Defect(
         name="sequence-parallel-mean-of-means",

@@ -1,0 +1,168 @@
+"""The backends as rows of data: what a user writes or launches with, and what must then stand around the model."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to move gradients between ranks.
+
+    Attributes:
+        name: of the row.
+        wrapped: class of ``trainer.model_wrapped``, or of a base of it: a row that silently runs under something else
+            fails.
+        arguments: of TrainingArguments.
+        environment: what ``accelerate launch`` would set.
+        prepare: changes the trainer once it is built.
+        dtype: of the model's parameters.
+        autocast: dtype of the forward's products where it is another one.
+        compute: dtype in which the parameters are run and their gradients gathered, where it is another one.
+        load: makes of a model the one that is trained, such as by loading it sharded.
+        data_ranks: ranks that hold samples of their own, of two.
+        stock_wrong: for a head that divides by the number, too, which the installed release gets right elsewhere.
+        reports_norm: of the gradient; DeepSpeed clips at stage 0 without telling.
+        everyday: run by the everyday tests; the others by ``pytest -m backends``.
+    """
+
+    name: str
+    wrapped: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    prepare: Callable[[Any], None] | None = None
+    dtype: torch.dtype = torch.float64
+    autocast: torch.dtype | None = None
+    compute: torch.dtype | None = None
+    load: Callable[[nn.Module], nn.Module] | None = None
+    data_ranks: int = 2
+    stock_wrong: bool = False
+    reports_norm: bool = True
+    everyday: bool = False
+
+
+DDP, FSDP1, FSDP2, DEEPSPEED, TENSOR_PARALLEL = (
+    "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine", "LlamaPreTrainedModel",
+)  # fmt: skip
+#: FSDP1 takes norms in float32, DeepSpeed knows no float64.
+FLOAT32: Any = {"dtype": torch.float32}
+
+
+def as_bucket_view(trainer: Any) -> None:
+    trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
+
+
+#: Without a GPU accelerate does not know where to put the parameters that it would broadcast.
+FULL_SHARD_1 = {
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    "FSDP_USE_ORIG_PARAMS": "true",
+    "FSDP_SYNC_MODULE_STATES": "false",
+}
+
+
+def fsdp_argument(version: int, *words: str) -> dict[str, Any]:
+    """``--fsdp`` and its config."""
+    config = {"version": version, **({"sync_module_states": False} if version == 1 else {})}
+    return {"fsdp": " ".join(("full_shard", *words, "auto_wrap")), "fsdp_config": config}
+
+
+def launched_fsdp(version: int, **more: str) -> dict[str, str]:
+    """The variables of ``accelerate launch --use_fsdp --fsdp_version ...``."""
+    return {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": str(version),
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+        **(FULL_SHARD_1 if version == 1 else {}),
+        **more,
+    }
+
+
+def zero(stage: int) -> dict[str, Any]:
+    """A DeepSpeed config as the documentation of Transformers writes it, with torch's own optimizer."""
+    return {
+        "deepspeed": {
+            "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+            "zero_allow_untested_optimizer": True,
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "bf16": {"enabled": "auto"},
+        }
+    }
+
+
+def deepspeed(stage: int, name: str = "", arguments: Mapping[str, Any] | None = None, **more: Any) -> Backend:
+    given = {**zero(stage), **(arguments or {})}
+    return Backend(
+        name or f"deepspeed-zero-{stage}", DEEPSPEED, given, environment=LAUNCHED_DEEPSPEED, **FLOAT32, **more
+    )
+
+
+def by_tp_plan(model: Any) -> nn.Module:
+    """The same model loaded by its own ``tp_plan``, half of every matrix on each rank."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    if folder[0]:
+        model.save_pretrained(folder[0])
+    dist.broadcast_object_list(folder)
+    loaded = type(model).from_pretrained(folder[0], tp_plan="auto", dtype=torch.float64)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return loaded
+
+
+LAUNCHED_DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"}
+SYNC_EACH_BATCH = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+ONE_BY_ONE = {"gradient_checkpointing": True}
+
+BACKENDS = {
+    row.name: row
+    for row in (
+        Backend("ddp", DDP),
+        Backend("ddp-find-unused-parameters", DDP, {"ddp_find_unused_parameters": True}),
+        Backend("ddp-sync-each-batch", DDP, SYNC_EACH_BATCH),
+        # Without it torch's reducer fails in the first window that is accumulated, stock or not.
+        Backend("ddp-static-graph", DDP, {"ddp_static_graph": True, **SYNC_EACH_BATCH}),
+        Backend("ddp-gradient-checkpointing", DDP, ONE_BY_ONE),
+        Backend(
+            "ddp-gradient-checkpointing-reentrant",
+            DDP,
+            {**ONE_BY_ONE, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        ),
+        Backend("ddp-gradient-as-bucket-view", DDP, prepare=as_bucket_view),
+        Backend("ddp-bf16", DDP, {"bf16": True}, autocast=torch.bfloat16, **FLOAT32),
+        Backend("fsdp1-launched", FSDP1, environment=launched_fsdp(1), **FLOAT32),
+        Backend("fsdp2-launched", FSDP2, environment=launched_fsdp(2), everyday=True),
+        Backend("fsdp2-launched-offloaded", FSDP2, environment=launched_fsdp(2, FSDP_OFFLOAD_PARAMS="true")),
+        Backend("fsdp1-argument", FSDP1, fsdp_argument(1), everyday=True, **FLOAT32),
+        Backend("fsdp2-argument", FSDP2, fsdp_argument(2)),
+        Backend("fsdp2-argument-offloaded", FSDP2, fsdp_argument(2, "offload")),
+        Backend("fsdp1-bf16", FSDP1, {"bf16": True}, launched_fsdp(1), compute=torch.bfloat16, **FLOAT32),
+        Backend("fsdp2-bf16", FSDP2, {"bf16": True}, launched_fsdp(2), compute=torch.bfloat16, **FLOAT32),
+        Backend("tensor-parallel", TENSOR_PARALLEL, load=by_tp_plan, data_ranks=1),
+        # Stock divides a count that it never summed over the ranks by their number.
+        Backend(
+            "tensor-parallel-counted-apart",
+            TENSOR_PARALLEL,
+            {"average_tokens_across_devices": False},
+            load=by_tp_plan,
+            data_ranks=1,
+            stock_wrong=True,
+        ),
+        deepspeed(0, reports_norm=False),
+        deepspeed(1),
+        deepspeed(2),
+        deepspeed(3),
+        deepspeed(2, "deepspeed-zero-2-bf16", arguments={"bf16": True}, compute=torch.bfloat16),
+        deepspeed(3, "deepspeed-zero-3-bf16", arguments={"bf16": True}, compute=torch.bfloat16),
+    )
+}

@@ -1,0 +1,71 @@
+"""One rank of two fails, or has less than the other: an error on both within seconds, and nobody waits."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.launch import torchrun
+from tests.faults.scenarios import RAISING, STEPS
+
+#: What the rank at fault must say, and the other one; with the kind of the error.
+SAYING = {
+    "labels-missing-at-first": ("ContractError", "counted from 'labels'", "RankError", "rank 1: ContractError"),
+    "labels-missing-everywhere": ("RankError", "rank 1: 3 micro-batches with no labels") * 2,
+    "labels-missing-later": ("KeyError", "labels", "RankError", "rank 1: KeyError: 'labels'"),
+    "collator-raises-at-first": ("ValueError", "cannot be read", "RankError", "rank 1: ValueError: this sample"),
+    "collator-raises-later": ("ValueError", "cannot be read", "RankError", "rank 1: ValueError: this sample"),
+    "iterator-ends": ("RankError", "rank 0 has 3, rank 1 has 0") * 2,
+    "contracts-differ": ("ContractError", "rank 0: is the mean.*rank 1: is a sum") * 2,
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of the two ranks said, in every scenario, by one start of torchrun."""
+    output = tmp_path_factory.mktemp("faults")
+    done = torchrun("tests.faults.two_ranks", output)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((output / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_a_fault_on_one_rank_is_an_error_on_both(name: str, said: list[dict[str, Any]]) -> None:
+    first, second = (rank[name] for rank in said)
+    kind, words, other_kind, other_words = SAYING[name]
+    assert second["raised"] == kind and re.search(words, second["message"]), second
+    assert first["raised"] == other_kind and re.search(other_words, first["message"]), first
+    assert max(first["seconds"], second["seconds"]) < 20
+
+
+def test_a_nan_loss_on_one_rank_is_the_global_batchs_on_both(said: list[dict[str, Any]]) -> None:
+    for rank in said:
+        assert rank["nan"] == {"steps": STEPS, "finite": False}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The parameters at the end of a run to which nothing happened."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = torchrun("tests.faults.interrupted", folder, "nothing")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.backends
+@pytest.mark.parametrize("fault", ["kill", "terminate"])
+def test_a_run_that_is_cut_goes_on_from_its_last_checkpoint(fault: str, undisturbed: Path, tmp_path: Path) -> None:
+    cut = torchrun("tests.faults.interrupted", tmp_path, fault, timeout=90)
+    assert cut.returncode != 0
+    assert not (tmp_path / "end.json").exists()
+    kept = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert kept == ["checkpoint-1", "checkpoint-2"]
+    resumed = torchrun("tests.faults.interrupted", tmp_path, "resume")
+    assert resumed.returncode == 0, resumed.stderr[-4000:]
+    found, wanted = (json.loads((folder / "end.json").read_text()) for folder in (tmp_path, undisturbed))
+    # To the last bit.
+    assert found == wanted

@@ -1,0 +1,66 @@
+"""What rides in a window's collective, and who looks at it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_accum_fix import ranks
+from hf_accum_fix.errors import RankError
+
+ZERO = torch.zeros((), dtype=torch.float64)
+
+
+def summed(*lengths: int, failed: int = 0) -> torch.Tensor:
+    """The marks of ranks that run so many micro-batches, the last ``failed`` of them in trouble."""
+    troubles = [None] * (len(lengths) - failed) + [ValueError("theirs")] * failed
+    each = zip(lengths, troubles, strict=True)
+    return torch.stack([torch.stack(ranks.marks(length, trouble, ZERO)) for length, trouble in each]).sum(dim=0)
+
+
+def check(sums: Any, mine: int, world_size: int, trouble: Exception | None = None, *, suspects: bool = False) -> None:
+    ranks.check_marks(sums, mine, trouble, fetched=mine, rank=0, world_size=world_size, suspects=suspects)
+
+
+def test_ranks_that_run_alike_go_on() -> None:
+    check(summed(3, 3, 3), 3, 3)
+    check(summed(0, 0), 0, 2)
+
+
+def test_a_rank_whose_length_is_the_mean_of_the_others_sees_them_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "gather_object", lambda said: [*said, (None, 2), (None, 4)])
+    with pytest.raises(RankError, match="rank 0 has 3, rank 1 has 2, rank 2 has 4"):
+        check(summed(3, 2, 4), 3, 3)
+
+
+def test_the_rank_at_fault_raises_its_own_error_and_the_others_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ValueError("mine")
+    monkeypatch.setattr(ranks, "gather_object", lambda said: [*said, (None, 1)])
+    with pytest.raises(ValueError, match="mine"):
+        check(summed(1, 1, failed=1), 1, 2, own)
+    monkeypatch.setattr(ranks, "gather_object", lambda said: [*said, ("ValueError: theirs", 1)])
+    with pytest.raises(RankError, match="rank 0 stops, because of rank 1: ValueError: theirs"):
+        check(summed(1, 1, failed=1), 1, 2)
+
+
+def test_on_another_device_only_a_suspect_waits_for_it() -> None:
+    read: list[str] = []
+
+    def tolist() -> list[float]:
+        read.append("read")
+        return summed(3, 1).tolist()
+
+    on_a_gpu = SimpleNamespace(device=torch.device("cuda"), tolist=tolist)
+    check(on_a_gpu, 3, 2)
+    assert read == []
+    with pytest.raises(RankError, match="rank 0 has 1"):
+        check(on_a_gpu, 1, 2, suspects=True)
+
+
+def test_alone_a_rank_raises_what_it_met() -> None:
+    assert ranks.agreed("said", None, rank=0, world_size=1) == ["said"]
+    with pytest.raises(ValueError, match="mine"):
+        ranks.agreed("said", ValueError("mine"), rank=0, world_size=1)
