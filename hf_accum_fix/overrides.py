@@ -620,7 +620,7 @@ def _count_routing(
     options: Options,
     trouble: Exception | None,
 ) -> tuple[Tensor | None, Exception | None]:
-    """This rank's numbers of the window, for the sum over ranks, and its trouble; None where the router's loss is a mean.
+    """This rank's numbers of the window, to be summed over ranks, and its trouble; None where the loss stays a mean.
 
     In the first window the model's own load-balancing loss is looked at, on every rank alike.
     """
