@@ -177,6 +177,7 @@ def apply(
     allow_foreign: tuple[str, ...] = (),
     eval_loss: bool = False,
     drop_duplicates: bool = False,
+    router_loss: str = "mean",
 ) -> PatchHandle:
     """Patch transformers.Trainer, for every subclass there is or will be.
 
@@ -191,6 +192,8 @@ def apply(
             size and the ranks; off by default, because it changes a reported number.
         drop_duplicates: whether the samples are left out that accelerate repeats at the end of an epoch so that every
             rank has as many; off by default, because stock counts them twice, too.
+        router_loss: what the load-balancing loss of a mixture of experts is: "mean", over micro-batches and ranks;
+            "window", by the running counts of the window; "exact", that of the whole global batch, by one more forward.
 
     Returns:
         The handle: revert(), or a with block, takes the patch back.
@@ -206,7 +209,7 @@ def apply(
     from hf_accum_fix.upstream.environment import detect
     from hf_accum_fix.upstream.plan import make_plan
 
-    options = Options(contract, allow_foreign, eval_loss, drop_duplicates)
+    options = Options(contract, allow_foreign, eval_loss, drop_duplicates, router_loss)
     if not enabled():
         _LOG.info("hf-accum-fix is switched off by %s: transformers.Trainer stays as it is", SWITCH)
         return PatchHandle(options, make_plan(detect(), options), off=True)

@@ -15,6 +15,9 @@ SWITCH: Final = "HF_ACCUM_FIX"
 _ON: Final = ("1", "on", "true", "yes")
 _OFF: Final = ("0", "off", "false", "no")
 
+#: The conventions of `hf_accum_fix.accumulation.router_loss`, by name, so that importing this needs no torch.
+ROUTER_LOSSES: Final = ("mean", "window", "exact")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -28,15 +31,19 @@ class Options:
             reported number.
         drop_duplicates: leave out the samples that accelerate repeats at the end of an epoch so that every rank has as
             many; off, because stock counts them twice, too.
+        router_loss: what the load-balancing loss of a mixture of experts is: "mean", over micro-batches and ranks;
+            "window", by the running counts of the window; "exact", that of the whole global batch, by one more forward.
 
     Raises:
-        OptionsError: if allow_foreign is not a tuple of "module.qualname" strings, or a switch is no bool.
+        OptionsError: if allow_foreign is not a tuple of "module.qualname" strings, a switch is no bool, or router_loss
+            is none of the three.
     """
 
     contract: LossContract | None = None
     allow_foreign: tuple[str, ...] = ()
     eval_loss: bool = False
     drop_duplicates: bool = False
+    router_loss: str = "mean"
 
     def __post_init__(self) -> None:
         """Refuse what would be misread later, such as a bare string taken for a sequence of names."""
@@ -49,6 +56,9 @@ class Options:
         for switch in ("eval_loss", "drop_duplicates"):
             if not isinstance(getattr(self, switch), bool):
                 raise OptionsError(f"{switch} is {getattr(self, switch)!r}; needed is True or False")
+        if self.router_loss not in ROUTER_LOSSES:
+            known = ", ".join(map(repr, ROUTER_LOSSES))
+            raise OptionsError(f"router_loss is {self.router_loss!r}; needed is one of {known}")
 
 
 def enabled() -> bool:

@@ -17,8 +17,9 @@ import logging
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from transformers import Trainer
 
 from hf_accum_fix import observations, ranks
 from hf_accum_fix.accumulation.agreement import agree
+from hf_accum_fix.accumulation.balancing import LENDER
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import (
     has_parameter,
@@ -39,6 +41,7 @@ from hf_accum_fix.accumulation.declared import (
     takes_number,
 )
 from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, observe
+from hf_accum_fix.accumulation.router_loss import Convention, Form, Forward, RouterLoss
 from hf_accum_fix.accumulation.share import loss_among, share_of
 from hf_accum_fix.accumulation.whole_windows import Blank, WholeWindows, without_blanks
 from hf_accum_fix.accumulation.window import Items, Weightless, count_dtype, mean_item_count, total_items
@@ -113,6 +116,8 @@ class Session:
     empty_windows: Tensor | None = None
     loss_log: LossLog | None = None
     repeated: dict[str, Any] = field(default_factory=dict)
+    router: RouterLoss | None = None
+    counting_loss: tuple[tuple[Any, ...], Callable[..., Any] | None] | None = None
 
     def warn_once(self, kind: str, message: str) -> None:
         """Warn once for each kind and run."""
@@ -148,6 +153,7 @@ def train(
         session.window = None
     if session.empty_windows is not None and int(session.empty_windows):
         _warn_empty(session)
+    _note_routing(trainer, session)
     return result
 
 
@@ -290,18 +296,28 @@ def _open_window(
         )
     _mark_state(trainer, session)
     contract = _settle_contract(trainer, session, batches, options, trouble)
-    session.window = window = _counted(trainer, contract, batches, upstream_number, trouble)
+    routing, trouble = _count_routing(trainer, session, contract, batches, options, trouble)
+    session.window = window = _counted(
+        trainer, contract, batches, upstream_number, trouble, session.router, routing
+    )
     if contract.items is not None and batches:
         _note_empty(session, window.total)
     return window
 
 
 def _counted(
-    trainer: Any, contract: LossContract, batches: list[Any], upstream_number: Any, trouble: Exception | None = None
+    trainer: Any,
+    contract: LossContract,
+    batches: list[Any],
+    upstream_number: Any,
+    trouble: Exception | None = None,
+    router: RouterLoss | None = None,
+    routing: Tensor | None = None,
 ) -> Window:
     """The window with its items counted over all ranks, by the one collective of an optimizer step.
 
-    Five numbers ride in it: the items, upstream's own count, and what tells a rank that fails or has less to run.
+    Five numbers ride in it: the items, upstream's own count, and what tells a rank that fails or has less to run; and
+    the routing of a mixture of experts, where its loss is to be the global batch's.
     """
     device, world_size = trainer.args.device, trainer.args.world_size
     zero = torch.zeros((), dtype=count_dtype(device), device=device)
@@ -314,19 +330,28 @@ def _counted(
         trouble = trouble or error
     number = zero if upstream_number is None else torch.as_tensor(upstream_number).to(zero)
     if world_size > 1:
-        place = {"rank": trainer.args.process_index, "world_size": world_size}
         # Sharded models meet in every forward, others only when a step is taken.
         runs = len(batches) if is_sharded(trainer.accelerator) else min(len(batches), 1)
         sums = torch.stack([total, number, *ranks.marks(runs, trouble, zero)])
+        if routing is not None:
+            sums = torch.cat([sums, routing])
         sums = trainer.accelerator.reduce(sums, reduction="sum")
         suspects = len(batches) < trainer.args.gradient_accumulation_steps
-        ranks.check_marks(sums[2:], runs, trouble, fetched=len(batches), suspects=suspects, **place)
+        ranks.check_marks(sums[2:5], runs, trouble, fetched=len(batches), suspects=suspects, **_place(trainer))
         # Tensor-parallel ranks hold the same samples, and have all counted them.
-        total, number = sums[0] / (world_size // _data_ranks(trainer)), sums[1]
+        copies = world_size // _data_ranks(trainer)
+        total, number, routing = sums[0] / copies, sums[1], sums[5:] / copies
     elif trouble is not None:
         raise trouble
+    steps = max(len(batches), 1)
+    if router is not None and routing is not None:
+        router.settle(routing, steps, _data_ranks(trainer))
     counted = None if upstream_number is None else number
-    return Window(batches, counts, total, mean_item_count(total, max(len(batches), 1), _data_ranks(trainer)), counted)
+    return Window(batches, counts, total, mean_item_count(total, steps, _data_ranks(trainer)), counted)
+
+
+def _place(trainer: Any) -> dict[str, int]:
+    return {"rank": trainer.args.process_index, "world_size": trainer.args.world_size}
 
 
 def _data_ranks(trainer: Any) -> int:
@@ -584,6 +609,144 @@ def loss_alone(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> tup
     return (loss + router.to(loss.device) if smoothed and router is not None else loss), outputs
 
 
+# --- the router's loss ----------------------------------------------------------------------------------------------
+
+
+def _count_routing(
+    trainer: Any,
+    session: Session,
+    contract: LossContract,
+    batches: list[Any],
+    options: Options,
+    trouble: Exception | None,
+) -> tuple[Tensor | None, Exception | None]:
+    """This rank's numbers of the window, to be summed over ranks, and its trouble; None where the loss stays a mean.
+
+    In the first window the model's own load-balancing loss is looked at, on every rank alike.
+    """
+    if options.router_loss == Convention.MEAN.value:
+        return None, trouble
+    if session.router is None:
+        session.router = RouterLoss(Convention(options.router_loss))
+        # Its name is bound where others look it up only once it is imported.
+        import_module(LENDER)
+    router, model = session.router, trainer.model_wrapped
+    module: nn.Module = inside_ddp(model) or model
+    if options.router_loss == Convention.EXACT.value and is_sharded(trainer.accelerator):
+        # Sharded models meet in every forward, and so in those that count.
+        lengths = ranks.agreed(len(batches), trouble, **_place(trainer))
+        if len(set(lengths)) > 1:
+            raise ranks.uneven(dict(enumerate(lengths)))
+    with _forward_alone(trainer, session, module, len(batches)) as forward:
+        if router.form is None or not router.form.settled:
+            router.form = _recognised(trainer, session, contract, router, forward, batches, module, trouble)
+        try:
+            return router.count(forward, batches, module, trainer.args.device, _data_ranks(trainer)), trouble
+        except Exception as error:
+            # Raised as soon as the other ranks know.
+            return router.nothing(trainer.args.device), trouble or error
+
+
+@contextmanager
+def _forward_alone(trainer: Any, session: Session, module: nn.Module, steps: int) -> Iterator[Forward]:
+    """The forward that training makes of a micro-batch, to be run without its step."""
+    if session.counting_loss is None or session.counting_loss[0] != session.observed_for:
+        with shadow(trainer, "current_gradient_accumulation_steps", steps):
+            session.counting_loss = (session.observed_for, _compute_loss_of(trainer))
+        if session.router is not None:
+            session.router.form = None
+    compute_loss = session.counting_loss[1]
+    takes_number = compute_loss is not None and has_parameter(compute_loss, "num_items_in_batch")
+    number = torch.ones((), device=trainer.args.device)
+
+    def forward(inputs: Any) -> Tensor:
+        inputs = trainer._prepare_inputs(inputs)
+        with trainer.compute_loss_context_manager():
+            if compute_loss is None:
+                return _base_loss(trainer, module, inputs, number, smooth=False)[0]
+            result = compute_loss(module, inputs, **({"num_items_in_batch": number} if takes_number else {}))
+        return result[0] if isinstance(result, tuple) else result  # type: ignore[no-any-return]
+
+    module.train()
+    # A schedule-free optimizer evaluates at other weights than it trains at.
+    if callable(getattr(trainer.optimizer, "train", None)):
+        trainer.optimizer.train()
+    session.observing = True
+    try:
+        yield forward
+    finally:
+        session.observing, session.base_loss = False, None
+
+
+def _recognised(
+    trainer: Any,
+    session: Session,
+    contract: LossContract,
+    router: RouterLoss,
+    forward: Forward,
+    batches: list[Any],
+    module: nn.Module,
+    trouble: Exception | None,
+) -> Form:
+    """What the ranks see of the model's own load-balancing loss; said once where it has to stay a mean."""
+    items = contract.items
+    best = max(batches, key=lambda inputs: float(items.count(inputs)) if items is not None else 0.0, default=None)
+    seen = Form(settled=False)
+    try:
+        seen = seen if best is None else router.recognise(forward, best, module, trainer.args.device)
+    except Exception as error:
+        trouble = trouble or error
+    settled = [each for each in ranks.agreed(seen, trouble, **_place(trainer)) if each.settled]
+    form = next((each for each in settled if each.refusal), settled[0] if settled else seen)
+    if form.settled and not form.recognised and (form.refusal or contract.has_router_loss):
+        reason = form.refusal or "its outputs carry a router loss that no load-balancing function of its file made"
+        session.warn_once(
+            "router",
+            f"{_head_name(trainer)}: its router loss stays {Convention.MEAN}, as configured, though "
+            f"{router.convention.value!r} was asked for: {reason}",
+        )
+    return form
+
+
+def _convention(session: Session) -> Convention:
+    """That of the router's loss as it is trained."""
+    return Convention.MEAN if session.router is None else session.router.in_force
+
+
+def router_loss_depends_on_the_cut(session: Session) -> bool:
+    """Whether another cut of the same global batch, such as one by length, trains another router loss.
+
+    To be asked once the first window is counted: only then it is known whether "exact" is in force.
+    """
+    if session.router is not None and session.router.form is not None and session.router.form.pools:
+        return session.router.depends_on_the_cut
+    return session.contract is not None and session.contract.has_router_loss
+
+
+def _in_the_window(session: Session, window: Window) -> AbstractContextManager[None]:
+    """Around the forward of a micro-batch: its load-balancing loss is its share of the global batch's."""
+    return nullcontext() if session.router is None else session.router.micro_batch(window.steps_run)
+
+
+def _note_routing(trainer: Any, session: Session) -> None:
+    """Say once that the second pass routed other than the first, by which the router's loss is not quite exact."""
+    moved = None if session.router is None else session.router.moved
+    if session.router is not None and session.router.without_gradient:
+        session.warn_once(
+            "without gradient",
+            f"{_head_name(trainer)}: its router logits have no graph, so that its load-balancing loss trains nothing, "
+            'here as without hf_accum_fix; under re-entrant checkpointing pass gradient_checkpointing_kwargs='
+            '{"use_reentrant": False}',
+        )
+    if moved is not None and bool(moved > 0):
+        session.warn_once(
+            "moved",
+            f"{_head_name(trainer)}: {float(moved):.2g} of a micro-batch's routing differed between the pass that "
+            "counts it and the pass that trains, by which its load-balancing loss is off; look for randomness of the "
+            "model's own, and for kernels that are not the same without gradient",
+        )
+
+
 # --- compute_loss ---------------------------------------------------------------------------------------------------
 
 
@@ -698,7 +861,8 @@ def training_step(
         nonlocal depth
         depth += 1
         try:
-            result = original_loss(*loss_args, **loss_kwargs)
+            with _in_the_window(session, window) if depth == 1 else nullcontext():
+                result = original_loss(*loss_args, **loss_kwargs)
         finally:
             depth -= 1
         if depth > 0:
@@ -727,6 +891,11 @@ def training_step(
     finally:
         session.micro_batch = None
     window.steps_run += 1
+    if window.steps_run == len(window.batches):
+        # To look at a number waits for the device: there, only in the first window, and when training ends.
+        if trainer.args.device.type == "cpu" or "routing" not in session.said:
+            _note_routing(trainer, session)
+        session.said.add("routing")
     if micro_batch.loss is None:
         return _logged(session, result)
     if micro_batch.reported is None:
@@ -804,6 +973,7 @@ def _announce(trainer: Any, session: Session, window: Window, *, passed: Tensor,
             "items": None if contract.items is None else str(contract.items),
             "router_coefficient": contract.router_coefficient,
             "router_z_coefficient": contract.router_z_coefficient,
+            "router_loss": _convention(session).value,
             "exact": contract.exact,
             "reason": contract.reason,
             "accumulation_steps": steps,
@@ -813,7 +983,8 @@ def _announce(trainer: Any, session: Session, window: Window, *, passed: Tensor,
         }
     )
     if trainer.args.process_index == 0:
-        logger.info("%s: the loss %s; G=%d, W=%d.%s", head, contract, steps, world_size, told)
+        router = f", {_convention(session)}" if contract.has_router_loss else ""
+        logger.info("%s: the loss %s%s; G=%d, W=%d.%s", head, contract, router, steps, world_size, told)
 
 
 def _stock_factor(trainer: Any, session: Session, window: Window, passed: Tensor, right: Tensor) -> float | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +46,10 @@ class Reference:
     dtype: torch.dtype
 
 
+def _as_it_is(_: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @dataclass(frozen=True)
 class Scene:
     """Everything a gradient is computed from.
@@ -82,18 +87,26 @@ class Scene:
         torch.autograd.backward(main * weight)
         return float(main.detach())
 
-    def router(self, micro_batches: Sequence[Any]) -> tuple[list[Tensor | None], float]:
-        """Gradient and value of the router's loss as it is meant: the mean over micro-batches, of this rank."""
+    def router(
+        self, micro_batches: Sequence[Any], share: Callable[[int], AbstractContextManager[None]] = _as_it_is
+    ) -> tuple[list[Tensor | None], float]:
+        """Gradient and value of the router's loss as it is meant: the mean over micro-batches, of this rank.
+
+        Args:
+            micro_batches: whose; the whole global batch as one is the whole's own.
+            share: around the forward of each, by its place.
+        """
         total = 0.0
         summed: list[Tensor | None] = [None] * len(self.parameters)
-        for inputs in micro_batches:
+        for index, inputs in enumerate(micro_batches):
             seed(0)
-            _, router = self.losses(inputs)
+            with share(index):
+                _, router = self.losses(inputs)
             assert router is not None
-            share = router / len(micro_batches)
-            found = torch.autograd.grad(share, list(self.parameters), allow_unused=True)
+            part = router / len(micro_batches)
+            found = torch.autograd.grad(part, list(self.parameters), allow_unused=True)
             summed = [_sum(one, each) for one, each in zip(summed, found, strict=True)]
-            total += float(share.detach())
+            total += float(part.detach())
         return summed, total
 
 

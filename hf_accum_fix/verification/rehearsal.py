@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from transformers import TrainerControl
 from transformers.trainer_callback import DefaultFlowCallback
 
+from hf_accum_fix.accumulation.router_loss import RouterLoss
 from hf_accum_fix.overrides import SESSION, unshared
 from hf_accum_fix.verification.sample import Split
 
@@ -48,12 +49,14 @@ class Rehearsal:
         loss: what would be logged, of this rank.
         steps_run: micro-batches that were trained on.
         wrapped: the model as the loop wrapped it.
+        router: the load-balancing loss that was trained; None: the model's own, as it is.
     """
 
     gradient: list[Tensor | None] | None
     loss: float
     steps_run: int
     wrapped: Any
+    router: RouterLoss | None = None
 
 
 class KeepGradient(torch.optim.Optimizer):
@@ -132,7 +135,9 @@ def rehearse(
 
     actor.training_step = training_step
     actor.train()
-    return Rehearsal(optimizer.kept, float(sum(losses)), len(losses), actor.model_wrapped)
+    session = actor.__dict__.get(SESSION)
+    router = None if session is None else session.router
+    return Rehearsal(optimizer.kept, float(sum(losses)), len(losses), actor.model_wrapped, router)
 
 
 class _MicroBatches(Dataset[Any]):

@@ -14,6 +14,7 @@ from accelerate.utils import DistributedType, gather_object
 from torch import nn
 
 from hf_accum_fix.accumulation.contract import Reduction
+from hf_accum_fix.accumulation.router_loss import Convention, RouterLoss
 from hf_accum_fix.errors import AccumFixError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import SWITCH, Options, enabled
 from hf_accum_fix.overrides import check_setup, settle
@@ -21,7 +22,7 @@ from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.verification import explanation
 from hf_accum_fix.verification.evaluate import evaluate
 from hf_accum_fix.verification.explanation import Explanation, Facts
-from hf_accum_fix.verification.gradients import averaged, distance, dots, fit, take
+from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, fit, take
 from hf_accum_fix.verification.modes import active_mode, in_mode, options_of
 from hf_accum_fix.verification.reference import Reference, Scene, compute, out_of_memory
 from hf_accum_fix.verification.rehearsal import Rehearsal, rehearse, understudy
@@ -119,6 +120,7 @@ class _Verification:
     mode: str
     with_apply: bool
     wrapped: Any = None
+    router_is_whole: bool = False
 
     def run(self, windows: int, samples: Sequence[Any] | None, eval_samples: int) -> VerificationReport:
         """Draw, compute the references, run every cut in every mode, evaluate."""
@@ -149,7 +151,10 @@ class _Verification:
             cuts = [_Cut(self, scene, reference, number, rows, split, len(every), every) for split in splits]
             results += [cut.result(mode, options) for cut in cuts for mode in modes]
             report = replace(report, contract=str(scene.contract))
-            if not reference.decomposes:
+            masked = "attention_mask" in scene.collate([rows[0]])
+            if scene.contract.has_router_loss and options.router_loss == Convention.EXACT.value and not masked:
+                notes.append("without an attention mask padding is routed and counted: pad every cut to one width")
+            if not reference.decomposes and not self.router_is_whole:
                 notes.append("two halves of the global batch do not add up to it: no cut can equal the full batch")
         evaluated, reason = evaluate(self.trainer, scene, eval_samples, modes, options)
         notes += [reason] if reason else []
@@ -224,6 +229,7 @@ class _Cut:
             take(self.verification.parameters)
             return replace(blank, verdict=could_not_tell(f"this micro-batch cannot be run: {error}"))
         self.verification.wrapped = run.wrapped
+        self.verification.router_is_whole |= _is_whole(run.router)
         return self._compared(blank, run, count)
 
     def _compared(self, blank: SplitResult, run: Rehearsal, count: int) -> SplitResult:
@@ -240,7 +246,7 @@ class _Cut:
         loss = self.reference.loss
         router = None
         if self.scene.contract.has_router_loss:
-            here, value = self.scene.router(self.micro_batches())
+            here, value = self._router(run.router)
             router = averaged(here, parameters, world_size)
             wanted, weights = [*wanted, router], [1.0, 1.0]
             loss += _mean(self.trainer, value)
@@ -258,13 +264,32 @@ class _Cut:
         )
         tolerance = self.verification.tolerance(self.reference)
         if error <= tolerance:
-            convention = ", the router's loss the mean over micro-batches by convention" if router is not None else ""
+            # One that a trainer of its own adds is no term of the contract.
+            named = router is not None or _is_whole(run.router)
+            convention = f", the router's loss {_words(run.router)}" if named else ""
             return replace(result, verdict=Verdict(Kind.EXACT, f"exact to the floor{convention}"))
         if lost:
             words = f"{run.steps_run} of {count} micro-batches were trained on"
             return replace(result, verdict=_off(error, words), defects=(explanation.LOST,))
         why = self._why(run, router, result.loss_ratio or math.nan, count, max(_NEAR * tolerance, _NEAREST))
         return replace(result, verdict=_off(error, why.words), defects=tuple(dict.fromkeys(why.defects)))
+
+    def _router(self, trained: RouterLoss | None) -> tuple[Gradient, float]:
+        """Gradient and value of the router's loss by the convention that was trained, of this rank."""
+        convention = Convention.MEAN if trained is None else trained.in_force
+        if convention is Convention.EXACT:
+            return self.scene.router([self.scene.collate(list(self.every))])
+        if convention is Convention.MEAN:
+            return self.scene.router(self.micro_batches())
+        # The running counts are those of a cut, so there is nothing to hold them against but themselves.
+        assert trained is not None
+        batches = self.micro_batches()
+        device, world_size = self.trainer.args.device, self.trainer.args.world_size
+        numbers = trained.count(_never, batches, self.trainer.model, device, world_size)
+        if world_size > 1:
+            numbers = self.trainer.accelerator.reduce(numbers, reduction="sum")
+        trained.settle(numbers, len(batches), world_size)
+        return self.scene.router(batches, trained.micro_batch)
 
     def _why(self, run: Rehearsal, router: Any, logged: float, count: int, precision: float) -> Explanation:
         """The candidates one after the other, the cheap ones first."""
@@ -352,6 +377,21 @@ class _Cut:
             generic=any(base.__name__.startswith("GenericFor") for base in type(model).__mro__),
             text=getattr(model, "main_input_name", "") == "input_ids",
         )
+
+
+def _words(router: RouterLoss | None) -> str:
+    """The convention of a router's loss, as a verdict names it."""
+    convention = Convention.MEAN if router is None else router.in_force
+    return f"{convention}" + ("" if convention is Convention.EXACT else ", by convention")
+
+
+def _is_whole(router: RouterLoss | None) -> bool:
+    """Whether the router's loss was trained as the whole global batch's."""
+    return router is not None and router.in_force is Convention.EXACT
+
+
+def _never(_: Any) -> Any:
+    raise AssertionError("the running counts need no forward")
 
 
 def _off(error: float, words: str) -> Verdict:

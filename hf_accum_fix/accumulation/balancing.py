@@ -1,0 +1,216 @@
+"""The load-balancing function of the library's modeling files: its formula, how it is told, how to stand in for it.
+
+Every family's file has one of its own by the same name, looked up in its module at each call; with few exceptions it is
+
+    A = E sum_i F_i Q_i,    F_i = c_i / T,  Q_i = q_i / T
+
+over all routers and tokens of the batch: c_i the times a token was routed to expert i, q_i the summed probabilities, T
+the tokens times the routers. It is written in other words from release to release, so it is told by what it does.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from hf_accum_fix.accumulation.window import count_dtype
+
+#: What the modeling files call the function.
+FUNCTION: Final = "load_balancing_loss_func"
+
+#: The modeling file whose function other libraries borrow for every family; it has to be there before they do.
+LENDER: Final = "transformers.models.mixtral.modeling_mixtral"
+
+#: Routers whose logits are drawn at random; two show whether they are pooled.
+_ROUTERS_DRAWN: Final = 2
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What one call of the loss saw.
+
+    Attributes:
+        counts: c [E], tokens routed to each expert over all routers, without gradient.
+        probabilities: q [E], summed router probabilities over all routers, with gradient.
+        tokens: T, 0-dim: tokens times routers.
+    """
+
+    counts: Tensor
+    probabilities: Tensor
+    tokens: Tensor
+
+    def loss(self, shares: Tensor, tokens: Tensor) -> Tensor:
+        """``E sum_i F_i q_i / T``, 0-dim, in the precision of q."""
+        weights = len(shares) * shares / tokens
+        return (weights.to(self.probabilities) * self.probabilities).sum()
+
+    def numbers(self) -> Tensor:
+        """One vector [E + 1]: c, then T."""
+        return torch.cat([self.counts, self.tokens.reshape(1)])
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(dim=-1)
+
+
+def _as_they_are(probabilities: Tensor) -> Tensor:
+    return probabilities
+
+
+#: What a function may be handed of each router, and how probabilities come of it. Logits in every family and release
+#: but one: DBRX hands over probabilities in some releases of 4.5x.
+_GIVEN: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {"logits": _softmax, "probabilities": _as_they_are}
+
+
+def tally(gates: Sequence[Tensor], top_k: int, mask: Tensor | None, given: str = "logits") -> Tally:
+    """Count the routing of one call; no device sync.
+
+    Args:
+        gates: what is given of each router, [tokens, E].
+        top_k: experts to a token.
+        mask: [batch, tokens], zero where a position is none; None: every position counts.
+        given: "logits" or "probabilities".
+    """
+    device, experts = gates[0].device, gates[0].shape[-1]
+    exact = count_dtype(device)
+    counts = torch.zeros(experts, dtype=exact, device=device)
+    tokens = torch.zeros((), dtype=exact, device=device)
+    weight = None if mask is None else mask.reshape(-1).to(device=device, dtype=exact)
+    summed: Tensor | None = None
+    for gate in gates:
+        # In the gate's own type, as the library has it: another type would break ties of the top-k otherwise.
+        probabilities = _GIVEN[given](gate.to(device))
+        chosen = probabilities.topk(top_k, dim=-1).indices
+        wide = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
+        row = torch.ones(len(gate), dtype=exact, device=device) if weight is None else weight
+        counts = counts.scatter_add(0, chosen.reshape(-1), row.repeat_interleave(top_k))
+        tokens = tokens + row.sum()
+        part = wide.sum(dim=0) if weight is None else (wide * weight.to(wide)[:, None]).sum(dim=0)
+        summed = part if summed is None else summed + part
+    assert summed is not None
+    return Tally(counts, summed, tokens)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a modeling file's function, taken apart."""
+
+    original: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def gates(self) -> Sequence[Tensor] | None:
+        """The routers' logits; None where the model had none, for which the library returns 0."""
+        first = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
+        if not isinstance(first, tuple) or not first or not all(isinstance(gate, Tensor) for gate in first):
+            return None
+        return first
+
+    def tally(self, given: str) -> Tally:
+        """By the names the library gives the arguments after the first.
+
+        Raises:
+            TypeError: if the function has no ``top_k``.
+        """
+        arguments, gates = self.arguments, self.gates
+        if gates is None or "top_k" not in arguments:
+            raise TypeError(f"{FUNCTION}{inspect.signature(self.original)}")
+        return tally(gates, arguments["top_k"], arguments.get("attention_mask"), given)
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """The arguments by name, defaults too."""
+        bound = inspect.signature(self.original).bind(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+
+    def with_gates(self, gates: tuple[Tensor, ...]) -> Call:
+        """The same call on other logits."""
+        if self.args:
+            return replace(self, args=(gates, *self.args[1:]))
+        return replace(self, kwargs={**self.kwargs, next(iter(self.kwargs)): gates})
+
+    def form(self) -> tuple[str, str]:
+        """What the function is given of each router, and "", where it is the pooled form; else "" and why it is not.
+
+        Value and gradient tell, on logits drawn at random: on the model's own, forms hardly differ, since near balance
+        each has a value of about top_k.
+        """
+        name = f"{self.original.__module__}.{FUNCTION}"
+        if self.gates is None:
+            return "", f"{name} is not called with what its routers say of each token"
+        draw = torch.Generator().manual_seed(0)
+        some = self.gates[:_ROUTERS_DRAWN]
+        tolerance = max(1e-5, 16 * torch.finfo(some[0].dtype).eps)
+        with torch.enable_grad():
+            drawn = tuple((2 * torch.randn(gate.shape, generator=draw)).to(gate).requires_grad_() for gate in some)
+            call = self.with_gates(drawn)
+            theirs = self.original(*call.args, **call.kwargs)
+            if not isinstance(theirs, Tensor) or not theirs.requires_grad:
+                return "", f"{name} has no gradient"
+            wanted = (theirs, *torch.autograd.grad(theirs, drawn))
+            for given in _GIVEN:
+                try:
+                    seen = call.tally(given)
+                    ours = seen.loss(seen.counts / seen.tokens, seen.tokens)
+                except (TypeError, RuntimeError) as error:
+                    return "", f"{name} is no load-balancing loss over all tokens and routers ({error})"
+                found = (ours, *torch.autograd.grad(ours, drawn))
+                if all(_near(one, other, tolerance) for one, other in zip(found, wanted, strict=True)):
+                    return given, ""
+        return "", f"{name} is another function than E sum F Q over all tokens and routers"
+
+
+def _near(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    one, other = one.detach().double(), other.detach().double()
+    return bool((one - other).norm() <= tolerance * one.norm())
+
+
+class Swap:
+    """Stands in for every modeling file's function inside a ``with`` block."""
+
+    def __init__(self) -> None:
+        self._standing: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._replacement: Callable[[Call], Any] | None = None
+
+    @contextmanager
+    def by(self, replacement: Callable[[Call], Any]) -> Iterator[None]:
+        """Let it be ``replacement`` inside the block, and put the identical ones back.
+
+        Other libraries bind the name in modules of their own, so every module that holds it is looked at.
+        """
+        holders = [module for module in list(sys.modules.values()) if FUNCTION in getattr(module, "__dict__", ())]
+        before = [(module, vars(module)[FUNCTION]) for module in holders]
+        self._replacement = replacement
+        try:
+            for module, original in before:
+                setattr(module, FUNCTION, self._for(original))
+            yield
+        finally:
+            self._replacement = None
+            for module, original in before:
+                setattr(module, FUNCTION, original)
+
+    def _for(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The same object every time: a compiled model would be compiled anew for another one."""
+        if original in self._standing:
+            return self._standing[original]
+
+        @functools.wraps(original)
+        def load_balancing_loss_func(*args: Any, **kwargs: Any) -> Any:
+            assert self._replacement is not None
+            return self._replacement(Call(original, args, kwargs))
+
+        # A compiled model calls it as it is: what it notes is noted outside of the graph.
+        dynamo = sys.modules.get("torch._dynamo")
+        stand_in = load_balancing_loss_func if dynamo is None else dynamo.disable(load_balancing_loss_func)
+        return self._standing.setdefault(original, stand_in)

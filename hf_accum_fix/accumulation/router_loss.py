@@ -1,0 +1,374 @@
+"""The load-balancing loss of a mixture of experts over the whole global batch, however it is cut.
+
+The library pools every router of a model over every token of the batch it is handed:
+
+    A = E sum_i F_i Q_i,    F_i = c_i / T,  Q_i = q_i / T,
+
+c_i the times a token was routed to expert i (a top-k: no gradient), q_i the summed router probabilities, T the tokens
+times the routers. Its mean over micro-batches is another function: E mean_m sum_i f_i p_i keeps the covariance of f and
+p between micro-batches, a push towards balance inside each of them, and near balance little else is left of it. But
+once F is known, A is linear in q, and so every micro-batch of every rank is given the same F and the same denominator,
+
+    aux(m) = E sum_i F_i q_i(m) / T_mean,    T_mean = T / (G W),
+
+whose plain mean over micro-batches and ranks is A, in value and in gradient: the identity of `window`, once more.
+
+T is known before the first forward, F is not: each router sees what the layers below it made of the tokens. So `EXACT`
+runs the window once without gradient; `WINDOW` takes for F what this rank has counted so far in the window, with the
+right denominators; `MEAN` leaves the library's own function alone. Source: arXiv 2501.11873 (balance over the global
+batch, and what balance inside the micro-batch costs in specialisation); the identity and the figures are in the README.
+
+A loop of one's own uses it so, in all three conventions alike; ``forward(inputs)`` returns the loss of a micro-batch,
+by the model inside DistributedDataParallel where nothing is trained:
+
+    router = RouterLoss(Convention("exact"))
+    for window in windows:                                           # lists of micro-batches
+        if router.form is None:                                      # once; every rank has to see the same
+            router.form = router.recognise(forward, window[0], model, device)
+        numbers = router.count(forward, window, model, device, world_size)
+        total = accelerator.reduce(numbers, "sum")                   # or beside the item count, in one collective
+        router.settle(total, len(window), world_size)
+        for index, inputs in enumerate(window):
+            with router.micro_batch(index):
+                loss = forward(inputs)
+            accelerator.backward(loss)                               # divided by G here, by W in the engine
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hf_accum_fix.accumulation.balancing import FUNCTION, Call, Swap, Tally
+from hf_accum_fix.accumulation.window import Weightless, count_dtype
+from hf_accum_fix.errors import ContractError
+
+#: Far above the loss itself, so that a small coefficient shows in a loss of few digits.
+_SHIFT: Final = 1000.0
+_NO_WEIGHT: Final = 1e-9
+
+#: The inputs that tell how many tokens reach the routers: masks by their sum, the others by their size.
+_MASKS: Final = ("attention_mask", "decoder_attention_mask")
+_TOKENS: Final = ("input_ids", "decoder_input_ids", "labels", "position_ids")
+
+#: (inputs) -> loss, 0-dim: one forward as training makes it.
+Forward = Callable[[Any], Tensor]
+
+
+class Convention(str, Enum):
+    """What the load-balancing loss of a global batch is."""
+
+    MEAN = "mean"
+    WINDOW = "window"
+    EXACT = "exact"
+
+    def __str__(self) -> str:
+        return _WORDS[self]
+
+
+_WORDS: Final = {
+    Convention.MEAN: "the mean over micro-batches and ranks",
+    Convention.WINDOW: "by the running counts of the window",
+    Convention.EXACT: "of the whole global batch",
+}
+
+
+# --- what is recognised ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pool:
+    """One call of the loss in a forward: one where all routers are pooled, two for an encoder and a decoder.
+
+    Attributes:
+        experts: E.
+        routers: how many are pooled.
+        given: what the function is handed of each, "logits" or "probabilities".
+        counted_from: the input that tells how many tokens reach them; None: none was found to.
+    """
+
+    experts: int
+    routers: int
+    given: str
+    counted_from: str | None
+
+
+@dataclass(frozen=True)
+class Form:
+    """What was recognised of a model's load-balancing loss.
+
+    Attributes:
+        pools: its calls in one forward; empty where there is none.
+        weight: what the loss that training takes multiplies it by, as measured.
+        refusal: why it is no load-balancing loss of this form; empty where it is one.
+        settled: False where nothing could be seen, since the loss was not finite.
+    """
+
+    pools: tuple[Pool, ...] = ()
+    weight: float = 0.0
+    refusal: str = ""
+    settled: bool = True
+
+    @property
+    def recognised(self) -> bool:
+        """Whether the loss is of this form and is part of what is trained."""
+        return bool(self.pools) and not self.refusal and self.weight != 0.0
+
+
+@contextmanager
+def same_draws(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Forwards without gradient that leave the random states and the buffers to be found by the forwards after."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    buffers = [
+        (module._buffers, name, buffer, buffer.detach().clone(), buffer._version, isinstance(module, _BatchNorm))
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    used = {device, *(parameter.device for parameter in model.parameters())}
+    kinds = {each.type for each in used} - {"cpu", "meta", "mps"}
+    indices = sorted({each.index or 0 for each in used if each.type in kinds})
+    kind = next(iter(kinds), "cuda")
+    try:
+        with torch.random.fork_rng(indices, device_type=kind), torch.no_grad():
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        with torch.no_grad():
+            for holder, name, buffer, before, version, uncounted in buffers:
+                holder[name] = buffer
+                # BatchNorm changes its statistics without counting the version up.
+                if uncounted or buffer._version != version:
+                    buffer.copy_(before)
+
+
+# --- one model's loss, window by window --------------------------------------------------------------------------
+
+
+class RouterLoss:
+    """The load-balancing loss of one model under a convention.
+
+    Attributes:
+        convention: as asked for.
+        form: what was recognised of the model's own loss; None before the first window.
+        shares: F [E] of each pool in the last window settled; empty without one, and under `Convention.WINDOW`.
+        moved: largest share of a micro-batch's routing that the second pass found elsewhere, 0-dim; None: not compared.
+        without_gradient: whether the router logits of a training pass had no graph, so that their loss trains nothing.
+    """
+
+    def __init__(self, convention: Convention) -> None:
+        self.convention = convention
+        self.form: Form | None = None
+        self.shares: list[Tensor] = []
+        self.moved: Tensor | None = None
+        self.without_gradient = False
+        self._counts: list[bool] = []
+        self._first_pass: list[list[Tally]] = []
+        self._mean_tokens: list[Tensor] = []
+        self._running: list[Tensor] = []
+        self._called = 0
+        self._swap = Swap()
+
+    @property
+    def in_force(self) -> Convention:
+        """The convention that trains: `MEAN` where the model's loss was not recognised."""
+        return self.convention if self.form is not None and self.form.recognised else Convention.MEAN
+
+    @property
+    def depends_on_the_cut(self) -> bool:
+        """Whether another cut of the same global batch, such as one by length, has another loss."""
+        return self.in_force is not Convention.EXACT
+
+    def recognise(self, forward: Forward, inputs: Any, model: nn.Module, device: torch.device) -> Form:
+        """Look at the model's own loss on one micro-batch, by two forwards without gradient; sets nothing.
+
+        Its function is held against the form on random logits, and moved, to see what it weighs in the loss.
+        """
+        calls: list[Call] = []
+
+        def moved(shift: float) -> Callable[[Call], Any]:
+            def replacement(call: Call) -> Any:
+                value = call.original(*call.args, **call.kwargs)
+                if isinstance(value, Tensor):
+                    calls.append(call)
+                    value = value + shift
+                return value
+
+            return replacement
+
+        losses = []
+        for shift in (0.0, _SHIFT):
+            calls.clear()
+            with same_draws(model, device), self._swap.by(moved(shift)):
+                losses.append(float(forward(inputs).detach()))
+        if not calls:
+            return Form()
+        forms = [call.form() for call in calls]
+        refusal = next((reason for _, reason in forms if reason), "")
+        if refusal:
+            return Form(refusal=refusal)
+        if not np.isfinite(losses).all():
+            return Form(settled=False, refusal="the loss was not finite")
+        weight = (losses[1] - losses[0]) / _SHIFT
+        if abs(weight) < _NO_WEIGHT:
+            return Form()
+        pools = tuple(_pool(call, inputs, given) for call, (given, _) in zip(calls, forms, strict=True))
+        if self.convention is Convention.WINDOW and any(pool.counted_from is None for pool in pools):
+            reason = "none of the inputs tells how many tokens reach the routers before they do"
+            return Form(pools, weight, f'{reason}; router_loss="exact" counts them')
+        return Form(pools, weight)
+
+    def count(
+        self, forward: Forward, window: Sequence[Any], model: nn.Module, device: torch.device, world_size: int
+    ) -> Tensor:
+        """This rank's numbers, [sum of E + 1 over the pools], to be summed over the ranks and handed to `settle`.
+
+        Under `EXACT` every micro-batch is run once without gradient, unless the window is one micro-batch of one rank.
+
+        Args:
+            forward: one forward as training makes it, without DistributedDataParallel around it.
+            window: the micro-batches of this rank.
+            model: whose buffers are looked after.
+            device: where training runs.
+            world_size: W.
+        """
+        self._first_pass, self._running, self.shares, self._mean_tokens = [], [], [], []
+        self._counts = [not isinstance(inputs, Weightless) for inputs in window]
+        pools = self._pools
+        if not pools or len(window) * world_size == 1:
+            return self.nothing(device)
+        numbers = [torch.zeros(pool.experts + 1, dtype=count_dtype(device), device=device) for pool in pools]
+        if self.convention is Convention.WINDOW:
+            self._running = [torch.zeros_like(each) for each in numbers]
+            for inputs in (each for each, counts in zip(window, self._counts, strict=True) if counts):
+                for pool, number in zip(pools, numbers, strict=True):
+                    tokens = _token_count(pool.counted_from, inputs)
+                    if tokens is None:
+                        raise ContractError(
+                            f"the tokens of the routers are counted from {pool.counted_from!r}, but a micro-batch "
+                            f"holds {sorted(inputs)}; every micro-batch needs it as a tensor"
+                        )
+                    number[-1] += pool.routers * tokens
+            return torch.cat(numbers)
+        with same_draws(model, device):
+            for inputs in window:
+                found: list[Tally] = []
+                with self._swap.by(_noting(found, pools)):
+                    forward(inputs)
+                if len(found) != len(pools):
+                    raise _other_calls(len(found), len(pools))
+                self._first_pass.append(found)
+        for tallies in (each for each, counts in zip(self._first_pass, self._counts, strict=True) if counts):
+            numbers = [number + each.numbers().to(device) for number, each in zip(numbers, tallies, strict=True)]
+        return torch.cat(numbers)
+
+    def nothing(self, device: torch.device) -> Tensor:
+        """The numbers of a rank that has none."""
+        size = sum(pool.experts + 1 for pool in self._pools)
+        return torch.zeros(size, dtype=count_dtype(device), device=device)
+
+    @property
+    def _pools(self) -> tuple[Pool, ...]:
+        return self.form.pools if self.form is not None and self.in_force is not Convention.MEAN else ()
+
+    def settle(self, numbers: Tensor, micro_batches: int, world_size: int) -> None:
+        """Take the numbers of all ranks, as summed.
+
+        Args:
+            numbers: the sum over ranks of what `count` returned.
+            micro_batches: G of this rank's window.
+            world_size: W.
+        """
+        if not len(numbers) or micro_batches * world_size == 1:
+            return
+        assert self.form is not None
+        for part in torch.split(numbers, [pool.experts + 1 for pool in self.form.pools]):
+            tokens = part[-1].clamp(min=1)
+            self._mean_tokens.append(tokens / (micro_batches * world_size))
+            if self.convention is Convention.EXACT:
+                self.shares.append(part[:-1] / tokens)
+
+    @contextmanager
+    def micro_batch(self, index: int) -> Iterator[None]:
+        """Around the forward of a micro-batch, with gradient: its loss is its share of the global batch's.
+
+        Args:
+            index: its place in the window, from 0.
+        """
+        if not self._mean_tokens:
+            yield
+            return
+        self._called = 0
+        with self._swap.by(lambda call: self._share(call, index)):
+            yield
+
+    def _share(self, call: Call, index: int) -> Any:
+        if call.gates is None:
+            return call.original(*call.args, **call.kwargs)
+        assert self.form is not None
+        place, self._called = self._called, self._called + 1
+        if place >= len(self.form.pools):
+            raise _other_calls(place + 1, len(self.form.pools))
+        seen = call.tally(self.form.pools[place].given)
+        self.without_gradient |= torch.is_grad_enabled() and not seen.probabilities.requires_grad
+        if self.convention is Convention.WINDOW:
+            if self._counts[index]:
+                self._running[place] = self._running[place] + seen.numbers().to(self._running[place])
+            counts, tokens = self._running[place][:-1], self._running[place][-1]
+            shares = counts / tokens.clamp(min=1)
+        else:
+            shares = self.shares[place]
+            self._compare(seen, self._first_pass[index][place])
+        device = seen.probabilities.device
+        return self._counts[index] * seen.loss(shares.to(device), self._mean_tokens[place].to(device))
+
+    def _compare(self, second: Tally, first: Tally) -> None:
+        with torch.no_grad():
+            moved = (second.counts - first.counts.to(second.counts)).abs().sum() / 2
+            share = moved / first.counts.to(moved).sum().clamp(min=1)
+            self.moved = share if self.moved is None else torch.maximum(self.moved.to(share), share)
+
+
+def _noting(found: list[Tally], pools: Sequence[Pool]) -> Callable[[Call], Any]:
+    def replacement(call: Call) -> Any:
+        if call.gates is not None:
+            if len(found) == len(pools):
+                raise _other_calls(len(found) + 1, len(pools))
+            found.append(call.tally(pools[len(found)].given))
+        return call.original(*call.args, **call.kwargs)
+
+    return replacement
+
+
+def _other_calls(found: int, wanted: int) -> ContractError:
+    return ContractError(
+        f"{FUNCTION} was called {found} times in one micro-batch and {wanted} times in the one it was learnt from; "
+        'needed is the same number in each, or router_loss="mean"'
+    )
+
+
+def _pool(call: Call, inputs: Any, given: str) -> Pool:
+    gates, seen = call.gates, call.tally(given)
+    assert gates is not None
+    names = _TOKENS if call.arguments.get("attention_mask") is None else _MASKS
+    counts = ((name, _token_count(name, inputs)) for name in names)
+    told = (name for name, count in counts if count is not None and float(count) * len(gates) == float(seen.tokens))
+    return Pool(len(seen.counts), len(gates), given, next(told, None))
+
+
+def _token_count(name: str | None, inputs: Any) -> Tensor | int | None:
+    """How many tokens an input tells of, a mask by its sum; no device sync."""
+    value = inputs.get(name) if isinstance(inputs, Mapping) else None
+    if not isinstance(value, Tensor) or value.ndim < 2:
+        return None
+    return value.sum() if name in _MASKS else value.numel()

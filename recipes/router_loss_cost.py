@@ -1,0 +1,160 @@
+"""What router_loss="window" and "exact" cost: one small Mixtral trained under each convention, in turns.
+
+    OMP_NUM_THREADS=1 python recipes/router_loss_cost.py              # some 5 minutes on a core
+    python recipes/router_loss_cost.py --rounds 0                     # no clocks: forwards and operations, in seconds
+
+Four runs make a round: mean, mean again, window, exact; which of them begins changes from round to round. Of each run
+the least processor time and the median time of an optimizer step are kept, of each round the ratios to its first mean
+run. "mean again" is the noise: a ratio means something only where it lies outside it. The first step, in which the loss
+is observed, is left out. Forwards and operations of a step are counted, not timed.
+
+The output folder gets results.jsonl (a line per run) and table.md. Exit code 2: bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from overhead import VOCABULARY, Counting, Size, Watcher, collate, samples_of, spread
+from tqdm import tqdm
+from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+
+import hf_accum_fix
+
+MODES = ("mean", "mean again", "window", "exact")
+STEPS_OF_ACCUMULATION, PER_DEVICE = 4, 2
+SIZE = Size(width=256, layers=4, length=192, steps=4)
+
+
+def build() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    shape = {"hidden_size": SIZE.width, "intermediate_size": 2 * SIZE.width, "num_hidden_layers": SIZE.layers}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.01}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": SIZE.length}
+    return MixtralForCausalLM(
+        MixtralConfig(vocab_size=VOCABULARY, output_router_logits=True, **shape, **experts, **heads)
+    )
+
+
+def train(mode: str, steps: int, after: Callable[[int], None]) -> int:
+    """Train under a convention, and tell how often the model was run."""
+    model, forwards = build(), 0
+
+    def count(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    model.register_forward_pre_hook(count)
+    gc.collect()
+    gc.freeze()
+    with hf_accum_fix.apply(router_loss=mode.split(" ")[0]), tempfile.TemporaryDirectory() as output:
+        arguments = TrainingArguments(
+            output,
+            per_device_train_batch_size=PER_DEVICE,
+            gradient_accumulation_steps=STEPS_OF_ACCUMULATION,
+            max_steps=steps,
+            use_cpu=not torch.cuda.is_available(),
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            dataloader_pin_memory=False,
+        )
+        data = samples_of("llama", SIZE, steps * STEPS_OF_ACCUMULATION * PER_DEVICE)
+        Trainer(
+            model=model, args=arguments, train_dataset=data, data_collator=collate, callbacks=[Watcher(after)]
+        ).train()
+    return forwards
+
+
+def count(mode: str) -> dict[str, float]:
+    """Forwards and operations of one step, once the first window is over."""
+    counting, forwards = Counting(), {}
+    for steps in (2, 3):
+        with ExitStack() as stack:
+
+            def after(step: int, stack: ExitStack = stack, steps: int = steps) -> None:
+                if steps == 3 and step == 2:
+                    stack.enter_context(counting)
+                elif step == 3:
+                    stack.close()
+
+            forwards[steps] = train(mode, steps, after)
+    return {"forwards": forwards[3] - forwards[2], "operations": counting.operations}
+
+
+def measure(mode: str) -> dict[str, float]:
+    """One optimizer step [s]: its median by the wall, and the least of this thread's processor time."""
+    marks: list[tuple[float, float]] = []
+
+    def after(_: int) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        marks.append((time.perf_counter(), time.thread_time()))
+
+    train(mode, SIZE.steps, after)
+    steps = [(late[0] - early[0], late[1] - early[1]) for early, late in itertools.pairwise(marks)]
+    return {
+        "wall": statistics.median(wall for wall, _ in steps),
+        "processor": min(processor for _, processor in steps),
+    }
+
+
+def table(counted: dict[str, dict[str, float]], rounds: list[dict[str, dict[str, float]]]) -> str:
+    """Markdown, one row a convention: medians and quartiles of the rounds' ratios."""
+    head = ["router_loss", "forwards a step", "operations a step"]
+    head += ["processor time of a step", "wall time of a step"] if rounds else []
+    lines = [head, ["---"] * len(head)]
+    for mode in MODES:
+        found = counted[mode.split(" ")[0]]
+        more = found["operations"] / counted["mean"]["operations"]
+        row = [mode, f"{found['forwards']:g}", f"{found['operations']:g} ({more:.3f}x)"]
+        for clock in ("processor", "wall") if rounds else ():
+            row.append(spread([each[mode][clock] / each["mean"][clock] for each in rounds]).words(".3f"))
+        lines.append(row)
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of four runs (default: 8); 0: count only")
+    parser.add_argument("--output", type=Path, default=Path("router_loss_cost"), help="a new folder")
+    options = parser.parse_args(argv)
+    if options.rounds < 0:
+        parser.error(f"--rounds {options.rounds}; needed is 0 or more")
+    if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
+        parser.error(f"--output {options.output} is there already; give a new folder, so that nothing is overwritten")
+    counted = {mode: count(mode) for mode in MODES if mode != "mean again"}
+    rows: list[dict[str, Any]] = [{"mode": mode, **found} for mode, found in counted.items()]
+    rounds = []
+    with tqdm(total=options.rounds * len(MODES), disable=not options.rounds, unit="run") as bar:
+        for turn in range(options.rounds):
+            found = {}
+            for place in range(len(MODES)):
+                mode = MODES[(turn + place) % len(MODES)]
+                found[mode] = measure(mode)
+                rows.append({"mode": mode, "round": turn, **found[mode]})
+                bar.update()
+            rounds.append(found)
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (options.output / "table.md").write_text(table(counted, rounds))
+    sys.stdout.write(table(counted, rounds))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

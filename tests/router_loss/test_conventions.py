@@ -1,0 +1,168 @@
+"""The load-balancing loss under each convention on one rank: "exact" is the full batch's for every cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_accum_fix import observations
+from hf_accum_fix.overrides import SESSION
+from tests.numerics.parity import reference_step
+from tests.router_loss.conventions import (
+    COEFFICIENT,
+    FAMILIES,
+    LIBRARY,
+    SIZES,
+    TWIN,
+    Auxiliary,
+    InFloat64,
+    auxiliary,
+    flat,
+    full_batch,
+    step,
+    twin,
+    with_coefficient,
+)
+
+MIXTRAL = "Mixtral"
+#: Of the other families the everyday tests run this size; the others are marked "zoo".
+EVERYDAY = 4
+
+
+def every_cut() -> Iterator[Any]:
+    """Every family and size of a micro-batch, as parameters."""
+    for family in FAMILIES:
+        for size in SIZES:
+            later = size != EVERYDAY and (family != MIXTRAL or size in (2, 8))
+            yield pytest.param(family, size, marks=[pytest.mark.zoo] if later else [], id=f"{family}-{size}")
+
+
+@pytest.mark.parametrize(("family", "size"), [*every_cut()])
+def test_exact_is_the_full_batch_for_every_cut(family: str, size: int) -> None:
+    head = FAMILIES[family]
+    with InFloat64():
+        wanted, value = twin(head)
+        found = auxiliary(head, "exact", size)
+    assert found.error(wanted) <= TWIN
+    assert found.value == pytest.approx(value, rel=TWIN)
+    router = found.step.trainer.__dict__[SESSION].router
+    assert router.moved is not None and float(router.moved) == 0.0
+    assert router.form.weight == pytest.approx(COEFFICIENT, rel=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_the_others_are_wrong_first(size: int) -> None:
+    """By as much as the loss is large, while its value hides it; stock G times, too."""
+    head = FAMILIES[MIXTRAL]
+    with InFloat64():
+        wanted, value = twin(head)
+        found = {name: auxiliary(head, name, size) for name in ("stock", "mean", "window")}
+    assert found["stock"].error(wanted) > 0.9 * (len(head.samples) / size - 1)
+    for name in ("mean", "window"):
+        assert found[name].error(wanted) > 0.3
+        assert found[name].value == pytest.approx(value, rel=0.03)
+
+
+def test_the_library_itself_agrees_to_the_rounding_of_its_sums() -> None:
+    """In the types it trains in; the auxiliary part is told by two steps, with its coefficient and without."""
+    head = FAMILIES[MIXTRAL]
+    wanted = full_batch(head)
+    with_it, without = (flat(step(head, "exact", 4, each).change) for each in (COEFFICIENT, 0.0))
+    assert Auxiliary(with_it - without, 0.0, None).error(wanted) <= LIBRARY  # type: ignore[arg-type]
+
+
+def test_patch_and_subclass_are_the_same() -> None:
+    head = FAMILIES[MIXTRAL]
+    patched, subclass = (step(head, name, 4, COEFFICIENT) for name in ("exact", "trainer"))
+    assert all(torch.equal(patched.change[name], subclass.change[name]) for name in patched.change)
+    assert patched.loss == subclass.loss
+
+
+@pytest.mark.parametrize("convention", ["window", "exact"])
+def test_an_own_loss_function_gets_nothing_added(convention: str) -> None:
+    def func(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        logits = outputs["logits"][:, :-1].double().flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+    head = replace(FAMILIES[MIXTRAL], trainer={"compute_loss_func": func})
+    with InFloat64():
+        found = step(head, convention, 4, COEFFICIENT)
+        wanted = reference_step(replace(with_coefficient(head, 0.0), router=0.0), [head.samples])
+    assert found.error(wanted) <= TWIN
+
+
+def test_an_own_loss_function_may_add_the_models_own() -> None:
+    def func(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return COEFFICIENT * outputs["aux_loss"]
+
+    head = replace(FAMILIES[MIXTRAL], trainer={"compute_loss_func": func})
+    with InFloat64():
+        wanted, _ = twin(head)
+        found = flat(step(head, "exact", 4, COEFFICIENT).change)
+    assert float((found - wanted).norm() / wanted.norm()) <= TWIN
+
+
+def forwards(convention: str, size: int, coefficient: float) -> int:
+    """Forwards of one step after the first, in which the loss is observed."""
+    count = 0
+    head = FAMILIES[MIXTRAL]
+
+    def build() -> torch.nn.Module:
+        def counted(*_: Any) -> None:
+            nonlocal count
+            count += 1
+
+        model = with_coefficient(head, coefficient).build()
+        model.register_forward_pre_hook(counted)
+        return model
+
+    head = replace(head, samples=head.samples[:8])
+    counted_head = replace(head, build=build)
+    found = []
+    for steps in (1, 2):
+        count = 0
+        samples = [*head.samples] * steps
+        whole = replace(counted_head, samples=samples)
+        accumulate = len(head.samples) // size
+        step(whole, convention, size, coefficient, accumulate=accumulate, steps=steps)
+        found.append(count)
+    return found[1] - found[0]
+
+
+def test_the_pass_that_counts_is_run_only_where_it_is_needed() -> None:
+    assert forwards("exact", 4, COEFFICIENT) == 4
+    assert forwards("window", 4, COEFFICIENT) == 2
+    assert forwards("exact", 4, 0.0) == 2
+    assert forwards("exact", 8, COEFFICIENT) == 1
+
+
+def test_the_convention_is_part_of_what_is_reported() -> None:
+    observations.clear()
+    for convention in ("mean", "window", "exact"):
+        step(FAMILIES[MIXTRAL], convention, 8, COEFFICIENT)
+    assert [run["router_loss"] for run in observations.recorded()] == ["mean", "window", "exact"]
+
+
+@pytest.mark.zoo
+def test_a_compiled_model_is_stood_in_for_outside_of_its_graph() -> None:
+    head = replace(FAMILIES[MIXTRAL], samples=FAMILIES[MIXTRAL].samples[:8])
+    compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"}
+    with_it, without = (flat(step(head, "exact", 4, each, **compiled).change) for each in (COEFFICIENT, 0.0))
+    wanted = full_batch(head)
+    assert float((with_it - without - wanted).norm() / wanted.norm()) <= LIBRARY
+
+
+def test_in_bfloat16_both_passes_route_alike() -> None:
+    """Two experts may come as near as its eight bits tell; the gradient agrees to its rounding."""
+    head = FAMILIES[MIXTRAL]
+    head = replace(head, build=lambda: FAMILIES[MIXTRAL].build().float(), samples=head.samples[:16])
+    with_it, without = (step(head, "exact", 4, each, bf16=True) for each in (COEFFICIENT, 0.0))
+    moved = with_it.trainer.__dict__[SESSION].router.moved
+    assert moved is not None and float(moved) == 0.0
+    wanted = full_batch(head)
+    found = flat(with_it.change) - flat(without.change)
+    assert float((found - wanted).norm() / wanted.norm()) <= 0.1

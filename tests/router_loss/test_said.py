@@ -1,0 +1,115 @@
+"""What a run says once: a loss that stays a mean, routing that moved between the passes, logits without a graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_accum_fix
+from hf_accum_fix.accumulation.balancing import FUNCTION, LENDER, tally
+from hf_accum_fix.accumulation.router_loss import Convention
+from hf_accum_fix.errors import OptionsError
+from hf_accum_fix.options import ROUTER_LOSSES
+from hf_accum_fix.overrides import SESSION, router_loss_depends_on_the_cut
+from tests.numerics.heads import HEADS, Head
+from tests.numerics.parity import contract_of
+from tests.router_loss.conventions import COEFFICIENT, FAMILIES, step
+
+MIXTRAL = replace(FAMILIES["Mixtral"], samples=FAMILIES["Mixtral"].samples[:8])
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "hf_accum_fix"]
+
+
+def by_layer(gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None) -> torch.Tensor:
+    found = [tally([gate], top_k, attention_mask) for gate in gate_logits]
+    return torch.stack([each.loss(each.counts / each.tokens, each.tokens) for each in found]).mean()
+
+
+def test_a_form_that_is_not_recognised_stays_on_mean(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_module(LENDER), FUNCTION, by_layer)
+    twice = replace(MIXTRAL, samples=[*MIXTRAL.samples, *MIXTRAL.samples])
+    mean = step(twice, "mean", 2, COEFFICIENT, accumulate=4, steps=2, learning_rate=1e-3)
+    assert not said(caplog)
+    exact = step(twice, "exact", 2, COEFFICIENT, accumulate=4, steps=2, learning_rate=1e-3)
+    assert all(torch.equal(mean.change[name], exact.change[name]) for name in mean.change)
+    (line,) = said(caplog)
+    assert "stays the mean over micro-batches and ranks" in line and "another function than E sum F Q" in line
+
+
+@pytest.mark.parametrize("name", ["SwitchTransformersForConditionalGeneration", "BambaForCausalLM"])
+def test_families_of_another_form_stay_on_mean(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Switch's is a mean over samples; Bamba's is a z-loss, linear, and in no output."""
+    head = replace(HEADS[name], router=0.0)
+    mean, exact = (step(head, convention, 4, 0.3) for convention in ("mean", "exact"))
+    assert all(torch.equal(mean.change[name], exact.change[name]) for name in mean.change)
+    assert len(said(caplog)) == contract_of(exact).has_router_loss
+
+
+def test_a_dense_model_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = step(HEADS["llama"], "exact", 2, 0.0).trainer
+    assert not said(caplog) and not trainer.__dict__[SESSION].router.form.pools
+
+
+class Noise:
+    """Noise that no random state of torch's knows: the second pass is not the first."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + torch.randn(output.shape, generator=self.generator, dtype=output.dtype)
+
+
+def noisy() -> Head:
+    def build() -> nn.Module:
+        model = MIXTRAL.build()
+        model.get_input_embeddings().register_forward_hook(Noise())  # type: ignore[operator]
+        return model
+
+    return replace(MIXTRAL, build=build)
+
+
+def test_routing_that_moved_is_reported_once_with_its_size(caplog: pytest.LogCaptureFixture) -> None:
+    head = noisy()
+    head = replace(head, samples=[*head.samples, *head.samples])
+    taken = step(head, "exact", 2, COEFFICIENT, accumulate=4, steps=2, learning_rate=1e-3)
+    (line,) = [each for each in said(caplog) if "routing differed" in each]
+    moved = float(taken.trainer.__dict__[SESSION].router.moved)
+    assert 0.0 < moved < 1.0 and "of a micro-batch's routing differed between the pass that counts it" in line
+    assert float(line.split(": ")[1].split(" ")[0]) <= moved * 1.1
+
+
+def test_logits_without_a_graph_are_said_to_train_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def build() -> nn.Module:
+        model = MIXTRAL.build()
+        for module in model.modules():
+            if type(module).__name__ == "MixtralTopKRouter":
+                module.register_forward_hook(lambda module, args, output: (output[0].detach(), *output[1:]))
+        return model
+
+    step(replace(MIXTRAL, build=build), "exact", 2, COEFFICIENT)
+    assert sum("trains nothing" in line for line in said(caplog)) == 1
+
+
+def test_the_option_is_one_of_three() -> None:
+    with pytest.raises(OptionsError, match="'mean', 'window', 'exact'"):
+        hf_accum_fix.apply(router_loss="global")
+    assert hf_accum_fix.active_handle() is None
+    assert tuple(convention.value for convention in Convention) == ROUTER_LOSSES
+
+
+def test_who_cuts_by_length_can_ask_whether_that_changes_the_loss() -> None:
+    def answer(head: Head, convention: str) -> bool:
+        return router_loss_depends_on_the_cut(step(head, convention, 4, COEFFICIENT).trainer.__dict__[SESSION])
+
+    assert [answer(MIXTRAL, convention) for convention in ("mean", "window", "exact")] == [True, True, False]
+    assert not answer(HEADS["llama"], "mean") and not answer(HEADS["llama"], "exact")

@@ -1,0 +1,35 @@
+"""The same on two gloo ranks under torchrun: the counts of both ride in the one collective of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.router_loss.conventions import FAMILIES, SIZES, TWIN
+from tests.router_loss.table import errors
+
+EVERYDAY = ("Mixtral 1", "Mixtral 8", "Qwen3-MoE, declared false 8")
+
+
+def check(rows: list[dict[str, object]]) -> None:
+    for row in rows:
+        error, value = row["error"], row["value"]
+        assert isinstance(error, dict) and isinstance(value, dict)
+        assert error["exact"] <= TWIN, row
+        assert abs(value["exact"] - 1) <= TWIN, row
+        assert min(error["stock"], error["mean"], error["window"]) > 1e-2, row
+
+
+@pytest.mark.timeout(600)
+def test_exact_is_the_full_batch_of_both_ranks(tmp_path: Path) -> None:
+    rows = errors(2, EVERYDAY, tmp_path / "rows.json")
+    assert [f"{row['family']} {row['per_device']}" for row in rows] == [*EVERYDAY]
+    check(rows)
+
+
+@pytest.mark.zoo
+@pytest.mark.timeout(1800)
+def test_every_family_and_cut(tmp_path: Path) -> None:
+    cases = [f"{family} {size}" for family in FAMILIES for size in SIZES]
+    check(errors(2, [case for case in cases if case not in EVERYDAY], tmp_path / "rows.json"))
