@@ -875,11 +875,12 @@ def training_step(
     def set_loss(loss: Tensor, **backward_kwargs: Any) -> Any:
         if micro_batch.loss is None:
             return original_backward(loss, **backward_kwargs)
-        right = _set_loss(trainer, session, micro_batch, window)
-        micro_batch.reported = right.detach()
+        micro_loss, divisor = _share_of_window(trainer, session, micro_batch, window)
+        micro_batch.reported = micro_loss.detach() / divisor
         if window.steps_run == 0:
-            _announce(trainer, session, window, passed=loss, right=right)
-        return original_backward(right * engine_divisor(accelerator, backward_kwargs), **backward_kwargs)
+            _announce(trainer, session, window, passed=loss, right=micro_batch.reported)
+        rest = engine_divisor(accelerator, backward_kwargs) / divisor
+        return original_backward(micro_loss if rest == 1 else micro_loss * rest, **backward_kwargs)
 
     try:
         with (
@@ -928,16 +929,21 @@ def _reduced_in_the_last(trainer: Any, window: Window, model: nn.Module) -> Iter
         yield
 
 
-def _set_loss(trainer: Any, session: Session, micro_batch: MicroBatch, window: Window) -> Tensor:
-    """This micro-batch's share: summed over the window, averaged over ranks, it is the global batch's loss."""
+def _share_of_window(
+    trainer: Any, session: Session, micro_batch: MicroBatch, window: Window
+) -> tuple[Tensor, int]:
+    """This micro-batch's loss, and by what it is to be divided, here or by the engine.
+
+    Summed over the window and averaged over ranks the quotient is the global batch's loss.
+    """
     contract = session.contract
     assert micro_batch.loss is not None and contract is not None
     owned = contract.owned_by_trainer and not micro_batch.base_called
     if micro_batch.weightless and not micro_batch.base_called:
-        return micro_batch.loss * 0.0
+        return micro_batch.loss * 0.0, 1
     if owned and (contract.by_number or _scales_itself(trainer)):
-        return micro_batch.loss
-    return micro_batch.loss / len(window.batches)
+        return micro_batch.loss, 1
+    return micro_batch.loss, len(window.batches)
 
 
 def _scales_itself(trainer: Any) -> bool:
