@@ -113,19 +113,22 @@ class Items:
             return result
         if result[self.keys[0]].is_floating_point() or result[self.keys[0]].dtype is torch.bool:
             return result
-        found = self.targets(inputs)
-        allowed = torch.ones_like(found)
-        if self.mask is not None and isinstance(inputs.get(self.mask), Tensor):
-            allowed = inputs[self.mask] != 0
-        if self.shift:
-            allowed = allowed.clone()
-            allowed[..., 0] = False
-        first_allowed = torch.zeros_like(found).flatten()
-        first_allowed = first_allowed.scatter(0, allowed.flatten().to(torch.uint8).argmax(dim=0, keepdim=True), True)
-        place = first_allowed.view_as(found) & ~found.any()
+        found, place = self.targets(inputs).any(), self._first_place(inputs)
         for key in self.keys:
-            result[key] = torch.where(place, 1 if self.ignore_index == 0 else 0, result[key])
+            flat = result[key].flatten()
+            target = torch.where(found, flat.gather(0, place), 1 if self.ignore_index == 0 else 0)
+            result[key] = flat.scatter(0, place, target).view_as(result[key])
         return result
+
+    def _first_place(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Where a target may stand, as a flat index [1]."""
+        value = inputs[self.keys[0]]
+        if self.mask is None or not isinstance(inputs.get(self.mask), Tensor):
+            return torch.full((1,), int(self.shift and value.shape[-1] > 1), device=value.device)
+        allowed: Tensor = inputs[self.mask] != 0
+        if self.shift:
+            allowed[..., 0] = False
+        return allowed.flatten().to(torch.uint8).argmax(dim=0, keepdim=True)
 
     def __str__(self) -> str:
         if not self.keys:
