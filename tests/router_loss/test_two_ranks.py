@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.launch import torchrun
 from tests.router_loss.conventions import FAMILIES, SIZES, TWIN
 from tests.router_loss.table import errors
 
@@ -33,3 +34,10 @@ def test_exact_is_the_full_batch_of_both_ranks(tmp_path: Path) -> None:
 def test_every_family_and_cut(tmp_path: Path) -> None:
     cases = [f"{family} {size}" for family in FAMILIES for size in SIZES]
     check(errors(2, [case for case in cases if case not in EVERYDAY], tmp_path / "rows.json"))
+
+
+@pytest.mark.parametrize("forward", [pytest.param(5, id="recognising"), pytest.param(8, id="counting")])
+def test_a_rank_that_fails_before_the_collective_stops_the_other(forward: int) -> None:
+    out = torchrun("tests.router_loss.failing_rank", str(forward), timeout=120).stdout
+    assert "rank 1 raised ValueError: out of luck" in out
+    assert "rank 0 raised RankError: rank 0 stops, because of rank 1: ValueError: out of luck" in out
