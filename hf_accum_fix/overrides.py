@@ -182,7 +182,7 @@ def _whole_windows(trainer: Any, options: Options) -> Iterator[None]:
     """Hand the loop whole windows, where its release or a stream would let the end of an epoch leak or be lost."""
     module = sys.modules[Trainer.__module__]
     original_loader, original_skip = trainer.get_train_dataloader, module.skip_first_batches
-    counts_windows = hasattr(Trainer, "get_batch_samples")
+    counts_windows = _counts_windows()
     loses_the_rest = is_present("epoch-tail-not-trained", transformers.__version__) or not counts_windows
 
     def opened(window: list[Any]) -> None:
@@ -470,7 +470,7 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
     # A forward through DDP without gradient would switch off the next one's buffer sync.
     module: nn.Module = inside_ddp(model) or model
     compute_loss = _compute_loss_of(trainer)
-    hands_number = compute_loss is not None and has_parameter(compute_loss, "num_items_in_batch")
+    hands_number = compute_loss is not None and _hands_number(compute_loss)
     if not all(isinstance(batch, Mapping) for batch in window):
         reason = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
         return LossContract(Reduction.PLAIN, owned_by_trainer=compute_loss is not None, reason=reason)
@@ -566,6 +566,16 @@ def _without_sharing(value: Any) -> Any:
     return value
 
 
+def _counts_windows() -> bool:
+    """Whether the release's Trainer counts the items of a window, and hands the number on: 4.46 and later."""
+    return hasattr(Trainer, "get_batch_samples")
+
+
+def _hands_number(compute_loss: Callable[..., Any]) -> bool:
+    """Whether the release's Trainer hands a ``compute_loss`` of the trainer's own the number."""
+    return _counts_windows() and has_parameter(compute_loss, "num_items_in_batch")
+
+
 def _accepts_number(trainer: Any) -> bool:
     """Whether the release's Trainer would hand its model the number; releases before 4.46 know of none."""
     return bool(getattr(trainer, "model_accepts_loss_kwargs", False))
@@ -656,7 +666,7 @@ def _forward_alone(trainer: Any, session: Session, module: nn.Module, steps: int
         if session.router is not None:
             session.router.form = None
     compute_loss = session.counting_loss[1]
-    takes_number = compute_loss is not None and has_parameter(compute_loss, "num_items_in_batch")
+    takes_number = compute_loss is not None and _hands_number(compute_loss)
     number = torch.ones((), device=trainer.args.device)
 
     def forward(inputs: Any) -> Tensor:

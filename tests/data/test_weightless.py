@@ -11,7 +11,7 @@ import pytest
 import torch.nn.functional as F
 
 from hf_accum_fix.accumulation.window import Weightless
-from tests.numerics.heads import HEADS, Batch, Head, Sample
+from tests.numerics.heads import HEADS, Batch, Head, Sample, before
 from tests.numerics.parity import Step, StockRecorder, cut, reference_step, take_step
 
 
@@ -34,7 +34,7 @@ def others(head: Head) -> Step:
 @pytest.mark.parametrize(
     "name",
     ["llama", "bert-mlm", "bert-classes", "no-kwargs", "uses-int", "wav2vec2-ctc-sum", "llama-smoothing",
-     "func-with-mean", "func-with-number"],
+     *([] if before("4.46") else ["func-with-mean", "func-with-number"])],
 )  # fmt: skip
 def test_the_step_is_that_of_the_others(name: str, tmp_path: Path) -> None:
     head = HEADS[name]
@@ -58,6 +58,7 @@ class Own(StockRecorder):
         return (loss, outputs) if return_outputs else loss
 
 
+@pytest.mark.skipif(before("4.46"), reason="a release that hands nobody the count")
 def test_a_trainer_that_owns_its_loss(tmp_path: Path) -> None:
     head = HEADS["bert-mlm"]
     step = take_step(with_a_weightless_one(head), head.samples, 1, 8, "apply", tmp_path, trainer_class=Own)
