@@ -171,15 +171,14 @@ class Dealer:
     def _read_lengths(self, dataset: Any, columns: Any, length_column: str) -> Sequence[int]:
         named = self.options.lengths
         if not callable(named):
+            column = named if named is not None else length_column
             for source in (dataset, columns):
-                present = getattr(source, "column_names", None)
-                if present is None or len(source) != len(dataset):
-                    continue
-                column = named if named is not None else length_column
-                if column in present:
+                if column in (getattr(source, "column_names", None) or ()) and len(source) == len(dataset):
                     return source[column]  # type: ignore[no-any-return]
-                if named is None and "input_ids" in present and source.format["type"] != "custom":
-                    return self._lengths_of_lists(source, "input_ids")
+            # A transform makes the sample only when it is asked for.
+            stored = "input_ids" in (getattr(dataset, "column_names", None) or ())
+            if named is None and stored and dataset.format["type"] != "custom":
+                return self._lengths_of_lists(dataset, "input_ids")
         return self._sample_by_sample(dataset)
 
     def _lengths_of_lists(self, dataset: Any, column: str) -> list[int]:
