@@ -91,7 +91,8 @@ def samples_of(options: argparse.Namespace) -> list[list[int]]:
     vocabulary = SIZES[options.size][-1]
     choose = random.Random(options.seed)
     if options.texts == "lognormal":
-        lengths = [min(max(int(choose.lognormvariate(options.mu, options.sigma)), 8), options.longest) for _ in range(count)]
+        drawn = [int(choose.lognormvariate(options.mu, options.sigma)) for _ in range(count)]
+        lengths = [min(max(length, 8), options.longest) for length in drawn]
         return [[choose.randrange(4, vocabulary) for _ in range(length)] for length in lengths]
     if options.texts == "docstrings":
         texts = docstrings()
@@ -99,7 +100,7 @@ def samples_of(options: argparse.Namespace) -> list[list[int]]:
         with Path(options.texts).open(encoding="utf-8") as lines:
             texts = [json.loads(line)[options.column] for line in lines if line.strip()]
     if len(texts) < count:
-        raise SystemExit(f"{len(texts)} texts, but {count} are needed: fewer --windows, or a smaller --batch or --steps")
+        raise SystemExit(f"{len(texts)} texts, but {count} are needed: give fewer --windows, --batch or --steps")
     # Words and marks, hashed: what counts here is how long real texts are.
     words = (re.findall(r"\w+|[^\w\s]", text)[: options.longest] for text in choose.sample(texts, count))
     return [[4 + zlib.crc32(word.encode()) % (vocabulary - 4) for word in text or ["."]] for text in words]
@@ -350,12 +351,13 @@ def times(rows: list[dict[str, Any]], mode: str, base: str, key: str) -> list[fl
 def table(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     """The figures as a Markdown table, with what they were measured on."""
     first = rows[0]
-    head = "| mode | padded/real | slowest rank/ideal | samples/s | x stock | samples/CPU s | x stock | of no padding | "
-    head += "largest micro-batch | most rows | peak MiB | gradient |"
+    head = "| mode | padded/real | slowest rank/ideal | samples/s | x stock | samples/CPU s | x stock | "
+    head += "of no padding | largest micro-batch | most rows | peak MiB | gradient |"
     lines = [
         f"b={options.batch}, G={options.steps}, W={options.ranks}, {options.texts} lengths, {options.size} Llama, "
-        f"{options.dtype}, {'GPU' if options.cuda else 'CPU, one thread a rank'}; transformers {first['transformers']}, "
-        f"torch {first['torch']}, Python {platform.python_version()}; {options.rounds} interleaved rounds of "
+        f"{options.dtype}, {'GPU' if options.cuda else 'CPU, one thread a rank'}; "
+        f"transformers {first['transformers']}, torch {first['torch']}, Python {platform.python_version()}; "
+        f"{options.rounds} interleaved rounds of "
         f"{options.windows} windows after one that warms up; median (least-greatest).",
         "",
         head,

@@ -118,6 +118,9 @@ def cases(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
 
 def main(output: Path) -> None:
     torch.set_num_threads(1)
+    if before("5.0"):
+        # Older releases make their masks in the default dtype, which the least float64 does not fit into.
+        torch.set_default_dtype(torch.float64)
     # Releases before 4.48 read their checkpoints as torch before 2.6 wrote them.
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     dist.init_process_group("gloo")

@@ -265,7 +265,7 @@ def test_answers_are_the_targets_and_pictures_fit(finished: tuple[Path, str], sw
     pictures = (batch["input_ids"] == tokenizer.convert_tokens_to_ids("<image>")).sum(1)
     assert pictures.tolist() == [16] * 4
     assert batch["pixel_values"].shape == (4, 3, 32, 32)
-    assert collate.seen == [0, 1, 2, 3]
+    assert collate.seen == [[0, 1, 2, 3]]
 
 
 def test_a_step_with_foreign_samples_is_noticed(sweep: ModuleType) -> None:
