@@ -55,11 +55,16 @@ class Dealer:
     Args:
         options: what the user decided.
         progress: show a bar while lengths are read.
+
+    Attributes:
+        real, as_they_come, dealt: tokens of the windows so far: without padding, as stock would have padded them, and
+            as they were padded.
     """
 
     def __init__(self, options: BalanceOptions, *, progress: bool = True) -> None:
         self.options = options
         self._progress = progress
+        self.real = self.as_they_come = self.dealt = 0
         self._read: tuple[Any, list[int]] | None = None
         self._said_too_long = False
 
@@ -127,7 +132,13 @@ class Dealer:
             max_tokens=limit,
             lockstep=lockstep,
         )
-        largest = max(padded_tokens(lengths, micro_batch) for own in plan for micro_batch in own) if limit else 0
+        padded = [padded_tokens(lengths, micro_batch) for own in plan for micro_batch in own]
+        places = iter(range(len(lengths)))
+        stock = (list(islice(places, len(batch))) for batch in batches)
+        self.real += sum(lengths)
+        self.as_they_come += sum(padded_tokens(lengths, micro_batch) for micro_batch in stock)
+        self.dealt += sum(padded)
+        largest = max(padded)
         if limit is not None and largest > limit and not self._said_too_long:
             self._said_too_long = True
             logger.warning(

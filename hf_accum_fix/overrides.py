@@ -159,6 +159,7 @@ def train(
     if session.empty_windows is not None and int(session.empty_windows):
         _warn_empty(session)
     _note_routing(trainer, session)
+    _tell_saved(trainer)
     return result
 
 
@@ -273,6 +274,18 @@ def _dealt(trainer: Any, loader: Any, options: Options) -> Any:
         lockstep=waits_every_micro_batch(trainer.accelerator),
         length_column=getattr(args, "length_column_name", None) or "length",
         columns=trainer.train_dataset,
+    )
+
+
+def _tell_saved(trainer: Any) -> None:
+    """What dealing brought, in padded tokens, at the end of a training."""
+    dealer = trainer.__dict__.get(DEALER)
+    if dealer is None or not dealer.real or trainer.args.process_index > 0:
+        return
+    logger.info(
+        "balance_windows: %.3f padded tokens for a real one; as they come the windows would have had %.3f",
+        dealer.dealt / dealer.real,
+        dealer.as_they_come / dealer.real,
     )
 
 
