@@ -112,6 +112,7 @@ def _fewest_tokens(ascending: Sequence[int], count: int, cap: int, max_rows: int
     Monge property and applications", 1994 (the price and the crossing).
     """
     first = _first_rows(ascending, cap, max_rows)
+    expires = [bisect_left(first, row + 1) + 1 for row in range(len(first))]
     few: list[int] | None = None
     across: list[int] | None
     many = list(range(1, len(ascending) + 1))  # what no price at all leads to
@@ -121,7 +122,7 @@ def _fewest_tokens(ascending: Sequence[int], count: int, cap: int, max_rows: int
     low, high = 0, dearest + 1
     price, unit = dearest if _fewest_runs(first) == count else _likely_price(ascending, count), 1
     for attempt in itertools.count(1):
-        found = _priced(ascending, first, price, unit)
+        found = _priced(ascending, expires, price, unit)
         if len(found) == count:
             return found
         if len(found) < count:
@@ -179,30 +180,34 @@ def _tightest_cap(ascending: Sequence[int], count: int, max_rows: int) -> int:
     return low
 
 
-def _priced(ascending: Sequence[int], first: Sequence[int], price: int, unit: int) -> list[int]:
+def _priced(ascending: Sequence[int], expires: Sequence[int], price: int, unit: int) -> list[int]:
     """Ends of the runs that are cheapest where a token costs ``unit`` and a run ``price``.
 
     The cheapest start of a run moves rightwards with its end. A candidate start is kept with the end from which it
     beats the one before it, be it that it is cheaper or that the other may no longer be reached.
+
+    Args:
+        ascending: the lengths.
+        expires: for every row the first end that a run from it may no longer have.
+        price: of a run.
+        unit: of a token.
     """
     total = len(ascending)
     cheapest, start_of = [0] * (total + 1), [0] * (total + 1)
-    expires = [bisect_left(first, row + 1) + 1 for row in range(total)]
     starts, beats_from, head = [0], [0], 0
-    for end in range(1, total + 1):
+    for end, longest in enumerate(ascending, start=1):
         while head + 1 < len(starts) and beats_from[head + 1] <= end:
             head += 1
         start = starts[head]
-        value = cheapest[start] + (end - start) * ascending[end - 1] * unit + price
+        value = cheapest[start] + (end - start) * longest * unit + price
         cheapest[end], start_of[end] = value, start
         if end == total:
             break
         while True:
             last = starts[-1]
+            # The length from which a start at ``end`` is as cheap as one at ``last``, and the end that has it.
             worth = -((cheapest[last] - value) // ((end - last) * unit))
-            from_end = bisect_left(ascending, worth, end) + 1
-            if from_end > expires[last]:
-                from_end = expires[last]
+            from_end = min(bisect_left(ascending, worth, end) + 1, expires[last])
             if from_end > beats_from[-1] or len(starts) - head == 1:
                 break
             starts.pop()
