@@ -62,5 +62,12 @@ def test_batch_rebalance_resumes_in_its_own_order(rows: Any) -> None:
     assert rows["batch_rebalance resumed"]["error"] == 0.0
 
 
+@pytest.mark.skipif(before("5.17"), reason="older releases shard on a GPU alone")
+def test_sharded_it_is_dealt_slot_by_slot(rows: Any) -> None:
+    row = rows["fsdp2"]
+    assert row["wrapped"].startswith("FSDP") and row["in lockstep"], row
+    assert row["error"] <= 1e-5 and row["same samples"] and row["windows"] == 9 and row["padded"] < 1, row
+
+
 def test_a_dispatched_stream_is_refused_on_every_rank(rows: Any) -> None:
     assert "dispatch_batches=False" in rows["dispatched stream"]["raised"]

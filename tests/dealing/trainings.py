@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,11 @@ class Run:
         return float((one - two).norm() / two.norm())
 
 
+def whole(value: Any) -> Tensor:
+    """A parameter that may be sharded, all of it, on every rank."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value  # type: ignore[no-any-return]
+
+
 def train(
     output: Path,
     *,
@@ -114,6 +119,7 @@ def train(
     checkpoint: Path | None = None,
     patched: bool = True,
     rows: int = ROWS,
+    prepare: Callable[[Any], object] = lambda args: None,
     **arguments: Any,
 ) -> Run:
     """Three epochs in the Trainer's own order, with the patch on."""
@@ -128,6 +134,7 @@ def train(
 
     given: dict[str, Any] = {"num_train_epochs": 3, "max_steps": 3 * WINDOWS if stream else -1, "learning_rate": 1e-2}
     args = training_arguments(output, rows, STEPS, **{**given, **arguments})
+    prepare(args)
     data: Any = Numbered(count)
     with hf_accum_fix.apply(balance_windows=balance) if patched else contextlib.nullcontext():
         model = made.build()
@@ -136,6 +143,6 @@ def train(
             model=model, args=args, train_dataset=Stream(data.rows) if stream else data, data_collator=collate
         )
         trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-    end = trainable(model)
+    end = {name: whole(value) for name, value in trainable(model).items()}
     in_epoch = MICRO_BATCHES - bool(arguments.get("dataloader_drop_last"))
     return Run({name: end[name] - start[name] for name in start}, batches, in_epoch, trainer)

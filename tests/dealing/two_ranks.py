@@ -1,6 +1,6 @@
 """Run by torchrun on two gloo ranks: dealt windows beside the full batch and beside windows as they come; JSON.
 
-torchrun --nproc_per_node 2 -m tests.dealing.two_ranks OUTPUT.json
+torchrun --nproc_per_node 2 -m tests.dealing.two_ranks OUTPUT.json [CASE ...]
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 
 import hf_accum_fix
+from hf_accum_fix.dealing import waits_every_micro_batch
 from hf_accum_fix.errors import AccumFixError
 from tests.dealing.trainings import BALANCE, Run, dealt, train
 from tests.numerics.heads import HEADS, before
@@ -76,6 +80,31 @@ def resumed(folder: Path, saved: int, **more: Any) -> dict[str, Any]:
     }
 
 
+def sharded(folder: Path) -> dict[str, Any]:
+    """Under FSDP2, whose ranks wait for one another in every micro-batch."""
+
+    def on_the_cpu(args: Any) -> None:
+        # accelerate shards on devices alone; from here on it is its own code, on the CPU.
+        args.device  # noqa: B018 - it is set up when it is asked for
+        PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+
+    more: dict[str, Any] = {"head": "llama", "world_size": 2, "ddp_backend": "gloo", "prepare": on_the_cpu}
+    more |= {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}}
+    runs = []
+    for balance in (False, True):
+        AcceleratorState._reset_state()
+        runs.append(train(folder, balance=balance, **more))
+    as_they_come, found = runs
+    return {
+        "error": found.error(as_they_come),
+        "wrapped": type(found.trainer.model_wrapped).__name__,
+        "windows": len(found.windows),
+        "in lockstep": waits_every_micro_batch(found.trainer.accelerator),
+        "same samples": of_all_ranks(found) == of_all_ranks(as_they_come),
+        "padded": padded(found) / padded(as_they_come),
+    }
+
+
 def of_all_ranks(run: Run) -> list[list[int]]:
     """The samples of every window, of both ranks together."""
     gathered: list[Any] = [None, None]
@@ -113,6 +142,8 @@ def cases(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         own = {"train_sampling_strategy": "batch_rebalance", "head": "llama", "balance": False}
         found["batch_rebalance resumed"] = lambda: resumed(folder / "own", 4, **own)
         found["batch_rebalance resumed, stock"] = lambda: resumed(folder / "stock", 4, patched=False, **own)
+        # The last one: it changes what accelerate takes this machine for.
+        found["fsdp2"] = lambda: sharded(folder)
     return found
 
 
@@ -127,7 +158,10 @@ def main(output: Path) -> None:
     folders: list[Any] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)
     rows = {}
+    chosen = sys.argv[2:]
     for name, run in cases(Path(folders[0])).items():
+        if chosen and name not in chosen:
+            continue
         pass_over_imports()
         rows[name] = run()
     if dist.get_rank() == 0:
