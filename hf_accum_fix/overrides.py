@@ -61,7 +61,8 @@ logger = logging.getLogger("hf_accum_fix")
 SESSION = "_hf_accum_fix_session"
 STATE_KEY = "hf_accum_fix"
 
-#: Where a trainer keeps the lengths that were read of its samples, from one train() to the next.
+#: Where a trainer keeps what deals its windows, with the lengths that it read, from one train() to the next; None there
+#: leaves its windows as they are.
 DEALER = "_hf_accum_fix_dealer"
 
 #: Windows that are observed before an inconclusive contract is taken as it is.
@@ -265,8 +266,10 @@ def _dealt(trainer: Any, loader: Any, options: Options) -> Any:
             "mended all the same",
         )
         return loader
-    dealer = trainer.__dict__.get(DEALER)
-    if dealer is None or dealer.options != options.balance_windows:
+    dealer = trainer.__dict__.get(DEALER, _ABSENT)
+    if dealer is None:
+        return loader
+    if dealer is _ABSENT or dealer.options != options.balance_windows:
         dealer = trainer.__dict__[DEALER] = Dealer(options.balance_windows, progress=not args.disable_tqdm)
     return dealer.around(
         loader,

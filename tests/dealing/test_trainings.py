@@ -16,7 +16,15 @@ from hf_accum_fix.options import BalanceOptions, Options
 from hf_accum_fix.trainer import GlobalBatchTrainer
 from tests.dealing.trainings import BALANCE, KINDS, dealt, length_of, train
 from tests.numerics.heads import HEADS
-from tests.numerics.parity import ClassRecorder, StockRecorder, contract_of, cut, reference_step, take_step
+from tests.numerics.parity import (
+    ClassRecorder,
+    StockRecorder,
+    contract_of,
+    cut,
+    reference_step,
+    take_step,
+    training_arguments,
+)
 
 
 class DealtClass(ClassRecorder):
@@ -186,3 +194,14 @@ def test_what_it_brought_is_said_at_the_end(tmp_path: Path, caplog: pytest.LogCa
 def test_the_trainer_is_left_as_it_was(tmp_path: Path) -> None:
     run = train(tmp_path, balance=True)
     assert run.trainer.get_train_dataloader.__func__ is Trainer.get_train_dataloader
+
+
+def test_verify_rehearses_its_own_cuts(tmp_path: Path) -> None:
+    head = HEADS["bert-mlm"]
+    with hf_accum_fix.apply(balance_windows=True):
+        args = training_arguments(tmp_path, 2, 4)
+        trainer = Trainer(model=head.build(), args=args, train_dataset=[*head.samples], data_collator=head.batch)
+        report = hf_accum_fix.verify(trainer)
+        assert "exact to the floor for 4 cuts" in str(report)
+        trainer.train()
+    assert trainer.state.global_step == 1
