@@ -49,6 +49,12 @@ def unfit(contract: LossContract) -> str | None:
     return None
 
 
+def is_dealt(loader: Any) -> bool:
+    """Whether a loader's windows are dealt."""
+    samplers = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
+    return isinstance(loader, RedealtLoader) or any(isinstance(each, DealtBatches) for each in samplers)
+
+
 class Dealer:
     """Deals the windows of a training's dataloaders; reads lengths once and keeps them.
 

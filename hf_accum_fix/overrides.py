@@ -65,6 +65,8 @@ STATE_KEY = "hf_accum_fix"
 #: leaves its windows as they are.
 DEALER = "_hf_accum_fix_dealer"
 
+_ABSENT = object()
+
 #: Windows that are observed before an inconclusive contract is taken as it is.
 _ATTEMPTS = 3
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,9 +16,12 @@ from accelerate.data_loader import BatchSamplerShard, prepare_data_loader, skip_
 from accelerate.utils import DistributedType
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
+import hf_accum_fix
 from hf_accum_fix.dealing import Dealer, DealtBatches, Samples, waits_every_micro_batch
+from hf_accum_fix.duplicates import WithoutDuplicates
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import BalanceOptions
+from tests.numerics.heads import HEADS
 
 QUIET = {"progress": False}
 
@@ -312,4 +314,43 @@ def test_a_hand_written_loop_deals_its_own_loader() -> None:
     dealer = Dealer(BalanceOptions(), **QUIET)
     dealt = dealer.around(loader, 4, lockstep=waits_every_micro_batch(accelerator))
     assert windows_of([numbers(batch) for batch in dealt], 4) == windows_of(stock, 4)
-    assert copy.copy(dealer).options == BalanceOptions()
+    assert dealer.real <= dealer.dealt < dealer.as_they_come
+
+
+def test_a_loop_over_accumulation_windows_takes_the_full_batch_step() -> None:
+    """Dealt before it is handed over, in a loop of one's own; the head returns its own mean."""
+    head = HEADS["bert-mlm"]
+    model = head.build()
+    wanted = torch.autograd.grad(head.reference_loss(model, head.batch(head.samples)), [*used(model)])
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    loader = accelerator.prepare(DataLoader(list(head.samples), batch_size=2, collate_fn=head.batch))
+    loader = Dealer(BalanceOptions(), **QUIET).around(loader, 4)
+    [window] = list(loop_once(loader, accelerator, model))
+    assert len({len(batch["labels"]) for batch in window}) > 1
+    for parameter, gradient in zip(used(model), wanted, strict=True):
+        assert parameter.grad is not None
+        assert torch.allclose(parameter.grad, gradient, rtol=1e-12, atol=1e-15)
+
+
+def used(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [p for name, p in model.named_parameters() if "pooler" not in name]
+
+
+def loop_once(loader: Any, accelerator: Any, model: torch.nn.Module) -> Iterator[list[Any]]:
+    """One epoch of backward passes; the micro-batches of each window."""
+    for window in hf_accum_fix.accumulation_windows(loader, accelerator):
+        run = []
+        for batch in window:
+            with window.micro_batch(model):
+                accelerator.backward(window.loss(model, batch))
+            run.append(batch)
+        yield run
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_repeated_samples_are_not_dropped_where_they_may_be_anywhere(stream: bool) -> None:
+    rows = texts(30)
+    loader = Dealer(BalanceOptions(), **QUIET).around(prepared_stream(rows) if stream else prepared(rows, ranks=2), 4)
+    WithoutDuplicates(loader, False, print).check()
+    with pytest.raises(UnsupportedSetupError, match="windows that are dealt by length"):
+        WithoutDuplicates(loader, True, print).check()
