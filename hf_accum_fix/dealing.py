@@ -20,7 +20,7 @@ from typing import Any
 import wrapt
 from accelerate import PartialState
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import gather_object
 from torch.utils.data import BatchSampler, IterableDataset
 from tqdm.auto import tqdm
 
@@ -33,13 +33,6 @@ logger = logging.getLogger("hf_accum_fix")
 
 #: Rows of a column that are read at once.
 _ROWS_AT_ONCE = 10_000
-
-
-def waits_every_micro_batch(accelerator: Any) -> bool:
-    """Whether the ranks wait for one another in every micro-batch (FSDP, ZeRO-2 and -3), not once a window (DDP)."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return bool(accelerator.state.deepspeed_plugin.zero_stage >= 2)
-    return bool(accelerator.distributed_type == DistributedType.FSDP)
 
 
 def unfit(contract: LossContract) -> str | None:
@@ -88,7 +81,7 @@ class Dealer:
         Args:
             loader: a torch DataLoader, prepared by accelerate or not.
             steps: G, micro-batches of a window on each rank.
-            lockstep: the ranks wait for one another in every micro-batch; see `waits_every_micro_batch`.
+            lockstep: the ranks wait for one another in every micro-batch; see `engine.waits_every_micro_batch`.
             length_column: a column that is taken for the lengths where the options name none and there is one.
             columns: a dataset with the same rows to look for that column in, where the loader's has lost it.
 

@@ -46,9 +46,9 @@ from hf_accum_fix.accumulation.router_loss import Convention, Form, Forward, Rou
 from hf_accum_fix.accumulation.share import loss_among, share_of
 from hf_accum_fix.accumulation.whole_windows import Blank, WholeWindows, without_blanks
 from hf_accum_fix.accumulation.window import Items, Weightless, count_dtype, mean_item_count, total_items
-from hf_accum_fix.dealing import Dealer, RedealtLoader, unfit, waits_every_micro_batch
+from hf_accum_fix.dealing import Dealer, RedealtLoader, unfit
 from hf_accum_fix.duplicates import WithoutDuplicates
-from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, is_sharded
+from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, is_sharded, waits_every_micro_batch
 from hf_accum_fix.errors import ContractError, RankError, SeamError, UnsupportedSetupError
 from hf_accum_fix.loss_log import LossLog
 from hf_accum_fix.options import BalanceOptions, Options, enabled
