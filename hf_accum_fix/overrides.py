@@ -312,8 +312,8 @@ def _not_dispatching(trainer: Any, options: Options) -> Iterator[None]:
         yield
 
 
-def _check_dealing(trainer: Any, session: Session, contract: LossContract, options: Options) -> None:
-    """Refuse a loss that depends on which samples share a micro-batch; warn of a term that does."""
+def _check_dealing(trainer: Any, contract: LossContract, options: Options) -> None:
+    """Refuse a loss that depends on which samples share a micro-batch."""
     if not options.balance_windows:
         return
     reason = unfit(contract)
@@ -321,12 +321,6 @@ def _check_dealing(trainer: Any, session: Session, contract: LossContract, optio
         raise UnsupportedSetupError(
             f"balance_windows: {_head_name(trainer)}: {reason}. Dealing samples by length would change such a loss; "
             "needed is a loss that is a mean over items or a sum, or balance_windows=False"
-        )
-    if contract.has_router_loss:
-        session.warn_once(
-            "router loss of dealt windows",
-            f"balance_windows: {_head_name(trainer)} has a router loss, averaged over micro-batches; micro-batches of "
-            "one length each lead it further from the global batch's",
         )
 
 
@@ -399,6 +393,12 @@ def _open_window(
     )
     if contract.items is not None and batches:
         _note_empty(session, window.total)
+    if options.balance_windows and router_loss_depends_on_the_cut(session):
+        session.warn_once(
+            "router loss of dealt windows",
+            f"balance_windows: {_head_name(trainer)} has a router loss that depends on the cut; micro-batches of about "
+            "one length each lead it further from the global batch's: take router_loss='exact'",
+        )
     return window
 
 
@@ -514,7 +514,7 @@ def _settle_contract(
     session.contract = found
     if not found.conclusive and session.attempts < _ATTEMPTS:
         return found
-    _check_dealing(trainer, session, found, options)
+    _check_dealing(trainer, found, options)
     head = _head_name(trainer)
     if found.reduction is Reduction.PLAIN:
         if found.owned_by_trainer and _scales_itself(trainer):

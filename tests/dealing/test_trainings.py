@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,17 @@ def test_a_router_loss_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFix
     for balance in (False, True):
         with hf_accum_fix.apply(balance_windows=balance):
             take_step(head, head.samples, 2, 4, "stock", tmp_path)
-        said = [record.message for record in caplog.records if "has a router loss" in record.message]
+        said = [record.message for record in caplog.records if "depends on the cut" in record.message]
         assert len(said) == balance
+
+
+def test_the_exact_router_loss_is_dealt_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    head = HEADS["mixtral"]
+    reference = reference_step(replace(head, router=0.0), [head.samples])
+    with hf_accum_fix.apply(balance_windows=True, router_loss="exact"):
+        step = take_step(head, head.samples, 2, 4, "stock", tmp_path)
+    assert step.error(reference) <= head.tolerance
+    assert not [record.message for record in caplog.records if "depends on the cut" in record.message]
 
 
 def test_off_by_default_and_what_is_given_is_checked() -> None:
