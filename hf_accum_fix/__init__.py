@@ -23,7 +23,7 @@ from hf_accum_fix.errors import (
     UnsupportedSetupError,
     UnsupportedVersionError,
 )
-from hf_accum_fix.options import Options
+from hf_accum_fix.options import BalanceOptions, Options
 
 if TYPE_CHECKING:
     from hf_accum_fix.accumulation.contract import LossContract, Reduction
@@ -39,6 +39,7 @@ __all__ = [
     "AccumFixError",
     "AccumulationWindow",
     "AccumulationWindows",
+    "BalanceOptions",
     "ContractError",
     "ForeignPatchError",
     "GlobalBatchMixin",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_accum_fix.errors import ForeignPatchError, OptionsError, SeamError
 from hf_accum_fix.observations import recorded
-from hf_accum_fix.options import SWITCH, Options, enabled
+from hf_accum_fix.options import SWITCH, BalanceOptions, Options, enabled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -178,6 +178,7 @@ def apply(
     eval_loss: bool = False,
     drop_duplicates: bool = False,
     router_loss: str = "mean",
+    balance_windows: bool | BalanceOptions = False,
 ) -> PatchHandle:
     """Patch transformers.Trainer, for every subclass there is or will be.
 
@@ -194,6 +195,8 @@ def apply(
             rank has as many; off by default, because stock counts them twice, too.
         router_loss: what the load-balancing loss of a mixture of experts is: "mean", over micro-batches and ranks;
             "window", by the running counts of the window; "exact", that of the whole global batch, by one more forward.
+        balance_windows: deal the samples of a global batch into micro-batches by length: the same gradient, with
+            almost nothing padded. True, or `BalanceOptions`; off by default.
 
     Returns:
         The handle: revert(), or a with block, takes the patch back.
@@ -209,7 +212,7 @@ def apply(
     from hf_accum_fix.upstream.environment import detect
     from hf_accum_fix.upstream.plan import make_plan
 
-    options = Options(contract, allow_foreign, eval_loss, drop_duplicates, router_loss)
+    options = Options(contract, allow_foreign, eval_loss, drop_duplicates, router_loss, balance_windows)
     if not enabled():
         _LOG.info("hf-accum-fix is switched off by %s: transformers.Trainer stays as it is", SWITCH)
         return PatchHandle(options, make_plan(detect(), options), off=True)

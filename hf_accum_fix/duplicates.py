@@ -16,6 +16,7 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, Iter
 from torch import Tensor
 
 from hf_accum_fix.accumulation.window import Weightless, sample_count
+from hf_accum_fix.dealing import is_dealt
 from hf_accum_fix.errors import UnsupportedSetupError
 
 
@@ -106,6 +107,11 @@ class WithoutDuplicates(wrapt.ObjectProxy[Any]):
         """Raise `UnsupportedSetupError` where repeated samples are to be dropped and cannot be counted."""
         if not self._self_drop or isinstance(self.__wrapped__, DataLoaderDispatcher):
             return
+        if is_dealt(self.__wrapped__):
+            raise UnsupportedSetupError(
+                "drop_duplicates with windows that are dealt by length: a repeated sample may be in any micro-batch of "
+                "its window; leave one of the two options out, or use dataloader_drop_last=True without drop_duplicates"
+            )
         if isinstance(self.dataset, IterableDatasetShard) and self.num_workers > 0:
             raise UnsupportedSetupError(
                 f"drop_duplicates with a stream that {self.num_workers} workers read: how often it repeats samples is "

@@ -27,6 +27,13 @@ def is_sharded(accelerator: Any) -> bool:
     return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
+def waits_every_micro_batch(accelerator: Any) -> bool:
+    """Whether the ranks wait for one another in every micro-batch (FSDP, ZeRO-2 and -3), not once a window (DDP)."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return bool(accelerator.state.deepspeed_plugin.zero_stage >= 2)
+    return is_sharded(accelerator)
+
+
 def inputs_are_rounded(accelerator: Any) -> bool:
     """Whether the engine rounds the floating-point inputs of a forward, the number among them, to 16 bits.
 

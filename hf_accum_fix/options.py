@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hf_accum_fix.errors import OptionsError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hf_accum_fix.accumulation.contract import LossContract
 
 SWITCH: Final = "HF_ACCUM_FIX"
@@ -17,6 +19,43 @@ _OFF: Final = ("0", "off", "false", "no")
 
 #: The conventions of `hf_accum_fix.accumulation.router_loss`, by name, so that importing this needs no torch.
 ROUTER_LOSSES: Final = ("mean", "window", "exact")
+
+
+@dataclass(frozen=True)
+class BalanceOptions:
+    """How the samples of a global batch are dealt into micro-batches by length.
+
+    Attributes:
+        lengths: what a sample's length is: the name of a column that holds it, or a function of a sample as the
+            collator gets it (for a vision-language model: text and image tokens together); None: the number of its
+            ``input_ids``, or the column that ``length_column_name`` of the training arguments names, if there is one.
+        truncated_to: tokens that the collator cuts a sample to; None: it cuts nothing.
+        read_ahead: read every length once before training. Off: the samples are dealt as they are fetched, on each rank
+            among its own alone, and collated in the main process. Streams are always dealt so.
+        max_rows_per_micro_batch: samples of a micro-batch at most, for rows that cost memory whatever their length
+            (images); None: as many as fit.
+        max_tokens_per_micro_batch: samples times the longest of them at most; where a window does not fit, as little
+            above it as it needs. None, or a larger one: the per-device batch size times the window's longest sample.
+
+    Raises:
+        OptionsError: if a limit is no positive number, or lengths neither a name nor a function.
+    """
+
+    lengths: str | Callable[[Any], int] | None = None
+    truncated_to: int | None = None
+    read_ahead: bool = True
+    max_rows_per_micro_batch: int | None = None
+    max_tokens_per_micro_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.lengths is None or isinstance(self.lengths, str) or callable(self.lengths)):
+            raise OptionsError(f"lengths is {self.lengths!r}; needed is a column, a function of a sample, or None")
+        if not isinstance(self.read_ahead, bool):
+            raise OptionsError(f"read_ahead is {self.read_ahead!r}; needed is True or False")
+        for name in ("truncated_to", "max_rows_per_micro_batch", "max_tokens_per_micro_batch"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise OptionsError(f"{name} is {value!r}; needed is a whole number of at least 1, or None")
 
 
 @dataclass(frozen=True)
@@ -33,10 +72,11 @@ class Options:
             many; off, because stock counts them twice, too.
         router_loss: what the load-balancing loss of a mixture of experts is: "mean", over micro-batches and ranks;
             "window", by the running counts of the window; "exact", that of the whole global batch, by one more forward.
+        balance_windows: deal the samples of a global batch into micro-batches by length; True is `BalanceOptions()`.
 
     Raises:
-        OptionsError: if allow_foreign is not a tuple of "module.qualname" strings, a switch is no bool, or router_loss
-            is none of the three.
+        OptionsError: if allow_foreign is not a tuple of "module.qualname" strings, a switch is no bool, router_loss
+            is none of the three, or balance_windows is neither a bool nor `BalanceOptions`.
     """
 
     contract: LossContract | None = None
@@ -44,6 +84,7 @@ class Options:
     eval_loss: bool = False
     drop_duplicates: bool = False
     router_loss: str = "mean"
+    balance_windows: bool | BalanceOptions = False
 
     def __post_init__(self) -> None:
         """Refuse what would be misread later, such as a bare string taken for a sequence of names."""
@@ -59,6 +100,12 @@ class Options:
         if self.router_loss not in ROUTER_LOSSES:
             known = ", ".join(map(repr, ROUTER_LOSSES))
             raise OptionsError(f"router_loss is {self.router_loss!r}; needed is one of {known}")
+        if self.balance_windows is True:
+            object.__setattr__(self, "balance_windows", BalanceOptions())
+        if self.balance_windows is not False and not isinstance(self.balance_windows, BalanceOptions):
+            raise OptionsError(
+                f"balance_windows is {self.balance_windows!r}; needed is True, False or BalanceOptions(...)"
+            )
 
 
 def enabled() -> bool:

@@ -27,6 +27,7 @@ import transformers
 from accelerate.data_loader import DataLoaderStateMixin
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from hf_accum_fix import observations, ranks
@@ -45,11 +46,12 @@ from hf_accum_fix.accumulation.router_loss import Convention, Form, Forward, Rou
 from hf_accum_fix.accumulation.share import loss_among, share_of
 from hf_accum_fix.accumulation.whole_windows import Blank, WholeWindows, without_blanks
 from hf_accum_fix.accumulation.window import Items, Weightless, count_dtype, mean_item_count, total_items
+from hf_accum_fix.dealing import Dealer, RedealtLoader, unfit
 from hf_accum_fix.duplicates import WithoutDuplicates
-from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, is_sharded
+from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, is_sharded, waits_every_micro_batch
 from hf_accum_fix.errors import ContractError, RankError, SeamError, UnsupportedSetupError
 from hf_accum_fix.loss_log import LossLog
-from hf_accum_fix.options import Options, enabled
+from hf_accum_fix.options import BalanceOptions, Options, enabled
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.defects import is_present
 
@@ -58,6 +60,12 @@ logger = logging.getLogger("hf_accum_fix")
 #: Where a trainer keeps its session, and the key that marks its state (and so its checkpoints).
 SESSION = "_hf_accum_fix_session"
 STATE_KEY = "hf_accum_fix"
+
+#: Where a trainer keeps what deals its windows, with the lengths that it read, from one train() to the next; None there
+#: leaves its windows as they are.
+DEALER = "_hf_accum_fix_dealer"
+
+_ABSENT = object()
 
 #: Windows that are observed before an inconclusive contract is taken as it is.
 _ATTEMPTS = 3
@@ -154,6 +162,7 @@ def train(
     if session.empty_windows is not None and int(session.empty_windows):
         _warn_empty(session)
     _note_routing(trainer, session)
+    _tell_saved(trainer)
     return result
 
 
@@ -192,9 +201,12 @@ def _whole_windows(trainer: Any, options: Options) -> Iterator[None]:
         _tell_repeated(trainer, session_of(trainer, options), samples, dropped=options.drop_duplicates)
 
     def get_train_dataloader(*args: Any, **kwargs: Any) -> Any:
-        loader = original_loader(*args, **kwargs)
-        if isinstance(loader, (WholeWindows, WithoutDuplicates)):
+        with _not_dispatching(trainer, options):
+            loader = original_loader(*args, **kwargs)
+        if isinstance(loader, (WholeWindows, WithoutDuplicates, RedealtLoader)):
             return loader
+        _let_epochs_through(loader)
+        loader = _dealt(trainer, loader, options)
         # A loader of the trainer's own, which accelerate did not prepare, repeats nothing.
         if trainer.args.world_size > 1 and isinstance(loader, DataLoaderStateMixin):
             loader = WithoutDuplicates(loader, options.drop_duplicates, repeated)
@@ -204,7 +216,7 @@ def _whole_windows(trainer: Any, options: Options) -> Iterator[None]:
         return WholeWindows(loader, trainer.args.gradient_accumulation_steps, None if counts_windows else opened)
 
     def skip_first_batches(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(dataloader, (WholeWindows, WithoutDuplicates)):
+        if not isinstance(dataloader, (WholeWindows, WithoutDuplicates, RedealtLoader)):
             return original_skip(dataloader, *args, **kwargs)
         return dataloader.around(skip_first_batches(dataloader.__wrapped__, *args, **kwargs))
 
@@ -230,6 +242,85 @@ def _tell_repeated(trainer: Any, session: Session, samples: int, *, dropped: boo
             "an epoch's last micro-batches repeat %d samples, so that every rank has as many, and count them twice; "
             "apply(drop_duplicates=True), or Options(drop_duplicates=True), leaves them out",
             samples,
+        )
+
+
+def _let_epochs_through(loader: Any) -> None:
+    """Let a batch sampler that draws by epoch (batch_rebalance) hear of it behind accelerate's shard of it.
+
+    The Trainer tells it past the shard, but not past what skips the batches of a resumed epoch as well.
+    """
+    shard: Any = getattr(loader, "batch_sampler", None)
+    sampler: Any = getattr(shard, "batch_sampler", None)
+    if hasattr(sampler, "set_epoch") and not hasattr(shard, "set_epoch"):
+        shard.set_epoch = sampler.set_epoch
+
+
+def _dealt(trainer: Any, loader: Any, options: Options) -> Any:
+    """The loader with its windows dealt by length, where that is asked for."""
+    args = trainer.args
+    if not isinstance(options.balance_windows, BalanceOptions) or isinstance(loader, (WholeWindows, RedealtLoader)):
+        return loader
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and not _is_endless(loader):
+        session_of(trainer, options).warn_once(
+            "dealt already",
+            "balance_windows: the dealing is left to train_sampling_strategy='batch_rebalance'; gradient and log are "
+            "mended all the same",
+        )
+        return loader
+    dealer = trainer.__dict__.get(DEALER, _ABSENT)
+    if dealer is None:
+        return loader
+    if dealer is _ABSENT or dealer.options != options.balance_windows:
+        dealer = trainer.__dict__[DEALER] = Dealer(options.balance_windows, progress=not args.disable_tqdm)
+    return dealer.around(
+        loader,
+        args.gradient_accumulation_steps,
+        lockstep=waits_every_micro_batch(trainer.accelerator),
+        length_column=getattr(args, "length_column_name", None) or "length",
+        columns=trainer.train_dataset,
+    )
+
+
+def _tell_saved(trainer: Any) -> None:
+    """What dealing brought, in padded tokens, at the end of a training."""
+    dealer = trainer.__dict__.get(DEALER)
+    if dealer is None or not dealer.real or trainer.args.process_index > 0:
+        return
+    logger.info(
+        "balance_windows: %.3f padded tokens for a real one; as they come the windows would have had %.3f",
+        dealer.dealt / dealer.real,
+        dealer.as_they_come / dealer.real,
+    )
+
+
+@contextmanager
+def _not_dispatching(trainer: Any, options: Options) -> Iterator[None]:
+    """Let each rank read its own stream while its loader is made, as a dispatched one cannot be dealt.
+
+    On one rank that is the same loader. On several the user has to say that every rank may read the stream.
+    """
+    holder = getattr(trainer.accelerator, "dataloader_config", None) or trainer.accelerator
+    stream = isinstance(trainer.train_dataset, IterableDataset)
+    if not options.balance_windows or not stream or holder.dispatch_batches is not None or trainer.args.world_size > 1:
+        yield
+        return
+    session_of(trainer, options).warn_once(
+        "dispatching", "balance_windows: dispatch_batches, the Trainer's default for a stream, is off in this training"
+    )
+    with shadow(holder, "dispatch_batches", False):
+        yield
+
+
+def _check_dealing(trainer: Any, contract: LossContract, options: Options) -> None:
+    """Refuse a loss that depends on which samples share a micro-batch."""
+    if not options.balance_windows:
+        return
+    reason = unfit(contract)
+    if reason is not None:
+        raise UnsupportedSetupError(
+            f"balance_windows: {_head_name(trainer)}: {reason}. Dealing samples by length would change such a loss; "
+            "needed is a loss that is a mean over items or a sum, or balance_windows=False"
         )
 
 
@@ -302,6 +393,12 @@ def _open_window(
     )
     if contract.items is not None and batches:
         _note_empty(session, window.total)
+    if options.balance_windows and router_loss_depends_on_the_cut(session):
+        session.warn_once(
+            "router loss of dealt windows",
+            f"balance_windows: {_head_name(trainer)} has a router loss that depends on the cut; micro-batches of about "
+            "one length each lead it further from the global batch's: take router_loss='exact'",
+        )
     return window
 
 
@@ -417,6 +514,7 @@ def _settle_contract(
     session.contract = found
     if not found.conclusive and session.attempts < _ATTEMPTS:
         return found
+    _check_dealing(trainer, found, options)
     head = _head_name(trainer)
     if found.reduction is Reduction.PLAIN:
         if found.owned_by_trainer and _scales_itself(trainer):

@@ -16,6 +16,7 @@ Every split runs in every mode, from the same weights, over the same samples, wi
     hotfix   LLaMA-Factory's: model_accepts_loss_kwargs = False, so that the Trainer divides by G
     apply    stock under hf_accum_fix.apply()
     trainer  hf_accum_fix.GlobalBatchTrainer
+    balanced apply(balance_windows=True), if --modes names it: the same steps, each dealt into micro-batches by length
 
 Two errors are on show. transformers 4.49.0 adds up the means of the G micro-batches: loss and gradient come out
 G times too large. Dividing by G leaves the mean of the micro-batch means, where a one-word answer alone in its
@@ -62,6 +63,7 @@ if TYPE_CHECKING:  # a wrong option is answered at once: nothing heavy is import
     from datasets import Dataset
 
 MODES = ("stock", "hotfix", "apply", "trainer")
+OFFERED = (*MODES, "balanced")
 # (processes, per-device batch, accumulation): initial and step-100 loss
 PUBLISHED = {
     (4, 16, 2): (6.4, 1.8),
@@ -101,7 +103,7 @@ def read_options(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--steps", type=int, default=20, help="optimizer steps of a cell (published: 100)")
     add("--total-batch", type=int, default=128, help="samples of one optimizer step, over all processes")
-    add("--modes", default=",".join(MODES), help="some of %(default)s")
+    add("--modes", default=",".join(MODES), help=f"some of {','.join(OFFERED)}; default: the first four")
     add("--splits", help="such as 16x2,1x32; default: the published ones that fit the number of processes")
     add("--head", choices=("llava", "bert"), default="llava", help="bert reads digits as 64 words")
     add("--model", help="LLaVA checkpoint, a local folder or a hub id; default: a small one built here")
@@ -123,8 +125,8 @@ def read_options(argv: list[str] | None) -> argparse.Namespace:
             raise BadInputError(f"--{name.replace('_', '-')} is {getattr(options, name)}: give more than zero")
     options.modes = list(dict.fromkeys(options.modes.split(",")))
     for mode in options.modes:
-        if mode not in MODES:
-            raise BadInputError(f"unknown mode '{mode}': --modes takes some of {','.join(MODES)}")
+        if mode not in OFFERED:
+            raise BadInputError(f"unknown mode '{mode}': --modes takes some of {','.join(OFFERED)}")
     options.splits = choose_splits(options.splits, options.total_batch, options.world)
     pretrain = options.stage == "pretrain"
     if options.head == "bert" and (options.model or options.data or options.lora or pretrain):
@@ -485,18 +487,27 @@ def bert_samples(options: argparse.Namespace) -> tuple[Dataset, Collator]:
 
 
 class Collator:
-    """Makes a micro-batch of samples, padded on the right, and remembers which ones this rank was given."""
+    """Makes a micro-batch of samples, padded on the right, and remembers which ones this rank was given.
+
+    Attributes:
+        seen: places in the dataset, micro-batch by micro-batch.
+        padded, real: tokens of all micro-batches, with padding and without.
+    """
 
     def __init__(self, pad: int, image_processor: Any) -> None:
         self.pad, self.image_processor = pad, image_processor
-        self.seen: list[int] = []
+        self.clear()
+
+    def clear(self) -> None:
+        self.seen: list[list[int]] = []
+        self.padded = self.real = 0
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         import torch
         from PIL import Image
         from torch.nn.utils.rnn import pad_sequence
 
-        self.seen += [sample["place"] for sample in samples]
+        self.seen.append([sample["place"] for sample in samples])
         ids = [torch.tensor(sample["input_ids"]) for sample in samples]
         labels = [torch.tensor(sample["labels"]) for sample in samples]
         of_tokens = labels[0].dim() == 1
@@ -505,6 +516,8 @@ class Collator:
             "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], True),
             "labels": pad_sequence(labels, True, IGNORED) if of_tokens else torch.stack(labels),
         }
+        self.padded += batch["input_ids"].numel()
+        self.real += sum(map(len, ids))
         if self.image_processor:
             pictures = [Image.open(path).convert("RGB") for sample in samples for path in sample["images"]]
             batch["pixel_values"] = self.image_processor(pictures, return_tensors="pt")["pixel_values"]
@@ -589,7 +602,7 @@ def run_cell(
     AcceleratorState._reset_state()
     GradientState._reset_state()
     hf.set_seed(options.seed)
-    collate.seen.clear()
+    collate.clear()
     started = time.perf_counter()
     arguments = hf.TrainingArguments(  # new ones for every cell: one release writes into those it is given
         output_dir=str(options.output), per_device_train_batch_size=split.per_device,
@@ -601,7 +614,8 @@ def run_cell(
         ddp_find_unused_parameters=False,
     )
     base = hf_accum_fix.GlobalBatchTrainer if mode == "trainer" else hf.Trainer
-    with hf_accum_fix.apply() if mode == "apply" else contextlib.nullcontext():
+    patched = mode in ("apply", "balanced")
+    with hf_accum_fix.apply(balance_windows=mode == "balanced") if patched else contextlib.nullcontext():
         trainer = type("Cell", (Recorder, base), {})(
             model=initial_model(options, checkpoint), args=arguments, train_dataset=dataset,
             data_collator=collate, on_step=on_step,
@@ -610,19 +624,20 @@ def run_cell(
         if mode == "hotfix":
             trainer.model_accepts_loss_kwargs = False
         trainer.train()
-    check_samples(collate.seen, options)
+    check_samples(collate.seen, split.accumulation, options)
     return {
         "mode": mode, "processes": options.world, **split._asdict(),
-        "seconds": round(time.perf_counter() - started, 1),
+        "seconds": round(time.perf_counter() - started, 1), "padded_over_real": collate.padded / collate.real,
         "losses": trainer.losses, "grad_norms": trainer.grad_norms,
     }
 
 
-def check_samples(seen: list[int], options: argparse.Namespace) -> None:
+def check_samples(seen: list[list[int]], accumulation: int, options: argparse.Namespace) -> None:
     """Proves that every optimizer step had the samples that it has under any other split.
 
     Args:
-        seen: places in the dataset that this rank was given, in order, [steps * total_batch / world].
+        seen: places in the dataset that this rank was given, in order, micro-batch by micro-batch.
+        accumulation: micro-batches of a step.
         options: the run.
     """
     from torch.distributed import all_gather_object
@@ -630,9 +645,9 @@ def check_samples(seen: list[int], options: argparse.Namespace) -> None:
     ranks = [seen] * options.world
     if options.world > 1:
         all_gather_object(ranks, seen)
-    share = options.total_batch // options.world
     for step in range(options.steps):
-        found = sorted(place for rank in ranks for place in rank[step * share : (step + 1) * share])
+        window = slice(step * accumulation, (step + 1) * accumulation)
+        found = sorted(place for rank in ranks for batch in rank[window] for place in batch)
         if found != list(range(step * options.total_batch, (step + 1) * options.total_batch)):
             raise RuntimeError(f"step {step + 1} did not have its own {options.total_batch} samples")
 
@@ -809,7 +824,7 @@ def sweep(options: argparse.Namespace, conversations: list[dict[str, Any]] | Non
                 replace_file(results, "".join(json.dumps(row) + "\n" for row in rows))
 
     if first:
-        rows.sort(key=lambda row: (MODES.index(row["mode"]), -row["per_device"]))
+        rows.sort(key=lambda row: (OFFERED.index(row["mode"]), -row["per_device"]))
         draw_curves(rows, reference, options.output / "curves.png")
         show_table(rows, reference, options)
     if options.world > 1:

@@ -16,7 +16,7 @@ from transformers import TrainerControl
 from transformers.trainer_callback import DefaultFlowCallback
 
 from hf_accum_fix.accumulation.router_loss import RouterLoss
-from hf_accum_fix.overrides import SESSION, unshared
+from hf_accum_fix.overrides import DEALER, SESSION, unshared
 from hf_accum_fix.verification.sample import Split
 
 #: TrainingArguments of one optimizer step that is neither logged, saved, sent, clipped nor evaluated.
@@ -124,6 +124,7 @@ def rehearse(
     optimizer = KeepGradient(parameters)
     actor.optimizer, actor.lr_scheduler = optimizer, LambdaLR(optimizer, _constant)
     actor.create_optimizer = actor.create_scheduler = actor.create_optimizer_and_scheduler = _nothing
+    vars(actor)[DEALER] = None  # this cut, not the one that lengths would lead to
     actor.get_train_dataloader = lambda *_, **__: _loader(actor, micro_batches, samples)
     losses: list[Tensor] = []
     own_step: Callable[..., Tensor] = actor.training_step

@@ -265,14 +265,14 @@ def test_answers_are_the_targets_and_pictures_fit(finished: tuple[Path, str], sw
     pictures = (batch["input_ids"] == tokenizer.convert_tokens_to_ids("<image>")).sum(1)
     assert pictures.tolist() == [16] * 4
     assert batch["pixel_values"].shape == (4, 3, 32, 32)
-    assert collate.seen == [0, 1, 2, 3]
+    assert collate.seen == [[0, 1, 2, 3]]
 
 
 def test_a_step_with_foreign_samples_is_noticed(sweep: ModuleType) -> None:
     options = argparse.Namespace(steps=2, total_batch=4, world=1)
-    sweep.check_samples([3, 1, 0, 2, 4, 5, 7, 6], options)
+    sweep.check_samples([[3, 1, 0], [2], [4, 5], [7, 6]], 2, options)
     with pytest.raises(RuntimeError, match="step 2 did not have its own 4 samples"):
-        sweep.check_samples([0, 1, 2, 3, 4, 5, 6, 6], options)
+        sweep.check_samples([[0, 1], [2, 3], [4, 5], [6, 6]], 2, options)
 
 
 def test_full_batch_is_the_mean_over_tokens(sweep: ModuleType) -> None:

@@ -1,0 +1,357 @@
+"""The two ways into a dataloader, on loaders as accelerate makes them; what a loader does that must not be dealt."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard, prepare_data_loader, skip_first_batches
+from accelerate.utils import DistributedType
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+import hf_accum_fix
+from hf_accum_fix.dealing import Dealer, DealtBatches, Samples
+from hf_accum_fix.duplicates import WithoutDuplicates
+from hf_accum_fix.engine import waits_every_micro_batch
+from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
+from hf_accum_fix.options import BalanceOptions
+from tests.numerics.heads import HEADS
+
+QUIET = {"progress": False}
+
+
+def texts(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Samples whose tokens are all their own number, 1 to 30 of them."""
+    choose = random.Random(seed)
+    return [{"input_ids": [number] * choose.randint(1, 30)} for number in range(count)]
+
+
+def padded(rows: Sequence[dict[str, list[int]]]) -> torch.Tensor:
+    width = max(len(row["input_ids"]) for row in rows)
+    return torch.tensor([row["input_ids"] + [-1] * (width - len(row["input_ids"])) for row in rows])
+
+
+def numbers(batch: torch.Tensor) -> list[int]:
+    return sorted(batch[:, 0].tolist())
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
+def windows_of(batches: Sequence[Any], steps: int) -> list[list[int]]:
+    """The samples of each window of one rank."""
+    return [sorted(n for batch in batches[at : at + steps] for n in batch) for at in range(0, len(batches), steps)]
+
+
+def prepared(rows: Any, batch_size: int = 2, *, ranks: int = 1, rank: int = 0, **kwargs: Any) -> Any:
+    """A loader as accelerate prepares it for one of several ranks, in this process."""
+    more = {key: kwargs.pop(key) for key in ("even_batches", "split_batches") if key in kwargs}
+    loader = DataLoader(rows, batch_size=batch_size, collate_fn=padded, **kwargs)
+    return prepare_data_loader(loader, num_processes=ranks, process_index=rank, put_on_device=True, **more)
+
+
+# --- lengths known --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_window_keeps_its_samples_and_its_micro_batches(drop_last: bool, workers: int) -> None:
+    rows = texts(51)
+    stock = [numbers(batch) for batch in prepared(rows, 4, drop_last=drop_last)]
+    loader = Dealer(BalanceOptions(), **QUIET).around(prepared(rows, 4, drop_last=drop_last, num_workers=workers), 5)
+    batches = list(loader)
+    assert len(batches) == len(loader) == len(stock)
+    assert windows_of([*map(numbers, batches)], 5) == windows_of(stock, 5)
+    assert sum(map(torch.numel, batches)) < sum(map(torch.numel, prepared(rows, 4, drop_last=drop_last)))
+    # A second epoch is as whole as the first.
+    assert windows_of([numbers(batch) for batch in loader], 5) == windows_of(stock, 5)
+
+
+@pytest.mark.parametrize("split_batches", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("count", [36, 37, 50, 53])
+def test_the_ranks_together_have_stocks_samples(count: int, ranks: int, drop_last: bool, split_batches: bool) -> None:
+    rows, steps, size = texts(count), 3, 2 * ranks if split_batches else 2
+
+    def of(rank: int) -> Any:
+        return prepared(rows, size, ranks=ranks, rank=rank, drop_last=drop_last, split_batches=split_batches)
+
+    stock = [[numbers(batch) for batch in of(rank)] for rank in range(ranks)]
+    loaders = [Dealer(BalanceOptions(), **QUIET).around(of(rank), steps) for rank in range(ranks)]
+    batches = [list(loader) for loader in loaders]
+    # No sample is lost or repeated that stock does not repeat, whatever the sizes.
+    for slot in range(0, len(stock[0]), steps):
+        window = slice(slot, slot + steps)
+        wanted = Counter(n for own in stock for batch in own[window] for n in batch)
+        assert Counter(n for own in batches for batch in own[window] for n in numbers(batch)) == wanted
+    assert [len(own) for own in batches] == [len(own) for own in stock] == [len(loader) for loader in loaders]
+    assert len({len(batch) for own in batches for batch in own}) > 1
+
+
+def test_uneven_ends_stay_on_their_rank() -> None:
+    """Seven batches on two ranks that nobody evens out: one rank has a fourth one."""
+    rows = texts(28)
+    stock = [[numbers(batch) for batch in prepared(rows, 4, ranks=2, rank=r, even_batches=False)] for r in (0, 1)]
+    dealer = Dealer(BalanceOptions(), **QUIET)
+    own = [list(dealer.around(prepared(rows, 4, ranks=2, rank=r, even_batches=False), 2)) for r in (0, 1)]
+    assert [len(each) for each in own] == [4, 3]
+    assert numbers(own[0][3]) == stock[0][3]
+    assert sorted(n for each in own for batch in each for n in numbers(batch)) == list(range(28))
+
+
+def test_a_shard_around_batches_of_varying_size_would_lose_samples() -> None:
+    """Why the dealt batches stand around accelerate's shard, not inside it."""
+    lengths = [len(row["input_ids"]) for row in texts(64)]
+    dealer = Dealer(BalanceOptions(), **QUIET)
+
+    def inside() -> Any:
+        return DealtBatches(BatchSampler(SequentialSampler(range(64)), 4, False), lengths, 4, dealer, lockstep=False)
+
+    lost = [row for rank in (0, 1) for batch in BatchSamplerShard(inside(), 2, rank) for row in batch]
+    assert len({*lost}) < 64
+    plain = BatchSampler(SequentialSampler(range(64)), 4, False)
+    shards = [BatchSamplerShard(plain, 2, rank) for rank in (0, 1)]
+    around = [DealtBatches(shard, lengths, 4, dealer, lockstep=False) for shard in shards]
+    assert sorted(row for each in around for batch in each for row in batch) == list(range(64))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_epoch_goes_on_where_it_was(ranks: int) -> None:
+    rows = texts(48)
+    torch.manual_seed(3)
+
+    def of(rank: int) -> Any:
+        loader = DataLoader(rows, batch_size=2, collate_fn=padded, shuffle=True)
+        loader = prepare_data_loader(
+            loader, num_processes=ranks, process_index=rank, put_on_device=True, use_seedable_sampler=True, data_seed=5
+        )
+        return Dealer(BalanceOptions(), **QUIET).around(loader, 4)
+
+    for rank in range(ranks):
+        loader = of(rank)
+        epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
+        assert epochs[0] != epochs[1] != epochs[2]
+        for epoch in (0, 1, 2):
+            resumed = skip_first_batches(of(rank), 4)
+            resumed.set_epoch(epoch)
+            assert [batch.tolist() for batch in resumed] == epochs[epoch][4:]
+
+
+def test_lengths_are_read_once_for_a_dataset(capsys: pytest.CaptureFixture[str]) -> None:
+    class Counting(list[Any]):
+        asked = 0
+
+        def __getitem__(self, row: Any) -> Any:
+            Counting.asked += 1
+            return super().__getitem__(row)
+
+    rows, dealer = Counting(texts(20)), Dealer(BalanceOptions())
+    dealer.around(prepared(rows, 2), 2)
+    dealer.around(prepared(rows, 4), 5)
+    assert Counting.asked == 20
+    assert capsys.readouterr().err.count("balance_windows: lengths: 100%") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (BalanceOptions(), [3, 5, 2]),
+        (BalanceOptions(truncated_to=4), [3, 4, 2]),
+        (BalanceOptions(lengths="tokens"), [7, 8, 9]),
+        (BalanceOptions(lengths=lambda sample: len(sample["input_ids"]) + 100), [103, 105, 102]),
+    ],
+)
+@pytest.mark.parametrize("kind", ["list", "datasets", "transformed"])
+def test_what_a_length_is(options: BalanceOptions, wanted: list[int], kind: str) -> None:
+    rows: Any = [{"input_ids": [1] * n, "tokens": t} for n, t in ((3, 7), (5, 8), (2, 9))]
+    if kind != "list":
+        rows = datasets.Dataset.from_list(rows)
+    if kind == "transformed" and options.lengths is None:
+        # What the transform makes of a row is what counts, not what lies in the column.
+        rows.set_transform(lambda batch: {"input_ids": [ids * 2 for ids in batch["input_ids"]]})
+        wanted = [min(2 * n, options.truncated_to or 99) for n in (3, 5, 2)]
+    assert Dealer(options, **QUIET)._lengths(rows, None, "length") == wanted
+
+
+def test_a_column_that_the_loader_has_lost_is_found() -> None:
+    whole = datasets.Dataset.from_list([{"input_ids": [1] * n, "length": 2 * n} for n in (3, 5, 2)])
+    kept = whole.remove_columns("length")
+    assert Dealer(BalanceOptions(), **QUIET)._lengths(kept, whole, "length") == [6, 10, 4]
+    shuffled = kept.select([2, 0, 1])
+    assert Dealer(BalanceOptions(), **QUIET)._lengths(shuffled, None, "length") == [2, 3, 5]
+
+
+def test_a_collator_that_pads_to_multiples_is_asked() -> None:
+    def collate(rows: Sequence[Any]) -> torch.Tensor:
+        return padded(rows)
+
+    collate.pad_to_multiple_of = 16  # type: ignore[attr-defined]
+    loader = DataLoader(texts(8), batch_size=2, collate_fn=collate)
+    assert {*Dealer(BalanceOptions(), **QUIET).around(loader, 2).batch_sampler._self_lengths} <= {16, 32}
+
+
+def test_a_length_that_cannot_be_told_is_asked_for() -> None:
+    with pytest.raises(OptionsError, match=r"cannot be told by its input_ids; it holds \['pixel_values'\]"):
+        Dealer(BalanceOptions(), **QUIET).around(prepared([{"pixel_values": 1}] * 8), 2)
+    with pytest.raises(OptionsError, match=r"cannot be told by lengths='tokens'"):
+        Dealer(BalanceOptions(lengths="tokens"), **QUIET).around(prepared(texts(8)), 2)
+
+
+def test_a_window_over_the_limit_of_tokens_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"input_ids": [1] * 20} for _ in range(16)]
+    loader = Dealer(BalanceOptions(max_tokens_per_micro_batch=30), **QUIET).around(prepared(rows), 2)
+    assert [len(batch) for batch in loader] == [2] * 8
+    [said] = [record.message for record in caplog.records if "max_tokens_per_micro_batch=30" in record.message]
+    assert "40 padded tokens" in said
+
+
+def test_rows_of_a_micro_batch_are_limited() -> None:
+    rows = [{"input_ids": [1] * n} for n in (1, 1, 1, 1, 1, 1, 50, 50)]
+    sizes = [len(batch) for batch in Dealer(BalanceOptions(), **QUIET).around(prepared(rows), 4)]
+    assert max(sizes) > 3
+    limited = Dealer(BalanceOptions(max_rows_per_micro_batch=3), **QUIET).around(prepared(rows), 4)
+    assert max(len(batch) for batch in limited) <= 3
+
+
+# --- lengths not known ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_is_dealt_as_it_comes(workers: int) -> None:
+    rows = texts(30)
+    stock = list(prepared_stream(rows))
+    loader = Dealer(BalanceOptions(), **QUIET).around(prepared_stream(rows, num_workers=workers), 4)
+    for _ in range(2):
+        batches = list(loader)
+        assert len(batches) == len(stock) == 8
+        assert windows_of([*map(numbers, batches)], 4) == windows_of([*map(numbers, stock)], 4)
+        assert sum(batch.numel() for batch in batches) < sum(batch.numel() for batch in stock)
+        for batch in batches:
+            for row in batch:
+                number = int(row[0])
+                assert row.tolist() == rows[number]["input_ids"] + [-1] * (len(row) - len(rows[number]["input_ids"]))
+
+
+def prepared_stream(rows: list[Any], **kwargs: Any) -> Any:
+    loader = DataLoader(Stream(rows), batch_size=4, collate_fn=padded, **kwargs)
+    return prepare_data_loader(loader, dispatch_batches=False, put_on_device=True)
+
+
+def test_a_loader_that_is_met_again_is_not_dealt_twice() -> None:
+    rows, dealer = texts(30), Dealer(BalanceOptions(), **QUIET)
+    for loader in (prepared(rows), prepared_stream(rows)):
+        once = [batch.tolist() for batch in dealer.around(loader, 4)]
+        assert [batch.tolist() for batch in dealer.around(loader, 4)] == once
+    assert not isinstance(dealer.around(prepared(rows), 4).batch_sampler.__wrapped__, DealtBatches)
+
+
+def test_lengths_need_not_be_read_ahead() -> None:
+    rows = texts(32)
+    ahead = [batch.tolist() for batch in Dealer(BalanceOptions(), **QUIET).around(prepared(rows, 4), 4)]
+    loader = Dealer(BalanceOptions(read_ahead=False), **QUIET).around(prepared(rows, 4), 4)
+    assert [batch.tolist() for batch in loader] == ahead
+
+
+def test_samples_pass_a_loader_untouched_where_a_list_would_be_cut() -> None:
+    """A dispatching loader cuts lists of rows, and says nothing; it is refused."""
+    rows = [torch.full((3 + number % 3,), number) for number in range(8)]
+
+    def of(collate: Any) -> Any:
+        return prepare_data_loader(
+            DataLoader(Stream(rows), batch_size=3, collate_fn=collate), dispatch_batches=True, put_on_device=True
+        )
+
+    cut = [row.tolist() for batch in of(list) for row in batch]
+    assert cut != [row.tolist() for row in rows]
+    with pytest.raises(UnsupportedSetupError, match="dispatch_batches"):
+        Dealer(BalanceOptions(), **QUIET).around(of(torch.stack), 2)
+    kept = prepare_data_loader(
+        DataLoader(Stream(rows), batch_size=3, collate_fn=Samples), dispatch_batches=False, put_on_device=True
+    )
+    assert all(row is wanted for row, wanted in zip((r for batch in kept for r in batch.rows), rows, strict=True))
+
+
+def test_a_loader_whose_dataset_makes_the_batches_is_refused() -> None:
+    with pytest.raises(UnsupportedSetupError, match="no batch sampler"):
+        Dealer(BalanceOptions(), **QUIET).around(DataLoader(texts(8), batch_size=None), 2)
+
+
+# --- who waits for whom ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "wanted"),
+    [
+        (DistributedType.NO, 0, False),
+        (DistributedType.MULTI_CPU, 0, False),
+        (DistributedType.FSDP, 0, True),
+        (DistributedType.DEEPSPEED, 1, False),
+        (DistributedType.DEEPSPEED, 3, True),
+    ],
+)
+def test_engines_that_meet_in_every_micro_batch(kind: Any, stage: int, wanted: bool) -> None:
+    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
+    assert waits_every_micro_batch(SimpleNamespace(distributed_type=kind, state=state)) is wanted
+
+
+def test_a_hand_written_loop_deals_its_own_loader() -> None:
+    """What a loop without a Trainer needs: prepare, then around()."""
+    accelerator, rows = Accelerator(cpu=True), texts(32)
+    stock = [numbers(batch) for batch in accelerator.prepare(DataLoader(rows, batch_size=4, collate_fn=padded))]
+    loader = accelerator.prepare(DataLoader(rows, batch_size=4, collate_fn=padded))
+    dealer = Dealer(BalanceOptions(), **QUIET)
+    dealt = dealer.around(loader, 4, lockstep=waits_every_micro_batch(accelerator))
+    assert windows_of([numbers(batch) for batch in dealt], 4) == windows_of(stock, 4)
+    assert dealer.real <= dealer.dealt < dealer.as_they_come
+
+
+def test_a_loop_over_accumulation_windows_takes_the_full_batch_step() -> None:
+    """Dealt before it is handed over, in a loop of one's own; the head returns its own mean."""
+    head = HEADS["bert-mlm"]
+    model = head.build()
+    wanted = torch.autograd.grad(head.reference_loss(model, head.batch(head.samples)), [*used(model)])
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    loader = accelerator.prepare(DataLoader(list(head.samples), batch_size=2, collate_fn=head.batch))
+    loader = Dealer(BalanceOptions(), **QUIET).around(loader, 4)
+    [window] = list(loop_once(loader, accelerator, model))
+    assert len({len(batch["labels"]) for batch in window}) > 1
+    for parameter, gradient in zip(used(model), wanted, strict=True):
+        assert parameter.grad is not None
+        assert torch.allclose(parameter.grad, gradient, rtol=1e-12, atol=1e-15)
+
+
+def used(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [p for name, p in model.named_parameters() if "pooler" not in name]
+
+
+def loop_once(loader: Any, accelerator: Any, model: torch.nn.Module) -> Iterator[list[Any]]:
+    """One epoch of backward passes; the micro-batches of each window."""
+    for window in hf_accum_fix.accumulation_windows(loader, accelerator):
+        run = []
+        for batch in window:
+            with window.micro_batch(model):
+                accelerator.backward(window.loss(model, batch))
+            run.append(batch)
+        yield run
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_repeated_samples_are_not_dropped_where_they_may_be_anywhere(stream: bool) -> None:
+    rows = texts(30)
+    loader = Dealer(BalanceOptions(), **QUIET).around(prepared_stream(rows) if stream else prepared(rows, ranks=2), 4)
+    WithoutDuplicates(loader, False, print).check()
+    with pytest.raises(UnsupportedSetupError, match="windows that are dealt by length"):
+        WithoutDuplicates(loader, True, print).check()
