@@ -34,11 +34,13 @@ from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import inside_ddp, products_are_rounded, router_coefficients, wants_number
 from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, observe
+from hf_accum_fix.accumulation.router_loss import Convention, Form, Forward, RouterLoss, one_form
 from hf_accum_fix.accumulation.share import Share, loss_among, share_of
 from hf_accum_fix.accumulation.window import Weightless, count_dtype, mean_item_count, total_items
 from hf_accum_fix.duplicates import WithoutDuplicates
 from hf_accum_fix.engine import engine_divisor, inputs_are_rounded
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
+from hf_accum_fix.options import ROUTER_LOSSES
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -107,7 +109,8 @@ class AccumulationWindow:
         """
         contract = self._open(model, next(iter(model.parameters())).device)
         share = self._share(contract, batch, own_loss=False)
-        outputs = model(**self._windows._handed(share.inputs, share.number))
+        with self._windows._router.micro_batch(max(self._begun - 1, 0)):
+            outputs = model(**self._windows._handed(share.inputs, share.number))
         loss = loss_among(outputs, batch, model)
         return self._add(share.of(loss, contract.carried(outputs)))
 
@@ -166,12 +169,15 @@ class AccumulationWindow:
             self._counts, total = total_items(contract.items, self.batches, device)
         else:
             total = torch.zeros((), dtype=count_dtype(device), device=device)
-        sums = windows._summed(torch.stack([total, torch.full_like(total, bool(self.batches))]))
+        numbers = torch.stack([total, torch.full_like(total, bool(self.batches))])
+        sums = windows._summed(torch.cat([numbers, windows._count_routing(self.batches, model, contract, device)]))
         # Read where that waits for no device, and by the rank that would else be waited for.
         told = windows.world_size > 1 and (device.type == "cpu" or not self.batches)
         if told and 0 < int(sums[1]) < windows.world_size:
             raise _uneven()
-        self._mean = mean_item_count(sums[0], max(len(self.batches), 1), windows.world_size)
+        steps = max(len(self.batches), 1)
+        self._mean = mean_item_count(sums[0], steps, windows.world_size)
+        windows._router.settle(sums[2:], steps, windows.world_size)
         if contract.items is not None and self.batches:
             windows._note_empty(sums[0] == 0)
         return contract
@@ -224,6 +230,7 @@ class AccumulationWindows:
         steps: int | None,
         contract: LossContract | None,
         drop_duplicates: bool,
+        router_loss: str,
     ) -> None:
         """Made by `accumulation_windows` alone."""
         self.contract = contract
@@ -231,6 +238,7 @@ class AccumulationWindows:
         self._dataloader = dataloader
         self._drop_duplicates = drop_duplicates
         self._accelerator = accelerator
+        self._router = RouterLoss(Convention(router_loss))
         self._steps = steps
         self._given = contract is not None
         self._attempts = 0
@@ -278,6 +286,8 @@ class AccumulationWindows:
         if self.world_size > 1:
             # A rank that has more joins this with its next window, so that it is told instead of waiting for ever.
             AccumulationWindow(self, [])._open(None, None)
+        for kind, words in self._router.remarks():
+            self._warn_once(kind, words)
         if self._empty is not None and int(self._empty):
             self._warn_once(
                 "empty",
@@ -306,10 +316,7 @@ class AccumulationWindows:
                 "accumulation_windows(..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
             )
         seen = None if model is None else self._observe(model, window.batches)
-        gathered = [seen]
-        if self.world_size > 1:
-            gathered = [None] * self.world_size
-            dist.all_gather_object(gathered, seen)
+        gathered = self._gathered(seen)
         ranks = [each for each in gathered if each is not None]
         if ranks and len(ranks) < len(gathered):
             raise _uneven()
@@ -341,6 +348,54 @@ class AccumulationWindows:
             world_size=self.world_size,
             low_precision=products_are_rounded(module) or getattr(self._accelerator, "mixed_precision", "no") != "no",
         )
+
+    def _count_routing(
+        self, batches: list[Batch], model: nn.Module | None, contract: LossContract, device: torch.device
+    ) -> Tensor:
+        """This rank's numbers of the window, to be summed over ranks; none where the router's loss stays a mean."""
+        router = self._router
+        if router.convention is Convention.MEAN:
+            return router.nothing(device)
+        if model is None and batches:
+            raise ContractError(
+                f"router_loss={router.convention.value!r} needs the model's own loss, window.loss(model, batch); of a "
+                "loss of your own only the mean over micro-batches is taken"
+            )
+
+        def forward(inputs: Batch) -> Tensor:
+            assert model is not None
+            inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
+            number = contract.as_number(torch.ones((), dtype=count_dtype(device), device=device))
+            return loss_among((inside_ddp(model) or model)(**self._handed(inputs, number)), inputs, model)
+
+        if router.form is None or not router.form.settled:
+            router.form = one_form(self._gathered(self._recognised(batches, model, forward, contract, device)))
+            if model is not None and (why := router.why_mean(contract.has_router_loss)):
+                self._warn_once("router", f"{_name(model)}: {why}")
+        if model is None:
+            return router.nothing(device)
+        return router.count(forward, batches, model, device, self.world_size)
+
+    def _recognised(
+        self,
+        batches: list[Batch],
+        model: nn.Module | None,
+        forward: Forward,
+        contract: LossContract,
+        device: torch.device,
+    ) -> Form:
+        if model is None:
+            return Form(settled=False)
+        items = contract.items
+        most = max(batches, key=lambda inputs: float(items.count(inputs)) if items is not None else 0.0)
+        return self._router.recognise(forward, most, model, device)
+
+    def _gathered(self, value: Any) -> list[Any]:
+        gathered = [value]
+        if self.world_size > 1:
+            gathered = [None] * self.world_size
+            dist.all_gather_object(gathered, value)
+        return gathered
 
     def _handed(self, inputs: Batch, number: Tensor | None) -> dict[str, Any]:
         given = dict(inputs)
@@ -438,6 +493,7 @@ def accumulation_windows(
     steps: int | None = None,
     contract: LossContract | None = None,
     drop_duplicates: bool = False,
+    router_loss: str = "mean",
 ) -> AccumulationWindows:
     """The epochs of a dataloader as accumulation windows, exact for every cut into micro-batches and ranks.
 
@@ -451,6 +507,7 @@ def accumulation_windows(
         contract: how the loss is reduced, where it must not be observed, or is computed outside of the model.
         drop_duplicates: leave out the samples that accelerate repeats at the end of an epoch so that every rank has as
             many; a micro-batch of nothing else is run and counts nothing.
+        router_loss: what the load-balancing loss of a mixture of experts is, as in `Options`.
 
     Raises:
         OptionsError: if neither an accelerator nor steps are given, or steps is no positive integer.
@@ -465,7 +522,9 @@ def accumulation_windows(
     split = {kind: getattr(config, f"{kind}_size", 1) or 1 for kind in ("tp", "cp", "sp")}
     if any(size > 1 for size in split.values()):
         raise UnsupportedSetupError(f"ranks split samples {split}; only data-parallel ranks are supported")
-    return AccumulationWindows(dataloader, accelerator, steps, contract, drop_duplicates)
+    if router_loss not in ROUTER_LOSSES:
+        raise OptionsError(f"router_loss is {router_loss!r}; needed is one of {', '.join(map(repr, ROUTER_LOSSES))}")
+    return AccumulationWindows(dataloader, accelerator, steps, contract, drop_duplicates, router_loss)
 
 
 def _name(model: nn.Module) -> str:

@@ -42,7 +42,7 @@ from hf_accum_fix.accumulation.declared import (
     takes_number,
 )
 from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, observe
-from hf_accum_fix.accumulation.router_loss import Convention, Form, Forward, RouterLoss
+from hf_accum_fix.accumulation.router_loss import Convention, Form, Forward, RouterLoss, one_form
 from hf_accum_fix.accumulation.share import loss_among, share_of
 from hf_accum_fix.accumulation.whole_windows import Blank, WholeWindows, without_blanks
 from hf_accum_fix.accumulation.window import Items, Weightless, count_dtype, mean_item_count, total_items
@@ -747,7 +747,9 @@ def _count_routing(
             raise ranks.uneven(dict(enumerate(lengths)))
     with _forward_alone(trainer, session, module, len(batches)) as forward:
         if router.form is None or not router.form.settled:
-            router.form = _recognised(trainer, session, contract, router, forward, batches, module, trouble)
+            router.form = _recognised(trainer, contract, router, forward, batches, module, trouble)
+            if why := router.why_mean(contract.has_router_loss):
+                session.warn_once("router", f"{_head_name(trainer)}: {why}")
         try:
             return router.count(forward, batches, module, trainer.args.device, _data_ranks(trainer)), trouble
         except Exception as error:
@@ -788,7 +790,6 @@ def _forward_alone(trainer: Any, session: Session, module: nn.Module, steps: int
 
 def _recognised(
     trainer: Any,
-    session: Session,
     contract: LossContract,
     router: RouterLoss,
     forward: Forward,
@@ -796,7 +797,7 @@ def _recognised(
     module: nn.Module,
     trouble: Exception | None,
 ) -> Form:
-    """What the ranks see of the model's own load-balancing loss; said once where it has to stay a mean."""
+    """What the ranks see of the model's own load-balancing loss."""
     items = contract.items
     best = max(batches, key=lambda inputs: float(items.count(inputs)) if items is not None else 0.0, default=None)
     seen = Form(settled=False)
@@ -804,16 +805,7 @@ def _recognised(
         seen = seen if best is None else router.recognise(forward, best, module, trainer.args.device)
     except Exception as error:
         trouble = trouble or error
-    settled = [each for each in ranks.agreed(seen, trouble, **_place(trainer)) if each.settled]
-    form = next((each for each in settled if each.refusal), settled[0] if settled else seen)
-    if form.settled and not form.recognised and (form.refusal or contract.has_router_loss):
-        reason = form.refusal or "its outputs carry a router loss that no load-balancing function of its file made"
-        session.warn_once(
-            "router",
-            f"{_head_name(trainer)}: its router loss stays {Convention.MEAN}, as configured, though "
-            f"{router.convention.value!r} was asked for: {reason}",
-        )
-    return form
+    return one_form(ranks.agreed(seen, trouble, **_place(trainer)))
 
 
 def _convention(session: Session) -> Convention:
@@ -837,22 +829,9 @@ def _in_the_window(session: Session, window: Window) -> AbstractContextManager[N
 
 
 def _note_routing(trainer: Any, session: Session) -> None:
-    """Say once that the second pass routed other than the first, by which the router's loss is not quite exact."""
-    moved = None if session.router is None else session.router.moved
-    if session.router is not None and session.router.without_gradient:
-        session.warn_once(
-            "without gradient",
-            f"{_head_name(trainer)}: its router logits have no graph, so that its load-balancing loss trains nothing, "
-            'here as without hf_accum_fix; under re-entrant checkpointing pass gradient_checkpointing_kwargs='
-            '{"use_reentrant": False}',
-        )
-    if moved is not None and bool(moved > 0):
-        session.warn_once(
-            "moved",
-            f"{_head_name(trainer)}: {float(moved):.2g} of a micro-batch's routing differed between the pass that "
-            "counts it and the pass that trains, by which its load-balancing loss is off; look for randomness of the "
-            "model's own, and for kernels that are not the same without gradient",
-        )
+    """Say once what the router's loss has shown that ought to be said."""
+    for kind, words in () if session.router is None else session.router.remarks():
+        session.warn_once(kind, f"{_head_name(trainer)}: {words}")
 
 
 # --- compute_loss ---------------------------------------------------------------------------------------------------

@@ -124,6 +124,13 @@ class Form:
         return bool(self.pools) and not self.refusal and self.weight != 0.0
 
 
+def one_form(seen: Sequence[Form]) -> Form:
+    """What all ranks go by, of what each has recognised: a refusal of one is that of all."""
+    settled = [form for form in seen if form.settled]
+    refused = [form for form in settled if form.refusal]
+    return (refused or settled or list(seen))[0]
+
+
 @contextmanager
 def same_draws(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Forwards without gradient that leave the random states and the buffers to be found by the forwards after."""
@@ -188,6 +195,38 @@ class RouterLoss:
     def depends_on_the_cut(self) -> bool:
         """Whether another cut of the same global batch, such as one by length, has another loss."""
         return self.in_force is not Convention.EXACT
+
+    def why_mean(self, carried: bool) -> str:
+        """Why the loss stays a mean though another convention was asked for; empty where it does not.
+
+        Args:
+            carried: the model's outputs hold a router loss that is part of what is trained.
+        """
+        form = self.form
+        if form is None or not form.settled or form.recognised or not (form.refusal or carried):
+            return ""
+        reason = form.refusal or "its outputs carry a router loss that no load-balancing function of its file made"
+        return (
+            f"its router loss stays {Convention.MEAN}, as configured, though {self.convention.value!r} was asked for: "
+            f"{reason}"
+        )
+
+    def remarks(self) -> Iterator[tuple[str, str]]:
+        """What the windows so far have shown that ought to be said, each with a name; waits for the device."""
+        if self.without_gradient:
+            yield (
+                "without gradient",
+                "its router logits have no graph, so that its load-balancing loss trains nothing, here as without "
+                "hf_accum_fix; under re-entrant checkpointing pass gradient_checkpointing_kwargs="
+                '{"use_reentrant": False}',
+            )
+        if self.moved is not None and bool(self.moved > 0):
+            yield (
+                "moved",
+                f"{float(self.moved):.2g} of a micro-batch's routing differed between the pass that counts it and the "
+                "pass that trains, by which its load-balancing loss is off; look for randomness of the model's own, "
+                "and for kernels that are not the same without gradient",
+            )
 
     def recognise(self, forward: Forward, inputs: Any, model: nn.Module, device: torch.device) -> Form:
         """Look at the model's own loss on one micro-batch, by two forwards without gradient; sets nothing.

@@ -109,6 +109,7 @@ def take_steps(
     batches: Iterable[Any] | None = None,
     contract: LossContract | None = None,
     drop_duplicates: bool = False,
+    router_loss: str = "mean",
     mixed_precision: str = "no",
     **ddp: Any,
 ) -> tuple[Step, list[tuple[float, float]], Any]:
@@ -128,13 +129,17 @@ def take_steps(
         if world()[0] > 1:
             trained = DistributedDataParallel(model, **ddp)
         loader: Any = own_batches(head, samples, per_device) if batches is None else batches
-        windows = accumulation_windows(loader, steps=accumulate, contract=contract)
+        windows = accumulation_windows(loader, steps=accumulate, contract=contract, router_loss=router_loss)
     else:
         live = accelerator(accumulate, mixed_precision=mixed_precision)
         loader = DataLoader(list(samples), batch_size=per_device, collate_fn=head.batch)  # type: ignore[arg-type]
         trained, optimizer, loader = live.prepare(model, optimizer, loader)
         windows = accumulation_windows(
-            loader if batches is None else batches, live, contract=contract, drop_duplicates=drop_duplicates
+            loader if batches is None else batches,
+            live,
+            contract=contract,
+            drop_duplicates=drop_duplicates,
+            router_loss=router_loss,
         )
     seen: list[tuple[float, float]] = []
     for _ in range(epochs):

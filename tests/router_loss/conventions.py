@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import hf_accum_fix
+from tests.loop.steps import take_steps
 from tests.numerics.heads import HEADS, Batch, Head, Sample
 from tests.numerics.heads.head import VOCABULARY, before, collate, seeded
 from tests.numerics.parity import ClassRecorder, Step, reference_step, take_step
@@ -167,10 +168,12 @@ class Exact(ClassRecorder):
 
 
 def step(head: Head, convention: str, per_device: int, coefficient: float, ranks: int = 1, **arguments: Any) -> Step:
-    """One step of the stock Trainer, of the patch under a convention, or of the subclass ("trainer")."""
+    """One step of the stock Trainer, of the patch under a convention, of the subclass ("trainer") or of a loop."""
     accumulate = len(head.samples) // per_device // ranks
     cut: dict[str, Any] = {"per_device": per_device, "accumulate": accumulate, **arguments}
     given = with_coefficient(head, coefficient)
+    if convention == "loop":
+        return take_steps(given, head.samples, per_device, accumulate, "windows", router_loss="exact")[0]
     with tempfile.TemporaryDirectory() as output:
         if convention == "stock":
             return take_step(given, head.samples, path="stock", output=Path(output), **cut)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.numerics.parity import pass_over_imports
 from tests.router_loss.conventions import FAMILIES, InFloat64, auxiliary, token_share, twin
 
-CONVENTIONS = ("stock", "mean", "window", "exact")
+CONVENTIONS = ("stock", "mean", "window", "exact", "loop")
 
 
 def row(case: str, ranks: int) -> dict[str, Any]:

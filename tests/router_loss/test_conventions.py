@@ -82,6 +82,16 @@ def test_patch_and_subclass_are_the_same() -> None:
     assert patched.loss == subclass.loss
 
 
+@pytest.mark.parametrize("family", [MIXTRAL, "Qwen3-MoE, declared false"])
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_a_loop_of_ones_own_has_it_too(family: str, size: int) -> None:
+    head = FAMILIES[family]
+    with InFloat64():
+        wanted, value = twin(head)
+        found = auxiliary(head, "loop", size)
+    assert found.error(wanted) <= TWIN and found.value == pytest.approx(value, rel=TWIN)
+
+
 @pytest.mark.parametrize("convention", ["window", "exact"])
 def test_an_own_loss_function_gets_nothing_added(convention: str) -> None:
     def func(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import hf_accum_fix
+from hf_accum_fix import Items, LossContract, Reduction, accumulation_windows
 from hf_accum_fix.accumulation.balancing import FUNCTION, LENDER, tally
 from hf_accum_fix.accumulation.router_loss import Convention
-from hf_accum_fix.errors import OptionsError
+from hf_accum_fix.errors import ContractError, OptionsError
 from hf_accum_fix.options import ROUTER_LOSSES
 from hf_accum_fix.overrides import SESSION, router_loss_depends_on_the_cut
 from tests.numerics.heads import HEADS, Head
@@ -113,3 +114,13 @@ def test_who_cuts_by_length_can_ask_whether_that_changes_the_loss() -> None:
 
     assert [answer(MIXTRAL, convention) for convention in ("mean", "window", "exact")] == [True, True, False]
     assert not answer(HEADS["llama"], "mean") and not answer(HEADS["llama"], "exact")
+
+
+def test_a_loop_needs_the_models_own_loss_and_a_convention_there_is() -> None:
+    with pytest.raises(OptionsError, match="'mean', 'window', 'exact'"):
+        accumulation_windows([], steps=2, router_loss="best")
+    contract = LossContract(Reduction.MEAN, Items(("labels",)))
+    batches = [{"labels": torch.ones(1, 3, dtype=torch.long)}] * 2
+    window = next(iter(accumulation_windows(batches, steps=2, contract=contract, router_loss="exact")))
+    with pytest.raises(ContractError, match="needs the model's own loss"):
+        window.scale(torch.ones(()), batches[0])
