@@ -25,6 +25,9 @@ logger = logging.getLogger("hf_accum_fix")
 FILTERED = {"loss": "loss_nan_inf_filtered", "train_loss": "train_loss_nan_inf_filtered"}
 _SWITCH = "logging_nan_inf_filter"
 
+#: Windows whose losses are kept at most, where nothing is logged for so long.
+_MOST_WINDOWS = 1000
+
 
 class LossLog:
     """What one training run logs as its loss.
@@ -35,8 +38,9 @@ class LossLog:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._filtered = torch.zeros((), device=trainer.args.device)
-        self._filtered_total = 0.0
+        self._losses: list[Tensor] = []
+        self._windows: list[tuple[int, Tensor]] = []
+        self._filtered = self._filtered_total = 0.0
         self._first_step: int | None = None
         self._logged_at = 0
         self._logged = False
@@ -49,11 +53,26 @@ class LossLog:
             self._first_step = self._logged_at = state.global_step
         # Only now: whoever noted the arguments as training began noted the user's.
         setattr(args, _SWITCH, False)
-        loss = loss.detach().to(self._filtered)
-        before = self._filtered / (1 + state.global_step - self._logged_at)
-        # What torch.isfinite says in five operations.
-        finite = loss - loss == 0
-        self._filtered = self._filtered + torch.where(finite, loss, before)
+        self._losses.append(loss.detach())
+
+    def _end_window(self) -> None:
+        """Keep the losses of the window that was stepped, one tensor until the next log."""
+        if not self._losses:
+            return
+        device = self._trainer.args.device
+        losses = torch.stack([loss.to(device=device, dtype=torch.float32) for loss in self._losses])
+        self._windows.append((self._trainer.state.global_step - self._logged_at, losses))
+        self._losses.clear()
+        if len(self._windows) >= _MOST_WINDOWS:
+            self._filter()
+
+    def _filter(self) -> None:
+        """Add up what is kept as upstream's filter does; waits for the device."""
+        steps = [step for step, losses in self._windows for _ in range(len(losses))]
+        losses = torch.cat([losses for _, losses in self._windows]).tolist() if steps else []
+        for step, loss in zip(steps, losses, strict=True):
+            self._filtered += loss if math.isfinite(loss) else self._filtered / step
+        self._windows.clear()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -67,6 +86,7 @@ class LossLog:
 
         def turn(tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
             self._logged = False
+            self._end_window()
             # A checkpoint keeps the arguments that the user gave.
             with shadow(trainer.args, _SWITCH, True):
                 result = original_turn(tr_loss, *args, **kwargs)
@@ -88,8 +108,9 @@ class LossLog:
             # The last of the run.
             setattr(self._trainer.args, _SWITCH, True)
             if not math.isfinite(logs["train_loss"]):
+                self._filter()
                 steps = self._trainer.state.global_step - (self._first_step or 0)
-                logs[FILTERED["train_loss"]] = (self._filtered_total + float(self._filtered)) / max(steps, 0.001)
+                logs[FILTERED["train_loss"]] = (self._filtered_total + self._filtered) / max(steps, 0.001)
         # What a trainer logs beside has no learning rate.
         if "loss" not in logs or "learning_rate" not in logs:
             return
@@ -97,11 +118,14 @@ class LossLog:
         mean = logs["loss"]
         if not math.isfinite(mean):
             # All ranks know of it, since what is logged is their mean.
-            mean = float(self._trainer.accelerator.reduce(self._filtered, reduction="mean")) / steps
+            self._filter()
+            filtered = torch.tensor(self._filtered, device=self._trainer.args.device)
+            mean = float(self._trainer.accelerator.reduce(filtered, reduction="mean")) / steps
             logs[FILTERED["loss"]] = mean
             self._say()
         self._filtered_total += mean * steps
-        self._filtered = torch.zeros_like(self._filtered)
+        self._filtered = 0.0
+        self._windows.clear()
         self._logged_at, self._logged = self._trainer.state.global_step, True
 
     def _say(self) -> None:
