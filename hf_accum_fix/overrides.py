@@ -368,7 +368,7 @@ def get_batch_samples(
         return fetched, upstream_number
     # A trainer that scales by itself multiplies by W only where it averages tokens across devices.
     owned = contract.owned_by_trainer and not averaged
-    return fetched, window.total / _data_ranks(trainer) if owned else window.total.long()
+    return fetched, window.total / data_ranks(trainer) if owned else window.total.long()
 
 
 def _open_window(
@@ -436,22 +436,22 @@ def _counted(
         suspects = len(batches) < trainer.args.gradient_accumulation_steps
         ranks.check_marks(sums[2:5], runs, trouble, fetched=len(batches), suspects=suspects, **_place(trainer))
         # Tensor-parallel ranks hold the same samples, and have all counted them.
-        copies = world_size // _data_ranks(trainer)
+        copies = world_size // data_ranks(trainer)
         total, number, routing = sums[0] / copies, sums[1], sums[5:] / copies
     elif trouble is not None:
         raise trouble
     steps = max(len(batches), 1)
     if router is not None and routing is not None:
-        router.settle(routing, steps, _data_ranks(trainer))
+        router.settle(routing, steps, data_ranks(trainer))
     counted = None if upstream_number is None else number
-    return Window(batches, counts, total, mean_item_count(total, steps, _data_ranks(trainer)), counted)
+    return Window(batches, counts, total, mean_item_count(total, steps, data_ranks(trainer)), counted)
 
 
 def _place(trainer: Any) -> dict[str, int]:
     return {"rank": trainer.args.process_index, "world_size": trainer.args.world_size}
 
 
-def _data_ranks(trainer: Any) -> int:
+def data_ranks(trainer: Any) -> int:
     """W: the ranks that hold samples of their own; engines average over these alone."""
     return int(trainer.args.world_size) // _parallel_size(trainer, "tp")
 
@@ -599,7 +599,7 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
             passes_number=compute_loss is not None or session.passes_number or _loss_func(trainer) is not None,
             needs_number=_loss_func(trainer) is not None or compute_loss is not None,
             router_coefficients=(0.0, 0.0) if _loss_func(trainer) is not None else router_coefficients(module),
-            world_size=_data_ranks(trainer),
+            world_size=data_ranks(trainer),
             low_precision=trainer.accelerator.mixed_precision != "no" or products_are_rounded(module),
         )
     except Exception:
@@ -751,7 +751,7 @@ def _count_routing(
             if why := router.why_mean(contract.has_router_loss):
                 session.warn_once("router", f"{_head_name(trainer)}: {why}")
         try:
-            return router.count(forward, batches, module, trainer.args.device, _data_ranks(trainer)), trouble
+            return router.count(forward, batches, module, trainer.args.device, data_ranks(trainer)), trouble
         except Exception as error:
             # Raised as soon as the other ranks know.
             return router.nothing(trainer.args.device), trouble or error
@@ -874,7 +874,7 @@ def _loss_in_window(
         micro_batch.items,
         window.mean,
         micro_batches=len(window.batches),
-        world_size=_data_ranks(trainer),
+        world_size=data_ranks(trainer),
         own_loss=_loss_func(trainer) is not None,
         rounded=inputs_are_rounded(trainer.accelerator),
     )
@@ -1053,7 +1053,7 @@ def _announce(trainer: Any, session: Session, window: Window, *, passed: Tensor,
     contract = session.contract
     assert contract is not None
     factor = _stock_factor(trainer, session, window, passed, right)
-    steps, world_size = len(window.batches), _data_ranks(trainer)
+    steps, world_size = len(window.batches), data_ranks(trainer)
     head = _head_name(trainer)
     told = "" if factor is None else f" The stock Trainer would train at about {factor:.3g}x this gradient."
     if factor is not None and abs(factor - 1) > 0.02:
@@ -1092,7 +1092,7 @@ def _stock_factor(trainer: Any, session: Session, window: Window, passed: Tensor
         return None
     handed = session.passes_number or _loss_func(trainer) is not None
     averaged = getattr(trainer.args, "average_tokens_across_devices", False)
-    world_size = _data_ranks(trainer)
+    world_size = data_ranks(trainer)
     undivided = float((passed / right).detach()) / int(trainer.accelerator.gradient_accumulation_steps)
     if contract.reduction is Reduction.MEAN:
         return undivided * (world_size if averaged and handed and window.upstream_number is not None else 1)

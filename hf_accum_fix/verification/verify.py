@@ -17,7 +17,7 @@ from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.accumulation.router_loss import Convention, RouterLoss
 from hf_accum_fix.errors import AccumFixError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import SWITCH, Options, enabled
-from hf_accum_fix.overrides import check_setup, settle
+from hf_accum_fix.overrides import check_setup, data_ranks, settle
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.verification import explanation
 from hf_accum_fix.verification.evaluate import evaluate
@@ -105,6 +105,10 @@ def _check(trainer: Any) -> None:
         raise UnsupportedSetupError(
             f"{kind.value} keeps the gradients in pieces of its own, which are not compared yet; verify one process or "
             "DistributedDataParallel with the same model, data and arguments"
+        )
+    if data_ranks(trainer) < trainer.args.world_size:
+        raise UnsupportedSetupError(
+            "tensor-parallel ranks hold pieces of the gradients, which are not compared yet; verify without tp_plan"
         )
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         raise UnsupportedSetupError("no parameter of the model is trainable; needed is one whose gradient is compared")
