@@ -352,6 +352,19 @@ def read_options(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
+class Results:
+    """Lines of JSON, each on the disk as soon as it is known."""
+
+    def __init__(self, path: Path, *, writes: bool) -> None:
+        self._path, self._writes = path, writes
+
+    def add(self, row: dict[str, Any]) -> None:
+        if self._writes:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
 @contextlib.contextmanager
 def ranks() -> Iterator[int]:
     """This rank; at the end of several the process ends too, since taking a gloo group down can hang."""
@@ -369,9 +382,10 @@ def main(argv: list[str] | None = None) -> int:
         pairs = [(head, size) for head in options.heads for size in options.sizes]
         counted = {pair: {mode: count(pair[0], SIZES[pair[1]], mode) for mode in ("stock", "apply")} for pair in pairs}
         timed: dict[tuple[str, str], list[dict[str, Times]]] = {}
-        rows: list[dict[str, Any]] = []
+        keep = Results(options.output / "results.jsonl", writes=rank == 0)
         for (head, size), modes in counted.items():
-            rows += [{"head": head, "size": size, "mode": mode, **asdict(each)} for mode, each in modes.items()]
+            for mode, each in modes.items():
+                keep.add({"head": head, "size": size, "mode": mode, **asdict(each)})
         rounds = 0 if options.counts else options.rounds
         bar = tqdm(total=rounds * len(pairs) * len(MODES), disable=rank > 0 or not rounds, unit="run")
         for turn in range(rounds):
@@ -380,14 +394,12 @@ def main(argv: list[str] | None = None) -> int:
                 found = {}
                 for mode in order:
                     found[mode] = measure(head, SIZES[size], mode)
-                    rows.append({"head": head, "size": size, "mode": mode, "round": turn, **asdict(found[mode])})
+                    keep.add({"head": head, "size": size, "mode": mode, "round": turn, **asdict(found[mode])})
                     bar.update()
                 timed.setdefault((head, size), []).append(found)
         bar.close()
         if rank == 0:
             table = table_of(counted, timed)
-            options.output.mkdir(parents=True, exist_ok=True)
-            (options.output / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             (options.output / "table.md").write_text(markdown(table))
             if timed:
                 draw(timed, options.output / "overhead.png")
