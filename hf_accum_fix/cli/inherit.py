@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hf_accum_fix.errors import AccumFixError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import SWITCH, Options
@@ -22,7 +22,7 @@ def environment_for(options: Options, inherited: Mapping[str, str]) -> dict[str,
     """The environment in which every Python process is patched when it imports the Trainer.
 
     Args:
-        options: what apply() is called with there; ``contract`` does not travel.
+        options: what apply() is called with there; ``contract`` does not travel, nor do limits of `BalanceOptions`.
         inherited: the environment to start from, which may be that of another run around this one.
 
     Raises:
@@ -39,7 +39,18 @@ def environment_for(options: Options, inherited: Mapping[str, str]) -> dict[str,
     return {
         **handed,
         "PYTHONPATH": os.pathsep.join([BOOTSTRAP, *rest]),
-        VARIABLE: json.dumps({"allow_foreign": options.allow_foreign}),
+        VARIABLE: json.dumps(_travelling(options)),
+    }
+
+
+def _travelling(options: Options) -> dict[str, Any]:
+    """The keywords of apply() that JSON holds."""
+    return {
+        "allow_foreign": list(options.allow_foreign),
+        "eval_loss": options.eval_loss,
+        "drop_duplicates": options.drop_duplicates,
+        "router_loss": options.router_loss,
+        "balance_windows": bool(options.balance_windows),
     }
 
 
@@ -51,7 +62,8 @@ def inherited_options(environment: Mapping[str, str]) -> Options:
     """
     text = environment.get(VARIABLE, "{}")
     try:
-        return Options(allow_foreign=tuple(json.loads(text).get("allow_foreign", ())))
+        given = json.loads(text)
+        return Options(**{**given, "allow_foreign": tuple(given.get("allow_foreign", ()))})
     except (ValueError, AttributeError, TypeError) as error:
         raise OptionsError(
             f"{VARIABLE}={text!r}; needed is what hf-accum-fix run puts there, or the variable unset"
@@ -69,7 +81,7 @@ def apply_inherited() -> str:
     from hf_accum_fix.upstream.environment import detect
 
     try:
-        handle = apply(allow_foreign=inherited_options(os.environ).allow_foreign)
+        handle = apply(**vars(inherited_options(os.environ)))
     except AccumFixError as error:
         raise SystemExit(f"hf-accum-fix: {error}") from error
     if not handle.active:

@@ -14,7 +14,7 @@ from typing import Final
 
 from hf_accum_fix.cli.inherit import environment_for
 from hf_accum_fix.errors import OptionsError
-from hf_accum_fix.options import SWITCH, Options, enabled
+from hf_accum_fix.options import ROUTER_LOSSES, SWITCH, Options, enabled
 
 DESCRIPTION: Final = """\
 Run a command with the patch on, in it and in every Python process it starts: torchrun, accelerate launch, deepspeed,
@@ -42,7 +42,7 @@ _TAKING_A_VALUE: Final = "WX"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What ``run`` takes."""
-    parser.usage = "%(prog)s [-h] [--allow-foreign MODULE.QUALNAME] CMD ..."
+    parser.usage = "%(prog)s [-h] [options of apply()] CMD ..."
     parser.add_argument(
         "--allow-foreign",
         action="append",
@@ -50,6 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE.QUALNAME",
         help="wrap around this replacement of a Trainer method by another package, instead of refusing it; repeatable",
     )
+    parser.add_argument("--eval-loss", action="store_true", help="report eval_loss as the mean over items")
+    parser.add_argument("--drop-duplicates", action="store_true", help="leave out samples that accelerate repeats")
+    parser.add_argument("--router-loss", choices=ROUTER_LOSSES, default="mean", help="of a mixture of experts")
+    parser.add_argument("--balance-windows", action="store_true", help="deal samples into micro-batches by length")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="CMD ...", help="the command and its arguments")
 
 
@@ -63,7 +67,13 @@ def execute(arguments: argparse.Namespace) -> int:
         OptionsError: if there is no command, or it starts a Python that no PYTHONPATH reaches.
         UnsupportedSetupError: see environment_for().
     """
-    options = Options(allow_foreign=tuple(arguments.allow_foreign))
+    options = Options(
+        allow_foreign=tuple(arguments.allow_foreign),
+        eval_loss=arguments.eval_loss,
+        drop_duplicates=arguments.drop_duplicates,
+        router_loss=arguments.router_loss,
+        balance_windows=arguments.balance_windows,
+    )
     command = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if not command:
         raise OptionsError("run is given no command; needed is one, such as: hf-accum-fix run torchrun train.py")

@@ -33,7 +33,7 @@ def every_case() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     """The rows of the cases that were selected, by one start of torchrun."""
-    asking = [item for item in request.session.items if "rows" in getattr(item, "fixturenames", ())]
+    asking = [item for item in request.session.items if item.path == request.path]
     output = tmp_path_factory.mktemp("two_ranks") / "rows.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
     command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m", "tests.distributed.two_ranks"]
