@@ -203,9 +203,8 @@ class AccumulationWindow:
     def _add(self, share: Tensor) -> Tensor:
         part = share.detach() / len(self.batches)
         self._loss = part if self._loss is None else self._loss + part
-        factor = self._windows._divisor() / len(self.batches)
-        # In a full window accelerate divides by G already.
-        return share if factor == 1 else share * factor
+        # Never the model's output itself: DeepSpeed hangs hooks on that, which divide once more (stage 0).
+        return share * (self._windows._divisor() / len(self.batches))
 
     def _check_run(self) -> None:
         if self._begun < len(self.batches):

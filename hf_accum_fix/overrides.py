@@ -966,8 +966,9 @@ def training_step(
         micro_batch.reported = micro_loss.detach() / divisor
         if window.steps_run == 0:
             _announce(trainer, session, window, passed=loss, right=micro_batch.reported)
-        rest = engine_divisor(accelerator, backward_kwargs) / divisor
-        return original_backward(micro_loss if rest == 1 else micro_loss * rest, **backward_kwargs)
+        # Never the model's output itself: DeepSpeed hangs hooks on that, which divide once more (stage 0).
+        rest = micro_loss * (engine_divisor(accelerator, backward_kwargs) / divisor)
+        return original_backward(rest, **backward_kwargs)
 
     try:
         with (
