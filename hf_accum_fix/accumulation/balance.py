@@ -36,7 +36,7 @@ _Run: TypeAlias = tuple[int, int]
 #: A slowest rank within this factor of the least there can be is not improved further.
 _GOOD_ENOUGH = 1.02
 #: Prices that are guessed from the last one, and runs that two cuts may differ by, before they are narrowed in.
-_GUESSES, _NEAR = 4, 4
+_GUESSES, _NEAR = 6, 4
 
 
 def padded_tokens(lengths: Sequence[int], micro_batch: Sequence[int]) -> int:
@@ -130,12 +130,13 @@ def _fewest_tokens(ascending: Sequence[int], count: int, cap: int, max_rows: int
         else:
             many, across, low = found, few, -(-price // unit)
         if few is None:
-            price = dearest if attempt >= _GUESSES else _scaled(price, len(found) / count, low, high)
+            # Where the cap binds, a run is worth more than its padding tells.
+            price = min(4 * price, dearest) if attempt > 1 else _scaled(price, len(found) / count, low, high)
             continue
         if across is not None and _charged(ascending, across, price, unit) == _charged(ascending, found, price, unit):
             break
         if attempt < _GUESSES and high - low > 1 and len(many) - len(few) > _NEAR:
-            price = _scaled(price, len(found) / count, low, high)
+            price = _between(low, high, len(many), len(few), count)
         else:
             # Where both ends are the cheapest at the price that makes them equally dear, all between them are.
             price, unit = _cost(ascending, few) - _cost(ascending, many), len(many) - len(few)
@@ -146,6 +147,13 @@ def _fewest_tokens(ascending: Sequence[int], count: int, cap: int, max_rows: int
 def _scaled(price: int, times: float, low: int, high: int) -> int:
     """The price for another number of runs, as k runs pad about 1/k and the next one saves about 1/k**2."""
     return min(max(int(price * times**2), low + 1), high - 1)
+
+
+def _between(low: int, high: int, many: int, few: int, count: int) -> int:
+    """The price between two for a number of runs between theirs, as if it were a power of that number."""
+    share = math.log(many / count) / math.log(many / few)
+    least = max(low, 1)
+    return min(max(round(least * math.pow(high / least, share)), low + 1), high - 1)
 
 
 def _likely_price(ascending: Sequence[int], count: int) -> int:
