@@ -57,7 +57,10 @@ READS = {"aten._local_scalar_dense", "aten.is_nonzero", "aten.equal"}
 
 @dataclass(frozen=True)
 class Size:
-    """One model: width, layers, and the longest of its samples [tokens]; optimizer steps of a timed run."""
+    """One model: width, layers, and the longest of its samples [tokens]; optimizer steps of a timed run.
+
+    Without a layer it is a loss and nothing else, so that what is added to a step can be told from it.
+    """
 
     width: int
     layers: int
@@ -65,7 +68,7 @@ class Size:
     steps: int
 
 
-SIZES = {"tiny": Size(32, 2, 24, 30), "medium": Size(256, 8, 192, 6)}
+SIZES = {"empty": Size(0, 0, 24, 300), "tiny": Size(32, 2, 24, 30), "medium": Size(256, 8, 192, 6)}
 HEADS = ("llama", "bert")
 
 
@@ -94,8 +97,34 @@ class Times:
 # ---- 1. What is trained -----------------------------------------------------------------------------------
 
 
+class Nothing(nn.Module):
+    """A loss of one parameter, by the number handed in where there is one, or the mean over its own items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, labels: Tensor, input_ids: Any = None, attention_mask: Any = None) -> dict[str, Tensor]:
+        return self.of(labels, None)
+
+    def of(self, labels: Tensor, number: Any) -> dict[str, Tensor]:
+        targets = labels[..., 1:].flatten() if labels.ndim > 1 else labels
+        logits = self.weight * torch.zeros(len(targets), VOCABULARY)
+        loss = nn.functional.cross_entropy(logits, targets, reduction="mean" if number is None else "sum")
+        return {"loss": loss if number is None else loss / number}
+
+
+class NothingByNumber(Nothing):
+    """Takes the number."""
+
+    def forward(self, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        return self.of(labels, kwargs.get("num_items_in_batch"))
+
+
 def build(head: str, size: Size) -> nn.Module:
     torch.manual_seed(0)
+    if size.layers == 0:
+        return NothingByNumber() if head == "llama" else Nothing()
     width = {"hidden_size": size.width, "intermediate_size": 3 * size.width, "num_hidden_layers": size.layers}
     shape = {**width, "num_attention_heads": 4, "vocab_size": VOCABULARY, "max_position_embeddings": size.length}
     if head == "bert":
