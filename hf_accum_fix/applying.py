@@ -284,6 +284,7 @@ def _claim(options: Options) -> PatchHandle:
 def _announce(environment: Environment, plan: Plan) -> None:
     """The one line that says what was patched and what changes for the user's run."""
     from hf_accum_fix import __version__
+
     felt = "; ".join(f"{defect.name} ({defect.gradient})" for defect in plan.mended if defect.gradient)
     _LOG.info(
         "hf-accum-fix %s on transformers %s: wrapped Trainer.%s; %d defects of this release are mended. "

@@ -388,9 +388,7 @@ def _open_window(
     _mark_state(trainer, session)
     contract = _settle_contract(trainer, session, batches, options, trouble)
     routing, trouble = _count_routing(trainer, session, contract, batches, options, trouble)
-    session.window = window = _counted(
-        trainer, contract, batches, upstream_number, trouble, session.router, routing
-    )
+    session.window = window = _counted(trainer, contract, batches, upstream_number, trouble, session.router, routing)
     if contract.items is not None and batches:
         _note_empty(session, window.total)
     if options.balance_windows and router_loss_depends_on_the_cut(session):
@@ -1017,9 +1015,7 @@ def _reduced_in_the_last(trainer: Any, window: Window, model: nn.Module) -> Iter
         yield
 
 
-def _share_of_window(
-    trainer: Any, session: Session, micro_batch: MicroBatch, window: Window
-) -> tuple[Tensor, int]:
+def _share_of_window(trainer: Any, session: Session, micro_batch: MicroBatch, window: Window) -> tuple[Tensor, int]:
     """This micro-batch's loss, and by what it is to be divided, here or by the engine.
 
     Summed over the window and averaged over ranks the quotient is the global batch's loss.

@@ -92,8 +92,10 @@ def read_options(argv: list[str] | None) -> argparse.Namespace:
     for split in splits:
         # The short window holds whole micro-batches of every rank, so that no sample is repeated to even them out.
         if split.per_device * split.accumulation * options.world != options.total_batch or split.accumulation % 2:
-            raise BadInputError(f"split {split} does not make --total-batch {options.total_batch} on {options.world} "
-                                "processes with an even number of micro-batches: give PxG with P x G x processes")
+            raise BadInputError(
+                f"split {split} does not make --total-batch {options.total_batch} on {options.world} "
+                "processes with an even number of micro-batches: give PxG with P x G x processes"
+            )
     options.splits = splits
     return options
 
@@ -135,11 +137,16 @@ def build_model(options: argparse.Namespace) -> torch.nn.Module:
     import transformers as hf
 
     torch.manual_seed(0)
-    size = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "max_position_embeddings": LONGEST}
+    size = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": LONGEST,
+    }
     if options.head == "bert":
-        return hf.BertForMaskedLM(hf.BertConfig(
-            **size, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+        return hf.BertForMaskedLM(hf.BertConfig(**size, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
     return hf.LlamaForCausalLM(hf.LlamaConfig(**size, pad_token_id=0, bos_token_id=1, eos_token_id=2))
 
 
@@ -225,7 +232,9 @@ def by_windows(epochs: int, loader: Any, model: Any, optimizer: Any, accelerator
 
 
 MODES: dict[str, Callable[..., Iterator[float]]] = {
-    "accumulate": by_accumulate, "count": by_count, "windows": by_windows,
+    "accumulate": by_accumulate,
+    "count": by_count,
+    "windows": by_windows,
 }
 
 
@@ -252,10 +261,18 @@ def run_cell(mode: str, split: Split, options: argparse.Namespace, samples: list
             found = gradient(model).to(right.device)
             errors[str(step)] = {
                 "gradient": float((found - right).norm() / right.norm()),
-                "times": float(found @ right / (right @ right)), "loss": loss / wanted,
+                "times": float(found @ right / (right @ right)),
+                "loss": loss / wanted,
             }
-    return {"head": options.head, "mode": mode, "processes": accelerator.num_processes, **split._asdict(),
-            "seconds": round(time.perf_counter() - started, 1), "errors": errors, "losses": losses}
+    return {
+        "head": options.head,
+        "mode": mode,
+        "processes": accelerator.num_processes,
+        **split._asdict(),
+        "seconds": round(time.perf_counter() - started, 1),
+        "errors": errors,
+        "losses": losses,
+    }
 
 
 # ---- 4. What came out -------------------------------------------------------------------------------------
@@ -266,10 +283,21 @@ def show_table(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 140)
-    table = Table(title=f"{options.head}, total batch {options.total_batch}, an epoch of {options.windows} windows and "
-                        f"a short one; accelerate {importlib.metadata.version('accelerate')}")
-    for heading in ("loop", "processes", "per device", "accumulation", "first window: gradient off by", "times",
-                    "short window: gradient off by", "times", f"loss at step {len(rows[0]['losses'])}"):
+    table = Table(
+        title=f"{options.head}, total batch {options.total_batch}, an epoch of {options.windows} windows and "
+        f"a short one; accelerate {importlib.metadata.version('accelerate')}"
+    )
+    for heading in (
+        "loop",
+        "processes",
+        "per device",
+        "accumulation",
+        "first window: gradient off by",
+        "times",
+        "short window: gradient off by",
+        "times",
+        f"loss at step {len(rows[0]['losses'])}",
+    ):
         table.add_column(heading, justify="right")
     for mode in options.modes:
         table.add_section()
@@ -315,7 +343,9 @@ def environment(options: argparse.Namespace) -> dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return {
-        "versions": versions, "python": platform.python_version(), "platform": platform.platform(),
+        "versions": versions,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "arguments": {name: str(value) for name, value in vars(options).items()},
     }

@@ -536,9 +536,7 @@ def test_a_seam_replaced_after_apply_is_refused_at_train(tmp_path: Path, monkeyp
 def _rank(reduced: list[float]) -> Any:
     """A trainer of two ranks whose collective gives back what is said here."""
     return SimpleNamespace(
-        args=SimpleNamespace(
-            device=torch.device("cpu"), world_size=2, process_index=1, gradient_accumulation_steps=4
-        ),
+        args=SimpleNamespace(device=torch.device("cpu"), world_size=2, process_index=1, gradient_accumulation_steps=4),
         accelerator=SimpleNamespace(
             reduce=lambda tensor, reduction: torch.tensor(reduced, dtype=tensor.dtype),
             distributed_type=DistributedType.MULTI_CPU,

@@ -120,9 +120,7 @@ def test_the_trajectory_is_that_of_the_windows_as_they_come(head: str, more: dic
 
 
 @pytest.mark.parametrize("saved", [4, 5, 7])
-def test_cut_and_resumed_it_is_the_same_trajectory(
-    saved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cut_and_resumed_it_is_the_same_trajectory(saved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut in the second epoch and in the third, counted from one, and before a short last window."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     uncut = train(tmp_path / "uncut", balance=True, save_strategy="steps", save_steps=saved)
