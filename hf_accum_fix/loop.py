@@ -34,7 +34,7 @@ from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import inside_ddp, products_are_rounded, router_coefficients, wants_number
 from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, observe
-from hf_accum_fix.accumulation.router_loss import Convention, Form, Forward, RouterLoss, one_form
+from hf_accum_fix.accumulation.router_loss import Convention, Form, RouterLoss, one_form
 from hf_accum_fix.accumulation.share import Share, loss_among, share_of
 from hf_accum_fix.accumulation.window import Weightless, count_dtype, mean_item_count, total_items
 from hf_accum_fix.duplicates import WithoutDuplicates
@@ -368,26 +368,15 @@ class AccumulationWindows:
             return loss_among((inside_ddp(model) or model)(**self._handed(inputs, number)), inputs, model)
 
         if router.form is None or not router.form.settled:
-            router.form = one_form(self._gathered(self._recognised(batches, model, forward, contract, device)))
+            seen = Form(settled=False)
+            if model is not None:
+                seen = router.recognise_among(forward, batches, contract.items, model, device)
+            router.form = one_form(self._gathered(seen))
             if model is not None and (why := router.why_mean(contract.has_router_loss)):
                 self._warn_once("router", f"{_name(model)}: {why}")
         if model is None:
             return router.nothing(device)
         return router.count(forward, batches, model, device, self.world_size)
-
-    def _recognised(
-        self,
-        batches: list[Batch],
-        model: nn.Module | None,
-        forward: Forward,
-        contract: LossContract,
-        device: torch.device,
-    ) -> Form:
-        if model is None:
-            return Form(settled=False)
-        items = contract.items
-        most = max(batches, key=lambda inputs: float(items.count(inputs)) if items is not None else 0.0)
-        return self._router.recognise(forward, most, model, device)
 
     def _gathered(self, value: Any) -> list[Any]:
         gathered = [value]

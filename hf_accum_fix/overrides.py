@@ -41,7 +41,7 @@ from hf_accum_fix.accumulation.declared import (
     router_coefficients,
     takes_number,
 )
-from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, observe
+from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, LossCall, observe
 from hf_accum_fix.accumulation.router_loss import Convention, Form, Forward, RouterLoss, one_form
 from hf_accum_fix.accumulation.share import loss_among, share_of
 from hf_accum_fix.accumulation.whole_windows import Blank, WholeWindows, without_blanks
@@ -566,23 +566,19 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
     # A forward through DDP without gradient would switch off the next one's buffer sync.
     module: nn.Module = inside_ddp(model) or model
     compute_loss = _compute_loss_of(trainer)
-    hands_number = compute_loss is not None and _hands_number(compute_loss)
     if not all(isinstance(batch, Mapping) for batch in window):
         reason = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
         return LossContract(Reduction.PLAIN, owned_by_trainer=compute_loss is not None, reason=reason)
     changed = False
 
+    forward = _as_in_training(trainer, module, compute_loss)
+
     def call(inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
         nonlocal changed
-        inputs = trainer._prepare_inputs(inputs)
         session.base_loss = None
-        with trainer.compute_loss_context_manager():
-            if compute_loss is None:
-                return _base_loss(trainer, module, inputs, number, smooth=False)
-            result = compute_loss(module, inputs, **({"num_items_in_batch": number} if hands_number else {}))
-        loss = result[0] if isinstance(result, tuple) else result
+        loss, outputs = forward(inputs, number)
         if session.base_loss is None:
-            return loss, None
+            return loss, outputs
         # Both nan, where there was no target, is no change.
         changed = changed or not torch.allclose(loss, session.base_loss[0], rtol=1e-6, atol=0.0, equal_nan=True)
         return session.base_loss
@@ -619,6 +615,21 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
         items = Items(("labels",), trainer.label_smoother.ignore_index, shift=shift)
         return replace(found, reduction=Reduction.MEAN, items=items, alternatives=(items,))
     return found
+
+
+def _as_in_training(trainer: Any, module: nn.Module, compute_loss: Callable[..., Any] | None) -> LossCall:
+    """The forward that training makes of a micro-batch, unsmoothed; without outputs where the loss is the trainer's."""
+    hands_number = compute_loss is not None and _hands_number(compute_loss)
+
+    def forward(inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
+        inputs = trainer._prepare_inputs(inputs)
+        with trainer.compute_loss_context_manager():
+            if compute_loss is None:
+                return _base_loss(trainer, module, inputs, number, smooth=False)
+            result = compute_loss(module, inputs, **({"num_items_in_batch": number} if hands_number else {}))
+        return (result[0] if isinstance(result, tuple) else result), None
+
+    return forward
 
 
 def _agreed(trainer: Any, found: LossContract | None, trouble: Exception | None = None) -> LossContract:
@@ -764,24 +775,15 @@ def _forward_alone(trainer: Any, session: Session, module: nn.Module, steps: int
         if session.router is not None:
             session.router.form = None
     compute_loss = session.counting_loss[1]
-    takes_number = compute_loss is not None and _hands_number(compute_loss)
+    run = _as_in_training(trainer, module, compute_loss)
     number = torch.ones((), device=trainer.args.device)
-
-    def forward(inputs: Any) -> Tensor:
-        inputs = trainer._prepare_inputs(inputs)
-        with trainer.compute_loss_context_manager():
-            if compute_loss is None:
-                return _base_loss(trainer, module, inputs, number, smooth=False)[0]
-            result = compute_loss(module, inputs, **({"num_items_in_batch": number} if takes_number else {}))
-        return result[0] if isinstance(result, tuple) else result  # type: ignore[no-any-return]
-
     module.train()
     # A schedule-free optimizer evaluates at other weights than it trains at.
     if callable(getattr(trainer.optimizer, "train", None)):
         trainer.optimizer.train()
     session.observing = True
     try:
-        yield forward
+        yield lambda inputs: run(inputs, number)[0]
     finally:
         session.observing, session.base_loss = False, None
 
@@ -796,11 +798,9 @@ def _recognised(
     trouble: Exception | None,
 ) -> Form:
     """What the ranks see of the model's own load-balancing loss."""
-    items = contract.items
-    best = max(batches, key=lambda inputs: float(items.count(inputs)) if items is not None else 0.0, default=None)
     seen = Form(settled=False)
     try:
-        seen = seen if best is None else router.recognise(forward, best, module, trainer.args.device)
+        seen = router.recognise_among(forward, batches, contract.items, module, trainer.args.device)
     except Exception as error:
         trouble = trouble or error
     return one_form(ranks.agreed(seen, trouble, **_place(trainer)))

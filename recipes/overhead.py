@@ -166,8 +166,13 @@ class Watcher(TrainerCallback):
 
 def train(head: str, size: Size, mode: str, steps: int, after: Any, **options: Any) -> int:
     """Train, and tell how often the model was run beyond its micro-batches."""
+    with hf_accum_fix.apply(**options) if mode == "apply" else contextlib.nullcontext():
+        return run(build(head, size), head, size, steps, after) - steps * STEPS_OF_ACCUMULATION
+
+
+def run(model: nn.Module, head: str, size: Size, steps: int, after: Any) -> int:
+    """Train a model as it is patched now, and tell how often it was run."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    model = build(head, size)
     forwards = 0
 
     def count(*_: Any) -> None:
@@ -175,10 +180,9 @@ def train(head: str, size: Size, mode: str, steps: int, after: Any, **options: A
         forwards += 1
 
     model.register_forward_pre_hook(count)
-    patched = hf_accum_fix.apply(**options) if mode == "apply" else contextlib.nullcontext()
     gc.collect()
     gc.freeze()
-    with patched, tempfile.TemporaryDirectory() as output:
+    with tempfile.TemporaryDirectory() as output:
         arguments = TrainingArguments(
             output,
             per_device_train_batch_size=PER_DEVICE,
@@ -198,7 +202,7 @@ def train(head: str, size: Size, mode: str, steps: int, after: Any, **options: A
             model=model, args=arguments, train_dataset=data, data_collator=collate, callbacks=[Watcher(after)]
         )
         trainer.train()
-    return forwards - steps * STEPS_OF_ACCUMULATION
+    return forwards
 
 
 # ---- 2. What is counted -----------------------------------------------------------------------------------

@@ -14,12 +14,10 @@ The output folder gets results.jsonl (a line per run) and table.md. Exit code 2:
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -27,14 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from overhead import VOCABULARY, Counting, Size, Watcher, collate, samples_of, spread
+from overhead import VOCABULARY, Counting, Size, run, spread
 from tqdm import tqdm
-from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import hf_accum_fix
 
 MODES = ("mean", "mean again", "window", "exact")
-STEPS_OF_ACCUMULATION, PER_DEVICE = 4, 2
 SIZE = Size(width=256, layers=4, length=192, steps=4)
 
 
@@ -50,34 +47,8 @@ def build() -> MixtralForCausalLM:
 
 def train(mode: str, steps: int, after: Callable[[int], None]) -> int:
     """Train under a convention, and tell how often the model was run."""
-    model, forwards = build(), 0
-
-    def count(*_: Any) -> None:
-        nonlocal forwards
-        forwards += 1
-
-    model.register_forward_pre_hook(count)
-    gc.collect()
-    gc.freeze()
-    with hf_accum_fix.apply(router_loss=mode.split(" ")[0]), tempfile.TemporaryDirectory() as output:
-        arguments = TrainingArguments(
-            output,
-            per_device_train_batch_size=PER_DEVICE,
-            gradient_accumulation_steps=STEPS_OF_ACCUMULATION,
-            max_steps=steps,
-            use_cpu=not torch.cuda.is_available(),
-            report_to="none",
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            dataloader_pin_memory=False,
-        )
-        data = samples_of("llama", SIZE, steps * STEPS_OF_ACCUMULATION * PER_DEVICE)
-        Trainer(
-            model=model, args=arguments, train_dataset=data, data_collator=collate, callbacks=[Watcher(after)]
-        ).train()
-    return forwards
+    with hf_accum_fix.apply(router_loss=mode.split(" ")[0]):
+        return run(build(), "llama", SIZE, steps, after)
 
 
 def count(mode: str) -> dict[str, float]:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -179,25 +180,29 @@ class Swap:
     """Stands in for every modeling file's function inside a ``with`` block."""
 
     def __init__(self) -> None:
+        self._holders: list[tuple[ModuleType, Callable[..., Any]]] = []
         self._standing: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._replacement: Callable[[Call], Any] | None = None
 
-    @contextmanager
-    def by(self, replacement: Callable[[Call], Any]) -> Iterator[None]:
-        """Let it be ``replacement`` inside the block, and put the identical ones back.
+    def look(self) -> None:
+        """Find every module that holds the function; other libraries bind its name in modules of their own.
 
-        Other libraries bind the name in modules of their own, so every module that holds it is looked at.
+        To be called before a window, since looking through all that is imported takes longer than a small forward.
         """
         holders = [module for module in list(sys.modules.values()) if FUNCTION in getattr(module, "__dict__", ())]
-        before = [(module, vars(module)[FUNCTION]) for module in holders]
+        self._holders = [(module, vars(module)[FUNCTION]) for module in holders]
+
+    @contextmanager
+    def by(self, replacement: Callable[[Call], Any]) -> Iterator[None]:
+        """Let it be ``replacement`` inside the block, and put the identical ones back; `look` comes first."""
         self._replacement = replacement
         try:
-            for module, original in before:
+            for module, original in self._holders:
                 setattr(module, FUNCTION, self._for(original))
             yield
         finally:
             self._replacement = None
-            for module, original in before:
+            for module, original in self._holders:
                 setattr(module, FUNCTION, original)
 
     def _for(self, original: Callable[..., Any]) -> Callable[..., Any]:

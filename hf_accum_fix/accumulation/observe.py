@@ -32,6 +32,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction, router_loss
+from hf_accum_fix.accumulation.random_states import random_states_kept
 from hf_accum_fix.accumulation.window import Items, sample_count
 
 #: One forward: (inputs, number or None) -> (loss, outputs); no outputs where the loss is a trainer's own, of which
@@ -137,18 +138,14 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = list(range(torch.cuda.device_count()))
     stance = getattr(torch.compiler, "set_stance", None)
     eager: AbstractContextManager[Any] = stance("force_eager") if stance is not None else nullcontext()
     try:
-        with torch.random.fork_rng(devices), torch.no_grad(), eager, warnings.catch_warnings():
+        with random_states_kept(), torch.no_grad(), eager, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*None of the inputs have requires_grad.*")
             model.train()
             yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
         for module, training in modes:
             module.training = training
         for holder, name, buffer, before in buffers:

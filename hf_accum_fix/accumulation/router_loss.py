@@ -36,7 +36,6 @@ by the model inside DistributedDataParallel where nothing is trained:
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,7 +48,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_accum_fix.accumulation.balancing import FUNCTION, Call, Swap, Tally
-from hf_accum_fix.accumulation.window import Weightless, count_dtype
+from hf_accum_fix.accumulation.random_states import random_states_kept
+from hf_accum_fix.accumulation.window import Items, Weightless, count_dtype
 from hf_accum_fix.errors import ContractError
 
 #: Far above the loss itself, so that a small coefficient shows in a loss of few digits.
@@ -134,7 +134,6 @@ def one_form(seen: Sequence[Form]) -> Form:
 @contextmanager
 def same_draws(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Forwards without gradient that leave the random states and the buffers to be found by the forwards after."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
     buffers = [
         (module._buffers, name, buffer, buffer.detach().clone(), buffer._version, isinstance(module, _BatchNorm))
         for module in model.modules()
@@ -146,11 +145,9 @@ def same_draws(model: nn.Module, device: torch.device) -> Iterator[None]:
     indices = sorted({each.index or 0 for each in used if each.type in kinds})
     kind = next(iter(kinds), "cuda")
     try:
-        with torch.random.fork_rng(indices, device_type=kind), torch.no_grad():
+        with random_states_kept(indices, kind), torch.no_grad():
             yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
         with torch.no_grad():
             for holder, name, buffer, before, version, uncounted in buffers:
                 holder[name] = buffer
@@ -228,6 +225,23 @@ class RouterLoss:
                 "and for kernels that are not the same without gradient",
             )
 
+    def recognise_among(
+        self, forward: Forward, window: Sequence[Any], items: Items | None, model: nn.Module, device: torch.device
+    ) -> Form:
+        """`recognise` on the micro-batch with the most items; nothing settled where there is none.
+
+        Args:
+            forward: see `count`.
+            window: the micro-batches of this rank.
+            items: how they are counted; None takes the first.
+            model: whose buffers are looked after.
+            device: where training runs.
+        """
+        if not window:
+            return Form(settled=False)
+        most = max(window, key=lambda inputs: 0.0 if items is None else float(items.count(inputs)))
+        return self.recognise(forward, most, model, device)
+
     def recognise(self, forward: Forward, inputs: Any, model: nn.Module, device: torch.device) -> Form:
         """Look at the model's own loss on one micro-batch, by two forwards without gradient; sets nothing.
 
@@ -248,6 +262,7 @@ class RouterLoss:
         losses = []
         for shift in (0.0, _SHIFT):
             calls.clear()
+            self._swap.look()
             with same_draws(model, device), self._swap.by(moved(shift)):
                 losses.append(float(forward(inputs).detach()))
         if not calls:
@@ -286,6 +301,7 @@ class RouterLoss:
         pools = self._pools
         if not pools or len(window) * world_size == 1:
             return self.nothing(device)
+        self._swap.look()
         numbers = [torch.zeros(pool.experts + 1, dtype=count_dtype(device), device=device) for pool in pools]
         if self.convention is Convention.WINDOW:
             self._running = [torch.zeros_like(each) for each in numbers]

@@ -16,6 +16,8 @@ RANK_MEANS: Final = "rank-means-averaged"
 LOST: Final = "epoch-tail-not-trained"
 ANY_HEAD: Final = "head-drops-item-count"
 
+_MEANS: Final = MappingProxyType({MEANS: "mean of micro-batch means", RANK_MEANS: "mean of rank means"})
+
 #: Symbols of a factor, as the defect table has them, and their words; the simplest first.
 _WORDS: Final = MappingProxyType(
     {
@@ -124,22 +126,14 @@ def of_factor(factor: float, logged: float, facts: Facts, precision: float) -> E
     return Explanation(words, _defects(symbols, facts, log_is_right))
 
 
-def of_means(factor: float, logged: float, facts: Facts, precision: float) -> Explanation:
-    """A multiple of the mean of micro-batch means."""
-    here = tuple(name for name in (MEANS,) if is_present(name, facts.release))
+def of_means(name: str, factor: float, logged: float, facts: Facts, precision: float) -> Explanation:
+    """A multiple of the mean of micro-batch means (`MEANS`), or of that over ranks of their items' (`RANK_MEANS`)."""
+    words = _MEANS[name]
+    here = (name,) if is_present(name, facts.release) else ()
     if abs(factor - 1) <= precision:
-        return Explanation("mean of micro-batch means", here)
+        return Explanation(words, here)
     times = of_factor(factor, logged, facts, precision)
-    return Explanation(f"{times.words}, and the mean of micro-batch means", (*times.defects, *here))
-
-
-def of_rank_means(factor: float, logged: float, facts: Facts, precision: float) -> Explanation:
-    """A multiple of the mean over ranks of their items' means."""
-    here = tuple(name for name in (RANK_MEANS,) if is_present(name, facts.release))
-    if abs(factor - 1) <= precision:
-        return Explanation("mean of rank means", here)
-    times = of_factor(factor, logged, facts, precision)
-    return Explanation(f"{times.words}, and the mean of rank means", (*times.defects, *here))
+    return Explanation(f"{times.words}, and the {words}", (*times.defects, *here))
 
 
 def of_router(main: float, router: float, facts: Facts, precision: float) -> Explanation:

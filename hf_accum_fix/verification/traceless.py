@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 
 from hf_accum_fix import observations
+from hf_accum_fix.accumulation.random_states import random_states_kept
 
 #: What the trainer's own loop says of every run, and we of every head: a rehearsal is no run, and the report says it.
 _TALKATIVE = ("transformers.trainer", "accelerate", "hf_accum_fix")
@@ -24,7 +25,7 @@ _TALKATIVE = ("transformers.trainer", "accelerate", "hf_accum_fix")
 def traceless(model: nn.Module) -> Iterator[None]:
     """Put back, also after an error: modules, buffers, gradients, RNG of every device, accelerate's shared state."""
     with ExitStack() as stack:
-        stack.enter_context(_random_states())
+        stack.enter_context(random_states_kept())
         stack.enter_context(_modules(model))
         stack.enter_context(_gradients(model))
         stack.enter_context(_shared_states())
@@ -55,17 +56,6 @@ def seed(number: int) -> None:
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
-
-
-@contextmanager
-def _random_states() -> Iterator[None]:
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(list(range(torch.cuda.device_count()))):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
 
 
 @contextmanager

@@ -317,10 +317,10 @@ class _Cut:
         if world_size > 1 and self.scene.contract.by_number:
             ranks = fit(gradient, averaged(self._rank_mean(), parameters, world_size))
             if ranks.residual <= precision:
-                return explanation.of_rank_means(ranks.weights[0], logged, facts, precision)
+                return explanation.of_means(explanation.RANK_MEANS, ranks.weights[0], logged, facts, precision)
         means = fit(gradient, averaged(self._means(count), parameters, world_size), *([router] if router else []))
         if means.residual <= precision:
-            why = explanation.of_means(means.weights[0], logged, facts, precision)
+            why = explanation.of_means(explanation.MEANS, means.weights[0], logged, facts, precision)
             return Explanation(f"{why.words}; {inherent}", why.defects) if inherent else why
         if inherent:
             return Explanation(inherent)

@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
@@ -18,12 +17,12 @@ from transformers import Trainer, TrainerCallback
 import hf_accum_fix
 from hf_accum_fix import GlobalBatchTrainer, Options
 from hf_accum_fix.accumulation.window import Weightless
+from tests.numerics.epochs import RATE, plain_sgd
 from tests.numerics.heads import HEADS, Batch, Head, Sample
 from tests.numerics.heads.head import before, collate
 from tests.numerics.heads.samples import masked_tokens, one_class, text, with_labels
 from tests.numerics.parity import trainable, training_arguments
 
-RATE = 1e-2
 LENGTHS = (5, 17, 9, 3, 22, 11, 6, 14, 8, 19, 4)
 LONGEST = max(LENGTHS)
 
@@ -169,22 +168,8 @@ def train(
 def reference(
     name: str, samples: Sequence[Sample], windows: Sequence[Sequence[int]]
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Plain SGD, each window in one forward: the change of the parameters and the loss of each step."""
-    head = head_of(name)
-    model = head.build()
-    model.train()
-    start, losses = trainable(model), []
-    for window in windows:
-        model.zero_grad()
-        loss = head.reference_loss(model, head.batch([samples[place] for place in window]))
-        loss.backward()
-        losses.append(float(loss.detach()))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter -= RATE * parameter.grad
-    end = trainable(model)
-    return {key: end[key] - start[key] for key in start}, losses
+    """`plain_sgd` on windows of places among the samples."""
+    return plain_sgd(head_of(name), [[samples[place] for place in window] for window in windows])
 
 
 def once_each(windows: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,17 @@ def epoch_samples(head: Head, world_size: int = 1) -> list[Sample]:
 
 def reference(head: Head, world_size: int = 1) -> tuple[dict[str, Tensor], list[float]]:
     """Plain SGD over the global batches in their order, in float64: parameter changes and the loss of each step."""
+    samples = epoch_samples(head, world_size)
+    windows = [samples[at : at + 3 * world_size] for at in range(0, len(samples), 3 * world_size)]
+    return plain_sgd(head, windows * EPOCHS)
+
+
+def plain_sgd(head: Head, windows: Sequence[Sequence[Sample]]) -> tuple[dict[str, Tensor], list[float]]:
+    """Each window in one forward: the change of the parameters and the loss of each step."""
     model = head.build()
     model.train()
     start, losses = trainable(model), []
-    samples = epoch_samples(head, world_size)
-    windows = [samples[at : at + 3 * world_size] for at in range(0, len(samples), 3 * world_size)]
-    for window in windows * EPOCHS:
+    for window in windows:
         model.zero_grad()
         loss = head.reference_loss(model, head.batch(window))
         loss.backward()
