@@ -35,8 +35,8 @@ from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import inside_ddp, products_are_rounded, router_coefficients, wants_number
 from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, observe
 from hf_accum_fix.accumulation.router_loss import Convention, Form, RouterLoss, one_form
-from hf_accum_fix.accumulation.share import Share, loss_among, share_of
-from hf_accum_fix.accumulation.window import Weightless, count_dtype, mean_item_count, total_items
+from hf_accum_fix.accumulation.share import Cut, Share, loss_among, share_of
+from hf_accum_fix.accumulation.window import Weightless, count_dtype, total_items
 from hf_accum_fix.duplicates import WithoutDuplicates
 from hf_accum_fix.engine import engine_divisor, inputs_are_rounded
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
@@ -63,7 +63,7 @@ class AccumulationWindow:
         self._windows = windows
         self._begun = 0
         self._counts: list[Tensor] = []
-        self._mean: Tensor | None = None
+        self._cut: Cut | None = None
         self._loss: Tensor | None = None
 
     def __len__(self) -> int:
@@ -137,10 +137,10 @@ class AccumulationWindow:
         Raises:
             ContractError: if the window has not been counted: no loss of it was asked for, and no contract given.
         """
-        if self._mean is None:
+        if self._cut is None:
             self._open(None, None)
-        assert self._mean is not None
-        return self._mean
+        assert self._cut is not None
+        return self._cut.mean
 
     def mean_loss(self) -> Tensor:
         """The loss of the global batch: the mean over the items of all its micro-batches and ranks.
@@ -161,7 +161,7 @@ class AccumulationWindow:
     def _open(self, model: nn.Module | None, beside: torch.device | None) -> LossContract:
         """Count the window over all ranks, beside a loss or a model, where that has not been done."""
         windows = self._windows
-        if self._mean is not None and windows.contract is not None:
+        if self._cut is not None and windows.contract is not None:
             return windows.contract
         contract = windows._settle(self, model)
         device = windows._device_beside(beside)
@@ -175,30 +175,20 @@ class AccumulationWindow:
         told = windows.world_size > 1 and (device.type == "cpu" or not self.batches)
         if told and 0 < int(sums[1]) < windows.world_size:
             raise _uneven()
-        steps = max(len(self.batches), 1)
-        self._mean = mean_item_count(sums[0], steps, windows.world_size)
-        windows._router.settle(sums[2:], steps, windows.world_size)
+        self._cut = cut = Cut.of(contract, sums[0], len(self.batches), windows.world_size)
+        windows._router.settle(sums[2:], cut.micro_batches, cut.world_size)
         if contract.items is not None and self.batches:
             windows._note_empty(sums[0] == 0)
         return contract
 
     def _share(self, contract: LossContract, batch: Batch, *, own_loss: bool) -> Share:
-        assert self._mean is not None
+        assert self._cut is not None
         counted = zip(self.batches, self._counts, strict=False)
         # None: it was put on another device, or made anew; then it is counted again.
         count = next((count for each, count in counted if each is batch), None)
         if count is None and self._begun and isinstance(self.batches[self._begun - 1], Weightless):
             batch = Weightless(batch)
-        return share_of(
-            contract,
-            batch,
-            count,
-            self._mean,
-            micro_batches=len(self.batches),
-            world_size=self._windows.world_size,
-            own_loss=own_loss,
-            rounded=self._windows._rounds(),
-        )
+        return share_of(contract, batch, count, self._cut, own_loss=own_loss, rounded=self._windows._rounds())
 
     def _add(self, share: Tensor) -> Tensor:
         part = share.detach() / len(self.batches)

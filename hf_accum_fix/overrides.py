@@ -43,9 +43,9 @@ from hf_accum_fix.accumulation.declared import (
 )
 from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, LossCall, observe
 from hf_accum_fix.accumulation.router_loss import Convention, Form, Forward, RouterLoss, one_form
-from hf_accum_fix.accumulation.share import loss_among, share_of
+from hf_accum_fix.accumulation.share import Cut, loss_among, share_of
 from hf_accum_fix.accumulation.whole_windows import Blank, WholeWindows, without_blanks
-from hf_accum_fix.accumulation.window import Items, Weightless, count_dtype, mean_item_count, total_items
+from hf_accum_fix.accumulation.window import Items, Weightless, count_dtype, total_items
 from hf_accum_fix.dealing import Dealer, RedealtLoader, unfit
 from hf_accum_fix.duplicates import WithoutDuplicates
 from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, is_sharded, waits_every_micro_batch
@@ -67,17 +67,25 @@ DEALER = "_hf_accum_fix_dealer"
 
 _ABSENT = object()
 
+#: Asked here, as looking it up takes longer than all that is done in a micro-batch.
+_LAST_NOT_REDUCED = is_present("last-micro-batch-not-reduced", transformers.__version__)
+
 #: Windows that are observed before an inconclusive contract is taken as it is.
 _ATTEMPTS = 3
 
 
 @dataclass
 class MicroBatch:
-    """One forward and backward, while it runs."""
+    """One forward and backward, while it runs.
+
+    Attributes:
+        share: its loss, such that the sum over the window, averaged over ranks, is the global batch's.
+        reported: that without its graph, once it was handed to the engine.
+    """
 
     items: Tensor | None
     weightless: bool = False
-    loss: Tensor | None = None
+    share: Tensor | None = None
     base_called: bool = False
     reported: Tensor | None = None
 
@@ -90,14 +98,14 @@ class Window:
         batches: as the loop will hand them to ``training_step``.
         counts: items of each, 0-dim, on the training device; empty where the contract counts none.
         total: N over all ranks.
-        mean: n_mean.
+        cut: n_mean, G and W.
         upstream_number: what the installed release counted, over all ranks; None: nothing.
     """
 
     batches: list[Any]
     counts: list[Tensor]
     total: Tensor
-    mean: Tensor
+    cut: Cut
     upstream_number: Any = None
     steps_run: int = 0
 
@@ -136,7 +144,9 @@ class Session:
 
 def session_of(trainer: Any, options: Options) -> Session:
     """The session of a trainer, made at its first use."""
-    session: Session = trainer.__dict__.setdefault(SESSION, Session(options))
+    session: Session | None = trainer.__dict__.get(SESSION)
+    if session is None:
+        session = trainer.__dict__[SESSION] = Session(options)
     return session
 
 
@@ -368,7 +378,7 @@ def get_batch_samples(
         return fetched, upstream_number
     # A trainer that scales by itself multiplies by W only where it averages tokens across devices.
     owned = contract.owned_by_trainer and not averaged
-    return fetched, window.total / data_ranks(trainer) if owned else window.total.long()
+    return fetched, window.total / window.cut.world_size if owned else window.total.long()
 
 
 def _open_window(
@@ -414,7 +424,7 @@ def _counted(
     Five numbers ride in it: the items, upstream's own count, and what tells a rank that fails or has less to run; and
     the routing of a mixture of experts, where its loss is to be the global batch's.
     """
-    device, world_size = trainer.args.device, trainer.args.world_size
+    device, world_size, data = trainer.args.device, trainer.args.world_size, data_ranks(trainer)
     zero = torch.zeros((), dtype=count_dtype(device), device=device)
     counts: list[Tensor] = []
     total = zero
@@ -434,15 +444,15 @@ def _counted(
         suspects = len(batches) < trainer.args.gradient_accumulation_steps
         ranks.check_marks(sums[2:5], runs, trouble, fetched=len(batches), suspects=suspects, **_place(trainer))
         # Tensor-parallel ranks hold the same samples, and have all counted them.
-        copies = world_size // data_ranks(trainer)
+        copies = world_size // data
         total, number, routing = sums[0] / copies, sums[1], sums[5:] / copies
     elif trouble is not None:
         raise trouble
-    steps = max(len(batches), 1)
+    cut = Cut.of(contract, total, len(batches), data)
     if router is not None and routing is not None:
-        router.settle(routing, steps, data_ranks(trainer))
+        router.settle(routing, cut.micro_batches, cut.world_size)
     counted = None if upstream_number is None else number
-    return Window(batches, counts, total, mean_item_count(total, steps, data_ranks(trainer)), counted)
+    return Window(batches, counts, total, cut, counted)
 
 
 def _place(trainer: Any) -> dict[str, int]:
@@ -870,9 +880,7 @@ def _loss_in_window(
         contract,
         inputs,
         micro_batch.items,
-        window.mean,
-        micro_batches=len(window.batches),
-        world_size=data_ranks(trainer),
+        window.cut,
         own_loss=_loss_func(trainer) is not None,
         rounded=inputs_are_rounded(trainer.accelerator),
     )
@@ -925,10 +933,12 @@ def training_step(
     batch's.
     """
     session = session_of(trainer, options)
-    if not enabled() or session.micro_batch is not None or (session.window is None and not trainer.is_in_train):
+    if session.micro_batch is not None:
         return wrapped(*args, **kwargs)
     window = session.window
     if window is None:
+        if not enabled() or not trainer.is_in_train:
+            return wrapped(*args, **kwargs)
         raise SeamError(
             f"no window was counted before this step: {type(trainer).__name__} (or a library that patched it) replaces "
             "Trainer.get_batch_samples without calling it; call super().get_batch_samples, or revert()"
@@ -950,23 +960,21 @@ def training_step(
                 result = original_loss(*loss_args, **loss_kwargs)
         finally:
             depth -= 1
-        if depth > 0:
-            return result
-        micro_batch.loss = result[0] if isinstance(result, tuple) else result
-        # 4.46.0 scales in place what it is handed.
-        handed = micro_batch.loss.clone()
-        return (handed, *result[1:]) if isinstance(result, tuple) else handed
+        if depth == 0:
+            loss = result[0] if isinstance(result, tuple) else result
+            # Now: 4.46.0 scales in place what it is handed. And never the model's output itself: DeepSpeed hangs hooks
+            # on that, which divide once more (stage 0).
+            micro_batch.share = _share_of_window(trainer, session, micro_batch, window, loss)
+        return result
 
     def set_loss(loss: Tensor, **backward_kwargs: Any) -> Any:
-        if micro_batch.loss is None:
+        if micro_batch.share is None:
             return original_backward(loss, **backward_kwargs)
-        micro_loss, divisor = _share_of_window(trainer, session, micro_batch, window)
-        micro_batch.reported = micro_loss.detach() / divisor
+        micro_batch.reported = micro_batch.share.detach()
         if window.steps_run == 0:
             _announce(trainer, session, window, passed=loss, right=micro_batch.reported)
-        # Never the model's output itself: DeepSpeed hangs hooks on that, which divide once more (stage 0).
-        rest = micro_loss * (engine_divisor(accelerator, backward_kwargs) / divisor)
-        return original_backward(rest, **backward_kwargs)
+        divisor = engine_divisor(accelerator, backward_kwargs)
+        return original_backward(micro_batch.share if divisor == 1 else micro_batch.share * divisor, **backward_kwargs)
 
     try:
         with (
@@ -983,7 +991,7 @@ def training_step(
         if trainer.args.device.type == "cpu" or "routing" not in session.said:
             _note_routing(trainer, session)
         session.said.add("routing")
-    if micro_batch.loss is None:
+    if micro_batch.share is None:
         return _logged(session, result)
     if micro_batch.reported is None:
         raise SeamError(
@@ -999,35 +1007,29 @@ def _logged(session: Session, loss: Tensor) -> Tensor:
     return loss
 
 
-@contextmanager
-def _reduced_in_the_last(trainer: Any, window: Window, model: nn.Module) -> Iterator[None]:
+def _reduced_in_the_last(trainer: Any, window: Window, model: nn.Module) -> AbstractContextManager[None]:
     """Reduce over ranks in the last micro-batch of a window alone; 4.46.2 does so in every other one."""
-    if trainer.args.world_size == 1 or not is_present("last-micro-batch-not-reduced", transformers.__version__):
-        yield
-        return
+    if not _LAST_NOT_REDUCED or trainer.args.world_size == 1:
+        return nullcontext()
     if not isinstance(model, DistributedDataParallel):
         raise UnsupportedSetupError(
             f"transformers {transformers.__version__} leaves the gradients of the last micro-batch on each rank, and "
             f"only under DistributedDataParallel can that be mended, not under {type(model).__name__}; take 4.46.3"
         )
     last = window.steps_run + 1 == len(window.batches)
-    with shadow(model, "require_backward_grad_sync", last):
-        yield
+    return shadow(model, "require_backward_grad_sync", last)
 
 
-def _share_of_window(trainer: Any, session: Session, micro_batch: MicroBatch, window: Window) -> tuple[Tensor, int]:
-    """This micro-batch's loss, and by what it is to be divided, here or by the engine.
-
-    Summed over the window and averaged over ranks the quotient is the global batch's loss.
-    """
+def _share_of_window(trainer: Any, session: Session, micro_batch: MicroBatch, window: Window, loss: Tensor) -> Tensor:
+    """What a micro-batch's loss adds to the window's; averaged over ranks the sum is the global batch's loss."""
     contract = session.contract
-    assert micro_batch.loss is not None and contract is not None
-    owned = contract.owned_by_trainer and not micro_batch.base_called
-    if micro_batch.weightless and not micro_batch.base_called:
-        return micro_batch.loss * 0.0, 1
-    if owned and (contract.by_number or _scales_itself(trainer)):
-        return micro_batch.loss, 1
-    return micro_batch.loss, len(window.batches)
+    assert contract is not None
+    if micro_batch.base_called:
+        return loss / len(window.batches)
+    if micro_batch.weightless:
+        return loss * 0.0
+    scaled = contract.owned_by_trainer and (contract.by_number or _scales_itself(trainer))
+    return loss / (1 if scaled else len(window.batches))
 
 
 def _scales_itself(trainer: Any) -> bool:
@@ -1050,7 +1052,7 @@ def _announce(trainer: Any, session: Session, window: Window, *, passed: Tensor,
     contract = session.contract
     assert contract is not None
     factor = _stock_factor(trainer, session, window, passed, right)
-    steps, world_size = len(window.batches), data_ranks(trainer)
+    steps, world_size = len(window.batches), window.cut.world_size
     head = _head_name(trainer)
     told = "" if factor is None else f" The stock Trainer would train at about {factor:.3g}x this gradient."
     if factor is not None and abs(factor - 1) > 0.02:
@@ -1089,7 +1091,7 @@ def _stock_factor(trainer: Any, session: Session, window: Window, passed: Tensor
         return None
     handed = session.passes_number or _loss_func(trainer) is not None
     averaged = getattr(trainer.args, "average_tokens_across_devices", False)
-    world_size = data_ranks(trainer)
+    world_size = window.cut.world_size
     undivided = float((passed / right).detach()) / int(trainer.accelerator.gradient_accumulation_steps)
     if contract.reduction is Reduction.MEAN:
         return undivided * (world_size if averaged and handed and window.upstream_number is not None else 1)

@@ -8,7 +8,8 @@ Three runs make a round: stock, stock again, apply; which of them begins changes
 median time of an optimizer step is kept, of each round the ratios to its first stock run. "stock again" is the noise:
 a ratio of apply means something only where it lies outside it. Operations, numbers read by the host and collectives
 are counted, not timed, between the second optimizer step and the last, so that nothing is left of the first window, in
-which the loss is observed; the forwards that this takes are counted apart.
+which the loss is observed; the forwards that this takes are counted apart. The operations that are added are also run
+by themselves, so that the Python around them can be told: what a micro-batch takes longer, less these.
 
 The output folder gets results.jsonl (a line per run), table.md and overhead.png. Exit code 2: bad input.
 """
@@ -25,6 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
+import timeit
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -241,18 +243,23 @@ class Counting(TorchDispatchMode):
 def count(head: str, size: Size, mode: str, steps: int = 4, **options: Any) -> Counts:
     """Count what a step does, once the first window is over."""
     counting = Counting()
+    observing = watch(counting, head, size, mode, steps, **options)
+    each = steps - 2
+    numbers = (counting.operations / each, counting.reads / each, counting.collectives / each)
+    return Counts(*numbers, counting.peak, observing)
+
+
+def watch(by: TorchDispatchMode, head: str, size: Size, mode: str, steps: int, **options: Any) -> int:
+    """Have the operations of all steps but the first two seen; how often the model was run beyond its micro-batches."""
     with contextlib.ExitStack() as stack:
 
         def after(step: int) -> None:
             if step == 2:
-                stack.enter_context(counting)
+                stack.enter_context(by)
             elif step == steps:
                 stack.close()
 
-        observing = train(head, size, mode, steps, after, **options)
-    each = steps - 2
-    numbers = (counting.operations / each, counting.reads / each, counting.collectives / each)
-    return Counts(*numbers, counting.peak, observing)
+        return train(head, size, mode, steps, after, **options)
 
 
 # ---- 3. What is timed -------------------------------------------------------------------------------------
@@ -269,6 +276,32 @@ def measure(head: str, size: Size, mode: str) -> Times:
     train(head, size, mode, size.steps, after)
     steps = [(late[0] - early[0], late[1] - early[1]) for early, late in itertools.pairwise(marks[1:])]
     return Times(statistics.median(wall for wall, _ in steps), min(processor for _, processor in steps))
+
+
+class Keeping(TorchDispatchMode):
+    """Every call of an operation, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def again(self) -> None:
+        for func, args, kwargs in self.calls:
+            func(*args, **kwargs)
+
+
+def added_operations(head: str, size: Size) -> float:
+    """What the operations that are added to a micro-batch take by themselves [us], less those that are saved."""
+    seen = {mode: Keeping() for mode in ("stock", "apply")}
+    for mode, keeping in seen.items():
+        watch(keeping, head, size, mode, 3)
+    with torch.no_grad():
+        least = {mode: min(timeit.repeat(keeping.again, number=1, repeat=500)) for mode, keeping in seen.items()}
+    return 1e6 * (least["apply"] - least["stock"]) / STEPS_OF_ACCUMULATION
 
 
 @dataclass(frozen=True)
@@ -305,7 +338,11 @@ def microseconds(rounds: list[dict[str, Times]], mode: str) -> list[float]:
 Table = list[tuple[str, ...]]
 
 
-def table_of(counted: dict[tuple[str, str], dict[str, Counts]], timed: dict[tuple[str, str], Any]) -> Table:
+def table_of(
+    counted: dict[tuple[str, str], dict[str, Counts]],
+    timed: dict[tuple[str, str], Any],
+    alone: dict[tuple[str, str], float],
+) -> Table:
     head: tuple[str, ...] = ("head", "model", "operations a micro-batch", "host reads a step", "collectives a step")
     head += ("peak bytes", "forwards to observe")
     rows = []
@@ -321,11 +358,16 @@ def table_of(counted: dict[tuple[str, str], dict[str, Counts]], timed: dict[tupl
             for clock in ("wall", "processor"):
                 row += tuple(spread(ratios(rounds, mode, clock)).words(".3f") for mode in ("apply", "stock again"))
             row += tuple(spread(microseconds(rounds, mode)).words(".0f") for mode in ("apply", "stock again"))
+            row += (f"{alone[name, size]:.0f}",)
         rows.append(row)
     if timed:
         head += ("stock step, processor time [ms]", "step by the wall / stock", "stock again / stock")
         head += ("step by the processor / stock", "stock again / stock")
-        head += ("more processor time a micro-batch [us]", "stock again [us]")
+        head += (
+            "more processor time a micro-batch [us]",
+            "stock again [us]",
+            "the operations of it by themselves [us]",
+        )
     return [head, *rows]
 
 
@@ -431,8 +473,11 @@ def main(argv: list[str] | None = None) -> int:
                     bar.update()
                 timed.setdefault((head, size), []).append(found)
         bar.close()
+        alone = {pair: added_operations(pair[0], SIZES[pair[1]]) for pair in timed}
+        for (head, size), each in alone.items():
+            keep.add({"head": head, "size": size, "added_operations_us": each})
         if rank == 0:
-            table = table_of(counted, timed)
+            table = table_of(counted, timed, alone)
             (options.output / "table.md").write_text(markdown(table))
             if timed:
                 draw(timed, options.output / "overhead.png")

@@ -9,8 +9,32 @@ from typing import Any
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.window import Weightless, share_of_mean
+from hf_accum_fix.accumulation.window import Weightless, mean_item_count, share_of_mean
 from hf_accum_fix.errors import ContractError
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a global batch is cut: what all micro-batches of one rank's window have in common.
+
+    Attributes:
+        mean: n_mean, 0-dim.
+        number: the same, as a loss is handed it.
+        micro_batches: G, of this rank's window; 1 where it has none.
+        world_size: W.
+    """
+
+    mean: Tensor
+    number: Tensor
+    micro_batches: int
+    world_size: int
+
+    @classmethod
+    def of(cls, contract: LossContract, total: Tensor, micro_batches: int, world_size: int) -> Cut:
+        """That of N items, ``total``, 0-dim."""
+        steps = max(micro_batches, 1)
+        mean = mean_item_count(total, steps, world_size)
+        return cls(mean, contract.as_number(mean), steps, world_size)
 
 
 @dataclass(frozen=True)
@@ -36,10 +60,8 @@ def share_of(
     contract: LossContract,
     inputs: Mapping[str, Any],
     items: Tensor | None,
-    mean: Tensor,
+    cut: Cut,
     *,
-    micro_batches: int,
-    world_size: int,
     own_loss: bool = False,
     rounded: bool = False,
 ) -> Share:
@@ -49,39 +71,28 @@ def share_of(
         contract: how its loss is reduced.
         inputs: of its forward.
         items: n, 0-dim; None counts them.
-        mean: n_mean, 0-dim.
-        micro_batches: G, of this rank's window.
-        world_size: W.
+        cut: of its global batch.
         own_loss: the loss is a function of the user's own, which may return a constant without a graph where it
             finds no target: it is always given one.
         rounded: the engine rounds floating-point inputs to 16 bits: the number goes past it as an integer.
     """
     if isinstance(inputs, Weightless):
-        counted = share_of(
-            contract,
-            dict(inputs),
-            items,
-            mean,
-            micro_batches=micro_batches,
-            world_size=world_size,
-            own_loss=own_loss,
-            rounded=rounded,
-        )
+        counted = share_of(contract, dict(inputs), items, cut, own_loss=own_loss, rounded=rounded)
         return replace(counted, ratio=0.0)
-    number = contract.as_number(mean)
+    mean, number = cut.mean, cut.number
     if contract.reduction is Reduction.NUMBER and not own_loss:
         return Share(inputs, mean.ceil().long(), mean.ceil() / mean) if rounded else Share(inputs, number, None)
     if contract.reduction is Reduction.PLAIN:
         return Share(inputs, number if contract.items else None, None)
     if contract.reduction is Reduction.SUM:
-        return Share(inputs, number, micro_batches * world_size)
+        return Share(inputs, number, cut.micro_batches * cut.world_size)
     if contract.reduction is Reduction.INTEGER:
-        cut = mean.ceil()
-        return Share(inputs, contract.as_number(cut), cut / mean)
+        whole = mean.ceil()
+        return Share(inputs, contract.as_number(whole), whole / mean)
     assert contract.items is not None
     items = (contract.items.count(inputs) if items is None else items).to(mean.device)
     ratio = (items > 0) * 1.0 if contract.by_number else items / mean
-    return Share(contract.items.with_target(inputs), number, ratio)
+    return Share(contract.items.with_target(inputs, items), number, ratio)
 
 
 def loss_among(outputs: Any, inputs: Mapping[str, Any], model: object) -> Tensor:

@@ -89,7 +89,6 @@ class Items:
         if self.mask is not None and isinstance(inputs.get(self.mask), Tensor):
             found = found & (inputs[self.mask] != 0)
         if self.shift:
-            found = found.clone()
             found[..., 0] = False
         return found
 
@@ -99,11 +98,11 @@ class Items:
             device = device or torch.device("cpu")
             samples = 0 if isinstance(inputs, Weightless) else sample_count(inputs)
             return torch.full((), samples, dtype=count_dtype(device), device=device)
-        found = self.targets(inputs).sum()
-        return found.to(device=device, dtype=count_dtype(device or found.device))
+        found = self.targets(inputs)
+        return found.sum(dtype=count_dtype(device or found.device)).to(device)
 
-    def with_target(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The same inputs, with one dummy target where there is none.
+    def with_target(self, inputs: Mapping[str, Any], count: Tensor | None = None) -> dict[str, Any]:
+        """The same inputs, with one dummy target where there is none; ``count``, if known, is that of its items.
 
         The mean over no item is nan, and 0 * nan is nan; with one target it is finite, its weight ``n / n_mean`` is
         still an exact zero, and every parameter is still touched. Decided on the device, without a sync.
@@ -113,18 +112,22 @@ class Items:
             return result
         if result[self.keys[0]].is_floating_point() or result[self.keys[0]].dtype is torch.bool:
             return result
-        found, place = self.targets(inputs).any(), self._first_place(inputs)
+        count = self.count(inputs) if count is None else count.to(result[self.keys[0]].device)
+        empty, place, target = count.logical_not(), self._first_place(inputs), 1 if self.ignore_index == 0 else 0
         for key in self.keys:
-            flat = result[key].flatten()
-            target = torch.where(found, flat.gather(0, place), 1 if self.ignore_index == 0 else 0)
-            result[key] = flat.scatter(0, place, target).view_as(result[key])
+            result[key] = filled = result[key].clone(memory_format=torch.contiguous_format)
+            flat = filled.view(-1)
+            if isinstance(place, int):
+                flat.select(0, place).masked_fill_(empty, target)
+            else:
+                flat.scatter_(0, place, flat.gather(0, place).masked_fill(empty, target))
         return result
 
-    def _first_place(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Where a target may stand, as a flat index [1]."""
+    def _first_place(self, inputs: Mapping[str, Any]) -> int | Tensor:
+        """Where a target may stand, as a flat index (a tensor [1], where it hangs on a mask)."""
         value = inputs[self.keys[0]]
         if self.mask is None or not isinstance(inputs.get(self.mask), Tensor):
-            return torch.full((1,), int(self.shift and value.shape[-1] > 1), device=value.device)
+            return int(self.shift and value.shape[-1] > 1)
         allowed: Tensor = inputs[self.mask] != 0
         if self.shift:
             allowed[..., 0] = False
@@ -159,7 +162,7 @@ def mean_item_count(total: Tensor, micro_batches: int, world_size: int) -> Tenso
         micro_batches: G, micro-batches of this rank's window.
         world_size: W, data-parallel ranks.
     """
-    return torch.where(total > 0, total, torch.ones_like(total)) / (micro_batches * world_size)
+    return total.clamp(min=1) / (micro_batches * world_size)
 
 
 def share_of_mean(loss: Tensor, ratio: Tensor | float, carried: Tensor | None = None) -> Tensor:

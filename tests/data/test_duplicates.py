@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from hf_accum_fix import Items, OptionsError, UnsupportedSetupError, apply
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.share import share_of
+from hf_accum_fix.accumulation.share import Cut, share_of
 from hf_accum_fix.accumulation.window import Weightless
 from hf_accum_fix.duplicates import WithoutDuplicates
 from hf_accum_fix.options import Options
@@ -108,7 +108,7 @@ def test_a_weightless_micro_batch_is_worth_nothing(reduction: Reduction) -> None
     contract = LossContract(reduction, Items(("labels",)))
     inputs = Weightless(labels=torch.tensor([[3, -100, 4]]))
     assert contract.items is not None and int(contract.items.count(inputs)) == 0
-    share = share_of(contract, inputs, None, torch.tensor(2.5), micro_batches=2, world_size=2)
+    share = share_of(contract, inputs, None, Cut(torch.tensor(2.5), torch.tensor(2.5), 2, 2))
     assert float(share.of(torch.tensor(7.0))) == 0.0
     assert float(share.of(torch.tensor(7.0), torch.tensor(0.5))) == 0.5
     assert int(Items().count(inputs)) == 0
