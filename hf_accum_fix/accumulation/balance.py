@@ -6,11 +6,12 @@ of the same rows into ``G`` micro-batches on each of ``W`` ranks, of any sizes, 
 
 1. Sort the rows by length and cut them into ``G * W`` runs. Some run-wise cut pads least of all partitions, since
    swapping the rows of two micro-batches into order lengthens neither.
-2. Of all cuts with micro-batches under a cap, take the one with the fewest padded tokens. The cap is ``b`` times the
-   longest row, which stock's own micro-batch of that row takes: peak memory never exceeds stock's in the same window.
-3. Where several ranks wait for the slowest once a window (DDP), deal the micro-batches out longest first; if one rank
-   still has clearly more to do, try the tightest cap that fits as well. Where they wait for one another in every
-   micro-batch (FSDP, ZeRO-3), take that cap at once and put micro-batches of about one size side by side.
+2. Of all cuts with micro-batches under a cap, take the one with the fewest padded tokens. The cap is never above ``b``
+   times the longest row, which stock's own micro-batch of it takes: peak memory never exceeds stock's in that window.
+3. Where several ranks wait for the slowest once a window (DDP), deal the micro-batches out longest first, under a cap
+   somewhat above the tightest that fits; if one rank still has clearly more to do, try the tightest as well. Where they
+   wait for one another in every micro-batch (FSDP, ZeRO-3), take the tightest at once, and put micro-batches of about
+   one size side by side.
 
 The number of micro-batches is never changed: fewer would break loops that step after every ``G``.
 
@@ -22,7 +23,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
@@ -33,10 +33,14 @@ MicroBatch: TypeAlias = list[int]
 #: First and last place of a micro-batch in the sorted window, the last one excluded.
 _Run: TypeAlias = tuple[int, int]
 
+#: Times the tightest cap that fits: looser leaves a rank with too large a micro-batch, tighter pads more (measured).
+_ROOMY = 2.5
 #: A slowest rank within this factor of the least there can be is not improved further.
-_GOOD_ENOUGH = 1.02
-#: Prices that are guessed from the last one, and runs that two cuts may differ by, before they are narrowed in.
+_GOOD_ENOUGH = 1.015
+#: Prices that are guessed, and runs that two cuts may differ by, before they are narrowed in.
 _GUESSES, _NEAR = 6, 4
+#: The part of the fewest runs under a cap that tells nothing of what one more saves (measured).
+_FORCED = 0.8
 
 
 def padded_tokens(lengths: Sequence[int], micro_batch: Sequence[int]) -> int:
@@ -83,7 +87,8 @@ def deal(
     at_most = max_rows or len(order)
     tightest = _tightest_cap(ascending, count, at_most)
     loosest = max(min(rows * ascending[-1], max_tokens or rows * ascending[-1]), tightest)
-    caps = [loosest] if ranks == 1 else [tightest] if lockstep else [loosest, tightest]
+    roomy = min(int(_ROOMY * tightest), loosest)
+    caps = [loosest] if ranks == 1 else [tightest] if lockstep else [roomy, tightest]
     plans: list[tuple[int, list[list[_Run]]]] = []
     for cap in caps:
         runs = list(_runs(_fewest_tokens(ascending, count, cap, at_most)))
@@ -104,75 +109,80 @@ def deal(
 def _fewest_tokens(ascending: Sequence[int], count: int, cap: int, max_rows: int) -> list[int]:
     """Ends of the ``count`` runs that pad least, none above ``cap`` tokens or ``max_rows`` rows.
 
-    The tokens of a run obey the quadrangle inequality, so the fewest tokens in k runs are convex in k. Charging every
-    run a price therefore leads to each k on the convex curve, and one run more or less is settled by crossing two
-    cuts of the same price: O(n log n) a price, a handful of prices, whatever the number of runs.
+    The tokens of a run obey the quadrangle inequality, so one run more never saves more tokens than the one before
+    it did. Charging every run a price therefore leads to the cheapest cut of as many runs as save more than that, in
+    O(n). What is saved are whole numbers; where every run between two such cuts saves the same one, crossing the two
+    settles each number of runs between theirs. One to four prices are enough for most windows.
 
     Source: A. Aggarwal, B. Schieber, T. Tokuyama, "Finding a minimum-weight k-link path in graphs with the concave
     Monge property and applications", 1994 (the price and the crossing).
     """
-    first = _first_rows(ascending, cap, max_rows)
-    expires = [bisect_left(first, row + 1) + 1 for row in range(len(first))]
-    few: list[int] | None = None
-    across: list[int] | None
-    many = list(range(1, len(ascending) + 1))  # what no price at all leads to
+    many, low = list(range(1, len(ascending) + 1)), -0.5  # what no price at all leads to
     if len(many) == count:
         return many
-    dearest = 1 + len(ascending) * ascending[-1]  # than all padding there can be: leads to as few runs as are allowed
-    low, high = 0, dearest + 1
-    price, unit = dearest if _fewest_runs(first) == count else _likely_price(ascending, count), 1
+    first = _first_rows(ascending, cap, max_rows)
+    few, high = _fewest_runs(first), len(ascending) * ascending[-1] + 0.5  # as few as at this price, padded more
+    out_of_reach = _out_of_reach(ascending, first)
+    guess = _likely_price(ascending, count) if len(few) < count else high
+    lacking = count - _FORCED * len(few)
     for attempt in itertools.count(1):
-        found = _priced(ascending, expires, price, unit)
+        price = min(max(math.ceil(guess) - 0.5, low + 1), high - 1)
+        found = _priced(ascending, first, out_of_reach, price)
         if len(found) == count:
             return found
         if len(found) < count:
-            few, across, high = found, many, price // unit
+            few, high, lacking = found, price, count - len(found)
         else:
-            many, across, low = found, few, -(-price // unit)
-        if few is None:
-            # Where the cap binds, a run is worth more than its padding tells.
-            price = min(4 * price, dearest) if attempt > 1 else _scaled(price, len(found) / count, low, high)
-            continue
-        if across is not None and _charged(ascending, across, price, unit) == _charged(ascending, found, price, unit):
+            many, low = found, price
+        saved = (_cost(ascending, few) - _cost(ascending, many)) / (len(many) - len(few))
+        if saved in (low + 0.5, high - 0.5):
             break
-        if attempt < _GUESSES and high - low > 1 and len(many) - len(few) > _NEAR:
-            price = _between(low, high, len(many), len(few), count)
+        if attempt < _GUESSES and len(many) - len(few) > _NEAR:
+            guess = _between(low, high, len(many) - count, lacking, len(found) < count, attempt)
         else:
-            # Where both ends are the cheapest at the price that makes them equally dear, all between them are.
-            price, unit = _cost(ascending, few) - _cost(ascending, many), len(many) - len(few)
-    assert few is not None
+            guess = saved  # the price that leads to a cut between the two, if there is a cheaper one than crossing them
     return _crossed(few, many, count)
 
 
-def _scaled(price: int, times: float, low: int, high: int) -> int:
-    """The price for another number of runs, as k runs pad about 1/k and the next one saves about 1/k**2."""
-    return min(max(int(price * times**2), low + 1), high - 1)
+def _between(low: float, high: float, spare: float, lacking: float, at_high: bool, attempt: int) -> float:
+    """The price for ``spare`` runs fewer than at ``low`` and ``lacking`` more than at ``high``.
+
+    As k runs pad about 1/k and the next one saves about 1/k**2, k goes with the root of 1/price. An end that stays
+    attempt after attempt loses weight, so that it does not hold the price back.
+    """
+    fading = 2 ** max(0, attempt - 3)
+    spare, lacking = (spare / fading, lacking) if at_high else (spare, lacking / fading)
+    root = (lacking / math.sqrt(low + 1) + spare / math.sqrt(high + 1)) / (lacking + spare)
+    return root**-2 - 1
 
 
-def _between(low: int, high: int, many: int, few: int, count: int) -> int:
-    """The price between two for a number of runs between theirs, as if it were a power of that number."""
-    share = math.log(many / count) / math.log(many / few)
-    least = max(low, 1)
-    return min(max(round(least * math.pow(high / least, share)), low + 1), high - 1)
-
-
-def _likely_price(ascending: Sequence[int], count: int) -> int:
+def _likely_price(ascending: Sequence[int], count: int) -> float:
     """About what a run saves where there are ``count``, as if lengths grew evenly between the quantiles."""
     at = [ascending[(len(ascending) - 1) * step // count] for step in range(count + 1)]
     roots = sum(math.sqrt(right - left) for left, right in itertools.pairwise(at))
-    return 1 + int(roots**2 * len(ascending) / (2 * count**3))
+    return len(ascending) / (2 * count) * (roots * (1 / count - 1 / len(ascending))) ** 2
 
 
 def _first_rows(ascending: Sequence[int], cap: int, max_rows: int) -> list[int]:
-    """For every end of a run the first row that it may reach back to; ascending as well."""
-    return [max(0, end - min(max_rows, cap // longest)) for end, longest in enumerate(ascending, start=1)]
+    """For every end of a run the first row that it may reach back to, below 0 where all; ascending as well."""
+    by_tokens = (end - cap // longest for end, longest in enumerate(ascending, start=1))
+    return list(map(max, by_tokens, range(1 - max_rows, len(ascending) + 1 - max_rows)))
 
 
-def _fewest_runs(first: Sequence[int]) -> int:
-    end, runs = len(first), 0
-    while end:
-        end, runs = first[end - 1], runs + 1
-    return runs
+def _out_of_reach(ascending: Sequence[int], first: Sequence[int]) -> list[float]:
+    """For every row the longest row of the first run that may no longer start there."""
+    lengths: list[float] = []
+    for longest, row in zip(ascending, first, strict=True):
+        lengths += [longest] * (row - len(lengths))
+    return lengths + [math.inf] * (len(first) - len(lengths))
+
+
+def _fewest_runs(first: Sequence[int]) -> list[int]:
+    """Ends of the runs where each holds as many rows as it may, from the last one on."""
+    ends = [len(first)]
+    while first[ends[-1] - 1] > 0:
+        ends.append(first[ends[-1] - 1])
+    return ends[::-1]
 
 
 def _tightest_cap(ascending: Sequence[int], count: int, max_rows: int) -> int:
@@ -188,40 +198,34 @@ def _tightest_cap(ascending: Sequence[int], count: int, max_rows: int) -> int:
     return low
 
 
-def _priced(ascending: Sequence[int], expires: Sequence[int], price: int, unit: int) -> list[int]:
-    """Ends of the runs that are cheapest where a token costs ``unit`` and a run ``price``.
+def _priced(ascending: Sequence[int], first: Sequence[int], out_of_reach: Sequence[float], price: float) -> list[int]:
+    """Ends of the runs that are cheapest where a token costs 1 and a run ``price``.
 
-    The cheapest start of a run moves rightwards with its end. A candidate start is kept with the end from which it
-    beats the one before it, be it that it is cheaper or that the other may no longer be reached.
-
-    Args:
-        ascending: the lengths.
-        expires: for every row the first end that a run from it may no longer have.
-        price: of a run.
-        unit: of a token.
+    The cheapest start of a run moves rightwards with its end. A candidate start is kept with the length from which it
+    beats the one before it, and dropped if the next one beats it before that and before the other is out of reach.
     """
     total = len(ascending)
-    cheapest, start_of = [0] * (total + 1), [0] * (total + 1)
-    starts, beats_from, head = [0], [0], 0
-    for end, longest in enumerate(ascending, start=1):
-        while head + 1 < len(starts) and beats_from[head + 1] <= end:
+    cheapest, start_of = [0.0], [0]
+    starts, beats_from, head = [0], [0.0], 0
+    for end, (longest, least) in enumerate(zip(ascending, first, strict=True), start=1):
+        while starts[head] < least or (head + 1 < len(starts) and beats_from[head + 1] <= longest):
             head += 1
         start = starts[head]
-        value = cheapest[start] + (end - start) * longest * unit + price
-        cheapest[end], start_of[end] = value, start
+        value = cheapest[start] + (end - start) * longest + price
+        cheapest.append(value)
+        start_of.append(start)
         if end == total:
             break
         while True:
             last = starts[-1]
-            # The length from which a start at ``end`` is as cheap as one at ``last``, and the end that has it.
-            worth = -((cheapest[last] - value) // ((end - last) * unit))
-            from_end = min(bisect_left(ascending, worth, end) + 1, expires[last])
-            if from_end > beats_from[-1] or len(starts) - head == 1:
+            # The length at which a start at ``end`` is as cheap as one at ``last``.
+            worth = (value - cheapest[last]) / (end - last)
+            if len(starts) - head == 1 or worth > beats_from[-1] or worth > out_of_reach[starts[-2]]:
                 break
             starts.pop()
             beats_from.pop()
         starts.append(end)
-        beats_from.append(from_end)
+        beats_from.append(worth)
     ends = []
     while total:
         ends.append(total)
@@ -246,10 +250,6 @@ def _runs(ends: Sequence[int]) -> Iterator[_Run]:
 
 def _tokens(ascending: Sequence[int], run: _Run) -> int:
     return (run[1] - run[0]) * ascending[run[1] - 1]
-
-
-def _charged(ascending: Sequence[int], ends: Sequence[int], price: int, unit: int) -> int:
-    return _cost(ascending, ends) * unit + len(ends) * price
 
 
 def _cost(ascending: Sequence[int], ends: Sequence[int]) -> int:

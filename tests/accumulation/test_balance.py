@@ -122,20 +122,23 @@ def slowest(lengths: Sequence[int], plan: Sequence[Sequence[MicroBatch]], lockst
     return waited * len(plan) / sum(lengths)
 
 
-@pytest.mark.parametrize(("steps", "ranks", "rows"), [(16, 1, 64), (128, 1, 8), (16, 8, 8)])
+@pytest.mark.parametrize(
+    ("steps", "ranks", "rows", "lockstep"),
+    [(16, 1, 64, False), (128, 1, 8, False), (64, 4, 4, False), (16, 8, 8, False), (16, 8, 8, True)],
+)
 @pytest.mark.parametrize(("mu", "sigma", "longest"), [(3.9, 0.8, 1024), (5.3, 1.2, 4096)], ids=["chat", "heavy tails"])
 def test_planning_1024_samples_takes_milliseconds(
-    steps: int, ranks: int, rows: int, mu: float, sigma: float, longest: int
+    steps: int, ranks: int, rows: int, lockstep: bool, mu: float, sigma: float, longest: int
 ) -> None:
     choose = random.Random(0)
     taken = []
     for _ in range(9):
         lengths = drawn(choose, 1024, mu, sigma, longest)
         start = time.process_time()
-        deal(lengths, steps, ranks, rows=rows)
+        deal(lengths, steps, ranks, rows=rows, lockstep=lockstep)
         taken.append(time.process_time() - start)
-    # 1 to 5 ms on an idle core; a machine that others load is given room.
-    assert sorted(taken)[4] < 0.025
+    # 1 to 4 ms on an idle core; a machine that others load is given room.
+    assert sorted(taken)[4] < 0.0125
 
 
 needs_batch_rebalance = pytest.mark.skipif(
