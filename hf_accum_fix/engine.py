@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from accelerate.utils import DistributedType
+from torch import nn
 
 
 def engine_divisor(accelerator: Any, backward_kwargs: Mapping[str, Any]) -> int:
@@ -20,6 +22,25 @@ def engine_divisor(accelerator: Any, backward_kwargs: Mapping[str, Any]) -> int:
     if backward_kwargs.get("scale_wrt_gas") is False:
         return 1
     return int(accelerator.deepspeed_engine_wrapped.engine.gradient_accumulation_steps())
+
+
+def reducing(accelerator: Any, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+    """Around a forward and backward: the ranks reduce gradients in the last micro-batch of a window alone.
+
+    DeepSpeed counts micro-batches by windows of one length unless it is told, as accelerate does since 1.8; its
+    ``no_sync`` refuses ZeRO-2 and -3.
+
+    Args:
+        accelerator: the live ``accelerate.Accelerator``.
+        model: as it was prepared.
+        last: whether this is the last micro-batch.
+    """
+    # accelerate's optimizer and scheduler step, and DeepSpeed's engine, where this is set.
+    accelerator.sync_gradients = last
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        accelerator.deepspeed_engine_wrapped.engine.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+    return nullcontext() if last else accelerator.no_sync(model)
 
 
 def is_sharded(accelerator: Any) -> bool:

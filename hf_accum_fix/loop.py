@@ -38,7 +38,7 @@ from hf_accum_fix.accumulation.router_loss import Convention, Form, RouterLoss, 
 from hf_accum_fix.accumulation.share import Cut, Share, loss_among, share_of
 from hf_accum_fix.accumulation.window import Weightless, count_dtype, total_items
 from hf_accum_fix.duplicates import WithoutDuplicates
-from hf_accum_fix.engine import engine_divisor, inputs_are_rounded
+from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, reducing, waits_every_micro_batch
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import ROUTER_LOSSES
 
@@ -163,20 +163,25 @@ class AccumulationWindow:
         windows = self._windows
         if self._cut is not None and windows.contract is not None:
             return windows.contract
+        looks_ahead = not windows._settled or windows._router.convention is not Convention.MEAN
+        if windows._in_step and looks_ahead and len(set(windows._gathered(len(self)))) > 1:
+            raise windows._uneven()
         contract = windows._settle(self, model)
         device = windows._device_beside(beside)
         if contract.items is not None:
             self._counts, total = total_items(contract.items, self.batches, device)
         else:
             total = torch.zeros((), dtype=count_dtype(device), device=device)
-        numbers = torch.stack([total, torch.full_like(total, bool(self.batches))])
+        runs = len(self) if windows._in_step else min(len(self), 1)
+        numbers = torch.stack([total, *(torch.full_like(total, each) for each in (runs, runs * runs))])
         sums = windows._summed(torch.cat([numbers, windows._count_routing(self.batches, model, contract, device)]))
         # Read where that waits for no device, and by the rank that would else be waited for.
-        told = windows.world_size > 1 and (device.type == "cpu" or not self.batches)
-        if told and 0 < int(sums[1]) < windows.world_size:
-            raise _uneven()
+        told = windows.world_size > 1 and (device.type == "cpu" or runs < (windows.steps if windows._in_step else 1))
+        # By Cauchy and Schwarz, equality holds where all are alike.
+        if told and float(sums[1]) ** 2 != windows.world_size * float(sums[2]):
+            raise windows._uneven()
         self._cut = cut = Cut.of(contract, sums[0], len(self.batches), windows.world_size)
-        windows._router.settle(sums[2:], cut.micro_batches, cut.world_size)
+        windows._router.settle(sums[3:], cut.micro_batches, cut.world_size)
         if contract.items is not None and self.batches:
             windows._note_empty(sums[0] == 0)
         return contract
@@ -291,13 +296,13 @@ class AccumulationWindows:
             assert known is not None
             if model is not None:
                 self._passes_number = known.by_number
-                if known.by_number and not wants_number(model):
+                if known.by_number and not wants_number(self._bare(model)):
                     raise ContractError(
-                        f"the contract given says that the loss {known.reduction.value}, but {_name(model)} does not "
-                        "take num_items_in_batch; give Reduction.MEAN"
+                        f"the contract given says that the loss {known.reduction.value}, but {self._name(model)} "
+                        "does not take num_items_in_batch; give Reduction.MEAN"
                     )
             return known
-        if known is not None and (known.conclusive or self._attempts >= _ATTEMPTS):
+        if known is not None and self._settled:
             return known
         if model is None and window.batches:
             raise ContractError(
@@ -308,19 +313,20 @@ class AccumulationWindows:
         gathered = self._gathered(seen)
         ranks = [each for each in gathered if each is not None]
         if ranks and len(ranks) < len(gathered):
-            raise _uneven()
+            raise self._uneven()
         if not ranks and known is not None:
             return known
         found = self.contract = agree(ranks)
         self._attempts += found.reason != NO_TARGET_SEEN
         if model is not None and (found.conclusive or self._attempts >= _ATTEMPTS):
-            self._say(_name(model), len(window), found)
+            self._say(self._name(model), len(window), found)
         return found
 
     def _observe(self, model: nn.Module, batches: list[Batch]) -> LossContract:
         module = inside_ddp(model) or model
-        device = next(iter(model.parameters())).device
-        self._passes_number = wants_number(model)
+        # An engine that keeps its parameters on the CPU runs them elsewhere.
+        device = self._device_beside(next(iter(model.parameters())).device)
+        self._passes_number = wants_number(self._bare(model))
 
         def call(inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:
             inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
@@ -333,7 +339,7 @@ class AccumulationWindows:
             module,
             device=device,
             passes_number=self._passes_number,
-            router_coefficients=router_coefficients(module),
+            router_coefficients=router_coefficients(self._bare(model)),
             world_size=self.world_size,
             low_precision=products_are_rounded(module) or getattr(self._accelerator, "mixed_precision", "no") != "no",
         )
@@ -363,7 +369,7 @@ class AccumulationWindows:
                 seen = router.recognise_among(forward, batches, contract.items, model, device)
             router.form = one_form(self._gathered(seen))
             if model is not None and (why := router.why_mean(contract.has_router_loss)):
-                self._warn_once("router", f"{_name(model)}: {why}")
+                self._warn_once("router", f"{self._name(model)}: {why}")
         if model is None:
             return router.nothing(device)
         return router.count(forward, batches, model, device, self.world_size)
@@ -423,21 +429,11 @@ class AccumulationWindows:
             self._said.add(kind)
             logger.warning(message)
 
-    @contextmanager
-    def _reducing(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+    def _reducing(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
         """Have the ranks reduce gradients in a backward, or not."""
-        accelerator = self._accelerator
-        if accelerator is not None:
-            # accelerate's optimizer and scheduler step, and DeepSpeed's engine, where this is set.
-            accelerator.sync_gradients = last
-        if last:
-            context: AbstractContextManager[Any] = nullcontext()
-        elif accelerator is not None:
-            context = accelerator.no_sync(model)
-        else:
-            context = getattr(model, "no_sync", nullcontext)()
-        with context:
-            yield
+        if self._accelerator is not None:
+            return reducing(self._accelerator, model, last=last)
+        return nullcontext() if last else getattr(model, "no_sync", nullcontext)()
 
     def _divisor(self) -> int:
         return 1 if self._accelerator is None else engine_divisor(self._accelerator, {})
@@ -459,6 +455,34 @@ class AccumulationWindows:
         self._device = self._device or beside
         assert self._device is not None
         return self._device
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether a rank with fewer micro-batches than the others would be waited for in the middle of a window."""
+        return self.world_size > 1 and self._accelerator is not None and waits_every_micro_batch(self._accelerator)
+
+    @property
+    def _settled(self) -> bool:
+        known = self.contract
+        return self._given or (known is not None and (known.conclusive or self._attempts >= _ATTEMPTS))
+
+    def _uneven(self) -> SeamError:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        found, needed = "some ranks have a micro-batch in this window and others have none", "every rank needs one"
+        if self._in_step:
+            found = "the ranks do not have the same number of micro-batches in this window"
+            needed = "under FSDP and ZeRO-2 and -3, which meet in each, every rank needs as many"
+        return SeamError(
+            f"rank {rank}: {found}; {needed}: let accelerate even the batches out (even_batches=True), or drop the rest"
+        )
+
+    def _bare(self, model: nn.Module) -> nn.Module:
+        """The model inside of what an engine has put around it."""
+        model = model if self._accelerator is None else self._accelerator.unwrap_model(model)
+        return inside_ddp(model) or model
+
+    def _name(self, model: nn.Module) -> str:
+        return type(self._bare(model)).__name__
 
     def _note_empty(self, empty: Tensor) -> None:
         self._empty = empty.long() if self._empty is None else self._empty + empty
@@ -503,15 +527,3 @@ def accumulation_windows(
     if router_loss not in ROUTER_LOSSES:
         raise OptionsError(f"router_loss is {router_loss!r}; needed is one of {', '.join(map(repr, ROUTER_LOSSES))}")
     return AccumulationWindows(dataloader, accelerator, steps, contract, drop_duplicates, router_loss)
-
-
-def _name(model: nn.Module) -> str:
-    return type(inside_ddp(model) or model).__name__
-
-
-def _uneven() -> SeamError:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return SeamError(
-        f"rank {rank}: some ranks have a micro-batch in this window and others have none; every rank needs one: let "
-        "accelerate even the batches out (even_batches=True), or drop the rest"
-    )

@@ -575,6 +575,8 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
     model = trainer.model_wrapped
     # A forward through DDP without gradient would switch off the next one's buffer sync.
     module: nn.Module = inside_ddp(model) or model
+    # DeepSpeed's engine has a config of its own.
+    bare: nn.Module = trainer.accelerator.unwrap_model(model)
     compute_loss = _compute_loss_of(trainer)
     if not all(isinstance(batch, Mapping) for batch in window):
         reason = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
@@ -602,7 +604,7 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
             device=trainer.args.device,
             passes_number=compute_loss is not None or session.passes_number or _loss_func(trainer) is not None,
             needs_number=_loss_func(trainer) is not None or compute_loss is not None,
-            router_coefficients=(0.0, 0.0) if _loss_func(trainer) is not None else router_coefficients(module),
+            router_coefficients=(0.0, 0.0) if _loss_func(trainer) is not None else router_coefficients(bare),
             world_size=data_ranks(trainer),
             low_precision=trainer.accelerator.mixed_precision != "no" or products_are_rounded(module),
         )

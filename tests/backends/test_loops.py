@@ -1,0 +1,81 @@
+"""Hand-written loops on backends that shard, two gloo ranks: three windows beside plain SGD over the global batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backends.rows import BACKENDS, DEEPSPEED
+from tests.backends.test_backends import tolerance_of
+from tests.faults.launch import torchrun
+
+#: One head takes the number, one returns its own mean and drops it, one does not take it.
+CASES = (
+    "fsdp1-launched llama",
+    "fsdp1-launched bert",
+    "fsdp1-launched no-kwargs",
+    "fsdp1-bf16 llama",
+    "fsdp2-launched llama",
+    "fsdp2-launched bert",
+    "fsdp2-launched-offloaded llama",
+    "fsdp2-bf16 llama",
+    "deepspeed-zero-0 llama",
+    "deepspeed-zero-1 llama",
+    "deepspeed-zero-1 bert",
+    "deepspeed-zero-2 llama",
+    "deepspeed-zero-2 bert",
+    "deepspeed-zero-2 no-kwargs",
+    "deepspeed-zero-3 llama",
+    "deepspeed-zero-3 bert",
+    "deepspeed-zero-3-bf16 llama",
+)
+EVERYDAY = "fsdp2-launched bert"
+
+
+def every_case() -> Iterator[Any]:
+    for case in CASES:
+        deepspeed = BACKENDS[case.split()[0]].wrapped == DEEPSPEED
+        marked = () if case == EVERYDAY else pytest.mark.deepspeed if deepspeed else pytest.mark.backends
+        yield pytest.param(case, marks=marked)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """The rows of the cases that were selected, by one start of torchrun."""
+    output = tmp_path_factory.mktemp("loops") / "rows.json"
+    cases = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
+    done = torchrun("tests.backends.loops", output, *cases, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {row["case"]: row for row in json.loads(output.read_text())}
+
+
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("case", [*every_case()])
+def test_every_window_is_the_step_of_the_global_batch(case: str, rows: Any) -> None:
+    runs, backend = rows[case]["runs"], BACKENDS[case.split()[0]]
+    assert not [run for run in runs if "raised" in run], case
+    ours = [run for run in runs if not run["stock"]]
+    assert len(ours) == 3
+    for run in ours:
+        # Clipping in float32 rounds more than the order of the samples does.
+        tolerance = max(tolerance_of(backend, run), 2e-6 if backend.dtype is torch.float32 else 0.0)
+        assert run["change"] <= tolerance, run
+        assert run["norm"] <= tolerance, run
+        assert run["loss"] <= max(tolerance, 1e-6), run
+        if run["max_norm"] > 1:
+            assert run["exact"] <= 2 * tolerance + 1e-5, run
+    (stock,) = (run for run in runs if run["stock"])
+    assert stock["exact"] > 0.1, stock
+
+
+@pytest.mark.backends
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("case", ["fsdp2-launched uneven"])
+def test_ranks_that_would_wait_in_the_middle_of_a_window_are_told(case: str, rows: Any) -> None:
+    for ranks in rows[case]["raised"]:
+        for rank, raised in enumerate(ranks):
+            assert raised.startswith(f"rank {rank}: the ranks do not have the same number of micro-batches"), ranks
