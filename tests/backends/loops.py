@@ -78,7 +78,15 @@ def accelerator(backend: Backend, per_device: int, accumulate: int, max_norm: fl
     return Accelerator(gradient_accumulation_steps=accumulate, **given)
 
 
-def train(head: Head, backend: Backend, split: tuple[int, int], max_norm: float, *, stock: bool = False) -> Trajectory:
+def train(
+    head: Head,
+    backend: Backend,
+    split: tuple[int, int],
+    max_norm: float,
+    *,
+    stock: bool = False,
+    router_loss: str = "mean",
+) -> Trajectory:
     """One epoch by accumulation windows, or by ``accelerator.accumulate``."""
     per_device, accumulate = split
     unset_hf_deepspeed_config()
@@ -98,7 +106,7 @@ def train(head: Head, backend: Backend, split: tuple[int, int], max_norm: float,
                     optimizer.step()
                     optimizer.zero_grad()
         else:
-            for window in accumulation_windows(loader, live):
+            for window in accumulation_windows(loader, live, router_loss=router_loss):
                 for batch in window:
                     with window.micro_batch(model):
                         live.backward(window.loss(model, batch))

@@ -143,11 +143,13 @@ def train(
     output: Path,
     *,
     stream: bool = False,
+    **options: Any,
 ) -> Trajectory:
     """The same by the Trainer on this backend.
 
     Args:
         stream: the samples come without a length.
+        options: of apply().
     """
     per_device, accumulate = split
     accumulate *= 2 // backend.data_ranks
@@ -164,7 +166,7 @@ def train(
     with (
         variables(backend.environment),
         offloading_on_a_cpu(),
-        hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext(),
+        hf_accum_fix.apply(**options) if path == "apply" else contextlib.nullcontext(),
     ):
         if backend.wrapped == DEEPSPEED:
             without_compiling()
