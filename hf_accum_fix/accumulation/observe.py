@@ -196,9 +196,9 @@ def observe(
     """Observe the contract of a loss on samples of one window.
 
     Every rank runs the same number of forwards whatever it sees, so that sharded models stay in step: one where a
-    BatchNorm trains, else four where a number is passed and three where none is, and two of a trainer's own loss that
-    takes no number: it is not taken apart, since it may rest on how its batches are laid out (pairs, groups). Nothing
-    is left behind (see `undisturbed`).
+    BatchNorm trains, else four where a number is passed and three where none is. A trainer's own loss that takes no
+    number is not taken apart, since it may rest on how its batches are laid out (pairs, groups): two are enough on one
+    rank. Nothing is left behind (see `undisturbed`).
 
     Args:
         call: one forward of the training's own loss.
@@ -245,6 +245,9 @@ def observe(
         place = _summing_call(first, second) if moves and not needs_number else None
         if first.own and not moves:
             found = _own(inputs, first)
+            # Another rank's may move with the number, where this one has no target, and is run twice more.
+            for _ in range(2 if world_size > 1 else 0):
+                run(inputs, low)
         elif moves and place is None:
             fourth = run(inputs, between)
             third = run(_without_first_label(inputs), low) if needs_number else _without_number(run, inputs)

@@ -38,7 +38,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 
 @pytest.mark.timeout(660)
-@pytest.mark.parametrize("case", map(marked, CASES))
+@pytest.mark.parametrize("case", [*map(marked, CASES)])
 def test_the_routers_loss_is_that_of_the_global_batch(case: str, rows: Any) -> None:
     runs = rows[case]["runs"]
     assert not [run for run in runs if "raised" in run], case

@@ -143,12 +143,14 @@ def train(
     output: Path,
     *,
     stream: bool = False,
+    trainer_class: type | None = None,
     **options: Any,
 ) -> Trajectory:
     """The same by the Trainer on this backend.
 
     Args:
         stream: the samples come without a length.
+        trainer_class: a recorder with a loss of its own.
         options: of apply().
     """
     per_device, accumulate = split
@@ -177,7 +179,7 @@ def train(
             # accelerate shards on devices alone; from here on it is its own code, on the CPU.
             args.device  # noqa: B018 - it is set up when it is asked for
             PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
-        trainer = (ClassRecorder if path == "trainer" else StockRecorder)(
+        trainer = (trainer_class or (ClassRecorder if path == "trainer" else StockRecorder))(
             model=model,
             args=args,
             train_dataset=Stream(samples_of(head)) if stream else samples_of(head),

@@ -1,0 +1,25 @@
+"""Trainers that compute the loss themselves: ranks that see different losses still run as many forwards to observe it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.faults.launch import torchrun
+
+
+@pytest.mark.backends
+@pytest.mark.timeout(150)
+def test_a_rank_that_begins_without_a_target_keeps_a_sharded_model_in_step(tmp_path: Path) -> None:
+    output = tmp_path / "rows.json"
+    done = torchrun("tests.backends.owned", output, "ddp", "fsdp2-launched", timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = {(row["case"], row["kind"]): row for row in json.loads(output.read_text())}
+    for backend in ("ddp", "fsdp2-launched"):
+        by_number, own_mean = rows[backend, "ByNumber"], rows[backend, "OwnMean"]
+        assert by_number["exact"] and by_number["error"] <= 1e-6, by_number
+        assert not own_mean["exact"] and own_mean["error"] > 0.1, own_mean
+    # What is no mean over the global batch's items is at least the same thing on both.
+    assert rows["ddp", "OwnMean"]["error"] == pytest.approx(rows["fsdp2-launched", "OwnMean"]["error"], rel=1e-6)
