@@ -1,7 +1,7 @@
-"""Run by torchrun on two gloo ranks: trainers that compute the loss themselves, and a rank that begins without a target.
+"""Run by torchrun on two gloo ranks: trainers that compute the loss themselves, one rank beginning without a target.
 
-A loss of nothing does not move with the number handed in, so that such a rank sees another loss than the others. JSON on
-rank 0. torchrun --nproc_per_node 2 -m tests.backends.owned OUTPUT.json "fsdp2-launched" ...
+Its loss does not move with the number handed in, so that it sees another loss than the other rank. JSON on rank 0.
+torchrun --nproc_per_node 2 -m tests.backends.owned OUTPUT.json "fsdp2-launched" ...
 """
 
 from __future__ import annotations

@@ -144,6 +144,7 @@ BACKENDS = {
         Backend("fsdp2-launched", FSDP2, environment=launched_fsdp(2), everyday=True),
         Backend("fsdp2-launched-offloaded", FSDP2, environment=launched_fsdp(2, FSDP_OFFLOAD_PARAMS="true")),
         Backend("fsdp1-argument", FSDP1, fsdp_argument(1), everyday=True, **FLOAT32),
+        Backend("fsdp1-launched-offloaded", FSDP1, environment=launched_fsdp(1, FSDP_OFFLOAD_PARAMS="true"), **FLOAT32),
         Backend("fsdp2-argument", FSDP2, fsdp_argument(2)),
         Backend("fsdp2-argument-offloaded", FSDP2, fsdp_argument(2, "offload")),
         Backend("fsdp1-bf16", FSDP1, {"bf16": True}, launched_fsdp(1), compute=torch.bfloat16, **FLOAT32),

@@ -18,6 +18,7 @@ CASES = (
     "fsdp1-launched llama",
     "fsdp1-launched bert",
     "fsdp1-launched no-kwargs",
+    "fsdp1-launched-offloaded llama",
     "fsdp1-bf16 llama",
     "fsdp2-launched llama",
     "fsdp2-launched bert",

@@ -1,4 +1,4 @@
-"""Trainers that compute the loss themselves: ranks that see different losses still run as many forwards to observe it."""
+"""Trainers that compute the loss themselves: ranks that see different losses run as many forwards to observe it."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -235,8 +236,22 @@ def without_compiling() -> None:
 
 @contextlib.contextmanager
 def offloading_on_a_cpu() -> Iterator[None]:
-    """What is offloaded is pinned and waited for, which asks for another device than the CPU: here both are no work."""
+    """What is offloaded is pinned and waited for, which asks for another device than the CPU: here both are no work.
+
+    FSDP1 tells a gradient that was offloaded from one to be added to by its device, so that on a CPU it adds the last
+    step's to every one after (torch 2.13.0); here it is told as on a GPU.
+    """
+    prepare = FlatParamHandle.prepare_gradient_for_backward
+
+    def without_the_last_step(handle: Any) -> None:
+        parameter = handle.flat_param
+        if handle._offload_params and parameter.grad is not None:
+            offloaded = parameter.grad.size() == parameter._local_shard.size()
+            parameter.grad = None if offloaded else parameter.grad
+        prepare(handle)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatParamHandle, "prepare_gradient_for_backward", without_the_last_step)
         patch.setattr(Tensor, "pin_memory", lambda tensor, *args, **kwargs: tensor)
         patch.setattr(torch.cpu.Stream, "synchronize", lambda stream: None, raising=False)
         yield
