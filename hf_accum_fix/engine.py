@@ -27,9 +27,6 @@ def engine_divisor(accelerator: Any, backward_kwargs: Mapping[str, Any]) -> int:
 def reducing(accelerator: Any, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
     """Around a forward and backward: the ranks reduce gradients in the last micro-batch of a window alone.
 
-    DeepSpeed counts micro-batches by windows of one length unless it is told, as accelerate does since 1.8; its
-    ``no_sync`` refuses ZeRO-2 and -3.
-
     Args:
         accelerator: the live ``accelerate.Accelerator``.
         model: as it was prepared.
@@ -37,10 +34,19 @@ def reducing(accelerator: Any, model: nn.Module, *, last: bool) -> AbstractConte
     """
     # accelerate's optimizer and scheduler step, and DeepSpeed's engine, where this is set.
     accelerator.sync_gradients = last
+    tell_last(accelerator, last)
+    # DeepSpeed goes by what it was told; its own no_sync refuses ZeRO-2 and -3.
+    alone = last or accelerator.distributed_type == DistributedType.DEEPSPEED
+    return nullcontext() if alone else accelerator.no_sync(model)
+
+
+def tell_last(accelerator: Any, last: bool) -> None:
+    """Tell DeepSpeed, which else counts windows of one length, whether this micro-batch ends one.
+
+    accelerate tells it from 1.8 on; before, the short window at the end of an epoch is not stepped.
+    """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.deepspeed_engine_wrapped.engine.set_gradient_accumulation_boundary(last)
-        return nullcontext()
-    return nullcontext() if last else accelerator.no_sync(model)
 
 
 def is_sharded(accelerator: Any) -> bool:

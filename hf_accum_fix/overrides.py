@@ -48,7 +48,7 @@ from hf_accum_fix.accumulation.whole_windows import Blank, WholeWindows, without
 from hf_accum_fix.accumulation.window import Items, Weightless, count_dtype, total_items
 from hf_accum_fix.dealing import Dealer, RedealtLoader, unfit
 from hf_accum_fix.duplicates import WithoutDuplicates
-from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, is_sharded, waits_every_micro_batch
+from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, is_sharded, tell_last, waits_every_micro_batch
 from hf_accum_fix.errors import ContractError, RankError, SeamError, UnsupportedSetupError
 from hf_accum_fix.loss_log import LossLog
 from hf_accum_fix.options import BalanceOptions, Options, enabled
@@ -970,6 +970,7 @@ def training_step(
         return result
 
     def set_loss(loss: Tensor, **backward_kwargs: Any) -> Any:
+        tell_last(accelerator, window.steps_run + 1 == len(window.batches))
         if micro_batch.share is None:
             return original_backward(loss, **backward_kwargs)
         micro_batch.reported = micro_batch.share.detach()

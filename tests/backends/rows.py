@@ -60,6 +60,26 @@ def as_bucket_view(trainer: Any) -> None:
     trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
 
 
+def not_told(trainer: Any) -> None:
+    """Leave DeepSpeed to count micro-batches, as accelerate does before 1.8."""
+    accelerator = trainer.accelerator
+    prepare = accelerator._prepare_deepspeed
+
+    def backward(loss: Any, sync_gradients: bool = True, **kwargs: Any) -> None:
+        engine = accelerator.deepspeed_engine_wrapped.engine
+        engine.backward(loss, **kwargs)
+        engine.step()
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        made = prepare(*args, **kwargs)
+        # Loaders are prepared apart.
+        if accelerator.deepspeed_engine_wrapped is not None:
+            accelerator.deepspeed_engine_wrapped.backward = backward
+        return made
+
+    accelerator._prepare_deepspeed = prepared
+
+
 #: Without a GPU accelerate does not know where to put the parameters that it would broadcast.
 FULL_SHARD_1 = {
     "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
@@ -163,6 +183,8 @@ BACKENDS = {
         deepspeed(1),
         deepspeed(2),
         deepspeed(3),
+        # Stock never steps the short last window.
+        deepspeed(2, "deepspeed-zero-2-not-told", prepare=not_told, stock_wrong=True),
         deepspeed(2, "deepspeed-zero-2-bf16", arguments={"bf16": True}, compute=torch.bfloat16),
         deepspeed(3, "deepspeed-zero-3-bf16", arguments={"bf16": True}, compute=torch.bfloat16),
     )
