@@ -45,7 +45,7 @@ from tests.backends.trajectory import (
 from tests.backends.trajectory import HEADS as DECODERS
 from tests.backends.two_ranks import PATIENCE, errors
 from tests.numerics.heads import HEADS, Head
-from tests.numerics.parity import pass_over_imports
+from tests.numerics.parity import Step, cut, pass_over_imports, reference_step
 
 #: Heads, and which of their layers FSDP wraps: one takes the number, one returns the mean over its own items, and one
 #: would not even be called with it.
@@ -148,6 +148,25 @@ def uneven(backend: Backend) -> list[list[str]]:
     return found
 
 
+def unequal(backend: Backend) -> float:
+    """The error of a window of four micro-batches on the first rank and two on the second."""
+    head = LOOP_HEADS["bert"][0]
+    pieces = cut(head.samples, 1)[:6]
+    mine = pieces[:4] if dist.get_rank() == 0 else pieces[4:]
+    with variables(backend.environment):
+        live = accelerator(backend, 1, 4, UNCLIPPED)
+        model: Any = built(head, backend)
+        start = parameters(model)
+        model, optimizer = live.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for window in accumulation_windows([head.batch(piece) for piece in mine], live):
+            for batch in window:
+                with window.micro_batch(model):
+                    live.backward(window.loss(model, batch))
+            optimizer.step()
+        end = gathered(model, backend)
+    return Step({name: end[name] - start[name] for name in start}, 0.0, 0.0).error(reference_step(head, pieces))
+
+
 def full(norm: Any) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
 
@@ -160,8 +179,8 @@ def main(output: Path, cases: Sequence[str]) -> None:
         # A rank that waits for ever says where.
         faulthandler.dump_traceback_later(PATIENCE, exit=True)
         name, head_name = case.split()
-        if head_name == "uneven":
-            rows.append({"case": case, "raised": uneven(BACKENDS[name])})
+        if head_name in ("uneven", "unequal"):
+            rows.append({"case": case, head_name: (uneven if head_name == "uneven" else unequal)(BACKENDS[name])})
             continue
         backend, (head, layer) = BACKENDS[name], LOOP_HEADS[head_name]
         backend = replace(backend, environment={**backend.environment, "FSDP_TRANSFORMER_CLS_TO_WRAP": layer})
