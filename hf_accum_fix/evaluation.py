@@ -20,7 +20,8 @@ from torch import Tensor
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.window import Items, count_dtype, sample_count
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides import busy, loss_alone, session_of, settle
+from hf_accum_fix.overrides.session import busy, session_of
+from hf_accum_fix.overrides.settling import loss_alone, settle
 from hf_accum_fix.shadow import shadow
 
 logger = logging.getLogger("hf_accum_fix")

@@ -33,7 +33,7 @@ from hf_accum_fix import observations
 from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import inside_ddp, products_are_rounded, router_coefficients, wants_number
-from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, observe
+from hf_accum_fix.accumulation.observe import ATTEMPTS, NO_TARGET_SEEN, observe
 from hf_accum_fix.accumulation.router_loss import Convention, Form, RouterLoss, one_form
 from hf_accum_fix.accumulation.share import Cut, Share, loss_among, share_of
 from hf_accum_fix.accumulation.window import Weightless, count_dtype, total_items
@@ -45,9 +45,6 @@ from hf_accum_fix.options import ROUTER_LOSSES
 logger = logging.getLogger("hf_accum_fix")
 
 Batch = Mapping[str, Any]
-
-#: Windows that are observed before an inconclusive contract is taken as it is.
-_ATTEMPTS = 3
 
 
 class AccumulationWindow:
@@ -318,7 +315,7 @@ class AccumulationWindows:
             return known
         found = self.contract = agree(ranks)
         self._attempts += found.reason != NO_TARGET_SEEN
-        if model is not None and (found.conclusive or self._attempts >= _ATTEMPTS):
+        if model is not None and (found.conclusive or self._attempts >= ATTEMPTS):
             self._say(self._name(model), len(window), found)
         return found
 
@@ -410,7 +407,7 @@ class AccumulationWindows:
         if contract.reduction is Reduction.PLAIN:
             self._warn_once("inexact", f"{head}: {contract.reason}. It gets the plain mean over micro-batches.")
         elif not contract.conclusive:
-            self._warn_once("inexact", f"{head}: the loss {contract}, as far as {_ATTEMPTS} windows tell.")
+            self._warn_once("inexact", f"{head}: the loss {contract}, as far as {ATTEMPTS} windows tell.")
         if contract.reduction is Reduction.SUM:
             self._warn_once("sum", f"{head}: the loss is a sum over the global batch, and grows with it.")
 
@@ -464,7 +461,7 @@ class AccumulationWindows:
     @property
     def _settled(self) -> bool:
         known = self.contract
-        return self._given or (known is not None and (known.conclusive or self._attempts >= _ATTEMPTS))
+        return self._given or (known is not None and (known.conclusive or self._attempts >= ATTEMPTS))
 
     def _uneven(self) -> SeamError:
         rank = dist.get_rank() if dist.is_initialized() else 0

@@ -81,8 +81,17 @@ def test_reading_logs_needs_no_framework() -> None:
 
 def test_few_modules_know_the_trainer() -> None:
     knowing = {name for name in MODULES if any(found.split(".")[0] == "transformers" for found in imports(name))}
-    room = {"overrides", "trainer", "cli.head", "monitor.callbacks"}
-    assert knowing <= {*(f"hf_accum_fix.{name}" for name in room), *modules_of("hf_accum_fix.verification")}
+    room = {"trainer", "cli.head", "monitor.callbacks"}
+    rooms = {*modules_of("hf_accum_fix.overrides"), *modules_of("hf_accum_fix.verification")}
+    assert knowing <= {*(f"hf_accum_fix.{name}" for name in room), *rooms}
+
+
+def test_the_room_of_the_trainer_runs_one_way() -> None:
+    order = ["session", "live", "loader", "settling", "routing", "windows", "announcing", "steps", "training"]
+    assert {f"hf_accum_fix.overrides.{name}" for name in order} == set(modules_of("hf_accum_fix.overrides")[1:])
+    for rank, name in enumerate(order):
+        later = {f"hf_accum_fix.overrides.{other}" for other in order[rank:]}
+        assert not imports(f"hf_accum_fix.overrides.{name}") & later, name
 
 
 def test_the_loop_knows_no_trainer() -> None:
@@ -104,8 +113,8 @@ def test_the_bootstrap_imports_nothing_before_the_trainer_is() -> None:
 
 
 def test_overrides_asks_which_defects_a_release_has_and_knows_no_patching() -> None:
-    known = {name for name in imports("hf_accum_fix.overrides") if name.startswith("hf_accum_fix.upstream")}
-    assert known == {"hf_accum_fix.upstream.defects"}
+    found = {name for module in modules_of("hf_accum_fix.overrides") for name in imports(module)}
+    assert {name for name in found if name.startswith("hf_accum_fix.upstream")} == {"hf_accum_fix.upstream.defects"}
 
 
 def test_the_light_modules_stay_light() -> None:

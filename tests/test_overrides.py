@@ -20,11 +20,12 @@ from torch import Tensor
 from transformers import Trainer
 
 import hf_accum_fix
-from hf_accum_fix import observations, overrides, ranks
+from hf_accum_fix import observations, ranks
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.errors import ContractError, ForeignPatchError, RankError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options
+from hf_accum_fix.overrides import settling, windows
 from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchTrainer
 from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, shifted_cross_entropy
 from tests.numerics.parity import (
@@ -550,14 +551,14 @@ def test_a_rank_without_a_micro_batch_is_an_error_on_every_rank(monkeypatch: pyt
     monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, 1), *said])
     for reduction in (contract, LossContract(Reduction.SUM)):
         with pytest.raises(RankError, match=r"rank 0 has 1, rank 1 has 0.*even_batches=True"):
-            overrides._counted(_rank([5.0, 0.0, 1.0, 1.0, 0.0]), reduction, [], None)
+            windows._counted(_rank([5.0, 0.0, 1.0, 1.0, 0.0]), reduction, [], None)
         # At the end of the data no rank has one, and there is nothing to say.
-        assert overrides._counted(_rank([0.0] * 5), reduction, [], None).batches == []
+        assert windows._counted(_rank([0.0] * 5), reduction, [], None).batches == []
     monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, (3, ["labels"], "3")), *said])
     with pytest.raises(RankError, match=r"rank 0 has 3, rank 1 has 0.*even_batches=True"):
-        overrides._check_alike(_rank([]), [], None)
+        settling._check_alike(_rank([]), [], None)
     monkeypatch.setattr(ranks, "gather_object", lambda said: [*said, *said])
-    assert not overrides._agreed(_rank([]), None).conclusive
+    assert not settling._agreed(_rank([]), None).conclusive
 
 
 def test_a_step_by_hand_outside_of_training_is_stock(tmp_path: Path) -> None:

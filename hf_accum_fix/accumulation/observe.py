@@ -53,6 +53,9 @@ _RANDOM_IN_PLACE = {Tensor.uniform_, Tensor.normal_, Tensor.bernoulli_}
 #: Why a contract could not be observed yet: nothing was there to be learnt from.
 NO_TARGET_SEEN = "no target was seen yet"
 
+#: Windows that are observed before an inconclusive contract is taken as it is.
+ATTEMPTS = 3
+
 #: The numbers handed in: small, so that a cut fraction shows; not multiples, so that it shows in one call.
 _NUMBERS = (8.0, 16.5, 8.5)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
-from hf_accum_fix.overrides import loss_alone
+from hf_accum_fix.overrides.settling import loss_alone
 from hf_accum_fix.verification.gradients import Gradient, distance, dots, on_cpu, take
 from hf_accum_fix.verification.sample import Collate
 from hf_accum_fix.verification.traceless import seed

@@ -16,7 +16,9 @@ from transformers import TrainerControl
 from transformers.trainer_callback import DefaultFlowCallback
 
 from hf_accum_fix.accumulation.router_loss import RouterLoss
-from hf_accum_fix.overrides import DEALER, SESSION, unshared
+from hf_accum_fix.overrides.loader import DEALER
+from hf_accum_fix.overrides.session import SESSION
+from hf_accum_fix.overrides.settling import unshared
 from hf_accum_fix.verification.sample import Split
 
 #: TrainingArguments of one optimizer step that is neither logged, saved, sent, clipped nor evaluated.

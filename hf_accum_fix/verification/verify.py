@@ -17,7 +17,9 @@ from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.accumulation.router_loss import Convention, RouterLoss
 from hf_accum_fix.errors import AccumFixError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import SWITCH, Options, enabled
-from hf_accum_fix.overrides import check_setup, data_ranks, settle
+from hf_accum_fix.overrides.live import data_ranks
+from hf_accum_fix.overrides.settling import settle
+from hf_accum_fix.overrides.training import check_setup
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.verification import explanation
 from hf_accum_fix.verification.evaluate import evaluate

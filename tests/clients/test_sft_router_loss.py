@@ -14,7 +14,7 @@ from datasets import Dataset
 from trl import SFTConfig
 
 import hf_accum_fix
-from hf_accum_fix.overrides import SESSION
+from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.verification.report import Kind
 from tests.clients.sft import StockSFT, tokens
 from tests.clients.sft_router_loss import FAMILY, TWO_RANK_SIZES, sft, sft_error

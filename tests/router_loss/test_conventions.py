@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_accum_fix import observations
-from hf_accum_fix.overrides import SESSION
+from hf_accum_fix.overrides.session import SESSION
 from tests.numerics.parity import reference_step
 from tests.router_loss.conventions import (
     COEFFICIENT,

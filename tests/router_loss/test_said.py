@@ -16,7 +16,8 @@ from hf_accum_fix.accumulation.balancing import FUNCTION, LENDER, tally
 from hf_accum_fix.accumulation.router_loss import Convention
 from hf_accum_fix.errors import ContractError, OptionsError
 from hf_accum_fix.options import ROUTER_LOSSES
-from hf_accum_fix.overrides import SESSION, router_loss_depends_on_the_cut
+from hf_accum_fix.overrides.routing import router_loss_depends_on_the_cut
+from hf_accum_fix.overrides.session import SESSION
 from tests.numerics.heads import HEADS, Head
 from tests.numerics.parity import contract_of
 from tests.router_loss.conventions import COEFFICIENT, FAMILIES, step

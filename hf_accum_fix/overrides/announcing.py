@@ -1,0 +1,74 @@
+"""What is said of a training, once: what was observed, and what the stock Trainer would have made of it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import Tensor
+
+from hf_accum_fix import observations
+from hf_accum_fix.accumulation.contract import Reduction
+from hf_accum_fix.overrides.live import head_name, loss_func
+from hf_accum_fix.overrides.routing import convention_of
+from hf_accum_fix.overrides.session import Session, Window
+
+logger = logging.getLogger("hf_accum_fix")
+
+
+def announce(trainer: Any, session: Session, window: Window, *, passed: Tensor, right: Tensor) -> None:
+    """Once a run: what was observed, and what the stock Trainer would have made of it."""
+    if "announced" in session.said:
+        return
+    session.said.add("announced")
+    contract = session.contract
+    assert contract is not None
+    factor = _stock_factor(trainer, session, window, passed, right)
+    steps, world_size = len(window.batches), window.cut.world_size
+    head = head_name(trainer)
+    told = "" if factor is None else f" The stock Trainer would train at about {factor:.3g}x this gradient."
+    if factor is not None and abs(factor - 1) > 0.02:
+        told += " Clipping and learning rate felt it."
+    observations.record(
+        {
+            "head": head,
+            "trainer": type(trainer).__name__,
+            "reduction": contract.reduction.value,
+            "items": None if contract.items is None else str(contract.items),
+            "router_coefficient": contract.router_coefficient,
+            "router_z_coefficient": contract.router_z_coefficient,
+            "router_loss": convention_of(session).value,
+            "exact": contract.exact,
+            "reason": contract.reason,
+            "accumulation_steps": steps,
+            "world_size": world_size,
+            "stock_gradient_factor": factor,
+            **session.repeated,
+        }
+    )
+    if trainer.args.process_index == 0:
+        router = f", {convention_of(session)}" if contract.has_router_loss else ""
+        logger.info("%s: the loss %s%s; G=%d, W=%d.%s", head, contract, router, steps, world_size, told)
+
+
+def _stock_factor(trainer: Any, session: Session, window: Window, passed: Tensor, right: Tensor) -> float | None:
+    """About how many times the right gradient the installed Trainer would train at; None where it cannot be told.
+
+    Its own division is read off the loss it passes on, accelerate's off the live object, its count off what it
+    returned; the multiplication by W is the releases' common condition.
+    """
+    contract = session.contract
+    assert contract is not None
+    if contract.owned_by_trainer or trainer.label_smoother is not None or not bool(right):
+        return None
+    handed = session.passes_number or loss_func(trainer) is not None
+    averaged = getattr(trainer.args, "average_tokens_across_devices", False)
+    world_size = window.cut.world_size
+    undivided = float((passed / right).detach()) / int(trainer.accelerator.gradient_accumulation_steps)
+    if contract.reduction is Reduction.MEAN:
+        return undivided * (world_size if averaged and handed and window.upstream_number is not None else 1)
+    if contract.reduction is Reduction.NUMBER and window.upstream_number is not None:
+        # Where upstream does not average, a rank divides by its own count: about 1/W of them all.
+        counted = float(window.upstream_number)
+        return undivided / len(window.batches) * float(window.total) / counted if counted else None
+    return None

@@ -1,0 +1,67 @@
+"""What a live Trainer says of itself, asked so that every release can answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import Trainer
+
+from hf_accum_fix.accumulation.declared import has_parameter
+
+
+def data_ranks(trainer: Any) -> int:
+    """W: the ranks that hold samples of their own; engines average over these alone."""
+    return int(trainer.args.world_size) // parallel_size(trainer, "tp")
+
+
+def parallel_size(trainer: Any, kind: str) -> int:
+    """Ranks that share samples by one kind of parallelism: "tp", "cp" or "sp"; 1: none do."""
+    size = getattr(trainer, f"get_{kind}_size", None)
+    if size is not None:
+        return int(size())
+    config = getattr(trainer.accelerator, "parallelism_config", None)
+    return int(getattr(config, f"{kind}_size", 1) or 1)
+
+
+def place(trainer: Any) -> dict[str, int]:
+    """This rank among all, as `ranks` asks for it."""
+    return {"rank": trainer.args.process_index, "world_size": trainer.args.world_size}
+
+
+def head_name(trainer: Any) -> str:
+    """The model's class, for words."""
+    return type(trainer.accelerator.unwrap_model(trainer.model)).__name__
+
+
+def loss_func(trainer: Any) -> Callable[..., Any] | None:
+    """The user's own loss; releases before 4.46 know of none."""
+    func: Callable[..., Any] | None = getattr(trainer, "compute_loss_func", None)
+    return func
+
+
+def release_counts_windows() -> bool:
+    """Whether the release's Trainer counts the items of a window, and hands the number on: 4.46 and later."""
+    return hasattr(Trainer, "get_batch_samples")
+
+
+def accepts_number(trainer: Any) -> bool:
+    """Whether the release's Trainer would hand its model the number; releases before 4.46 know of none."""
+    return bool(getattr(trainer, "model_accepts_loss_kwargs", False))
+
+
+def hands_number(compute_loss: Callable[..., Any]) -> bool:
+    """Whether the release's Trainer hands a ``compute_loss`` of the trainer's own the number."""
+    return release_counts_windows() and has_parameter(compute_loss, "num_items_in_batch")
+
+
+def scales_itself(trainer: Any) -> bool:
+    """Whether a trainer says that the loss it computes is divided for the window already.
+
+    Source: ``Trainer.loss_is_scaled_for_ga`` (5.19.0 on); before it, a ``compute_loss_func`` that is no function, whose
+    presence alone keeps the Trainer from dividing.
+    """
+    declared = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if declared is None:
+        return loss_func(trainer) is not None and not callable(loss_func(trainer))
+    return bool(declared)

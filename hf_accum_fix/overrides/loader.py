@@ -1,0 +1,186 @@
+"""The train dataloader while the Trainer trains: whole windows, dealt by length, repeated samples told or left out."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import transformers
+from accelerate.data_loader import DataLoaderStateMixin
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+
+from hf_accum_fix import observations
+from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.whole_windows import WholeWindows
+from hf_accum_fix.dealing import Dealer, RedealtLoader, unfit
+from hf_accum_fix.duplicates import WithoutDuplicates
+from hf_accum_fix.engine import waits_every_micro_batch
+from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.options import BalanceOptions, Options
+from hf_accum_fix.overrides.live import head_name, release_counts_windows
+from hf_accum_fix.overrides.session import Session, session_of
+from hf_accum_fix.shadow import shadow
+from hf_accum_fix.upstream.defects import is_present
+
+logger = logging.getLogger("hf_accum_fix")
+
+#: Where a trainer keeps what deals its windows, with the lengths that it read, from one train() to the next; None there
+#: leaves its windows as they are.
+DEALER = "_hf_accum_fix_dealer"
+
+
+_ABSENT = object()
+
+
+@contextmanager
+def whole_windows(trainer: Any, options: Options, opened: Callable[[list[Any]], None]) -> Iterator[None]:
+    """Hand the loop whole windows, where its release or a stream would let the end of an epoch leak or be lost.
+
+    Args:
+        trainer: while it trains.
+        options: which windows are dealt, and whether repeated samples are left out.
+        opened: called with a window's micro-batches before the first is run, where the release asks for no windows.
+    """
+    module = sys.modules[Trainer.__module__]
+    original_loader, original_skip = trainer.get_train_dataloader, module.skip_first_batches
+    counts_windows = release_counts_windows()
+    loses_the_rest = is_present("epoch-tail-not-trained", transformers.__version__) or not counts_windows
+
+    def repeated(samples: int) -> None:
+        _tell_repeated(trainer, session_of(trainer, options), samples, dropped=options.drop_duplicates)
+
+    def get_train_dataloader(*args: Any, **kwargs: Any) -> Any:
+        with _not_dispatching(trainer, options):
+            loader = original_loader(*args, **kwargs)
+        if isinstance(loader, (WholeWindows, WithoutDuplicates, RedealtLoader)):
+            return loader
+        _let_epochs_through(loader)
+        loader = _dealt(trainer, loader, options)
+        # A loader of the trainer's own, which accelerate did not prepare, repeats nothing.
+        if trainer.args.world_size > 1 and isinstance(loader, DataLoaderStateMixin):
+            loader = WithoutDuplicates(loader, options.drop_duplicates, repeated)
+            loader.check()
+        if not (loses_the_rest or _is_endless(loader)):
+            return loader
+        return WholeWindows(loader, trainer.args.gradient_accumulation_steps, None if counts_windows else opened)
+
+    def skip_first_batches(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(dataloader, (WholeWindows, WithoutDuplicates, RedealtLoader)):
+            return original_skip(dataloader, *args, **kwargs)
+        return dataloader.around(skip_first_batches(dataloader.__wrapped__, *args, **kwargs))
+
+    with (
+        shadow(trainer, "get_train_dataloader", get_train_dataloader),
+        shadow(module, "skip_first_batches", skip_first_batches),
+    ):
+        yield
+
+
+def _tell_repeated(trainer: Any, session: Session, samples: int, *, dropped: bool) -> None:
+    if session.repeated:
+        return
+    session.repeated = {"repeated_samples": samples, "repeated_samples_dropped": dropped}
+    if "announced" in session.said:
+        observations.amend(session.repeated)
+    if trainer.args.process_index > 0:
+        return
+    if dropped:
+        logger.info("an epoch's last micro-batches repeat %d samples to even out the ranks; left out", samples)
+    else:
+        logger.warning(
+            "an epoch's last micro-batches repeat %d samples, so that every rank has as many, and count them twice; "
+            "apply(drop_duplicates=True), or Options(drop_duplicates=True), leaves them out",
+            samples,
+        )
+
+
+def _let_epochs_through(loader: Any) -> None:
+    """Let a batch sampler that draws by epoch (batch_rebalance) hear of it behind accelerate's shard of it.
+
+    The Trainer tells it past the shard, but not past what skips the batches of a resumed epoch as well.
+    """
+    shard: Any = getattr(loader, "batch_sampler", None)
+    sampler: Any = getattr(shard, "batch_sampler", None)
+    if hasattr(sampler, "set_epoch") and not hasattr(shard, "set_epoch"):
+        shard.set_epoch = sampler.set_epoch
+
+
+def _dealt(trainer: Any, loader: Any, options: Options) -> Any:
+    """The loader with its windows dealt by length, where that is asked for."""
+    args = trainer.args
+    if not isinstance(options.balance_windows, BalanceOptions) or isinstance(loader, (WholeWindows, RedealtLoader)):
+        return loader
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and not _is_endless(loader):
+        session_of(trainer, options).warn_once(
+            "dealt already",
+            "balance_windows: the dealing is left to train_sampling_strategy='batch_rebalance'; gradient and log are "
+            "mended all the same",
+        )
+        return loader
+    dealer = trainer.__dict__.get(DEALER, _ABSENT)
+    if dealer is None:
+        return loader
+    if dealer is _ABSENT or dealer.options != options.balance_windows:
+        dealer = trainer.__dict__[DEALER] = Dealer(options.balance_windows, progress=not args.disable_tqdm)
+    return dealer.around(
+        loader,
+        args.gradient_accumulation_steps,
+        lockstep=waits_every_micro_batch(trainer.accelerator),
+        length_column=getattr(args, "length_column_name", None) or "length",
+        columns=trainer.train_dataset,
+    )
+
+
+def tell_saved(trainer: Any) -> None:
+    """What dealing brought, in padded tokens, at the end of a training."""
+    dealer = trainer.__dict__.get(DEALER)
+    if dealer is None or not dealer.real or trainer.args.process_index > 0:
+        return
+    logger.info(
+        "balance_windows: %.3f padded tokens for a real one; as they come the windows would have had %.3f",
+        dealer.dealt / dealer.real,
+        dealer.as_they_come / dealer.real,
+    )
+
+
+@contextmanager
+def _not_dispatching(trainer: Any, options: Options) -> Iterator[None]:
+    """Let each rank read its own stream while its loader is made, as a dispatched one cannot be dealt.
+
+    On one rank that is the same loader. On several the user has to say that every rank may read the stream.
+    """
+    holder = getattr(trainer.accelerator, "dataloader_config", None) or trainer.accelerator
+    stream = isinstance(trainer.train_dataset, IterableDataset)
+    if not options.balance_windows or not stream or holder.dispatch_batches is not None or trainer.args.world_size > 1:
+        yield
+        return
+    session_of(trainer, options).warn_once(
+        "dispatching", "balance_windows: dispatch_batches, the Trainer's default for a stream, is off in this training"
+    )
+    with shadow(holder, "dispatch_batches", False):
+        yield
+
+
+def check_dealing(trainer: Any, contract: LossContract, options: Options) -> None:
+    """Refuse a loss that depends on which samples share a micro-batch."""
+    if not options.balance_windows:
+        return
+    reason = unfit(contract)
+    if reason is not None:
+        raise UnsupportedSetupError(
+            f"balance_windows: {head_name(trainer)}: {reason}. Dealing samples by length would change such a loss; "
+            "needed is a loss that is a mean over items or a sum, or balance_windows=False"
+        )
+
+
+def _is_endless(loader: Any) -> bool:
+    """Whether a loader cannot say how many micro-batches an epoch has."""
+    try:
+        len(loader)
+    except TypeError:
+        return True
+    return False

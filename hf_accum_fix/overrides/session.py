@@ -1,0 +1,108 @@
+"""What is known of one trainer between its windows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.router_loss import RouterLoss
+from hf_accum_fix.accumulation.share import Cut
+from hf_accum_fix.loss_log import LossLog
+from hf_accum_fix.options import Options
+
+logger = logging.getLogger("hf_accum_fix")
+
+#: Where a trainer keeps its session.
+SESSION = "_hf_accum_fix_session"
+
+
+@dataclass
+class MicroBatch:
+    """One forward and backward, while it runs.
+
+    Attributes:
+        share: its loss, such that the sum over the window, averaged over ranks, is the global batch's.
+        reported: that without its graph, once it was handed to the engine.
+    """
+
+    items: Tensor | None
+    weightless: bool = False
+    share: Tensor | None = None
+    base_called: bool = False
+    reported: Tensor | None = None
+
+
+@dataclass
+class Window:
+    """The micro-batches of one optimizer step on this rank.
+
+    Attributes:
+        batches: as the loop will hand them to ``training_step``.
+        counts: items of each, 0-dim, on the training device; empty where the contract counts none.
+        total: N over all ranks.
+        cut: n_mean, G and W.
+        upstream_number: what the installed release counted, over all ranks; None: nothing.
+    """
+
+    batches: list[Any]
+    counts: list[Tensor]
+    total: Tensor
+    cut: Cut
+    upstream_number: Any = None
+    steps_run: int = 0
+
+    def items_of(self, inputs: Any) -> Tensor | None:
+        """Items of this micro-batch, told by identity; None where somebody handed over another object."""
+        return next((count for batch, count in zip(self.batches, self.counts, strict=False) if batch is inputs), None)
+
+
+@dataclass
+class Session:
+    """What is known of one trainer between its windows."""
+
+    options: Options
+    contract: LossContract | None = None
+    observed_for: tuple[Any, ...] = ()
+    passes_number: bool = False
+    attempts: int = 0
+    window: Window | None = None
+    micro_batch: MicroBatch | None = None
+    observing: bool = False
+    base_loss: tuple[Tensor, Any] | None = None
+    busy: set[str] = field(default_factory=set)
+    said: set[str] = field(default_factory=set)
+    empty_windows: Tensor | None = None
+    loss_log: LossLog | None = None
+    repeated: dict[str, Any] = field(default_factory=dict)
+    router: RouterLoss | None = None
+    counting_loss: tuple[tuple[Any, ...], Callable[..., Any] | None] | None = None
+
+    def warn_once(self, kind: str, message: str) -> None:
+        """Warn once for each kind and run."""
+        if kind not in self.said:
+            self.said.add(kind)
+            logger.warning(message)
+
+
+def session_of(trainer: Any, options: Options) -> Session:
+    """The session of a trainer, made at its first use."""
+    session: Session | None = trainer.__dict__.get(SESSION)
+    if session is None:
+        session = trainer.__dict__[SESSION] = Session(options)
+    return session
+
+
+@contextmanager
+def busy(session: Session, what: str) -> Iterator[None]:
+    """Let a nested call of the same override pass through."""
+    session.busy.add(what)
+    try:
+        yield
+    finally:
+        session.busy.discard(what)

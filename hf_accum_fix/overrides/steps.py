@@ -1,0 +1,188 @@
+"""``compute_loss`` and ``training_step``: a micro-batch's loss, to the engine and to the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_accum_fix.accumulation.share import share_of
+from hf_accum_fix.accumulation.whole_windows import Blank
+from hf_accum_fix.accumulation.window import Weightless
+from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, tell_last
+from hf_accum_fix.errors import SeamError, UnsupportedSetupError
+from hf_accum_fix.options import Options, enabled
+from hf_accum_fix.overrides.announcing import announce
+from hf_accum_fix.overrides.live import loss_func, scales_itself
+from hf_accum_fix.overrides.routing import in_the_window, note_routing
+from hf_accum_fix.overrides.session import MicroBatch, Session, Window, session_of
+from hf_accum_fix.overrides.settling import base_loss
+from hf_accum_fix.shadow import shadow
+from hf_accum_fix.upstream.defects import is_present
+
+#: Asked here, as looking it up takes longer than all that is done in a micro-batch.
+_LAST_NOT_REDUCED = is_present("last-micro-batch-not-reduced", transformers.__version__)
+
+
+def compute_loss(
+    wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, options: Options
+) -> Any:
+    """The loss of one micro-batch, such that its plain mean over micro-batches and ranks is the global batch's.
+
+    The original runs outside of a window: evaluation, and calls by hand.
+    """
+    session = session_of(trainer, options)
+    if not session.observing and session.micro_batch is None:
+        return wrapped(*args, **kwargs)
+
+    def bind(
+        model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if session.observing:
+            session.base_loss = base_loss(trainer, model, inputs, num_items_in_batch, smooth=False)
+            loss, outputs = session.base_loss
+        else:
+            assert session.micro_batch is not None
+            session.micro_batch.base_called = True
+            loss, outputs = _loss_in_window(trainer, session, session.micro_batch, model, inputs)
+        return (loss, outputs) if return_outputs else loss
+
+    return bind(*args, **kwargs)
+
+
+def _loss_in_window(
+    trainer: Any, session: Session, micro_batch: MicroBatch, model: nn.Module, inputs: Mapping[str, Any]
+) -> tuple[Tensor, Any]:
+    contract, window = session.contract, session.window
+    assert contract is not None and window is not None
+    share = share_of(
+        contract,
+        inputs,
+        micro_batch.items,
+        window.cut,
+        own_loss=loss_func(trainer) is not None,
+        rounded=inputs_are_rounded(trainer.accelerator),
+    )
+    loss, outputs = base_loss(trainer, model, share.inputs, share.number)
+    if share.ratio is None:
+        return loss, outputs
+    carried = contract.carried(outputs)
+    if carried is not None:
+        carried = carried.to(loss.device)
+        if trainer.label_smoother is not None and loss_func(trainer) is None:
+            loss = loss + carried
+    return share.of(loss, carried), outputs
+
+
+def training_step(
+    wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, options: Options
+) -> Any:
+    """Run the original step, with the loss that reaches accelerate set right, and return the one to log.
+
+    Summed over the window and averaged over ranks, as gradients are and as the Trainer logs, both are the global
+    batch's.
+    """
+    session = session_of(trainer, options)
+    if session.micro_batch is not None:
+        return wrapped(*args, **kwargs)
+    window = session.window
+    if window is None:
+        if not enabled() or not trainer.is_in_train:
+            return wrapped(*args, **kwargs)
+        raise SeamError(
+            f"no window was counted before this step: {type(trainer).__name__} (or a library that patched it) replaces "
+            "Trainer.get_batch_samples without calling it; call super().get_batch_samples, or revert()"
+        )
+    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    if isinstance(inputs, Blank):
+        return torch.zeros((), device=trainer.args.device)
+    model = kwargs["model"] if "model" in kwargs else args[0]
+    micro_batch = session.micro_batch = MicroBatch(window.items_of(inputs), isinstance(inputs, Weightless))
+    accelerator = trainer.accelerator
+    original_loss, original_backward = trainer.compute_loss, accelerator.backward
+    depth = 0
+
+    def record_loss(*loss_args: Any, **loss_kwargs: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        try:
+            with in_the_window(session, window) if depth == 1 else nullcontext():
+                result = original_loss(*loss_args, **loss_kwargs)
+        finally:
+            depth -= 1
+        if depth == 0:
+            loss = result[0] if isinstance(result, tuple) else result
+            # Now: 4.46.0 scales in place what it is handed. And never the model's output itself: DeepSpeed hangs hooks
+            # on that, which divide once more (stage 0).
+            micro_batch.share = _share_of_window(trainer, session, micro_batch, window, loss)
+        return result
+
+    def set_loss(loss: Tensor, **backward_kwargs: Any) -> Any:
+        tell_last(accelerator, window.steps_run + 1 == len(window.batches))
+        if micro_batch.share is None:
+            return original_backward(loss, **backward_kwargs)
+        micro_batch.reported = micro_batch.share.detach()
+        if window.steps_run == 0:
+            announce(trainer, session, window, passed=loss, right=micro_batch.reported)
+        divisor = engine_divisor(accelerator, backward_kwargs)
+        return original_backward(micro_batch.share if divisor == 1 else micro_batch.share * divisor, **backward_kwargs)
+
+    try:
+        with (
+            shadow(trainer, "compute_loss", record_loss),
+            shadow(accelerator, "backward", set_loss),
+            _reduced_in_the_last(trainer, window, model),
+        ):
+            result = wrapped(*args, **kwargs)
+    finally:
+        session.micro_batch = None
+    window.steps_run += 1
+    if window.steps_run == len(window.batches):
+        # To look at a number waits for the device: there, only in the first window, and when training ends.
+        if trainer.args.device.type == "cpu" or "routing" not in session.said:
+            note_routing(trainer, session)
+        session.said.add("routing")
+    if micro_batch.share is None:
+        return _logged(session, result)
+    if micro_batch.reported is None:
+        raise SeamError(
+            f"the step of {type(trainer).__name__} computed a loss but did not hand it to accelerator.backward; "
+            "its gradient was not mended: use accelerator.backward, or revert()"
+        )
+    return _logged(session, micro_batch.reported)
+
+
+def _logged(session: Session, loss: Tensor) -> Tensor:
+    if session.loss_log is not None:
+        session.loss_log.add(loss)
+    return loss
+
+
+def _reduced_in_the_last(trainer: Any, window: Window, model: nn.Module) -> AbstractContextManager[None]:
+    """Reduce over ranks in the last micro-batch of a window alone; 4.46.2 does so in every other one."""
+    if not _LAST_NOT_REDUCED or trainer.args.world_size == 1:
+        return nullcontext()
+    if not isinstance(model, DistributedDataParallel):
+        raise UnsupportedSetupError(
+            f"transformers {transformers.__version__} leaves the gradients of the last micro-batch on each rank, and "
+            f"only under DistributedDataParallel can that be mended, not under {type(model).__name__}; take 4.46.3"
+        )
+    last = window.steps_run + 1 == len(window.batches)
+    return shadow(model, "require_backward_grad_sync", last)
+
+
+def _share_of_window(trainer: Any, session: Session, micro_batch: MicroBatch, window: Window, loss: Tensor) -> Tensor:
+    """What a micro-batch's loss adds to the window's; averaged over ranks the sum is the global batch's loss."""
+    contract = session.contract
+    assert contract is not None
+    if micro_batch.base_called:
+        return loss / len(window.batches)
+    if micro_batch.weightless:
+        return loss * 0.0
+    scaled = contract.owned_by_trainer and (contract.by_number or scales_itself(trainer))
+    return loss / (1 if scaled else len(window.batches))

@@ -1,0 +1,63 @@
+"""``train``: what cannot be right is refused before anything has run; every training has a session of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.loss_log import LossLog
+from hf_accum_fix.options import Options, enabled
+from hf_accum_fix.overrides.live import parallel_size
+from hf_accum_fix.overrides.loader import tell_saved, whole_windows
+from hf_accum_fix.overrides.routing import note_routing
+from hf_accum_fix.overrides.session import SESSION, Session, busy, session_of
+from hf_accum_fix.overrides.windows import open_window, warn_empty
+
+
+def train(
+    wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, options: Options
+) -> Any:
+    """Refuse what cannot be right, start from a fresh session, and say at the end what was kept on the device."""
+    session = session_of(trainer, options)
+    if not enabled() or "train" in session.busy:
+        return wrapped(*args, **kwargs)
+    check_setup(trainer)
+
+    def opened(window: list[Any]) -> None:
+        open_window(trainer, session, window, None, options)
+
+    session = trainer.__dict__[SESSION] = Session(options)
+    session.loss_log = LossLog(trainer) if trainer.args.logging_nan_inf_filter else None
+    try:
+        logged = session.loss_log.installed() if session.loss_log is not None else nullcontext()
+        with busy(session, "train"), whole_windows(trainer, options, opened), logged:
+            result = wrapped(*args, **kwargs)
+    finally:
+        session.window = None
+    if session.empty_windows is not None and int(session.empty_windows):
+        warn_empty(session)
+    note_routing(trainer, session)
+    tell_saved(trainer)
+    return result
+
+
+def check_setup(trainer: Any) -> None:
+    """Raise `UnsupportedSetupError` for a setup whose averaging is not the one this package rests on."""
+    name = type(trainer).__name__
+    if trainer.args.n_gpu > 1:
+        raise UnsupportedSetupError(
+            f"{name} would run torch.nn.DataParallel on {trainer.args.n_gpu} GPUs; start it with "
+            "`accelerate launch` (one process a GPU), or show it one GPU by CUDA_VISIBLE_DEVICES"
+        )
+    if getattr(trainer, "use_apex", False):
+        raise UnsupportedSetupError(f"{name} uses apex, which goes past accelerate.backward; use torch's bf16 or fp16")
+    split = {kind: size for kind in ("cp", "sp") if (size := parallel_size(trainer, kind)) > 1}
+    if split:
+        told = ", ".join(f"{kind}_size={size}" for kind, size in split.items())
+        raise UnsupportedSetupError(
+            f"{name} splits samples over ranks ({told}), so that no rank sees the items of a sample; needed are "
+            "ranks with whole samples: leave context and sequence parallelism out of the parallelism_config (data and "
+            "tensor parallelism are supported)"
+        )

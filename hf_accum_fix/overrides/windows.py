@@ -1,0 +1,157 @@
+"""``get_batch_samples``: the window that was fetched is counted over all ranks, by one collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_accum_fix import ranks
+from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.router_loss import RouterLoss
+from hf_accum_fix.accumulation.share import Cut
+from hf_accum_fix.accumulation.whole_windows import without_blanks
+from hf_accum_fix.accumulation.window import count_dtype, total_items
+from hf_accum_fix.engine import is_sharded
+from hf_accum_fix.errors import SeamError
+from hf_accum_fix.options import Options, enabled
+from hf_accum_fix.overrides.live import data_ranks, head_name, place
+from hf_accum_fix.overrides.routing import count_routing, router_loss_depends_on_the_cut
+from hf_accum_fix.overrides.session import Session, Window, busy, session_of
+from hf_accum_fix.overrides.settling import settle_contract
+from hf_accum_fix.shadow import shadow
+
+#: Marks a trainer's state, and so its checkpoints.
+_STATE_KEY = "hf_accum_fix"
+
+
+def get_batch_samples(
+    wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, options: Options
+) -> Any:
+    """Count the window that was fetched, over all ranks, and return N in the place of upstream's own number."""
+    session = session_of(trainer, options)
+    if not enabled() or "get_batch_samples" in session.busy:
+        return wrapped(*args, **kwargs)
+    averaged = getattr(trainer.args, "average_tokens_across_devices", False)
+    with busy(session, "get_batch_samples"):
+        # Upstream's own gather would be a second collective, and one that a rank without micro-batches does not join.
+        trouble: Exception | None = None
+        try:
+            with shadow(trainer.args, "average_tokens_across_devices", False):
+                fetched, upstream_number = wrapped(*args, **kwargs)
+        except Exception as error:
+            # Raised as soon as the other ranks know.
+            fetched, upstream_number, trouble = [], None, error
+        window = open_window(trainer, session, without_blanks(fetched), upstream_number, options, trouble)
+    contract = session.contract
+    assert contract is not None
+    if contract.items is None:
+        return fetched, upstream_number
+    # A trainer that scales by itself multiplies by W only where it averages tokens across devices.
+    owned = contract.owned_by_trainer and not averaged
+    return fetched, window.total / window.cut.world_size if owned else window.total.long()
+
+
+def open_window(
+    trainer: Any,
+    session: Session,
+    batches: list[Any],
+    upstream_number: Any,
+    options: Options,
+    trouble: Exception | None = None,
+) -> Window:
+    """Count the window whose micro-batches are about to be run, or raise what kept this rank from fetching it."""
+    if session.window is not None and session.window.batches and session.window.steps_run == 0:
+        raise SeamError(
+            f"no micro-batch of the last window came through Trainer.training_step: {type(trainer).__name__} overrides "
+            "it without calling super(), so nothing would be mended; call super().training_step, or revert()"
+        )
+    _mark_state(trainer, session)
+    contract = settle_contract(trainer, session, batches, options, trouble)
+    routing, trouble = count_routing(trainer, session, contract, batches, options, trouble)
+    session.window = window = _counted(trainer, contract, batches, upstream_number, trouble, session.router, routing)
+    if contract.items is not None and batches:
+        _note_empty(session, window.total)
+    if options.balance_windows and router_loss_depends_on_the_cut(session):
+        session.warn_once(
+            "router loss of dealt windows",
+            f"balance_windows: {head_name(trainer)} has a router loss that depends on the cut; micro-batches of about "
+            "one length each lead it further from the global batch's: take router_loss='exact'",
+        )
+    return window
+
+
+def _counted(
+    trainer: Any,
+    contract: LossContract,
+    batches: list[Any],
+    upstream_number: Any,
+    trouble: Exception | None = None,
+    router: RouterLoss | None = None,
+    routing: Tensor | None = None,
+) -> Window:
+    """The window with its items counted over all ranks, by the one collective of an optimizer step.
+
+    Five numbers ride in it: the items, upstream's own count, and what tells a rank that fails or has less to run; and
+    the routing of a mixture of experts, where its loss is to be the global batch's.
+    """
+    device, world_size, data = trainer.args.device, trainer.args.world_size, data_ranks(trainer)
+    zero = torch.zeros((), dtype=count_dtype(device), device=device)
+    counts: list[Tensor] = []
+    total = zero
+    try:
+        if contract.items is not None:
+            counts, total = total_items(contract.items, batches, device)
+    except Exception as error:
+        trouble = trouble or error
+    number = zero if upstream_number is None else torch.as_tensor(upstream_number).to(zero)
+    if world_size > 1:
+        # Sharded models meet in every forward, others only when a step is taken.
+        runs = len(batches) if is_sharded(trainer.accelerator) else min(len(batches), 1)
+        sums = torch.stack([total, number, *ranks.marks(runs, trouble, zero)])
+        if routing is not None:
+            sums = torch.cat([sums, routing])
+        sums = trainer.accelerator.reduce(sums, reduction="sum")
+        suspects = len(batches) < trainer.args.gradient_accumulation_steps
+        ranks.check_marks(sums[2:5], runs, trouble, fetched=len(batches), suspects=suspects, **place(trainer))
+        # Tensor-parallel ranks hold the same samples, and have all counted them.
+        copies = world_size // data
+        total, number, routing = sums[0] / copies, sums[1], sums[5:] / copies
+    elif trouble is not None:
+        raise trouble
+    cut = Cut.of(contract, total, len(batches), data)
+    if router is not None and routing is not None:
+        router.settle(routing, cut.micro_batches, cut.world_size)
+    counted = None if upstream_number is None else number
+    return Window(batches, counts, total, cut, counted)
+
+
+def _mark_state(trainer: Any, session: Session) -> None:
+    marks = trainer.state.stateful_callbacks
+    if _STATE_KEY not in marks and trainer.state.global_step > 0 and session.window is None:
+        session.warn_once(
+            "resumed",
+            f"step {trainer.state.global_step} was reached without hf_accum_fix: from here on gradient and log are "
+            "those of the global batch, so learning rate, clipping and the curve may no longer match the steps before",
+        )
+    marks[_STATE_KEY] = {"active": True}
+
+
+def _note_empty(session: Session, total: Tensor) -> None:
+    if total.device.type == "cpu":
+        if not bool(total):
+            warn_empty(session)
+    else:
+        seen = session.empty_windows
+        session.empty_windows = (total == 0).long() if seen is None else seen + (total == 0)
+
+
+def warn_empty(session: Session) -> None:
+    """Once a run: that a global batch had nothing to learn from."""
+    session.warn_once(
+        "empty",
+        "a whole accumulation window had no target: its gradient and its logged loss are zero; look at truncation, "
+        "label masking, or samples without an answer",
+    )
