@@ -31,7 +31,8 @@ class Backend:
         data_ranks: ranks that hold samples of their own, of two.
         stock_wrong: for a head that divides by the number, too, which the installed release gets right elsewhere.
         reports_norm: of the gradient; DeepSpeed clips at stage 0 without telling.
-        everyday: run by the everyday tests; the others by ``pytest -m backends``.
+        everyday: run by the everyday tests; the others by ``pytest -m backends`` and ``-m deepspeed``.
+        compiles: for a minute, before it can be run; by ``pytest -m cpu_adam``.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Backend:
     stock_wrong: bool = False
     reports_norm: bool = True
     everyday: bool = False
+    compiles: bool = False
 
 
 DDP, FSDP1, FSDP2, DEEPSPEED, TENSOR_PARALLEL = (
@@ -106,16 +108,19 @@ def launched_fsdp(version: int, **more: str) -> dict[str, str]:
     }
 
 
-def zero(stage: int) -> dict[str, Any]:
+def zero(stage: int, *offloaded: str, **more: Any) -> dict[str, Any]:
     """A DeepSpeed config as the documentation of Transformers writes it, with torch's own optimizer."""
+    offload = {f"offload_{what}": {"device": "cpu"} for what in offloaded}
     return {
         "deepspeed": {
-            "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+            "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True, **offload},
             "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
             "train_micro_batch_size_per_gpu": "auto",
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
             "bf16": {"enabled": "auto"},
+            **more,
         }
     }
 
@@ -125,6 +130,18 @@ def deepspeed(stage: int, name: str = "", arguments: Mapping[str, Any] | None = 
     return Backend(
         name or f"deepspeed-zero-{stage}", DEEPSPEED, given, environment=LAUNCHED_DEEPSPEED, **FLOAT32, **more
     )
+
+
+def cpu_adam() -> dict[str, Any]:
+    """ZeRO-Offload's own AdamW as plain SGD: without momentum, and with an epsilon far above every gradient.
+
+    Its step is then rate * g / (|g| + epsilon), so that a rate of epsilon times SGD's is SGD's to 1 / epsilon.
+    """
+    epsilon = 1e8
+    rate = 0.1 * epsilon
+    adam = {"lr": rate, "betas": [0.0, 0.999], "eps": epsilon, "weight_decay": 0.0}
+    arguments = {"learning_rate": rate, "adam_beta1": 0.0, "adam_epsilon": epsilon, "optim": "adamw_torch"}
+    return {**zero(2, "optimizer", optimizer={"type": "AdamW", "params": adam}), **arguments}
 
 
 def by_tp_plan(model: Any) -> nn.Module:
@@ -185,6 +202,9 @@ BACKENDS = {
         deepspeed(3),
         # Stock never steps the short last window.
         deepspeed(2, "deepspeed-zero-2-not-told", prepare=not_told, stock_wrong=True),
+        deepspeed(2, "deepspeed-zero-2-offloaded", zero(2, "optimizer")),
+        deepspeed(3, "deepspeed-zero-3-offloaded", zero(3, "optimizer", "param")),
+        deepspeed(2, "deepspeed-zero-2-cpu-adam", cpu_adam(), compiles=True),
         deepspeed(2, "deepspeed-zero-2-bf16", arguments={"bf16": True}, compute=torch.bfloat16),
         deepspeed(3, "deepspeed-zero-3-bf16", arguments={"bf16": True}, compute=torch.bfloat16),
     )

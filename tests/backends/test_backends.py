@@ -28,7 +28,9 @@ def every_case() -> Iterator[Any]:
 
 
 def parameter(name: str, what: str, everyday: bool = False) -> Any:
-    later = pytest.mark.deepspeed if BACKENDS[name].wrapped == DEEPSPEED else pytest.mark.backends
+    backend = BACKENDS[name]
+    later = pytest.mark.deepspeed if backend.wrapped == DEEPSPEED else pytest.mark.backends
+    later = pytest.mark.cpu_adam if backend.compiles else later
     return pytest.param(f"{name} {what}", marks=() if everyday else later)
 
 
