@@ -125,6 +125,7 @@ def test_what_training_runs_is_observed_and_leaves_no_trace_in_the_log(tmp_path:
     }
 
 
+@pytest.mark.clients
 @pytest.mark.timeout(600)
 def test_two_ranks_take_the_full_batch_step(tmp_path: Path) -> None:
     output = tmp_path / "rows.json"
