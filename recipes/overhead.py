@@ -8,8 +8,8 @@ Three runs make a round: stock, stock again, apply; which of them begins changes
 median time of an optimizer step is kept, of each round the ratios to its first stock run. "stock again" is the noise:
 a ratio of apply means something only where it lies outside it. Operations, numbers read by the host and collectives
 are counted, not timed, between the second optimizer step and the last, so that nothing is left of the first window, in
-which the loss is observed; the forwards that this takes are counted apart. The operations that are added are also run
-by themselves, so that the Python around them can be told: what a micro-batch takes longer, less these.
+which the loss is observed; the forwards that this takes are counted apart. Of a model that is nothing but a loss the
+operations that are added are also run by themselves: what a micro-batch takes longer, less these, is Python.
 
 The output folder gets results.jsonl (a line per run), table.md and overhead.png. Exit code 2: bad input.
 """
@@ -358,7 +358,7 @@ def table_of(
             for clock in ("wall", "processor"):
                 row += tuple(spread(ratios(rounds, mode, clock)).words(".3f") for mode in ("apply", "stock again"))
             row += tuple(spread(microseconds(rounds, mode)).words(".0f") for mode in ("apply", "stock again"))
-            row += (f"{alone[name, size]:.0f}",)
+            row += (f"{alone[name, size]:.0f}" if (name, size) in alone else "-",)
         rows.append(row)
     if timed:
         head += ("stock step, processor time [ms]", "step by the wall / stock", "stock again / stock")
@@ -473,7 +473,7 @@ def main(argv: list[str] | None = None) -> int:
                     bar.update()
                 timed.setdefault((head, size), []).append(found)
         bar.close()
-        alone = {pair: added_operations(pair[0], SIZES[pair[1]]) for pair in timed}
+        alone = {pair: added_operations(pair[0], SIZES[pair[1]]) for pair in timed if SIZES[pair[1]].layers == 0}
         for (head, size), each in alone.items():
             keep.add({"head": head, "size": size, "added_operations_us": each})
         if rank == 0:
