@@ -160,8 +160,8 @@ class AccumulationWindow:
         windows = self._windows
         if self._cut is not None and windows.contract is not None:
             return windows.contract
-        looks_ahead = not windows._settled or windows._router.convention is not Convention.MEAN
-        if windows._in_step and looks_ahead and len(set(windows._gathered(len(self)))) > 1:
+        runs_ahead = not windows._settled or windows._router.runs_forwards
+        if windows._in_step and runs_ahead and len(set(windows._gathered(len(self)))) > 1:
             raise windows._uneven()
         contract = windows._settle(self, model)
         device = windows._device_beside(beside)

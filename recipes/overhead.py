@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 import timeit
+import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -76,7 +77,10 @@ HEADS = ("llama", "bert")
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one optimizer step on this rank, on average; bytes are the most alive at once beyond those before it."""
+    """Of one optimizer step on this rank, on average; bytes are the most alive at once beyond those before it.
+
+    Reads are numbers that the host reads of the device; on a GPU, every time that it waits for it.
+    """
 
     operations: float
     reads: float
@@ -216,7 +220,19 @@ class Counting(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations = self.reads = self.collectives = self.alive = self.peak = 0
+        self.waits: int | None = None
         self.seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.told = contextlib.ExitStack()
+
+    def __enter__(self) -> Any:
+        warned = self.told.enter_context(waits_for_the_gpu())
+        if warned is not None:
+            self.told.callback(lambda: setattr(self, "waits", len(warned)))
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self.told.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func.overloadpacket)
@@ -240,12 +256,30 @@ class Counting(TorchDispatchMode):
         self.peak = max(self.peak, self.alive)
 
 
+@contextlib.contextmanager
+def waits_for_the_gpu() -> Iterator[list[Any] | None]:
+    """What torch's sync debug mode tells of the host waiting for a GPU; None without one."""
+    if not torch.cuda.is_available():
+        yield None
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", message="called a synchronizing CUDA operation")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield told
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
 def count(head: str, size: Size, mode: str, steps: int = 4, **options: Any) -> Counts:
     """Count what a step does, once the first window is over."""
     counting = Counting()
     observing = watch(counting, head, size, mode, steps, **options)
     each = steps - 2
-    numbers = (counting.operations / each, counting.reads / each, counting.collectives / each)
+    reads = counting.reads if counting.waits is None else counting.waits
+    numbers = (counting.operations / each, reads / each, counting.collectives / each)
     return Counts(*numbers, counting.peak, observing)
 
 

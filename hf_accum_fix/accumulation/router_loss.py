@@ -189,6 +189,13 @@ class RouterLoss:
         return self.convention if self.form is not None and self.form.recognised else Convention.MEAN
 
     @property
+    def runs_forwards(self) -> bool:
+        """Whether the next window is run without gradient before it is trained: to look at the loss, or to count."""
+        if self.convention is Convention.MEAN:
+            return False
+        return self.form is None or not self.form.settled or self.in_force is Convention.EXACT
+
+    @property
     def depends_on_the_cut(self) -> bool:
         """Whether another cut of the same global batch, such as one by length, has another loss."""
         return self.in_force is not Convention.EXACT

@@ -32,7 +32,6 @@ logger = logging.getLogger("hf_accum_fix")
 #: leaves its windows as they are.
 DEALER = "_hf_accum_fix_dealer"
 
-
 _ABSENT = object()
 
 

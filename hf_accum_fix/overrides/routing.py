@@ -43,12 +43,12 @@ def count_routing(
         import_module(LENDER)
     router, model = session.router, trainer.model_wrapped
     module: nn.Module = inside_ddp(model) or model
-    if options.router_loss == Convention.EXACT.value and is_sharded(trainer.accelerator):
-        # Sharded models meet in every forward, and so in those that count.
-        lengths = ranks.agreed(len(batches), trouble, **place(trainer))
-        if len(set(lengths)) > 1:
-            raise ranks.uneven(dict(enumerate(lengths)))
     with _forward_alone(trainer, session, module, len(batches)) as forward:
+        if router.runs_forwards and is_sharded(trainer.accelerator):
+            # Sharded models meet in every forward, and so in those before a window is trained.
+            lengths = ranks.agreed(len(batches), trouble, **place(trainer))
+            if len(set(lengths)) > 1:
+                raise ranks.uneven(dict(enumerate(lengths)))
         if router.form is None or not router.form.settled:
             router.form = _recognised(trainer, contract, router, forward, batches, module, trouble)
             if why := router.why_mean(contract.has_router_loss):

@@ -24,12 +24,12 @@ def train(
     if not enabled() or "train" in session.busy:
         return wrapped(*args, **kwargs)
     check_setup(trainer)
+    session = trainer.__dict__[SESSION] = Session(options)
+    session.loss_log = LossLog(trainer) if trainer.args.logging_nan_inf_filter else None
 
     def opened(window: list[Any]) -> None:
         open_window(trainer, session, window, None, options)
 
-    session = trainer.__dict__[SESSION] = Session(options)
-    session.loss_log = LossLog(trainer) if trainer.args.logging_nan_inf_filter else None
     try:
         logged = session.loss_log.installed() if session.loss_log is not None else nullcontext()
         with busy(session, "train"), whole_windows(trainer, options, opened), logged:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from hf_accum_fix import Items, LossContract, Reduction
 from tests.cli.processes import environment, start
@@ -71,3 +73,16 @@ def test_bad_input_is_told_and_nothing_is_overwritten(
         assert end.value.code == 2
     assert "so that nothing is overwritten" in capsys.readouterr().err
     assert (tmp_path / "results.jsonl").read_text() == "kept"
+
+
+def test_waits_for_a_gpu_are_those_that_torch_tells_of(overhead: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in for its sync debug mode: no GPU is asked for."""
+    modes: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with overhead.waits_for_the_gpu() as told:
+        for words in ("called a synchronizing CUDA operation (Triggered internally)", "something else") * 2:
+            warnings.warn(words, UserWarning, stacklevel=1)
+    assert len(told) == 2
+    assert modes == ["warn", 0]
