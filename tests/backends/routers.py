@@ -7,8 +7,6 @@ torchrun --nproc_per_node 2 -m tests.backends.routers OUTPUT.json "fsdp2-launche
 from __future__ import annotations
 
 import faulthandler
-import json
-import os
 import sys
 import tempfile
 import traceback
@@ -26,6 +24,7 @@ from tests.backends import loops
 from tests.backends.rows import BACKENDS, Backend
 from tests.backends.trajectory import SPLITS, UNCLIPPED, Trajectory, reference, train
 from tests.backends.two_ranks import PATIENCE
+from tests.faults.launch import leave_with
 from tests.numerics.heads import HEADS, Batch, Head
 from tests.numerics.parity import pass_over_imports
 from tests.router_loss.conventions import COEFFICIENT, TOP_K, InFloat64, balance, domains, with_coefficient
@@ -115,12 +114,7 @@ def main(output: Path, cases: Sequence[str]) -> None:
             run["floor"] = along_twin(formula, split[0], BACKENDS[case]).error(wanted) / none.error(wanted)
             run["loss"] = max(abs(one / other - 1) for one, other in zip(found.losses, wanted.losses, strict=True))
         rows.append(row)
-    if dist.get_rank() == 0:
-        output.write_text(json.dumps(rows))
-    dist.barrier()
-    # Tearing gloo down may wait for ever: its thread frees the barrier's tensors under the lock this one holds.
-    sys.stdout.flush()
-    os._exit(0)
+    leave_with(rows, output)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -49,6 +50,13 @@ class Backend:
     reports_norm: bool = True
     everyday: bool = False
     compiles: bool = False
+
+    @property
+    def mark(self) -> pytest.MarkDecorator:
+        """Of its tests, where they are not everyday ones."""
+        if self.compiles:
+            return pytest.mark.cpu_adam
+        return pytest.mark.deepspeed if self.wrapped == DEEPSPEED else pytest.mark.backends
 
 
 DDP, FSDP1, FSDP2, DEEPSPEED, TENSOR_PARALLEL = (

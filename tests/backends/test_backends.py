@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.backends.rows import BACKENDS, DEEPSPEED, Backend
-from tests.faults.launch import torchrun
+from tests.backends.rows import BACKENDS, Backend
 
+RUN_BY = ("tests.backends.two_ranks", 900)
 #: A head that divides by the number, which the installed release gets right, and one that drops it.
 BY_NUMBER, MEAN = "llama", "llama-classification"
 #: Streams end in a short window that stock never steps; it is filled up with blanks that no engine sees.
@@ -29,19 +28,7 @@ def every_case() -> Iterator[Any]:
 
 def parameter(name: str, what: str, everyday: bool = False) -> Any:
     backend = BACKENDS[name]
-    later = pytest.mark.deepspeed if backend.wrapped == DEEPSPEED else pytest.mark.backends
-    later = pytest.mark.cpu_adam if backend.compiles else later
-    return pytest.param(f"{name} {what}", marks=() if everyday else later)
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    """The rows of the cases that were selected, by one start of torchrun."""
-    output = tmp_path_factory.mktemp("backends") / "rows.json"
-    cases = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
-    done = torchrun("tests.backends.two_ranks", output, *cases, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {row["case"]: row for row in json.loads(output.read_text())}
+    return pytest.param(f"{name} {what}", marks=() if everyday else backend.mark)
 
 
 @pytest.mark.timeout(960)

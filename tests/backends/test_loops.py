@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
 
-from tests.backends.rows import BACKENDS, DEEPSPEED
+from tests.backends.rows import BACKENDS
 from tests.backends.test_backends import tolerance_of
-from tests.faults.launch import torchrun
 
+RUN_BY = ("tests.backends.loops", 600)
 #: One head takes the number, one returns its own mean and drops it, one does not take it.
 CASES = (
     "fsdp1-launched llama",
@@ -37,18 +36,7 @@ EVERYDAY = "fsdp2-launched bert"
 
 
 def marked(case: str) -> Any:
-    later = pytest.mark.deepspeed if BACKENDS[case.split()[0]].wrapped == DEEPSPEED else pytest.mark.backends
-    return pytest.param(case, marks=() if case == EVERYDAY else later)
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    """The rows of the cases that were selected, by one start of torchrun."""
-    output = tmp_path_factory.mktemp("loops") / "rows.json"
-    cases = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
-    done = torchrun("tests.backends.loops", output, *cases, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {row["case"]: row for row in json.loads(output.read_text())}
+    return pytest.param(case, marks=() if case == EVERYDAY else BACKENDS[case.split()[0]].mark)
 
 
 @pytest.mark.timeout(660)

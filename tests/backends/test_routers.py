@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from tests.backends.rows import BACKENDS, DEEPSPEED
-from tests.faults.launch import torchrun
+from tests.backends.rows import BACKENDS
 
+RUN_BY = ("tests.backends.routers", 600)
 CASES = (
     "fsdp1-launched",
     "fsdp2-launched",
@@ -22,23 +21,8 @@ CASES = (
 FLOAT64 = 1e-12
 
 
-def marked(case: str) -> Any:
-    later = pytest.mark.deepspeed if BACKENDS[case].wrapped == DEEPSPEED else pytest.mark.backends
-    return pytest.param(case, marks=later)
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    """The rows of the cases that were selected, by one start of torchrun."""
-    output = tmp_path_factory.mktemp("routers") / "rows.json"
-    cases = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
-    done = torchrun("tests.backends.routers", output, *cases, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {row["case"]: row for row in json.loads(output.read_text())}
-
-
 @pytest.mark.timeout(660)
-@pytest.mark.parametrize("case", [*map(marked, CASES)])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=BACKENDS[case].mark) for case in CASES])
 def test_the_routers_loss_is_that_of_the_global_batch(case: str, rows: Any) -> None:
     runs = rows[case]["runs"]
     assert not [run for run in runs if "raised" in run], case

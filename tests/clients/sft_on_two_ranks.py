@@ -5,8 +5,6 @@ torchrun --nproc_per_node 2 -m tests.clients.sft_on_two_ranks OUTPUT.json
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.clients.sft import WAYS, sft_reference, sft_step
+from tests.faults.launch import leave_with
 
 SPLITS = ((4, 1), (2, 2), (1, 4))
 WAYS_ON_TWO_RANKS = (
@@ -49,12 +48,7 @@ def main(output: Path) -> None:
                     dist.all_reduce(agree, op=dist.ReduceOp.MIN)
                     row["ranks_agree"] = bool(agree)
             rows.append(row)
-    if dist.get_rank() == 0:
-        output.write_text(json.dumps(rows))
-    dist.barrier()
-    # Tearing gloo down may wait for ever: its thread frees the barrier's tensors under the lock this one holds.
-    sys.stdout.flush()
-    os._exit(0)
+    leave_with(rows, output)
 
 
 if __name__ == "__main__":

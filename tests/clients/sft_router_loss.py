@@ -7,8 +7,6 @@ torchrun --nproc_per_node 2 -m tests.clients.sft_router_loss OUTPUT.json
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -20,6 +18,7 @@ import torch.distributed as dist
 
 import hf_accum_fix
 from tests.clients.sft import Way, sft_step, tokens
+from tests.faults.launch import leave_with
 from tests.numerics.parity import Step
 from tests.router_loss.conventions import COEFFICIENT, FAMILIES, InFloat64, flat, twin, with_coefficient
 
@@ -57,12 +56,7 @@ def main(output: Path) -> None:
         for convention in ("mean", "window", "exact")
         for size in TWO_RANK_SIZES
     }
-    if dist.get_rank() == 0:
-        output.write_text(json.dumps(errors))
-    dist.barrier()
-    # Tearing gloo down may wait for ever: its thread frees the barrier's tensors under the lock this one holds.
-    sys.stdout.flush()
-    os._exit(0)
+    leave_with(errors, output)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ torchrun --nproc_per_node 2 -m tests.dealing.two_ranks OUTPUT.json [CASE ...]
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import hf_accum_fix
 from hf_accum_fix.engine import waits_every_micro_batch
 from hf_accum_fix.errors import AccumFixError
 from tests.dealing.trainings import BALANCE, Run, dealt, train
+from tests.faults.launch import leave_with
 from tests.numerics.heads import HEADS, before
 from tests.numerics.parity import pass_over_imports, reference_step, take_step
 
@@ -164,12 +164,7 @@ def main(output: Path) -> None:
             continue
         pass_over_imports()
         rows[name] = run()
-    if dist.get_rank() == 0:
-        output.write_text(json.dumps(rows))
-    dist.barrier()
-    # Tearing gloo down may wait for ever: its thread frees the barrier's tensors under the lock this one holds.
-    sys.stdout.flush()
-    os._exit(0)
+    leave_with(rows, output)
 
 
 if __name__ == "__main__":

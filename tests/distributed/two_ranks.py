@@ -5,8 +5,6 @@ torchrun --nproc_per_node 2 -m tests.distributed.two_ranks OUTPUT.json "bert-mlm
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -15,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.faults.launch import leave_with
 from tests.numerics.heads import HEADS, Sample
 from tests.numerics.parity import cut, pass_over_imports, reference_step, take_step
 
@@ -83,12 +82,7 @@ def main(output: Path, cases: Sequence[str]) -> None:
         agree = torch.tensor(float(torch.equal(digest, first_rank)))
         dist.all_reduce(agree, op=dist.ReduceOp.MIN)
         row["ranks_agree"] = bool(agree)
-    if dist.get_rank() == 0:
-        output.write_text(json.dumps(rows))
-    dist.barrier()
-    # Tearing gloo down may wait for ever: its thread frees the barrier's tensors under the lock this one holds.
-    sys.stdout.flush()
-    os._exit(0)
+    leave_with(rows, output)
 
 
 if __name__ == "__main__":

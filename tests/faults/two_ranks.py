@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import os
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.faults.launch import leave
 from tests.faults.scenarios import RAISING, InForward, nan, trainer
 from tests.numerics.parity import pass_over_imports
 
@@ -45,10 +45,7 @@ def main(output: Path) -> None:
     finite = all(bool(parameter.isfinite().all()) for parameter in made.model.parameters())
     said["nan"] = {"steps": made.state.global_step, "finite": finite}
     (output / f"rank{dist.get_rank()}.json").write_text(json.dumps(said))
-    dist.barrier()
-    # Tearing gloo down may wait for ever: its thread frees the barrier's tensors under the lock this one holds.
-    sys.stdout.flush()
-    os._exit(0)
+    leave()
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ torchrun --nproc_per_node 2 -m tests.loop.two_ranks OUTPUT.json
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch.distributed as dist
 import hf_accum_fix
 from hf_accum_fix import accumulation_windows
 from tests.distributed.two_ranks import blank_on_second_rank
+from tests.faults.launch import leave_with
 from tests.loop.steps import OURS, own_batches, take_steps
 from tests.numerics.heads import HEADS, Sample
 from tests.numerics.parity import Step, cut, reference_step
@@ -143,12 +142,7 @@ def main(output: Path) -> None:
         "repeated": repeated(),
         "collectives": collectives(),
     }
-    if dist.get_rank() == 0:
-        output.write_text(json.dumps(found))
-    dist.barrier()
-    # Tearing gloo down may wait for ever: its thread frees the barrier's tensors under the lock this one holds.
-    sys.stdout.flush()
-    os._exit(0)
+    leave_with(found, output)
 
 
 if __name__ == "__main__":
