@@ -390,12 +390,7 @@ class AccumulationWindows:
             {
                 "head": head,
                 "trainer": "accumulation_windows",
-                "reduction": contract.reduction.value,
-                "items": None if contract.items is None else str(contract.items),
-                "router_coefficient": contract.router_coefficient,
-                "router_z_coefficient": contract.router_z_coefficient,
-                "exact": contract.exact,
-                "reason": contract.reason,
+                **contract.facts(),
                 "accumulation_steps": steps,
                 "world_size": self.world_size,
                 "stock_gradient_factor": None,

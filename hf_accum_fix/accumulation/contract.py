@@ -116,6 +116,17 @@ class LossContract:
             return False
         return self.by_number or not self.owned_by_trainer
 
+    def facts(self) -> dict[str, Any]:
+        """What a report says of it."""
+        return {
+            "reduction": self.reduction.value,
+            "items": None if self.items is None else str(self.items),
+            "router_coefficient": self.router_coefficient,
+            "router_z_coefficient": self.router_z_coefficient,
+            "exact": self.exact,
+            "reason": self.reason,
+        }
+
     def __str__(self) -> str:
         of = f" ({self.items})" if self.items is not None else ""
         router = f", plus {self.router_coefficient:g} x router loss" if self.router_coefficient else ""
