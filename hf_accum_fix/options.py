@@ -88,6 +88,11 @@ class Options:
 
     def __post_init__(self) -> None:
         """Refuse what would be misread later, such as a bare string taken for a sequence of names."""
+        if self.contract is not None and type(self.contract).__name__ != "LossContract":
+            raise OptionsError(
+                f"got contract={self.contract!r}; expected a LossContract, such as "
+                "LossContract(Reduction.MEAN, Items(('labels',)))"
+            )
         names = self.allow_foreign
         if not isinstance(names, tuple) or not all(isinstance(name, str) and "." in name for name in names):
             raise OptionsError(

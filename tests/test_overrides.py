@@ -241,11 +241,17 @@ class ClassWeighted(TokenModel):
         return {"loss": torch.nn.functional.cross_entropy(logits, labels, weight=weight)}
 
 
-def test_class_weights_are_never_called_exact(tmp_path: Path) -> None:
+def test_class_weights_are_counted_as_the_loss_is_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The full batch divides by the sum of its targets' weights, which no rule reads off the inputs."""
     head = _with_model(DROPS, ClassWeighted)
-    step = take_step(head, DROPS.samples, 2, 4, "trainer", tmp_path)
-    contract = step.trainer.__dict__["_hf_accum_fix_session"].contract
-    assert contract.reduction is Reduction.PLAIN and "weighted by class" in contract.reason
+    reference = reference_step(dataclasses.replace(head, loss=None), cut(DROPS.samples, 2))
+    plain = take_step(head, DROPS.samples, 2, 4, "stock", tmp_path)
+    with caplog.at_level("WARNING", logger="hf_accum_fix"):
+        step = take_step(head, DROPS.samples, 2, 4, "trainer", tmp_path)
+    assert plain.error(reference) > 1  # G times
+    assert step.error(reference) <= 1e-12
+    assert step.loss == pytest.approx(reference.loss, rel=1e-12)
+    assert not [record for record in caplog.records if record.name == "hf_accum_fix"]
 
 
 # --- windows that tell nothing ----------------------------------------------------------------------------------
@@ -554,9 +560,9 @@ def test_a_rank_without_a_micro_batch_is_an_error_on_every_rank(monkeypatch: pyt
             windows._counted(_rank([5.0, 0.0, 1.0, 1.0, 0.0]), reduction, [], None)
         # At the end of the data no rank has one, and there is nothing to say.
         assert windows._counted(_rank([0.0] * 5), reduction, [], None).batches == []
-    monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, (3, ["labels"], "3")), *said])
+    monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, 3), *said])
     with pytest.raises(RankError, match=r"rank 0 has 3, rank 1 has 0.*even_batches=True"):
-        settling._check_alike(_rank([]), [], None)
+        settling._check_fetched(_rank([]), [], None)
     monkeypatch.setattr(ranks, "gather_object", lambda said: [*said, *said])
     assert not settling._agreed(_rank([]), None).conclusive
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.contract import Composition, Divides, LossContract, Reduction
 from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN
-from hf_accum_fix.errors import ContractError
 
 
 def agree(ranks: Sequence[LossContract]) -> LossContract:
@@ -15,9 +14,6 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
 
     Args:
         ranks: what each rank observed, in the order of ranks; empty: nobody had a micro-batch.
-
-    Raises:
-        ContractError: if conclusive ranks observed different losses.
     """
     if not ranks:
         return LossContract(Reduction.PLAIN, conclusive=False, reason=NO_TARGET_SEEN)
@@ -34,11 +30,31 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     common = tuple(rule for rule in first.alternatives if all(rule in each.alternatives for each in pool))
     same_kind = len({(each.reduction, each.owned_by_trainer) for each in pool}) == 1
     if same_kind and (first.items is None or common):
-        return replace(first, items=common[0] if common else None, alternatives=common)
+        return replace(
+            first,
+            items=common[0] if common else None,
+            alternatives=common,
+            made_of=_composed_alike(pool),
+            divides=first.divides if len({each.divides for each in pool}) == 1 else Divides.UNKNOWN,
+            takes_world_size=next((each.takes_world_size for each in pool if each.takes_world_size is not None), None),
+            beside=any(each.beside for each in pool),
+            changed_by_trainer=any(each.changed_by_trainer for each in pool),
+        )
     if not conclusive:
         return replace(first, conclusive=False)
     told = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(ranks))
-    raise ContractError(
-        f"the ranks observed different losses ({told}); needed is one loss on all of them: look at what differs "
-        "between the ranks, or give the contract by hand: contract=LossContract(...)"
+    return LossContract(
+        Reduction.PLAIN,
+        owned_by_trainer=any(each.owned_by_trainer for each in pool),
+        divides=Divides.UNKNOWN,
+        reason=f"the ranks train different losses ({told})",
     )
+
+
+def _composed_alike(pool: Sequence[LossContract]) -> Composition | None:
+    """The first rank's composition, where all have one of as many calls; counted by a rule if all are."""
+    composed = [each.made_of for each in pool]
+    first = composed[0]
+    if first is None or any(each is None or len(each.factors) != len(first.factors) for each in composed):
+        return None
+    return replace(first, counted=all(each is not None and each.counted for each in composed))

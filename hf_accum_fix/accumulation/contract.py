@@ -24,6 +24,24 @@ class Reduction(str, Enum):
     PLAIN = "is averaged over micro-batches"
 
 
+class Divides(str, Enum):
+    """When a trainer's own loss is divided for the accumulation window already, by the trainer."""
+
+    NEVER = "never"
+    WITH_NUMBER = "where the item count is handed in"
+    ALWAYS = "always"
+    UNKNOWN = "in a way that was not recognised"
+
+
+class Coupling(str, Enum):
+    """What another cut does to the plain mean of a loss over micro-batches."""
+
+    SAMPLES = "each sample has a loss of its own, so that only micro-batches of unequal size change it"
+    ITEMS = "it weighs items by the micro-batch they are in"
+    COUPLED = "the samples of one micro-batch are coupled, so that another cut is another loss"
+    UNKNOWN = "whether another cut changes it was not seen"
+
+
 def router_loss(outputs: Any, kind: str) -> Tensor | None:
     """The router loss of one kind that a model's outputs carry, encoder's and decoder's together; None: none.
 
@@ -36,6 +54,25 @@ def router_loss(outputs: Any, kind: str) -> Tensor | None:
     parts = [value for key, value in outputs.items() if key == kind or key.endswith(f"_{kind}")]
     tensors = [part for part in parts if isinstance(part, Tensor)]
     return torch.stack([part.to(tensors[0]) for part in tensors]).sum() if tensors else None
+
+
+@dataclass(frozen=True)
+class Composition:
+    """How a loss is made of the loss calls of torch in its forward, checked in every micro-batch that is trained.
+
+        loss = sum over calls of  factor * value  [/ number, where it divides by one]  + rest
+
+    Attributes:
+        factors: one for each loss call of the forward; 0.0 for a call that the loss does not hold.
+        rest: whether something beside the calls is in the loss, the same for every micro-batch (a weight penalty).
+        counted: whether a rule counts from the inputs what the calls reduced over.
+        per_item: elements that the calls reduced over for each item of that rule.
+    """
+
+    factors: tuple[float, ...]
+    rest: bool = False
+    counted: bool = True
+    per_item: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +90,11 @@ class LossContract:
         owned_by_trainer: a Trainer subclass computes the loss in a ``compute_loss`` that never calls the base.
         changed_by_trainer: a Trainer subclass makes another loss of the one the base computed.
         dtype: of the loss; the number is handed over in float64 only to a loss in float64.
+        made_of: how the loss is made of loss calls of torch; None: they do not show it.
+        divides: when an owned loss is divided for the accumulation window by the trainer itself.
+        coupling: what another cut does to a loss that gets the plain mean over micro-batches.
+        takes_world_size: an owned loss that divides by the number multiplies by the number of ranks; None: not seen.
+        beside: an owned or changed loss, or a head's, holds a term that depends on the cut in another way.
         conclusive: False: settled by the loss call as watched alone, to be observed again in the next window.
         reason: one sentence on how it was found out.
     """
@@ -65,6 +107,11 @@ class LossContract:
     owned_by_trainer: bool = False
     changed_by_trainer: bool = False
     dtype: torch.dtype = torch.float32
+    made_of: Composition | None = None
+    divides: Divides = Divides.NEVER
+    coupling: Coupling = Coupling.UNKNOWN
+    takes_world_size: bool | None = None
+    beside: bool = False
     conclusive: bool = True
     reason: str = "given by hand"
 
@@ -112,9 +159,7 @@ class LossContract:
     @property
     def exact(self) -> bool:
         """Whether every cut of the global batch is known to give the same gradient (router terms by convention)."""
-        if self.reduction is Reduction.PLAIN or not self.conclusive or self.changed_by_trainer:
-            return False
-        return self.by_number or not self.owned_by_trainer
+        return self.reduction is not Reduction.PLAIN and self.conclusive and not (self.changed_by_trainer or self.beside)
 
     def facts(self) -> dict[str, Any]:
         """What a report says of it."""

@@ -16,10 +16,10 @@ Every way of counting that the inputs offer is held against this evidence; the f
 
 from __future__ import annotations
 
-import inspect
+import logging
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,18 +31,18 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from hf_accum_fix.accumulation.contract import LossContract, Reduction, router_loss
+from hf_accum_fix.accumulation.contract import Composition, Coupling, Divides, LossContract, Reduction, router_loss
+from hf_accum_fix.accumulation.loss_calls import LossCall, LossCalls, watchable
+from hf_accum_fix.accumulation.preserve import Preserved
 from hf_accum_fix.accumulation.random_states import random_states_kept
 from hf_accum_fix.accumulation.window import Items, sample_count
 
 #: One forward: (inputs, number or None) -> (loss, outputs); no outputs where the loss is a trainer's own, of which
 #: nothing but the loss is known.
-LossCall = Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]]
+Forward = Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]]
 
-_LOSSES = {
-    F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.ctc_loss,
-    F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div,
-}  # fmt: skip
+logger = logging.getLogger("hf_accum_fix")
+
 _DROPOUTS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
     torch.dropout_, torch.alpha_dropout,
@@ -58,32 +58,32 @@ ATTEMPTS = 3
 
 #: The numbers handed in: small, so that a cut fraction shows; not multiples, so that it shows in one call.
 _NUMBERS = (8.0, 16.5, 8.5)
+HIGH = _NUMBERS[1]
 
 
 @dataclass(frozen=True)
 class WatchedLoss:
-    """One scalar call of a loss function of torch, as seen.
-
-    Attributes:
-        reduction: "mean" or "sum"; "weighted" with class weights.
-        value: what it returned.
-        items: what it reduced over: valid targets, samples for CTC and "batchmean", elements for the element-wise
-            losses.
-        ignore_index: None for losses that have none.
-    """
+    """One call of a loss function of torch, read (see `LossCall`)."""
 
     reduction: str
     value: float
-    items: int
+    items: float
+    weighted: bool
     ignore_index: int | None
 
+    @classmethod
+    def read(cls, call: LossCall) -> WatchedLoss:
+        """Wait for the device, and read it."""
+        return cls(call.reduction, float(call.value), float(call.items), call.weighted, call.ignore_index)
 
-class LossWatch(TorchFunctionMode):
-    """Notes every loss call, and makes the forward a function of its inputs: no dropout, one noise for all rows."""
+    @property
+    def mean(self) -> bool:
+        """Whether it returned a mean over items."""
+        return self.reduction == "mean"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[WatchedLoss] = []
+
+class WithoutNoise(TorchFunctionMode):
+    """Make the forward a function of its inputs: no dropout, one noise for all rows."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -98,29 +98,7 @@ class LossWatch(TorchFunctionMode):
             out = out[:1].expand_as(out).clone()
         elif func in _RANDOM_IN_PLACE and out.ndim > 1:
             out.copy_(out[:1].expand_as(out).clone())
-        elif func in _LOSSES:
-            self._note(func, args, kwargs, out)
         return out
-
-    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        bound = inspect.signature(func).bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        reduction = given.get("reduction")
-        if out.ndim > 0 or reduction not in ("mean", "sum", "batchmean"):
-            return
-        ignore_index = given.get("ignore_index")
-        if func is F.ctc_loss:
-            items = torch.as_tensor(given["target_lengths"]).numel()
-        elif reduction == "batchmean":
-            reduction, items = "mean", len(given["target"])
-        elif ignore_index is not None and not given["target"].is_floating_point():
-            items = int((given["target"] != ignore_index).sum())
-        else:
-            items = given["target"].numel()
-        if given.get("weight") is not None:
-            reduction = "weighted"
-        self.calls.append(WatchedLoss(reduction, float(out), items, ignore_index))
 
 
 def _without_dropout(
@@ -132,31 +110,23 @@ def _without_dropout(
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run forwards as training does, without gradient, and leave modes, buffers and every RNG as they were."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module._buffers, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+def undisturbed(
+    model: nn.Module, *others: object, leave: Iterable[object] = (), sharded: bool = False
+) -> Iterator[Preserved]:
+    """Run forwards as training does, without gradient, and leave everything as it was; arguments as `Preserved`'s."""
     stance = getattr(torch.compiler, "set_stance", None)
     eager: AbstractContextManager[Any] = stance("force_eager") if stance is not None else nullcontext()
-    try:
-        with random_states_kept(), torch.no_grad(), eager, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*None of the inputs have requires_grad.*")
-            model.train()
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for holder, name, buffer, before in buffers:
-            holder[name] = buffer
-            # BatchNorm changes its statistics without counting the version up.
-            if not torch.equal(buffer, before):
-                with torch.no_grad():
-                    buffer.copy_(before)
+    with (
+        random_states_kept(),
+        torch.no_grad(),
+        eager,
+        warnings.catch_warnings(),
+        watchable(),
+        Preserved(model, *others, leave=leave, sharded=sharded) as state,
+    ):
+        warnings.filterwarnings("ignore", message=".*None of the inputs have requires_grad.*")
+        model.train()
+        yield state
 
 
 #: Of a router's load-balancing loss and of its z-loss: the two values, or what they are multiplied by.
@@ -181,11 +151,11 @@ class _Seen:
     @property
     def rounding(self) -> float:
         """Relative error of what is computed from losses that are alike but for their last digits."""
-        return 1e-2 if self.dtype.itemsize < 4 else 1e-5
+        return 1e-2 if self.dtype.itemsize < 4 else 1e-5 if self.dtype.itemsize == 4 else 1e-6
 
 
 def observe(
-    call: LossCall,
+    call: Forward,
     window: Sequence[Mapping[str, Any]],
     model: nn.Module,
     *,
@@ -195,18 +165,21 @@ def observe(
     router_coefficients: RouterPair = (0.0, 0.0),
     world_size: int = 1,
     low_precision: bool = False,
+    others: Sequence[object] = (),
+    leave: Sequence[object] = (),
+    sharded: bool = False,
+    doubled: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> LossContract:
     """Observe the contract of a loss on samples of one window.
 
     Every rank runs the same number of forwards whatever it sees, so that sharded models stay in step: one where a
-    BatchNorm trains, else four where a number is passed and three where none is. A trainer's own loss that takes no
-    number is not taken apart, since it may rest on how its batches are laid out (pairs, groups): two are enough on one
-    rank. Nothing is left behind (see `undisturbed`).
+    BatchNorm trains; six of a trainer's own loss; else four where a number is passed and three where none is, and two
+    more on one rank where the loss divides by the number by hand. Nothing is left behind (see `undisturbed`).
 
     Args:
         call: one forward of the training's own loss.
         window: the micro-batches, as the loader gave them.
-        model: the model whose modes, buffers and BatchNorm layers are looked after.
+        model: the model whose modes, buffers, parameters and BatchNorm layers are looked after.
         device: where the number is put.
         passes_number: whether training hands the number over at all.
         needs_number: the loss is somebody's own and may not do without one.
@@ -214,79 +187,179 @@ def observe(
             names none.
         world_size: W; a trainer that scales its loss itself multiplies by it when it is given a number.
         low_precision: matrix products keep fewer than float32's digits, so two batch sizes agree to 2 % only.
+        others: objects beside the model whose attributes are put back, such as the trainer.
+        leave: objects that nothing is noted on, such as data sets.
+        sharded: the ranks meet in every forward.
+        doubled: a context in which the trainer says twice the accumulation steps.
     """
-    inputs = _probe(window)
+    inputs, stacked = _probe(window)
 
-    def run(batch: Mapping[str, Any], number: float | None) -> _Seen:
-        random.seed(0)
-        np.random.seed(0)
-        torch.manual_seed(0)
-        before = _rng_state()
-        handed = None if number is None else torch.tensor(number, device=device)
-        with LossWatch() as watch:
-            loss, outputs = call(dict(batch), handed)
-        aux, z = (router_loss(outputs, kind) for kind in ("aux_loss", "z_loss"))
-        return _Seen(
-            float(loss.detach()),
-            loss.dtype,
-            (0.0 if aux is None else float(aux.detach()), 0.0 if z is None else float(z.detach())),
-            tuple(watch.calls),
-            _rng_state() != before,
-            own=outputs is None,
-        )
+    with undisturbed(model, *others, leave=leave, sharded=sharded) as state:
 
-    low, high, between = _NUMBERS
-    with undisturbed(model):
+        def run(batch: Mapping[str, Any], number: float | None, setting: Any = nullcontext) -> _Seen:
+            random.seed(0)
+            np.random.seed(0)
+            torch.manual_seed(0)
+            before = _rng_state()
+            handed = None if number is None else torch.tensor(number, device=device)
+            try:
+                with WithoutNoise(), LossCalls() as calls, setting():
+                    loss, outputs = call(dict(batch), handed)
+                aux, z = (router_loss(outputs, kind) for kind in ("aux_loss", "z_loss"))
+                return _Seen(
+                    float(loss.detach()),
+                    loss.dtype,
+                    (0.0 if aux is None else float(aux.detach()), 0.0 if z is None else float(z.detach())),
+                    tuple(map(WatchedLoss.read, calls.seen)),
+                    _rng_state() != before,
+                    own=outputs is None,
+                )
+            finally:
+                # The next forward starts where this one did.
+                state.restore()
+                model.train()
+
+        def tried(batch: Mapping[str, Any], number: float | None, setting: Any = nullcontext) -> _Seen | None:
+            """None where this loss cannot be run so; memory that ends is an answer to nobody's question."""
+            try:
+                return run(batch, number, setting)
+            except Exception as error:
+                if out_of_memory(error):
+                    raise
+                logger.debug("a loss was not observed on a part of its batch", exc_info=True)
+                return None
+
+        low, high, between = _NUMBERS
         batch_norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
         normalised = f"BatchNorm in training mode ({batch_norm}): its statistics are those of one micro-batch"
-        first = run(inputs, low if passes_number else None)
+        number = low if passes_number else None
+        # Two micro-batches of one sample that were put together may be more than a model can run.
+        together = tried(inputs, number) if stacked else None
+        if stacked and together is None:
+            inputs = _with_telling_labels(max(window, key=_target_count))
+        first = together or run(inputs, number)
         if batch_norm is not None and not first.own:
             # Taken apart it may not run at all: the statistics of one sample may be those of one number.
             return LossContract(Reduction.PLAIN, dtype=first.dtype, reason=normalised)
         second = run(inputs, high) if passes_number else first
         moves = abs(first.loss - second.loss) > 1e-6 * abs(first.loss)
         place = _summing_call(first, second) if moves and not needs_number else None
-        if first.own and not moves:
-            found = _own(inputs, first)
-            # Another rank's may move with the number, where this one has no target, and is run twice more.
-            for _ in range(2 if world_size > 1 else 0):
-                run(inputs, low)
-        elif moves and place is None:
-            fourth = run(inputs, between)
-            third = run(_without_first_label(inputs), low) if needs_number else _without_number(run, inputs)
-            found = _by_number(inputs, first, second, fourth, third, needs_number, router_coefficients, world_size)
+        by_hand = moves and place is None
+        others_seen: tuple[_Seen | None, _Seen | None] = (None, None)
+        if by_hand:
+            others_seen = (run(inputs, between), tried(_without_first_label(inputs), low) if needs_number else tried(inputs, None))
+        elif first.own:
+            others_seen = (tried(inputs, number, doubled), tried(inputs, None))
+        one, other, sliced = _parts(inputs, first, router_coefficients)
+        parts: tuple[_Seen | None, _Seen | None] = (None, None)
+        if not by_hand or first.own or world_size == 1:
+            parts = (tried(one, number), tried(other, number))
+        if None in parts and sliced and world_size == 1 and not by_hand:
+            # What looks like rows may be none (three axes of positions beside three samples).
+            one, other, sliced = _masked_parts(inputs, first, router_coefficients)
+            parts = (tried(one, number), tried(other, number))
+        tolerance = 2e-2 if first.dtype.itemsize < 4 or (low_precision and sliced) else first.rounding
+        if None in parts:
+            one, other, sliced = inputs, inputs, False
+        evidence = _Evidence(
+            (inputs, one, other),
+            (first, *(part or first for part in parts)),
+            sliced=sliced,
+            tolerance=tolerance,
+            configured=router_coefficients,
+            world_size=world_size,
+        )
+        if moves:
+            found = _by_number(evidence, second, *others_seen, needs_number)
+        elif first.own:
+            found = _owned(evidence, len(window), *others_seen)
         else:
-            one, other, sliced = _parts(inputs, first, router_coefficients)
-            tolerance = 2e-2 if first.dtype.itemsize < 4 or (low_precision and sliced) else 1e-5
-            seen = (first, *(run(part, low if passes_number else None) for part in (one, other)))
-            if place is None:
-                found = _by_parts((inputs, one, other), seen, router_coefficients, tolerance, sliced)
-            else:
-                found = _by_number(inputs, first, second, None, None, needs_number, router_coefficients, world_size)
-                summed = [each.calls[place].value if place < len(each.calls) else np.nan for each in seen]
-                if sliced and not first.random and not _close(summed[0], summed[1] + summed[2], tolerance):
-                    reason = "the rows of a batch change one another's loss, so that no cut of it adds up to the whole"
-                    found = replace(found, reduction=Reduction.PLAIN, reason=reason)
+            found = _by_parts(evidence)
     if batch_norm is not None and found.by_number:
         # Its trainer divides by the number, and goes on doing so.
         found = replace(found, conclusive=False, reason=normalised)
     return replace(found, dtype=first.dtype, owned_by_trainer=first.own)
 
 
-def _own(inputs: Mapping[str, Any], seen: _Seen) -> LossContract:
+def out_of_memory(error: Exception) -> bool:
+    """Whether a device or the host had no memory left, however the error is spelled."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error).lower()
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """What was run of a loss: a batch, its two parts, and what each showed.
+
+    Attributes:
+        batches: the batch and its two parts; the same one three times where it cannot be taken apart.
+        seen: their forwards.
+        sliced: the parts are rows of the batch.
+        tolerance: relative, of two losses that are the same.
+        configured: coefficients of the router losses.
+        world_size: W.
+    """
+
+    batches: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
+    seen: tuple[_Seen, ...]
+    sliced: bool
+    tolerance: float
+    configured: RouterPair
+    world_size: int
+
+    @property
+    def whole(self) -> _Seen:
+        return self.seen[0]
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the parts are parts, and their losses numbers."""
+        return self.batches[1] is not self.batches[0] and all(np.isfinite(each.loss) for each in self.seen)
+
+    def without(self, coefficients: RouterPair) -> list[float]:
+        """The losses without the router's."""
+        return [each.loss - _weighed(coefficients, each.router) for each in self.seen]
+
+    def adds_up(self, losses: Sequence[float], rest: float = 0.0) -> bool:
+        """Whether the parts' losses are the batch's, each with the same ``rest`` in it."""
+        error = losses[1] + losses[2] - losses[0] - rest
+        return abs(error) <= self.tolerance * max(abs(loss) for loss in losses)
+
+
+def _owned(
+    evidence: _Evidence, steps: int, doubled: _Seen | None, without_number: _Seen | None
+) -> LossContract:
     """A trainer's own loss that does not move with the number, which labels without a target cannot show."""
+    inputs, seen = evidence.batches[0], evidence.whole
     blind = _label_count(inputs) == 0 or not np.isfinite(seen.loss) or seen.loss == 0.0
     if blind and isinstance(inputs.get("labels"), Tensor):
         rule = next(_rules(inputs, seen.calls))
         return LossContract(Reduction.NUMBER, rule, conclusive=False, reason=NO_TARGET_SEEN)
-    return LossContract(Reduction.PLAIN, reason="the trainer computes the loss by itself and takes no item count")
+    divides = Divides.NEVER
+    if without_number is not None and not _close(without_number.loss, seen.loss, 1e-4):
+        came = _close(without_number.loss, seen.loss * steps, 1e-3) or doubled is None
+        divides = Divides.WITH_NUMBER if came else Divides.UNKNOWN
+    elif doubled is not None and not _close(doubled.loss, seen.loss, 1e-4):
+        divides = Divides.ALWAYS if _close(2 * doubled.loss, seen.loss, 1e-3) else Divides.UNKNOWN
+    elif steps > 1 and any(_close(call.value, seen.loss * steps) for call in seen.calls if call.mean):
+        divides = Divides.ALWAYS
+    reason = "the trainer computes the loss by itself and takes no item count"
+    return LossContract(Reduction.PLAIN, divides=divides, coupling=_coupling(evidence), reason=reason)
 
 
-def _without_number(run: Callable[..., _Seen], inputs: Mapping[str, Any]) -> _Seen | None:
-    try:
-        return run(inputs, None)
-    except TypeError:
-        return None
+def _coupling(evidence: _Evidence) -> Coupling:
+    """What another cut does to the plain mean of a loss over micro-batches."""
+    if not (evidence.in_parts and evidence.sliced) or evidence.whole.random:
+        return Coupling.UNKNOWN
+    losses = [each.loss for each in evidence.seen]
+    if _composes(Items(), evidence.batches, losses, evidence.tolerance):
+        return Coupling.SAMPLES
+    rules = list(_rules(evidence.batches[0], evidence.whole.calls))
+    if any(_composes(rule, evidence.batches, losses, evidence.tolerance) for rule in rules):
+        return Coupling.ITEMS
+    counted = _call_counts(evidence, [1.0 if call.mean else 0.0 for call in evidence.whole.calls])
+    if counted is not None and _weighs_up(losses, counted, evidence.tolerance):
+        return Coupling.ITEMS
+    return Coupling.COUPLED
 
 
 def _summed(at_low: float, at_high: float, cut: bool) -> float:
@@ -308,14 +381,7 @@ def _rng_state() -> tuple[Any, ...]:
 
 
 def _by_number(
-    inputs: Mapping[str, Any],
-    first: _Seen,
-    second: _Seen,
-    fourth: _Seen | None,
-    third: _Seen | None,
-    needs_number: bool,
-    configured: RouterPair,
-    world_size: int,
+    evidence: _Evidence, second: _Seen, fourth: _Seen | None, third: _Seen | None, needs_number: bool
 ) -> LossContract:
     """The loss moves with the number: L(k) = S / k + x, with k as handed in or cut to an integer.
 
@@ -324,10 +390,12 @@ def _by_number(
     position 0; it is None where neither was run.
     """
     low, _, between = _NUMBERS
-    sums = [call for call in first.calls if call.reduction == "sum"]
+    inputs, first = evidence.batches[0], evidence.whole
+    sums = [call for call in first.calls if call.reduction in ("sum", "none")]
 
-    def telling(summed: float) -> list[WatchedLoss]:
-        return [each for each in sums if any(_close(each.value * w, summed, first.rounding) for w in (1, world_size))]
+    def telling(summed: float) -> list[tuple[WatchedLoss, int]]:
+        ways = dict.fromkeys((1, evidence.world_size))
+        return [(each, w) for each in sums for w in ways if _close(each.value * w, summed, first.rounding)]
 
     cut = fourth.loss == first.loss if fourth is not None else not telling(_summed(first.loss, second.loss, False))
     summed = _summed(first.loss, second.loss, cut)
@@ -335,89 +403,108 @@ def _by_number(
     if not cut and fourth is not None and not _close(summed / between + rest, fourth.loss, 10 * first.rounding):
         return LossContract(Reduction.PLAIN, reason="the loss moves with the number handed in, but is no sum over it")
     rules = list(_rules(inputs, first.calls))
-    counts: list[float] = [call.items for call in telling(summed)]
+    called = telling(summed)
+    counts: list[float] = [call.items for call, _ in called]
     if not counts and not needs_number and third is not None and third.loss != rest:
-        counts = [summed / (third.loss - rest), summed / (third.loss - rest) / world_size]
+        counts = [summed / (third.loss - rest), summed / (third.loss - rest) / evidence.world_size]
     fitting = next((near for count in counts if (near := _nearest(rules, inputs, count))), [])
-    conclusive = bool(fitting)
+    conclusive = bool(fitting or called)
     if not fitting:
         # No count to compare with: whether position 0 of the labels moves the loss tells if it is shifted.
-        conclusive = needs_number and any(rule.shift for rule in rules)
-        shifted = conclusive and third is not None and third.loss == first.loss
+        conclusive = conclusive or (needs_number and any(rule.shift for rule in rules))
+        shifted = needs_number and third is not None and third.loss == first.loss
         fitting = [rule for rule in rules if rule.shift == shifted] or rules
     aux, z = (0.0, 0.0)
-    if abs(rest) > 1e-5 * abs(summed / low):
-        aux, z = _coefficients(rest, first, configured)
-    return LossContract(
+    if abs(rest) > 1e-5 * abs(summed / low) and any(first.router):
+        aux, z = _coefficients(rest, first, evidence.configured)
+    found = LossContract(
         Reduction.INTEGER if cut else Reduction.NUMBER,
         fitting[0],
         alternatives=tuple(fitting),
         router_coefficient=aux,
         router_z_coefficient=z,
+        takes_world_size=called[0][1] > 1 if called and evidence.world_size > 1 else None,
+        made_of=_of_sums(evidence, called[0][0] if called else None, (aux, z), fitting[0]),
         conclusive=conclusive,
         reason="the loss moves with the number handed in" + ("" if conclusive else ", what it counts was not seen"),
     )
+    losses = evidence.without((aux, z))
+    beside = losses[0] - summed / low
+    beside = 0.0 if abs(beside) <= evidence.tolerance * abs(losses[0]) else beside
+    comparable = evidence.in_parts and evidence.sliced and not first.random
+    if comparable and not evidence.adds_up(losses, beside):
+        if not beside:
+            reason = "the rows of a batch change one another's loss, so that no cut of it adds up to the whole"
+            return replace(found, reduction=found.reduction if first.own else Reduction.PLAIN, beside=True, reason=reason)
+        reason = "a term beside the sum that the number divides is no function of single items"
+        return replace(found, beside=True, reason=reason)
+    if beside and (first.own or not comparable):
+        # A trainer's own is taken as often as there are micro-batches, since nothing divides it.
+        return replace(found, beside=True, reason="a term stands beside the sum that the number divides")
+    return found
 
 
-def _by_parts(
-    batches: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]],
-    seen: tuple[_Seen, ...],
-    configured: RouterPair,
-    tolerance: float,
-    sliced: bool,
-) -> LossContract:
+def _of_sums(
+    evidence: _Evidence, call: WatchedLoss | None, router: RouterPair, rule: Items
+) -> Composition | None:
+    """How a loss that divides by the number is made of the call that made its sum; None: no call shows it."""
+    whole = evidence.whole
+    if call is None or call.reduction != "sum" or whole.own:
+        return None
+    place = whole.calls.index(call)
+    values = [each.calls[place].value / _NUMBERS[0] if place < len(each.calls) else np.nan for each in evidence.seen]
+    rests = [loss - value for loss, value in zip(evidence.without(router), values, strict=True)]
+    limit = evidence.tolerance * abs(whole.loss)
+    if not all(abs(rest - rests[0]) <= limit for rest in rests):
+        return None
+    factors = tuple(float(at == place) for at in range(len(whole.calls)))
+    return Composition(factors, abs(rests[0]) > limit, _counts(rule, evidence.batches[0]) == call.items)
+
+
+def _by_parts(evidence: _Evidence) -> LossContract:
     """The loss does not move with the number: a mean over something, a sum, or neither."""
-    inputs, whole = batches[0], seen[0]
+    inputs, whole, configured = evidence.batches[0], evidence.whole, evidence.configured
     rules = list(_rules(inputs, whole.calls))
     if not np.isfinite(whole.loss) or _close(whole.loss, _weighed(configured, whole.router), 1e-6):
         # Weighed by its items, of which there are none, such a window is an exact zero whatever the loss does.
         aux, z = (c if value else 0.0 for c, value in zip(configured, whole.router, strict=True))
         return LossContract(Reduction.MEAN, rules[0], aux, z, conclusive=False, reason=NO_TARGET_SEEN)
     for coefficients in _router_terms(whole, configured):
-        losses = [each.loss - _weighed(coefficients, each.router) for each in seen]
-        fitting = [rule for rule in rules if _composes(rule, batches, losses, tolerance)]
+        losses = evidence.without(coefficients)
+        fitting = [rule for rule in rules if _composes(rule, evidence.batches, losses, evidence.tolerance)]
         if fitting:
             break
-    found = _reduced(batches, whole, losses, rules, fitting, tolerance, sliced)
+    found = _reduced(evidence, losses, rules, fitting)
     if found.reduction is Reduction.PLAIN:
-        return found
+        return replace(found, coupling=_coupling(evidence))
     return replace(found, router_coefficient=coefficients[0], router_z_coefficient=coefficients[1])
 
 
 def _reduced(
-    batches: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]],
-    whole: _Seen,
-    losses: Sequence[float],
-    rules: Sequence[Items],
-    fitting: Sequence[Items],
-    tolerance: float,
-    sliced: bool,
+    evidence: _Evidence, losses: Sequence[float], rules: Sequence[Items], fitting: Sequence[Items]
 ) -> LossContract:
     """How a loss is reduced that its loss calls and its parts are known of, without its router losses.
 
     Args:
-        batches: the batch and its two parts.
-        whole: the forward of the batch.
-        losses: of the batch and its parts.
+        evidence: what was run.
+        losses: of the batch and its parts, without the router's.
         rules: every way of counting there is.
         fitting: those by which the parts' losses compose to the batch's.
-        tolerance: relative, of two losses that are the same.
-        sliced: the parts are rows of the batch.
     """
-    inputs = batches[0]
-    calls = [call for call in whole.calls if _close(call.value, losses[0])]
-    named = _counting_as(calls, rules, inputs)
-    in_parts = batches[1] is not inputs and bool(np.isfinite(losses).all())
-    summed = any(call.reduction == "sum" for call in calls)
-    if any(call.reduction == "weighted" for call in calls):
-        reason = "the loss is weighted by class, so its mean is over weights, not items"
-        return LossContract(Reduction.PLAIN, reason=reason)
-
-    if in_parts:
-        adds_up = _close(losses[1] + losses[2], losses[0], tolerance) and losses[0] != 0.0
+    inputs, whole = evidence.batches[0], evidence.whole
+    means = [call for call in whole.calls if call.mean]
+    named = _counting_as([call for call in means if _close(call.value, losses[0])], rules, inputs)
+    summed = any(call.reduction == "sum" and _close(call.value, losses[0]) for call in whole.calls)
+    if evidence.in_parts:
+        adds_up = _close(losses[1] + losses[2], losses[0], evidence.tolerance) and losses[0] != 0.0
         if (adds_up and (not fitting or summed)) or (summed and whole.random):
             return LossContract(Reduction.SUM, reason="the losses of two parts add up")
-        if not fitting and named and (whole.random or not sliced):
+        made_of = _of_means(evidence, losses)
+        if made_of is not None:
+            counts = _call_counts(evidence, made_of.factors)
+            assert counts is not None
+            return _counted_at_the_call(evidence, made_of, counts, rules, fitting)
+        if not fitting and named and (whole.random or not evidence.sliced):
             # Noise differs from part to part, and masked labels may be inputs too (a decoder's): the call decides.
             reason = "the loss call is the mean over these items"
             return LossContract(Reduction.MEAN, named[0], alternatives=tuple(named), reason=reason)
@@ -425,19 +512,17 @@ def _reduced(
             return LossContract(
                 Reduction.PLAIN,
                 reason="the loss of a batch is no weighted mean of the losses of its parts (in-batch negatives, the "
-                "root of a mean, class weights, or several terms with different counts)",
+                "root of a mean, or several terms with different counts)",
             )
-        # A loss that is scaled, or made of several terms, equals no call: what all calls count alike tells as well.
-        alike = len({call.items for call in whole.calls if call.reduction == "mean"}) == 1
-        telling = named or (_counting_as(whole.calls, rules, inputs) if alike else [])
+        # A loss made of several terms equals no call: what all calls count alike tells as well.
+        alike = len({call.items for call in means}) == 1
+        telling = named or (_counting_as(means, rules, inputs) if alike else [])
         agreed = [rule for rule in fitting if rule in telling]
         return LossContract(
             Reduction.MEAN,
             (agreed or fitting)[0],
             alternatives=tuple(agreed or fitting),
-            conclusive=bool(agreed)
-            or (len(fitting) == 1 and not telling and tolerance < 1e-3)
-            or fitting[0].width_of is not None,
+            conclusive=not means or (bool(agreed) and (whole.random or len(means) > 2)) or fitting[0].width_of is not None,
             reason="the losses of two parts compose to the whole's as the mean over these items",
         )
     if summed:
@@ -448,6 +533,104 @@ def _reduced(
     return LossContract(Reduction.PLAIN, conclusive=False, reason="the samples seen do not tell how it is reduced")
 
 
+def _of_means(evidence: _Evidence, losses: Sequence[float]) -> Composition | None:
+    """A loss as a combination of mean calls that reduce over the same items, and compose; None: it is none."""
+    calls, limit = evidence.whole.calls, evidence.tolerance * abs(losses[0])
+    if len({len(each.calls) for each in evidence.seen}) > 1 or evidence.whole.random:
+        return None
+    values = np.array([[_mean_of(call) for call in each.calls] for each in evidence.seen]).reshape(len(losses), -1)
+    wanted = np.array(losses)
+    for factors, rest in _combinations(values, wanted):
+        if not np.isfinite(factors).all() or np.abs(values @ factors + rest - wanted).max() > limit:
+            continue
+        counts = _call_counts(evidence, factors)
+        if counts is None or not _weighs_up(list(wanted - rest), counts, evidence.tolerance):
+            continue
+        return Composition(tuple(map(float, factors)), abs(rest) > limit)
+    return None
+
+
+def _combinations(values: Any, wanted: Any) -> Iterator[tuple[Any, float]]:
+    """Factors of the calls, and a constant beside them, that might make the losses; the simplest first.
+
+    Args:
+        values: of the calls, a row for each forward.
+        wanted: the losses.
+    """
+    runs, calls = values.shape
+    units = [np.eye(calls)[place] for place in range(calls)]
+    masks = [*units, *([np.ones(calls)] if calls > 1 else [])]
+    usable = [mask for mask in masks if (values @ mask != 0).all() and np.isfinite(values @ mask).all()]
+    yield from ((unit, 0.0) for unit in units)
+    for mask in usable:
+        yield mask * (wanted[0] / (values[0] @ mask)), 0.0
+    if 1 < calls < runs and np.isfinite(values).all():
+        yield np.linalg.lstsq(values, wanted, rcond=None)[0], 0.0
+    for mask in usable:
+        line = values @ mask
+        if runs > 2 and line[0] != line[1]:
+            slope = (wanted[0] - wanted[1]) / (line[0] - line[1])
+            yield mask * slope, float(wanted[0] - slope * line[0])
+
+
+def _mean_of(call: WatchedLoss) -> float:
+    """A call's mean over its items, whether it took it or not; nan for a sum."""
+    if call.mean:
+        return call.value
+    return call.value / call.items if call.reduction == "none" and call.items else float("nan")
+
+
+def _call_counts(evidence: _Evidence, factors: Sequence[float]) -> list[float] | None:
+    """What the calls with a factor reduced over, in each forward; None where they differ or there are none."""
+    counts = []
+    for each in evidence.seen:
+        if len(each.calls) != len(factors):
+            return None
+        items = {call.items for call, factor in zip(each.calls, factors, strict=True) if abs(factor) > 1e-12}
+        if len(items) != 1:
+            return None
+        counts.append(items.pop())
+    return counts
+
+
+def _weighs_up(losses: Sequence[float], counts: Sequence[float], tolerance: float) -> bool:
+    """Whether  L(AB) n(AB) = L(A) n(A) + L(B) n(B)  for counts given."""
+    if 0.0 in counts:
+        return False
+    error = losses[0] - (losses[1] * counts[1] + losses[2] * counts[2]) / counts[0]
+    return abs(error) <= tolerance * max(abs(loss) for loss in losses)
+
+
+def _counted_at_the_call(
+    evidence: _Evidence,
+    made_of: Composition,
+    counts: Sequence[float],
+    rules: Sequence[Items],
+    fitting: Sequence[Items],
+) -> LossContract:
+    """A mean whose loss calls tell what it is made of: which rule counts their items before a window is run."""
+    by_rule = {rule: [_counts(rule, batch) for batch in evidence.batches] for rule in rules}
+
+    def per_item(rule: Items) -> float | None:
+        ratios = {round(c / n, 9) if n else None for c, n in zip(counts, by_rule[rule], strict=True)}
+        return ratios.pop() if len(ratios) == 1 else None
+
+    alike = [rule for rule in rules if by_rule[rule] == list(counts)]
+    scaled = [rule for rule in rules if per_item(rule) is not None]
+    if alike or scaled:
+        agreed = tuple([rule for rule in alike or scaled if rule in fitting] or alike or scaled)
+        reason = "the losses of two parts compose to the whole's as the mean over these items"
+        made_of = replace(made_of, per_item=1.0 if alike else per_item(agreed[0]) or 1.0)
+        return LossContract(Reduction.MEAN, agreed[0], alternatives=agreed, made_of=made_of, reason=reason)
+    return LossContract(
+        Reduction.MEAN,
+        (list(fitting) or list(rules))[0],
+        alternatives=tuple(fitting or rules),
+        made_of=replace(made_of, counted=False),
+        reason="the loss call is a mean over items, or weights, that are counted as it is made",
+    )
+
+
 # --- router terms --------------------------------------------------------------------------------------------------
 
 
@@ -455,7 +638,7 @@ def _router_terms(seen: _Seen, configured: RouterPair) -> list[RouterPair]:
     """What the coefficients of the router losses inside a loss that is otherwise a mean may be, likeliest first."""
     if not any(seen.router):
         return [(0.0, 0.0)]
-    rests = [seen.loss - call.value for call in seen.calls if call.reduction == "mean"]
+    rests = [seen.loss - call.value for call in seen.calls if call.mean]
     if not rests:
         return [configured, (0.0, 0.0)]
     expected = _weighed(configured, seen.router)
@@ -488,7 +671,7 @@ def _rules(inputs: Mapping[str, Any], calls: Sequence[WatchedLoss]) -> Iterator[
     ignored = list(dict.fromkeys([c.ignore_index for c in calls if c.ignore_index is not None] + [-100]))
     tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor) and value.ndim > 0}
     tokens = tensors.get("input_ids")
-    if "start_positions" in tensors and tokens is not None and tokens.shape[1] in ignored:
+    if "start_positions" in tensors and tokens is not None and tokens.ndim > 1 and tokens.shape[1] in ignored:
         yield Items(("start_positions", "end_positions"), ignore_index=None, width_of="input_ids")
     labels = [key for key in tensors if "label" in key]
     labels.sort(key=lambda key: (key != "shift_labels", key != "labels"))
@@ -518,7 +701,7 @@ def _is_mask(value: Tensor) -> bool:
 
 def _counting_as(calls: Sequence[WatchedLoss], rules: Sequence[Items], inputs: Mapping[str, Any]) -> list[Items]:
     """The rules that count what one of these mean loss calls reduced over."""
-    means = {call.items for call in calls if call.reduction == "mean"}
+    means = {call.items for call in calls if call.mean}
 
     def classes(rule: Items) -> int:
         # Of targets given as one number for each class the call may have taken the largest.
@@ -561,17 +744,19 @@ def _close(a: float, b: float, tolerance: float = 1e-5) -> bool:
 # --- the samples that are run -------------------------------------------------------------------------------------
 
 
-def _probe(window: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _probe(window: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
     """The micro-batch whose rows tell most ways of counting apart, and of those the one with the most targets.
 
-    It has at least two samples if they can be had: micro-batches of one are put together by twos.
+    It has at least two samples if they can be had: micro-batches of one are put together by twos; whether they were.
     """
     ordered = sorted(window, key=_target_count, reverse=True)
-    several = [inputs for inputs in ordered if sample_count(inputs) > 1]
+    several: list[Mapping[str, Any]] = [inputs for inputs in ordered if sample_count(inputs) > 1]
+    stacked = False
     if not several:
-        pairs = (_stacked(ordered[0], other) for other in ordered[1:] or ordered)
-        several = [pair for pair in pairs if pair is not None] or ordered[:1]
-    return max(map(_with_telling_labels, several), key=_ways_told_apart)
+        pairs = [_stacked(ordered[0], other) for other in ordered[1:] or ordered]
+        found = [pair for pair in pairs if pair is not None]
+        several, stacked = [*found] or ordered[:1], bool(found)
+    return max(map(_with_telling_labels, several), key=_ways_told_apart), stacked
 
 
 def _ways_told_apart(inputs: Mapping[str, Any]) -> int:
@@ -672,11 +857,18 @@ def _parts(
     Where rows cannot be taken apart (one sample, image patches without a row axis), the targets are: the labels of the
     other part are masked with what the loss call ignores. The batch itself, twice: neither can be done.
     """
-    labels = inputs.get("labels")
     if _has_rows(inputs):
         least = _least_row(inputs)
         others = [row for row in range(sample_count(inputs)) if row != least]
         return _rows(inputs, [least]), _rows(inputs, others), True
+    return _masked_parts(inputs, whole, configured)
+
+
+def _masked_parts(
+    inputs: Mapping[str, Any], whole: _Seen, configured: RouterPair
+) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
+    """The parts of a batch whose rows cannot be taken apart: the same rows, each with some of the targets."""
+    labels = inputs.get("labels")
     losses = [whole.loss - _weighed(coefficients, whole.router) for coefficients in _router_terms(whole, configured)]
     calls = [c for c in whole.calls if any(_close(c.value, loss) for loss in losses)]
     ignored = [c.ignore_index for c in calls if c.ignore_index is not None]
@@ -691,8 +883,16 @@ def _parts(
 def _has_rows(inputs: Mapping[str, Any]) -> bool:
     """Whether a batch can be taken apart: more than one sample, and every input has as many rows."""
     rows = sample_count(inputs)
-    sized = (v for v in inputs.values() if isinstance(v, list) or (isinstance(v, Tensor) and v.ndim > 0))
-    return rows > 1 and all(len(value) == rows for value in sized)
+    return rows > 1 and all(len(value) == rows for value in _sized(inputs))
+
+
+def _sized(inputs: Mapping[str, Any]) -> Iterator[Any]:
+    """The values that may have a row for each sample, those of nested inputs among them."""
+    for value in inputs.values():
+        if isinstance(value, Mapping):
+            yield from _sized(value)
+        elif isinstance(value, (list, tuple)) or (isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0):
+            yield value
 
 
 def _least_row(inputs: Mapping[str, Any]) -> int:
@@ -705,9 +905,11 @@ def _least_row(inputs: Mapping[str, Any]) -> int:
 
 def _rows(inputs: Mapping[str, Any], rows: list[int]) -> dict[str, Any]:
     def taken(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.ndim > 0:
+        if isinstance(value, Mapping):
+            return _rows(value, rows)
+        if isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0:
             return value[rows]
-        return [value[row] for row in rows] if isinstance(value, list) else value
+        return type(value)(value[row] for row in rows) if type(value) in (list, tuple) else value
 
     return {key: taken(value) for key, value in inputs.items()}
 

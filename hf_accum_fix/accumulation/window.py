@@ -37,10 +37,13 @@ def sample_count(inputs: Mapping[str, Any]) -> int:
     """
     for key in (*(key for key in _SAMPLE_KEYS if key in inputs), *inputs):
         value = inputs[key]
-        if isinstance(value, Tensor) and value.ndim > 0:
+        if getattr(value, "ndim", 0) > 0:
             return int(value.shape[0])
         if isinstance(value, (list, tuple)):
             return len(value)
+    for value in inputs.values():
+        if isinstance(value, Mapping) and value:
+            return sample_count(value)
     raise ContractError(
         f"cannot count samples: none of the inputs {sorted(inputs)} has a leading dimension; "
         "give the contract by hand: contract=LossContract(...)"
@@ -71,6 +74,10 @@ class Items:
     mask: str | None = None
     width_of: str | None = None
 
+    def has_targets(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether a micro-batch holds what is counted."""
+        return not self.keys or isinstance(inputs, Weightless) or inputs.get(self.keys[0]) is not None
+
     def targets(self, inputs: Mapping[str, Any]) -> Tensor:
         """Boolean tensor shaped like the counted input: which of its positions are targets.
 
@@ -88,7 +95,8 @@ class Items:
             found = found & (value < inputs[self.width_of].shape[1])
         if self.mask is not None and isinstance(inputs.get(self.mask), Tensor):
             found = found & (inputs[self.mask] != 0)
-        if self.shift:
+        # Labels of one axis are one target a sample, and nothing of them is shifted.
+        if self.shift and found.ndim > 1:
             found[..., 0] = False
         return found
 
@@ -149,8 +157,14 @@ def count_dtype(device: torch.device) -> torch.dtype:
 
 
 def total_items(items: Items, window: Sequence[Mapping[str, Any]], device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Items of each micro-batch of a window and their sum, 0-dim tensors on ``device``; no device sync."""
-    counts = [items.count(inputs, device) for inputs in window]
+    """Items of each micro-batch of a window and their sum, 0-dim tensors on ``device``; no device sync.
+
+    A micro-batch without the counted input, whose loss is another task's, counts as much as the mean of the others.
+    """
+    counted = [items.count(inputs, device) if items.has_targets(inputs) else None for inputs in window]
+    known = [count for count in counted if count is not None]
+    mean = torch.stack(known).mean() if known else torch.ones((), dtype=count_dtype(device), device=device)
+    counts = [mean if count is None else count for count in counted]
     return counts, torch.stack(counts).sum() if counts else torch.zeros((), dtype=count_dtype(device), device=device)
 
 

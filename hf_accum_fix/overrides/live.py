@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import Trainer
 
 from hf_accum_fix.accumulation.declared import has_parameter
+
+#: Classes of trainers, and whether they come between a micro-batch and its loss.
+_REMAKES: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
 def data_ranks(trainer: Any) -> int:
@@ -65,3 +69,15 @@ def scales_itself(trainer: Any) -> bool:
     if declared is None:
         return loss_func(trainer) is not None and not callable(loss_func(trainer))
     return bool(declared)
+
+
+def remakes_inputs(trainer: Any) -> bool:
+    """Whether a class of the trainer's own stands between the loader's micro-batch and the base's loss."""
+    kind = type(trainer)
+    known = _REMAKES.get(kind)
+    if known is None:
+        names = ("compute_loss", "_prepare_inputs", "_prepare_input", "training_step", "get_batch_samples")
+        ours = ("hf_accum_fix.trainer", Trainer.__module__)
+        defining = (next((c for c in kind.__mro__ if name in vars(c)), Trainer) for name in names)
+        known = _REMAKES[kind] = any(each.__module__ not in ours for each in defining)
+    return known or "compute_loss" in vars(trainer)

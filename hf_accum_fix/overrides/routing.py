@@ -14,12 +14,13 @@ from hf_accum_fix import ranks
 from hf_accum_fix.accumulation.balancing import LENDER
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.declared import inside_ddp
+from hf_accum_fix.accumulation.preserve import python_state_kept
 from hf_accum_fix.accumulation.router_loss import Convention, Form, Forward, RouterLoss, one_form
 from hf_accum_fix.engine import is_sharded
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.live import data_ranks, head_name, place
 from hf_accum_fix.overrides.session import Session, Window
-from hf_accum_fix.overrides.settling import as_in_training, compute_loss_of
+from hf_accum_fix.overrides.settling import as_in_training, compute_loss_of, silent
 from hf_accum_fix.shadow import shadow
 
 
@@ -75,11 +76,13 @@ def _forward_alone(trainer: Any, session: Session, module: nn.Module, steps: int
     # A schedule-free optimizer evaluates at other weights than it trains at.
     if callable(getattr(trainer.optimizer, "train", None)):
         trainer.optimizer.train()
-    session.observing = True
+    session.observing, session.observed_number = True, number
+    kept = python_state_kept(trainer, leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator))
     try:
-        yield lambda inputs: run(inputs, number)[0]
+        with kept if compute_loss is not None else nullcontext(), shadow(trainer, "log", silent):
+            yield lambda inputs: run(inputs, number)[0]
     finally:
-        session.observing, session.base_loss = False, None
+        session.observing, session.base_loss, session.observed_number = False, None, None
 
 
 def _recognised(

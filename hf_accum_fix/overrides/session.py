@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.router_loss import RouterLoss
 from hf_accum_fix.accumulation.share import Cut
@@ -27,6 +28,10 @@ class MicroBatch:
     """One forward and backward, while it runs.
 
     Attributes:
+        items: of it, 0-dim, as the rule counts them; None: it is not one of the window's, and is counted again.
+        base: the loss that the base handed to a ``compute_loss`` of the trainer's own.
+        base_calls: how often that asked for it.
+        number_came: whether its ``compute_loss`` was handed a number.
         share: its loss, such that the sum over the window, averaged over ranks, is the global batch's.
         reported: that without its graph, once it was handed to the engine.
     """
@@ -34,7 +39,9 @@ class MicroBatch:
     items: Tensor | None
     weightless: bool = False
     share: Tensor | None = None
-    base_called: bool = False
+    base: Tensor | None = None
+    base_calls: int = 0
+    number_came: bool = False
     reported: Tensor | None = None
 
 
@@ -48,6 +55,9 @@ class Window:
         total: N over all ranks.
         cut: n_mean, G and W.
         upstream_number: what the installed release counted, over all ranks; None: nothing.
+        differs: some rank's window before counted otherwise than the rule.
+        certificate: what its micro-batches have shown of their loss.
+        reported: the sum of what was returned for the log, 0-dim.
     """
 
     batches: list[Any]
@@ -56,15 +66,39 @@ class Window:
     cut: Cut
     upstream_number: Any = None
     steps_run: int = 0
+    differs: bool = False
+    certificate: Certificate | None = None
+    reported: Tensor | None = None
 
     def items_of(self, inputs: Any) -> Tensor | None:
         """Items of this micro-batch, told by identity; None where somebody handed over another object."""
         return next((count for batch, count in zip(self.batches, self.counts, strict=False) if batch is inputs), None)
 
 
+@dataclass(frozen=True)
+class Response:
+    """What a trainer's ``compute_loss`` makes of the base's loss: ``factor`` times it, and perhaps a constant."""
+
+    factor: float = 1.0
+    constant: bool = False
+
+
 @dataclass
 class Session:
-    """What is known of one trainer between its windows."""
+    """What is known of one trainer between its windows.
+
+    Attributes:
+        windows: opened so far.
+        entered: whether a micro-batch of this training came through ``training_step``.
+        observed_number: what the base hands its model while the loss is observed.
+        base_factor: what the base's loss is multiplied by meanwhile, to see what an override makes of it.
+        response: what it makes of it; None: the loss is not the base's.
+        corrects: the gradient is divided by what the loss calls counted more than the rule, in every window.
+        differs: a window of this rank counted otherwise than the rule; the others are told with the next.
+        inexact_windows: found to be made in another way than observed.
+        compiled: the model is compiled, so that its loss calls are not seen in training.
+        deferred: the window as a ``get_batch_samples`` of the trainer's own was given it, before it is counted.
+    """
 
     options: Options
     contract: LossContract | None = None
@@ -73,8 +107,18 @@ class Session:
     attempts: int = 0
     window: Window | None = None
     micro_batch: MicroBatch | None = None
+    windows: int = 0
+    entered: bool = False
     observing: bool = False
+    observed_number: Tensor | None = None
+    base_factor: float = 1.0
     base_loss: tuple[Tensor, Any] | None = None
+    response: Response | None = None
+    corrects: bool = False
+    differs: bool = False
+    inexact_windows: int = 0
+    compiled: bool = False
+    deferred: list[Any] | None = None
     busy: set[str] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
     empty_windows: Tensor | None = None

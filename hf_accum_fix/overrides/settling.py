@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +17,13 @@ from transformers import Trainer
 
 from hf_accum_fix import ranks
 from hf_accum_fix.accumulation.agreement import agree
-from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.contract import Coupling, Divides, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import inside_ddp, products_are_rounded, router_coefficients, takes_number
-from hf_accum_fix.accumulation.observe import ATTEMPTS, NO_TARGET_SEEN, LossCall, observe
+from hf_accum_fix.accumulation.observe import ATTEMPTS, HIGH, NO_TARGET_SEEN, Forward, observe
 from hf_accum_fix.accumulation.share import loss_among
-from hf_accum_fix.accumulation.window import Items
-from hf_accum_fix.errors import ContractError, RankError
+from hf_accum_fix.accumulation.window import Items, sample_count
+from hf_accum_fix.engine import is_sharded
+from hf_accum_fix.errors import ContractError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.live import (
     accepts_number,
@@ -32,10 +35,13 @@ from hf_accum_fix.overrides.live import (
     scales_itself,
 )
 from hf_accum_fix.overrides.loader import check_dealing
-from hf_accum_fix.overrides.session import SESSION, Session, session_of
+from hf_accum_fix.overrides.session import SESSION, Response, Session, session_of
 from hf_accum_fix.shadow import shadow
 
 logger = logging.getLogger("hf_accum_fix")
+
+#: What the base's loss is multiplied by in one forward, to see what an override makes of it.
+_FACTOR = 3.0
 
 
 def settle(trainer: Any, window: list[Any], options: Options) -> LossContract:
@@ -51,13 +57,15 @@ def settle_contract(
     if session.observed_for != computed_by:
         session.contract, session.observed_for, session.attempts = None, computed_by, 0
         session.passes_number = accepts_number(trainer) and takes_number(trainer.model_wrapped)
+        session.response, session.corrects = Response(), False
     known = session.contract
-    if known is not None and (known.conclusive or session.attempts >= ATTEMPTS):
+    settled = known is not None and (known.conclusive or session.attempts >= ATTEMPTS)
+    if settled and known is not None and not _looked_at_again(session, known, options):
         return known
     if options.contract is not None:
         found = _given(trainer, session, options.contract)
     else:
-        _check_alike(trainer, window, trouble)
+        _check_fetched(trainer, window, trouble)
         seen = None
         try:
             # The loop notes the length of a window once it was fetched; a loss of one's own may divide a term by it.
@@ -66,42 +74,82 @@ def settle_contract(
         except Exception as error:
             trouble = error
         found = _agreed(trainer, seen, trouble)
+        if settled and known is not None:
+            return _still(trainer, session, known, found)
         session.attempts += found.reason != NO_TARGET_SEEN
     session.contract = found
     if not found.conclusive and session.attempts < ATTEMPTS:
         return found
     check_dealing(trainer, found, options)
+    session.corrects = found.made_of is not None and not found.made_of.counted
+    _warn(trainer, session, found, window)
+    return found
+
+
+def _looked_at_again(session: Session, known: LossContract, options: Options) -> bool:
+    """Whether a loss that no call shows is observed once more: in windows 2, 3, 4, 8, 16 and so on."""
+    if options.contract is not None or known.made_of is not None or known.reduction is Reduction.PLAIN:
+        return False
+    number = session.windows
+    return number in (2, 3) or number & (number - 1) == 0
+
+
+def _still(trainer: Any, session: Session, known: LossContract, found: LossContract) -> LossContract:
+    """The contract after a later window was observed too: as it was, narrowed down, or with a warning another one."""
+    if found.reason == NO_TARGET_SEEN or not found.conclusive:
+        return known
+    common = tuple(rule for rule in known.alternatives if rule in found.alternatives)
+    if found.reduction is known.reduction and (known.items is None or common):
+        session.contract = replace(known, items=common[0] if common else known.items, alternatives=common)
+        return session.contract
+    session.inexact_windows += 1
+    session.contract = replace(found, changed_by_trainer=True)
+    session.warn_once(
+        "inexact",
+        f"{head_name(trainer)}: window {session.windows}: the loss {found}; it was observed as: {known}. The windows "
+        "since then may not be exact; look at what changes in the data, or give contract=LossContract(...).",
+    )
+    return session.contract
+
+
+def _warn(trainer: Any, session: Session, found: LossContract, window: list[Any]) -> None:
+    """Say once why a loss is not exact, where another cut could show it."""
     head = head_name(trainer)
+    if found.reduction is Reduction.SUM:
+        session.warn_once("sum", f"{head}: the loss is a sum over the global batch, and grows with the global batch.")
+    alone = trainer.args.gradient_accumulation_steps * data_ranks(trainer) == 1
+    if found.exact or alone:
+        return
     if found.reduction is Reduction.PLAIN:
-        if found.owned_by_trainer and scales_itself(trainer):
+        if found.owned_by_trainer and (scales_itself(trainer) or found.divides is not Divides.NEVER):
             outcome = "stays as the trainer scales it"
         elif found.items is None:
             outcome = "gets the plain mean over micro-batches"
         else:
             outcome = "gets each micro-batch weighed by its items"
-        session.warn_once("inexact", f"{head}: {found.reason}. It {outcome}.")
+        words = f"{head}: {found.reason}. It {outcome}: {found.coupling.value}."
+        even = len({sample_count(each) for each in window if isinstance(each, Mapping)}) <= 1
+        if found.coupling is Coupling.SAMPLES and even:
+            # Such a mean is the full batch's.
+            logger.info(words)
+        elif found.coupling is Coupling.COUPLED:
+            session.warn_once("inexact", f"{words} Keep per_device_train_batch_size large: one sample may teach nothing.")
+        else:
+            session.warn_once("inexact", words)
     elif found.changed_by_trainer:
         words = f"{type(trainer).__name__}.compute_loss changes the base's loss, so that it is not called exact."
         session.warn_once("inexact", f"{head}: {words}")
-    elif not found.conclusive:
+    elif found.beside:
+        session.warn_once("inexact", f"{head}: {found.reason}, so that it is not called exact.")
+    else:
         session.warn_once("inexact", f"{head}: the loss {found}, as far as {ATTEMPTS} windows tell.")
-    if found.reduction is Reduction.SUM:
-        session.warn_once("sum", f"{head}: the loss is a sum over the global batch, and grows with the global batch.")
-    return found
 
 
-def _check_alike(trainer: Any, window: list[Any], trouble: Exception | None) -> None:
-    """Before the ranks run forwards together: each has fetched its window, and all hold labels or none does."""
-    labels = {key for batch in window if isinstance(batch, Mapping) for key in batch if "label" in key}
-    told = f"{len(window)} micro-batches with {sorted(labels) or 'no labels'}" if window else None
-    lengths_and_labels = ranks.agreed((len(window), sorted(labels), told), trouble, **place(trainer))
-    if len({bool(length) for length, _, _ in lengths_and_labels}) > 1:
-        raise ranks.uneven({rank: length for rank, (length, _, _) in enumerate(lengths_and_labels)})
-    if len({tuple(each) for _, each, _ in lengths_and_labels}) > 1:
-        raise RankError(
-            f"the ranks hold different labels: {ranks.by_rank([each for _, _, each in lengths_and_labels])}; every "
-            "rank needs the same; look at the collator, and at what it was given on the rank without"
-        )
+def _check_fetched(trainer: Any, window: list[Any], trouble: Exception | None) -> None:
+    """Before the ranks run forwards together: each has fetched its window."""
+    lengths = ranks.agreed(len(window), trouble, **place(trainer))
+    if len({bool(length) for length in lengths}) > 1:
+        raise ranks.uneven(dict(enumerate(lengths)))
 
 
 def _given(trainer: Any, session: Session, contract: LossContract) -> LossContract:
@@ -128,22 +176,22 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
     if not all(isinstance(batch, Mapping) for batch in window):
         reason = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
         return LossContract(Reduction.PLAIN, owned_by_trainer=compute_loss is not None, reason=reason)
-    changed = False
+    sharded = is_sharded(trainer.accelerator)
 
-    forward = as_in_training(trainer, module, compute_loss)
+    def observed(owned: bool) -> tuple[LossContract, list[tuple[float, float]]]:
+        responses: list[tuple[float, float]] = []
+        forward = as_in_training(trainer, module, compute_loss)
 
-    def call(inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
-        nonlocal changed
-        session.base_loss = None
-        loss, outputs = forward(inputs, number)
-        if session.base_loss is None:
-            return loss, outputs
-        # Both nan, where there was no target, is no change.
-        changed = changed or not torch.allclose(loss, session.base_loss[0], rtol=1e-6, atol=0.0, equal_nan=True)
-        return session.base_loss
+        def call(inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
+            session.base_loss, session.observed_number = None, number
+            session.base_factor = _FACTOR if number is not None and float(number) == HIGH and not owned else 1.0
+            loss, outputs = forward(inputs, number)
+            if session.base_loss is None or owned:
+                return loss, None if compute_loss is not None else outputs
+            base, outputs = session.base_loss
+            responses.append((session.base_factor * float(base.detach()), float(loss.detach())))
+            return base, outputs
 
-    session.observing = True
-    try:
         found = observe(
             call,
             window,
@@ -154,7 +202,22 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
             router_coefficients=(0.0, 0.0) if loss_func(trainer) is not None else router_coefficients(bare),
             world_size=data_ranks(trainer),
             low_precision=trainer.accelerator.mixed_precision != "no" or products_are_rounded(module),
+            others=(trainer,),
+            leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator),
+            sharded=sharded,
+            doubled=lambda: _doubled_steps(trainer),
         )
+        return found, responses
+
+    session.observing = True
+    try:
+        # What it logs while it is observed is not training's.
+        with shadow(trainer, "log", silent):
+            found, responses = observed(owned=False)
+            response = _response_of(responses)
+            if response is not None and response.factor == 0.0:
+                # The base is asked, but the loss is not made of its answer.
+                found, _ = observed(owned=True)
     except Exception:
         logger.error(
             "%s: its loss could not be run to be observed. Where training itself would run, give the contract by hand: "
@@ -163,17 +226,61 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
         )
         raise
     finally:
-        session.observing, session.base_loss = False, None
+        session.observing, session.base_loss, session.observed_number, session.base_factor = False, None, None, 1.0
     if found.owned_by_trainer:
+        session.response = Response()
         return found
-    if changed:
+    session.response = response or Response()
+    if response is None:
         found = replace(found, changed_by_trainer=True)
     smoothed = trainer.label_smoother is not None and loss_func(trainer) is None
     if smoothed and found.reduction is not Reduction.PLAIN:
         shift = found.items is not None and found.items.shift
         items = Items(("labels",), trainer.label_smoother.ignore_index, shift=shift)
-        return replace(found, reduction=Reduction.MEAN, items=items, alternatives=(items,))
+        return replace(found, reduction=Reduction.MEAN, items=items, alternatives=(items,), made_of=None)
     return found
+
+
+def _response_of(responses: Sequence[tuple[float, float]]) -> Response | None:
+    """What a ``compute_loss`` makes of the base's loss, from pairs of the two; None: nothing linear.
+
+    One of the base's losses was multiplied by `_FACTOR`, which tells a factor from what is added.
+    """
+    pairs = [(base, loss) for base, loss in responses if math.isfinite(base) and math.isfinite(loss)]
+    if all(loss == base for base, loss in pairs) or len(pairs) < 2:
+        return Response()
+    (base, loss), (other_base, other_loss) = pairs[:2]
+    if base == other_base:
+        return Response() if loss == base else None
+    factor = (other_loss - loss) / (other_base - base)
+    added = loss - factor * base
+    limit = 1e-5 * max(abs(loss) for _, loss in pairs)
+    if abs(factor) < 1e-9:
+        return Response(0.0)
+    if any(abs(loss - factor * base - added) > limit for base, loss in pairs):
+        return None
+    if abs(added) <= limit:
+        return Response(round(factor, 9))
+    # Seen on other samples too, it is a constant.
+    return Response(round(factor, 9), constant=True) if len(pairs) > 2 else None
+
+
+def silent(*_: Any, **__: Any) -> None:
+    """Log nothing."""
+
+
+@contextmanager
+def _doubled_steps(trainer: Any) -> Iterator[None]:
+    """Let the trainer say twice the accumulation steps, wherever it says them."""
+    steps = trainer.args.gradient_accumulation_steps
+    window = getattr(trainer, "current_gradient_accumulation_steps", steps)
+    before = vars(trainer.args).get("gradient_accumulation_steps", steps)
+    vars(trainer.args)["gradient_accumulation_steps"] = 2 * steps
+    try:
+        with shadow(trainer, "current_gradient_accumulation_steps", 2 * window):
+            yield
+    finally:
+        vars(trainer.args)["gradient_accumulation_steps"] = before
 
 
 def _agreed(trainer: Any, found: LossContract | None, trouble: Exception | None = None) -> LossContract:
@@ -182,7 +289,7 @@ def _agreed(trainer: Any, found: LossContract | None, trouble: Exception | None 
     return agree([each for each in gathered if each is not None])
 
 
-def as_in_training(trainer: Any, module: nn.Module, compute_loss: Callable[..., Any] | None) -> LossCall:
+def as_in_training(trainer: Any, module: nn.Module, compute_loss: Callable[..., Any] | None) -> Forward:
     """The forward that training makes of a micro-batch, unsmoothed; without outputs where the loss is the trainer's."""
     handed = compute_loss is not None and hands_number(compute_loss)
 
@@ -205,9 +312,10 @@ def base_loss(
     Source: the contract of ``Trainer.compute_loss``, which the releases share: the number goes to a model that accepts
     it; ``compute_loss_func`` owns its loss; the label smoother takes the labels out of the model's sight.
     """
-    inputs = dict(inputs)
+    inputs, labels = dict(inputs), None
     func, smoother = loss_func(trainer), trainer.label_smoother if smooth else None
-    labels = inputs.pop("labels", None) if func is not None or smoother is not None else None
+    if func is not None or smoother is not None:
+        labels = inputs.pop("labels", None)
     session: Session = trainer.__dict__[SESSION]
     if session.passes_number and number is not None:
         inputs["num_items_in_batch"] = number
@@ -247,17 +355,12 @@ def loss_alone(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> tup
 
 
 def compute_loss_of(trainer: Any) -> Callable[..., Any] | None:
-    """The trainer's own ``compute_loss`` where something overrides the base; None where the base is all there is.
-
-    It is bound to a copy, containers and all, so that what it notes on the trainer while it is observed is dropped.
-    """
+    """The trainer's own ``compute_loss`` where something overrides the base; None where the base is all there is."""
     if "compute_loss" in vars(trainer):
         return trainer.compute_loss  # type: ignore[no-any-return]
     ours = ("hf_accum_fix.trainer", Trainer.__module__)
     defining = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
-    if defining.__module__ in ours:
-        return None
-    return unshared(trainer).compute_loss  # type: ignore[no-any-return]
+    return None if defining.__module__ in ours else trainer.compute_loss
 
 
 def unshared(trainer: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,14 +13,18 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_accum_fix.accumulation.share import share_of
+from hf_accum_fix.accumulation.certificate import Certificate
+from hf_accum_fix.accumulation.contract import Divides, LossContract, Reduction
+from hf_accum_fix.accumulation.loss_calls import LossCalls
+from hf_accum_fix.accumulation.share import Cut, Share, share_of
 from hf_accum_fix.accumulation.whole_windows import Blank
-from hf_accum_fix.accumulation.window import Weightless
+from hf_accum_fix.accumulation.window import Weightless, total_items
 from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, tell_last
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.announcing import announce
-from hf_accum_fix.overrides.live import loss_func, scales_itself
+from hf_accum_fix.overrides.certifying import end_window
+from hf_accum_fix.overrides.live import loss_func, remakes_inputs, scales_itself
 from hf_accum_fix.overrides.routing import in_the_window, note_routing
 from hf_accum_fix.overrides.session import MicroBatch, Session, Window, session_of
 from hf_accum_fix.overrides.settling import base_loss
@@ -44,15 +50,29 @@ def compute_loss(
         model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         if session.observing:
-            session.base_loss = base_loss(trainer, model, inputs, num_items_in_batch, smooth=False)
+            # Whatever number an override hands on: in training the base's own goes to the model.
+            number = num_items_in_batch if session.observed_number is None else session.observed_number
+            session.base_loss = base_loss(trainer, model, inputs, number, smooth=False)
             loss, outputs = session.base_loss
+            loss = loss * session.base_factor
         else:
             assert session.micro_batch is not None
-            session.micro_batch.base_called = True
             loss, outputs = _loss_in_window(trainer, session, session.micro_batch, model, inputs)
-        return (loss, outputs) if return_outputs else loss
+        owns_labels = loss_func(trainer) is not None or trainer.label_smoother is not None
+        if owns_labels and isinstance(inputs, MutableMapping):
+            # Stock takes them out of the caller's batch.
+            inputs.pop("labels", None)
+        return (loss, _with_loss(outputs, loss)) if return_outputs else loss
 
     return bind(*args, **kwargs)
+
+
+def _with_loss(outputs: Any, loss: Tensor) -> Any:
+    """The outputs of a model, whose loss is the one that is returned beside them: a caller may take either."""
+    if isinstance(outputs, MutableMapping) and "loss" in outputs and outputs["loss"] is not loss:
+        outputs = copy.copy(outputs)
+        outputs["loss"] = loss
+    return outputs
 
 
 def _loss_in_window(
@@ -60,23 +80,59 @@ def _loss_in_window(
 ) -> tuple[Tensor, Any]:
     contract, window = session.contract, session.window
     assert contract is not None and window is not None
+    cut, predicted, watched = window.cut, micro_batch.items, window.certificate
+    items = predicted
+    if contract.items is not None and not micro_batch.weightless and (predicted is None or remakes_inputs(trainer)):
+        # What is run is counted, whatever was fetched.
+        items = total_items(contract.items, [inputs], cut.mean.device)[0][0]
+        if cut.micro_batches * cut.world_size == 1:
+            cut = Cut.of(contract, items, 1, 1)
     share = share_of(
         contract,
         inputs,
-        micro_batch.items,
-        window.cut,
+        items,
+        cut,
         own_loss=loss_func(trainer) is not None,
         rounded=inputs_are_rounded(trainer.accelerator),
     )
-    loss, outputs = base_loss(trainer, model, share.inputs, share.number)
-    if share.ratio is None:
-        return loss, outputs
+    with LossCalls() if watched is not None else nullcontext() as calls:
+        loss, outputs = base_loss(trainer, model, share.inputs, share.number)
+    if watched is not None and items is not None:
+        _certify(contract, watched, share, loss, outputs, calls, items)
+        seen = items if calls is None else watched.items(calls.seen, items)
+        micro_batch.base_calls += 1
+        if micro_batch.base_calls == 1:
+            position = window.steps_run
+            known = predicted if predicted is not None else window.counts[min(position, len(window.counts) - 1)]
+            watched.note_items(seen, known)
+        if contract.reduction is Reduction.MEAN and cut.micro_batches * cut.world_size > 1:
+            share = replace(share, ratio=seen / cut.mean)
+    if share.ratio is not None:
+        carried = contract.carried(outputs)
+        if carried is not None:
+            carried = carried.to(loss.device)
+            if trainer.label_smoother is not None and loss_func(trainer) is None:
+                loss = loss + carried
+        loss = share.of(loss, carried)
+    micro_batch.base = loss
+    return loss, outputs
+
+
+def _certify(
+    contract: LossContract,
+    watched: Certificate,
+    share: Share,
+    loss: Tensor,
+    outputs: Any,
+    calls: LossCalls | None,
+    items: Tensor,
+) -> None:
+    """Note what of a micro-batch's loss is not made of the loss calls that it was observed to be made of."""
+    if calls is None or contract.made_of is None or share.ratio == 0.0:
+        return
     carried = contract.carried(outputs)
-    if carried is not None:
-        carried = carried.to(loss.device)
-        if trainer.label_smoother is not None and loss_func(trainer) is None:
-            loss = loss + carried
-    return share.of(loss, carried), outputs
+    plain = loss if carried is None else loss - carried.to(loss.device)
+    watched.note_loss(plain, calls.seen, share.number if contract.by_number else None)
 
 
 def training_step(
@@ -98,6 +154,7 @@ def training_step(
             f"no window was counted before this step: {type(trainer).__name__} (or a library that patched it) replaces "
             "Trainer.get_batch_samples without calling it; call super().get_batch_samples, or revert()"
         )
+    session.entered = True
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
     if isinstance(inputs, Blank):
         return torch.zeros((), device=trainer.args.device)
@@ -110,6 +167,9 @@ def training_step(
     def record_loss(*loss_args: Any, **loss_kwargs: Any) -> Any:
         nonlocal depth
         depth += 1
+        if depth == 1:
+            given = loss_kwargs.get("num_items_in_batch", loss_args[3] if len(loss_args) > 3 else None)
+            micro_batch.number_came = given is not None
         try:
             with in_the_window(session, window) if depth == 1 else nullcontext():
                 result = original_loss(*loss_args, **loss_kwargs)
@@ -142,19 +202,24 @@ def training_step(
     finally:
         session.micro_batch = None
     window.steps_run += 1
-    if window.steps_run == len(window.batches):
-        # To look at a number waits for the device: there, only in the first window, and when training ends.
-        if trainer.args.device.type == "cpu" or "routing" not in session.said:
-            note_routing(trainer, session)
-        session.said.add("routing")
-    if micro_batch.share is None:
-        return _logged(session, result)
-    if micro_batch.reported is None:
+    reported = micro_batch.reported
+    if micro_batch.share is not None and reported is None:
         raise SeamError(
             f"the step of {type(trainer).__name__} computed a loss but did not hand it to accelerator.backward; "
             "its gradient was not mended: use accelerator.backward, or revert()"
         )
-    return _logged(session, micro_batch.reported)
+    if reported is not None:
+        window.reported = reported if window.reported is None else window.reported + reported
+    if window.steps_run == len(window.batches):
+        times = end_window(trainer, session, window)
+        if times is not None and reported is not None and window.reported is not None:
+            # The window's loss for the log, by its last micro-batch.
+            reported = reported + (times - 1) * window.reported
+        # To look at a number waits for the device: there, only in the first window, and when training ends.
+        if trainer.args.device.type == "cpu" or "routing" not in session.said:
+            note_routing(trainer, session)
+        session.said.add("routing")
+    return _logged(session, result if reported is None else reported)
 
 
 def _logged(session: Session, loss: Tensor) -> Tensor:
@@ -176,13 +241,26 @@ def _reduced_in_the_last(trainer: Any, window: Window, model: nn.Module) -> Abst
     return shadow(model, "require_backward_grad_sync", last)
 
 
-def _share_of_window(trainer: Any, session: Session, micro_batch: MicroBatch, window: Window, loss: Tensor) -> Tensor:
-    """What a micro-batch's loss adds to the window's; averaged over ranks the sum is the global batch's loss."""
-    contract = session.contract
+def _share_of_window(
+    trainer: Any, session: Session, micro_batch: MicroBatch, window: Window, loss: Tensor
+) -> Tensor | None:
+    """What a micro-batch's loss adds to the window's; averaged over ranks the sum is the global batch's loss.
+
+    None: it is not known how the trainer scales it, and what it hands on is left as it is.
+    """
+    contract, steps = session.contract, len(window.batches)
     assert contract is not None
-    if micro_batch.base_called:
-        return loss / len(window.batches)
+    if not contract.owned_by_trainer and micro_batch.base is not None:
+        if window.certificate is not None and micro_batch.base_calls == 1 and session.response is not None:
+            response = session.response
+            window.certificate.note_override(loss, micro_batch.base, response.factor, constant=response.constant)
+        return loss / steps
     if micro_batch.weightless:
         return loss * 0.0
-    scaled = contract.owned_by_trainer and (contract.by_number or scales_itself(trainer))
-    return loss / (1 if scaled else len(window.batches))
+    if contract.owned_by_trainer and contract.by_number:
+        return loss * 1.0
+    if scales_itself(trainer) or contract.divides is Divides.ALWAYS:
+        return loss * 1.0
+    if contract.divides is Divides.UNKNOWN:
+        return None
+    return loss * 1.0 if contract.divides is Divides.WITH_NUMBER and micro_batch.number_came else loss / steps

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+from hf_accum_fix.accumulation.loss_calls import watchable
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.loss_log import LossLog
 from hf_accum_fix.options import Options, enabled
@@ -13,7 +14,7 @@ from hf_accum_fix.overrides.live import parallel_size
 from hf_accum_fix.overrides.loader import tell_saved, whole_windows
 from hf_accum_fix.overrides.routing import note_routing
 from hf_accum_fix.overrides.session import SESSION, Session, busy, session_of
-from hf_accum_fix.overrides.windows import open_window, warn_empty
+from hf_accum_fix.overrides.windows import counted_as_returned, open_window, warn_empty
 
 
 def train(
@@ -32,7 +33,13 @@ def train(
 
     try:
         logged = session.loss_log.installed() if session.loss_log is not None else nullcontext()
-        with busy(session, "train"), whole_windows(trainer, options, opened), logged:
+        with (
+            busy(session, "train"),
+            whole_windows(trainer, options, opened),
+            counted_as_returned(trainer, options),
+            watchable(),
+            logged,
+        ):
             result = wrapped(*args, **kwargs)
     finally:
         session.window = None

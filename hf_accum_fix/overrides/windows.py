@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Trainer
 
 from hf_accum_fix import ranks
+from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.router_loss import RouterLoss
 from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.accumulation.whole_windows import without_blanks
 from hf_accum_fix.accumulation.window import count_dtype, total_items
 from hf_accum_fix.engine import is_sharded
-from hf_accum_fix.errors import SeamError
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.live import data_ranks, head_name, place
+from hf_accum_fix.overrides.live import data_ranks, head_name, place, remakes_inputs
 from hf_accum_fix.overrides.routing import count_routing, router_loss_depends_on_the_cut
 from hf_accum_fix.overrides.session import Session, Window, busy, session_of
 from hf_accum_fix.overrides.settling import settle_contract
@@ -34,7 +36,6 @@ def get_batch_samples(
     session = session_of(trainer, options)
     if not enabled() or "get_batch_samples" in session.busy:
         return wrapped(*args, **kwargs)
-    averaged = getattr(trainer.args, "average_tokens_across_devices", False)
     with busy(session, "get_batch_samples"):
         # Upstream's own gather would be a second collective, and one that a rank without micro-batches does not join.
         trouble: Exception | None = None
@@ -44,14 +45,55 @@ def get_batch_samples(
         except Exception as error:
             # Raised as soon as the other ranks know.
             fetched, upstream_number, trouble = [], None, error
+        if session.deferred is not None and trouble is None:
+            # The trainer's own method may hand on another batch than it was given: what it returns is counted.
+            session.deferred.append(upstream_number)
+            return fetched, upstream_number
         window = open_window(trainer, session, without_blanks(fetched), upstream_number, options, trouble)
+    return fetched, _number_of(trainer, session, window, upstream_number)
+
+
+def _number_of(trainer: Any, session: Session, window: Window, upstream_number: Any) -> Any:
+    """What a ``compute_loss`` is handed as the number of items."""
     contract = session.contract
     assert contract is not None
     if contract.items is None:
-        return fetched, upstream_number
-    # A trainer that scales by itself multiplies by W only where it averages tokens across devices.
-    owned = contract.owned_by_trainer and not averaged
-    return fetched, window.total / window.cut.world_size if owned else window.total.long()
+        return upstream_number
+    if not contract.owned_by_trainer:
+        return window.total.long()
+    # A trainer that scales by itself multiplies by W; if that was not seen, where it averages tokens across devices.
+    multiplies = contract.takes_world_size
+    if multiplies is None:
+        multiplies = getattr(trainer.args, "average_tokens_across_devices", False)
+    return window.total.long() if multiplies else window.total / window.cut.world_size
+
+
+@contextmanager
+def counted_as_returned(trainer: Any, options: Options) -> Iterator[None]:
+    """Count what a ``get_batch_samples`` of the trainer's own returns, not what it was given."""
+    own = getattr(trainer, "get_batch_samples", None)
+    defining = next((cls for cls in type(trainer).__mro__ if "get_batch_samples" in vars(cls)), None)
+    if own is None or defining is None or defining.__module__ in ("hf_accum_fix.trainer", Trainer.__module__):
+        yield
+        return
+
+    def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
+        session = session_of(trainer, options)
+        session.deferred = []
+        try:
+            result = own(*args, **kwargs)
+            reached = session.deferred
+        finally:
+            session.deferred = None
+        if not reached or not isinstance(result, tuple) or len(result) != 2:
+            return result
+        fetched, number = result
+        window = open_window(trainer, session, without_blanks(fetched), reached[-1], options)
+        # A number of the trainer's own stays.
+        return fetched, _number_of(trainer, session, window, number) if number is reached[-1] else number
+
+    with shadow(trainer, "get_batch_samples", get_batch_samples):
+        yield
 
 
 def open_window(
@@ -63,15 +105,17 @@ def open_window(
     trouble: Exception | None = None,
 ) -> Window:
     """Count the window whose micro-batches are about to be run, or raise what kept this rank from fetching it."""
-    if session.window is not None and session.window.batches and session.window.steps_run == 0:
-        raise SeamError(
-            f"no micro-batch of the last window came through Trainer.training_step: {type(trainer).__name__} overrides "
-            "it without calling super(), so nothing would be mended; call super().training_step, or revert()"
-        )
     _mark_state(trainer, session)
+    session.windows += bool(batches)
     contract = settle_contract(trainer, session, batches, options, trouble)
     routing, trouble = count_routing(trainer, session, contract, batches, options, trouble)
-    session.window = window = _counted(trainer, contract, batches, upstream_number, trouble, session.router, routing)
+    flag = session.differs if contract.made_of is not None and not session.corrects else None
+    session.window = window = _counted(
+        trainer, contract, batches, upstream_number, trouble, session.router, routing, differs=flag
+    )
+    session.corrects = session.corrects or window.differs
+    if contract.made_of is not None or remakes_inputs(trainer):
+        window.certificate = Certificate(contract)
     if contract.items is not None and batches:
         _note_empty(session, window.total)
     if options.balance_windows and router_loss_depends_on_the_cut(session):
@@ -91,6 +135,8 @@ def _counted(
     trouble: Exception | None = None,
     router: RouterLoss | None = None,
     routing: Tensor | None = None,
+    *,
+    differs: bool | None = None,
 ) -> Window:
     """The window with its items counted over all ranks, by the one collective of an optimizer step.
 
@@ -113,11 +159,16 @@ def _counted(
         sums = torch.stack([total, number, *ranks.marks(runs, trouble, zero)])
         if routing is not None:
             sums = torch.cat([sums, routing])
+        if differs is not None:
+            sums = torch.cat([sums, zero[None] + differs])
         sums = trainer.accelerator.reduce(sums, reduction="sum")
         suspects = len(batches) < trainer.args.gradient_accumulation_steps
         ranks.check_marks(sums[2:5], runs, trouble, fetched=len(batches), suspects=suspects, **place(trainer))
         # Tensor-parallel ranks hold the same samples, and have all counted them.
         copies = world_size // data
+        if differs is not None:
+            # Read only where that waits for no device: there it is never set on another.
+            differs, sums = device.type == "cpu" and bool(sums[-1]), sums[:-1]
         total, number, routing = sums[0] / copies, sums[1], sums[5:] / copies
     elif trouble is not None:
         raise trouble
@@ -125,7 +176,7 @@ def _counted(
     if router is not None and routing is not None:
         router.settle(routing, cut.micro_batches, cut.world_size)
     counted = None if upstream_number is None else number
-    return Window(batches, counts, total, cut, counted)
+    return Window(batches, counts, total, cut, counted, differs=bool(differs) and world_size > 1)
 
 
 def _mark_state(trainer: Any, session: Session) -> None:

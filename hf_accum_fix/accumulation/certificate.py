@@ -1,0 +1,114 @@
+"""Hold what was observed of a loss against every micro-batch that is trained, on the device and without waiting.
+
+For a loss that is made of loss calls (`Composition`) two things are kept of each micro-batch: the items that its calls
+counted, beside the items that the rule counted before the window was run; and what of the loss is not made of the
+calls. The window is exact if that rest is the same in all micro-batches (nothing, or a penalty), and if the items seen
+are the items predicted. Where they differ, the gradient is ``N seen / N predicted`` times the right one, and can be
+divided by that before the optimizer sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.loss_calls import LossCall
+from hf_accum_fix.accumulation.window import count_dtype
+
+
+@dataclass
+class Certificate:
+    """What the micro-batches of one window on one rank have shown.
+
+    Attributes:
+        contract: what was observed of the loss.
+        changed: what a micro-batch did that the observation did not show, in words; empty: nothing that can be told
+            without reading the device.
+    """
+
+    contract: LossContract
+    changed: str = ""
+    _seen: list[Tensor] = field(default_factory=list)
+    _predicted: list[Tensor] = field(default_factory=list)
+    _rests: list[Tensor] = field(default_factory=list)
+    _losses: list[Tensor] = field(default_factory=list)
+    _unequal: list[Tensor] = field(default_factory=list)
+    _added: list[Tensor] = field(default_factory=list)
+
+    def items(self, calls: Sequence[LossCall], predicted: Tensor) -> Tensor:
+        """Items that the calls of one micro-batch reduced over, 0-dim; ``predicted`` where they do not tell."""
+        made_of = self.contract.made_of
+        if made_of is None or len(calls) != len(made_of.factors):
+            if made_of is not None:
+                self.changed = f"{len(calls)} loss calls in a micro-batch, {len(made_of.factors)} when it was observed"
+            return predicted
+        counts = [
+            torch.as_tensor(call.items, device=predicted.device).to(predicted.dtype)
+            for call, factor in zip(calls, made_of.factors, strict=True)
+            if factor
+        ]
+        self._unequal.extend(count != counts[0] for count in counts[1:])
+        # Without a target one dummy is run, and weighs nothing.
+        return (counts[0] / made_of.per_item) * (predicted > 0)
+
+    def note_items(self, seen: Tensor, predicted: Tensor) -> None:
+        """Take the items of one micro-batch, as its loss and as the rule counted them."""
+        self._seen.append(seen)
+        self._predicted.append(predicted)
+
+    def note_loss(self, loss: Tensor, calls: Sequence[LossCall], number: Tensor | None) -> None:
+        """Take what of a loss is not made of its calls.
+
+        Args:
+            loss: 0-dim, without router terms and before it is weighed.
+            calls: of its forward.
+            number: what it divides by; None: nothing.
+        """
+        made_of = self.contract.made_of
+        if made_of is None or len(calls) != len(made_of.factors):
+            return
+        loss = loss.detach()
+        rest = loss
+        for call, factor in zip(calls, made_of.factors, strict=True):
+            if factor:
+                value = call.value if call.reduction != "none" else call.value / call.items
+                value = value if number is None else value / number
+                rest = rest - (value if factor == 1.0 else value * factor)
+        self._rests.append(rest)
+        self._losses.append(loss)
+
+    def note_override(self, loss: Tensor, base: Tensor, factor: float, *, constant: bool) -> None:
+        """Take what a trainer's own ``compute_loss`` made of the base's loss: ``factor`` times it, and a constant."""
+        loss = loss.detach()
+        rest = loss - base.detach() * factor
+        if constant:
+            # The same in every micro-batch of a window, while the parameters stay.
+            self._added.append(rest)
+            rest = rest - self._added[0]
+        self._unequal.append(rest.abs() > _tolerance(rest.dtype) * loss.abs())
+
+    def counts(self, device: torch.device) -> Tensor:
+        """Items seen, and items predicted, of this rank's window: [2] on ``device``."""
+        if not self._seen:
+            return torch.zeros(2, dtype=count_dtype(device), device=device)
+        return torch.stack([torch.stack(self._seen).sum(), torch.stack(self._predicted).sum()]).to(device)
+
+    def broken(self) -> Tensor | None:
+        """Whether the loss was made in another way than observed: 0-dim bool on the device; None: nothing was seen."""
+        flags = [flag.any() for flag in self._unequal]
+        if self._rests:
+            rests, losses = (torch.stack([each.float() for each in some]) for some in (self._rests, self._losses))
+            constant = self.contract.made_of is not None and self.contract.made_of.rest
+            spread = rests.max() - rests.min() if constant else rests.abs().max()
+            # A micro-batch without a finite loss shows nothing.
+            flags.append(spread > _tolerance(self._losses[0].dtype) * losses.abs().max())
+        return torch.stack([flag.reshape(()) for flag in flags]).any() if flags else None
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Relative, of one loss computed twice."""
+    return 2e-2 if dtype.itemsize < 4 else 1e-5 if dtype.itemsize == 4 else 1e-9

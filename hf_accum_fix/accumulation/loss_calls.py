@@ -1,0 +1,164 @@
+"""See the loss functions of torch that a forward calls: their value, and the items that they reduced over.
+
+Inside `watchable` ``torch.nn.functional``'s loss functions are thin wrappers that tell a listening `LossCalls` of each
+call. Nothing is read from the device, and no other operation is looked at. Heads, ``nn.CrossEntropyLoss`` and the library's
+``fixed_cross_entropy`` all look these functions up in that module when they call them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from threading import local
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+#: The functions that are seen; what a mean divides by is `_divisor`.
+_LOSSES = (
+    "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "ctc_loss", "kl_div",
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "gaussian_nll_loss", "poisson_nll_loss",
+    "cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss", "multi_margin_loss",
+    "multilabel_margin_loss", "multilabel_soft_margin_loss", "soft_margin_loss", "triplet_margin_loss",
+)  # fmt: skip
+#: Classes stand beside the samples, so that a mean divides by weights of the targets.
+_BY_CLASS = ("cross_entropy", "nll_loss")
+#: One value for each sample whatever the shape of its target.
+_BY_SAMPLE = (
+    "ctc_loss", "cosine_embedding_loss", "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss",
+    "triplet_margin_loss",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """One call of a loss function of torch.
+
+    Attributes:
+        reduction: "mean" or "sum"; "none" where it returned a loss for each item, whose sum is ``value``.
+        value: 0-dim, what it returned, without gradient.
+        items: what a mean divides by: valid targets, samples or elements; the sum of the targets' weights where
+            classes are weighted. A tensor is 0-dim, and not read.
+        weighted: whether classes are weighted.
+        ignore_index: None for losses that have none.
+    """
+
+    reduction: str
+    value: Tensor
+    items: Tensor | int
+    weighted: bool
+    ignore_index: int | None
+
+
+class LossCalls(AbstractContextManager["LossCalls"]):
+    """Note the loss calls that this thread makes inside a ``with`` block; `watchable` has to be around it.
+
+    Attributes:
+        seen: the calls, in order.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[LossCall] = []
+
+    def __enter__(self) -> LossCalls:
+        """Listen, instead of whoever listens outside."""
+        self._outer = getattr(_THREAD, "listener", None)
+        _THREAD.listener = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let whoever listens outside go on."""
+        _THREAD.listener = self._outer
+
+    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+        given = {**_DEFAULTS[name], **dict(zip(_NAMES[name], args, strict=False)), **kwargs}
+        reduction = given.get("reduction", "mean")
+        size_average, reduce = given.get("size_average"), given.get("reduce")
+        if size_average is not None or reduce is not None:
+            # The spelling of torch before 1.0, which the function itself translates.
+            reduction = "none" if reduce is False else ("mean" if size_average in (None, True) else "sum")
+        if out.ndim > 0 and reduction != "none":
+            return
+        items: Tensor | int
+        target = given.get("target")
+        ignore_index: int | None = None
+        weighted = False
+        if reduction == "batchmean":
+            reduction, items = "mean", len(given["input"])
+        elif name in _BY_CLASS and isinstance(target, Tensor) and not target.is_floating_point():
+            ignore_index = given["ignore_index"]
+            valid = target != ignore_index
+            items = valid.sum()
+            if given.get("weight") is not None:
+                weighted = True
+                items = (given["weight"].detach()[target.clamp(min=0)] * valid).sum()
+        elif name in _BY_CLASS:
+            items = given["input"].numel() // given["input"].shape[1 if given["input"].ndim > 1 else 0]
+        elif name == "ctc_loss":
+            items = torch.as_tensor(given["target_lengths"]).numel()
+        elif name in _BY_SAMPLE:
+            items = len(first) if isinstance(first := next(iter(given.values())), Tensor) and first.ndim else 1
+        else:
+            items = (out if reduction == "none" else next(iter(given.values()))).numel()
+        value = out.detach()
+        self.seen.append(LossCall(reduction, value.sum() if value.ndim else value, items, weighted, ignore_index))
+
+
+@contextmanager
+def watchable() -> Iterator[None]:
+    """Put thin wrappers in the place of torch's loss functions, so that `LossCalls` can note them.
+
+    Inside another such block nothing happens. A wrapper that somebody else puts around ours stays.
+    """
+    before = {name: getattr(F, name) for name in _LOSSES}
+    ours = {name: _noted(name, function) for name, function in before.items() if function not in _WRAPPERS.values()}
+    try:
+        for name, wrapper in ours.items():
+            setattr(F, name, wrapper)
+        yield
+    finally:
+        for name, wrapper in ours.items():
+            if getattr(F, name) is wrapper:
+                setattr(F, name, before[name])
+
+
+def _noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The wrapper of a function: always the same one, so that a compiled caller's guard on it holds."""
+    if function in _WRAPPERS:
+        return _WRAPPERS[function]
+
+    @wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        # A compiled caller must not be broken in two: what it calls is not seen.
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        listener = getattr(_THREAD, "listener", None)
+        if listener is None:
+            return function(*args, **kwargs)
+        # Under a function mode the call comes back to us once more, by its name.
+        _THREAD.listener = None
+        try:
+            out = function(*args, **kwargs)
+        finally:
+            _THREAD.listener = listener
+        if isinstance(out, Tensor):
+            listener._note(name, args, kwargs, out)
+        return out
+
+    _WRAPPERS[function] = noted
+    return noted
+
+
+_THREAD = local()
+_WRAPPERS: dict[Callable[..., Any], Callable[..., Any]] = {}
+_SIGNATURES = {name: inspect.signature(getattr(F, name)) for name in _LOSSES}
+_NAMES = {name: tuple(signature.parameters) for name, signature in _SIGNATURES.items()}
+_DEFAULTS = {
+    name: {key: each.default if each.default is not each.empty else None for key, each in signature.parameters.items()}
+    for name, signature in _SIGNATURES.items()
+}

@@ -1,0 +1,232 @@
+"""Run code as if it had not been run: put back the tensors, Python values and random generators that it changes.
+
+Two kinds of state are kept, each in the way that costs least:
+
+- *tensors*, whoever holds them: a dispatch mode sees every in-place operation before it runs and copies the storage it
+  is about to write to, unless that storage was made inside. A model that changes nothing is never copied.
+- *Python values*: attributes and containers reachable from the given objects (modules, a trainer, its meters) are noted
+  before and put back, shallowly, where they differ; generators that are found among them get their state back.
+
+What stays out of sight: globals and closures of the code that is run, and whatever it sends elsewhere.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+#: Containers with more elements than this hold data: their elements are not followed.
+_MOST_ELEMENTS = 1000
+
+_ABSENT = object()
+_DICTS = (dict, defaultdict, OrderedDict, Counter)
+_SEQUENCES = (list, deque)
+#: Packages whose objects are machinery, not state that a loss notes something on.
+_MACHINERY = frozenset(
+    {"accelerate", "datasets", "deepspeed", "hf_accum_fix", "numpy", "tokenizers", "torch", "transformers", "wrapt"}
+) | (sys.stdlib_module_names - {"__main__"})
+#: Of those, the objects that a loss does note something on.
+_NOTED_ON = frozenset({"TrainerState", "TrainerControl", "TrainingArguments", "Seq2SeqTrainingArguments", "SimpleNamespace"})
+
+
+class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside a ``with`` block state may change; `restore`, and the end of the block, put it back.
+
+    Args:
+        model: whose modes, buffers, parameters, generators and Python attributes are kept.
+        others: further objects whose attributes are kept, such as a trainer.
+        leave: objects that are not followed, such as data sets.
+        sharded: an engine moves the parameters in every forward, and keeps notes on the modules: only buffers, modes
+            and what hangs on ``others`` are kept.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, model: nn.Module, *others: object, leave: Iterable[object] = (), sharded: bool = False
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        modules = list(model.modules())
+        self._modes = [(module, module.training) for module in modules]
+        self._buffers = [
+            (module._buffers, name, buffer, buffer.detach().clone())
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._sharded = sharded
+        self._data = [] if sharded else [(parameter, parameter.data) for parameter in model.parameters()]
+        self._made_inside: set[int] = set()
+        self._written: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._undo = _noted(others if sharded else (*modules, *others), leave, follow_modules=not sharded)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Copy what ``func`` is about to write to, once a storage; note what it makes."""
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if schema is None:
+            return func(*args, **kwargs)
+        if schema.is_mutable:
+            given = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
+            for argument in schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._keep(given.get(argument.name))
+        out = func(*args, **kwargs)
+        returned = out if isinstance(out, (tuple, list)) else (out,)
+        for each, declared in zip(returned, schema.returns, strict=False):
+            if declared.alias_info is None:
+                self._made_inside.update(map(_address, _plain(each)))
+        return out
+
+    def restore(self) -> None:
+        """Put everything back as it was when this was made."""
+        with torch.no_grad():
+            for storage, content in self._written.values():
+                if storage.nbytes() == content.nbytes():
+                    storage.copy_(content, False)
+            for undo in self._undo:
+                undo()
+            for holder, name, buffer, before in self._buffers:
+                holder[name] = buffer
+                # BatchNorm changes its statistics by an operation that does not say so.
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+            for parameter, data in self._data:
+                if parameter.data_ptr() != data.data_ptr():
+                    parameter.data = data
+        for module, training in self._modes:
+            module.training = training
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        """Restore, also after an error."""
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        self.restore()
+
+    def _keep(self, value: Any) -> None:
+        if self._sharded:
+            return
+        for tensor in _plain(value):
+            address = _address(tensor)
+            if address not in self._made_inside and address not in self._written:
+                storage = tensor.untyped_storage()
+                self._written[address] = (storage, storage.clone())  # type: ignore[no-untyped-call]
+
+
+def _plain(value: Any) -> list[Tensor]:
+    """The tensors in a value that have a storage of their own: no wrappers such as DTensor."""
+    return [each for each in tree_leaves(value) if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided]
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def python_state_kept(*roots: object, leave: Iterable[object] = ()) -> ExitStack:
+    """A context that puts back the attributes and containers reachable from some objects; tensors are not looked at."""
+    stack = ExitStack()
+    for undo in _noted(roots, leave):
+        stack.callback(undo)
+    return stack
+
+
+def _noted(
+    roots: Iterable[object], leave: Iterable[object], *, follow_modules: bool = True
+) -> list[Callable[[], object]]:
+    """What puts back the state of everything reachable from the roots."""
+    seen = {id(each) for each in leave}
+    undo: list[Callable[[], object]] = []
+    pending = list(roots)
+    rooted = {id(root) for root in pending}
+    while pending:
+        each: Any = pending.pop()
+        if isinstance(each, (str, int, float, bool, bytes, type(None), Tensor)) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        kind = type(each)
+        if kind in _DICTS:
+            undo.append(_dict_kept(each))
+            if len(each) <= _MOST_ELEMENTS:
+                pending.extend(each.values())
+        elif kind in _SEQUENCES:
+            undo.append(_sequence_kept(each))
+            if len(each) <= _MOST_ELEMENTS:
+                pending.extend(each)
+        elif kind is set:
+            undo.append(_set_kept(each))
+        elif kind is tuple:
+            pending.extend(each[:_MOST_ELEMENTS])
+        elif isinstance(each, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
+            undo.append(_generator_kept(each))
+        elif id(each) in rooted or (follow_modules if isinstance(each, nn.Module) else _holds_state(each)):
+            attributes = vars(each)
+            undo.append(_dict_kept(attributes))
+            pending.extend(attributes.values())
+    return undo
+
+
+def _holds_state(value: object) -> bool:
+    kind = type(value)
+    if isinstance(value, type) or not hasattr(value, "__dict__") or callable(getattr(kind, "__get__", None)):
+        return False
+    return kind.__name__ in _NOTED_ON or kind.__module__.partition(".")[0] not in _MACHINERY
+
+
+def _dict_kept(value: dict[Any, Any]) -> Callable[[], object]:
+    before = dict(value)
+
+    def undo() -> None:
+        same = len(value) == len(before) and all(value.get(key, _ABSENT) is kept for key, kept in before.items())
+        if not same:
+            value.clear()
+            value.update(before)
+
+    return undo
+
+
+def _sequence_kept(value: Any) -> Callable[[], object]:
+    before = list(value)
+
+    def undo() -> None:
+        if len(value) != len(before) or any(one is not other for one, other in zip(value, before, strict=True)):
+            value.clear()
+            value.extend(before)
+
+    return undo
+
+
+def _set_kept(value: set[Any]) -> Callable[[], object]:
+    before = set(value)
+
+    def undo() -> None:
+        if value != before:
+            value.clear()
+            value.update(before)
+
+    return undo
+
+
+def _generator_kept(value: Any) -> Callable[[], object]:
+    if isinstance(value, torch.Generator):
+        before = value.get_state()
+        return lambda: value.set_state(before)
+    if isinstance(value, random.Random):
+        state = value.getstate()
+        return lambda: value.setstate(state)
+    if isinstance(value, np.random.RandomState):
+        words = value.get_state(legacy=False)
+        return lambda: value.set_state(words)
+    bits = value.bit_generator
+    kept = bits.state
+    return lambda: setattr(bits, "state", kept)
