@@ -35,11 +35,11 @@ def _of(model: type[nn.Module], **changes: Any) -> Head:
 
 
 def no_further_off(case: Case, cut: Cut, wanted: Mapping[str, Tensor] | None = None, **arguments: Any) -> None:
+    """Nor refused: nothing is wrong with what is trained here."""
     wanted = full_batch(case) if wanted is None else wanted
     stock, patched = (run(case, cut, path, **arguments) for path in ("stock", "apply"))
-    if not patched.refused:
-        ours, theirs = patched.error(wanted), stock.error(wanted)
-        assert ours <= theirs * (1 + 1e-6) + case.floor
+    ours, theirs = patched.error(wanted), stock.error(wanted)
+    assert ours <= theirs * (1 + 1e-6) + case.floor
 
 
 def stocks_bits(case: Case, cut: Cut, **arguments: Any) -> None:
@@ -105,6 +105,14 @@ class Picky(TokenModel):
         return self.mean(input_ids, labels)
 
 
+class PickyByNumber(Picky):
+    def forward(self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        out = super().forward(input_ids, labels)
+        if num_items_in_batch is None:
+            return out
+        return {"loss": shifted_cross_entropy(out["logits"], labels, reduction="sum") / num_items_in_batch}
+
+
 def _with_unreadable(*places: int) -> list[Sample]:
     samples = text() * 2
     return [
@@ -124,14 +132,32 @@ def test_a_step_that_forgives_is_stock_uncut(places: tuple[int, ...]) -> None:
     stocks_bits(case, (2, 1), steps=8, samples=_with_unreadable(*places), learning_rate=0.1)
 
 
-@pytest.mark.parametrize("trainer", [LeavesOut, Forgiving])
+UNREADABLE = _with_unreadable(0, 4, 8, 9, 10)
+
+
 @pytest.mark.parametrize("cut", [PAIRS, SINGLES], ids=["2x4", "1x8"])
-def test_a_step_that_leaves_micro_batches_out_goes_on(trainer: type[Trainer], cut: Cut) -> None:
-    case = Case("goes-on", _of(Picky), trainer)
-    samples = _with_unreadable(0, 4, 8, 9, 10)
-    patched = run(case, cut, "apply", steps=2, samples=samples, learning_rate=0.1)
-    assert patched.refused or patched.raised is None
-    assert patched.refused or not patched.exact
+@pytest.mark.parametrize(
+    "case",
+    [Case("leaves-out", DROPS, LeavesOut), Case("forgiving", _of(Picky), Forgiving)],
+    ids=lambda case: case.name,
+)
+def test_a_step_that_leaves_micro_batches_out_goes_on(case: Case, cut: Cut) -> None:
+    patched = run(case, cut, "apply", steps=2, samples=UNREADABLE, learning_rate=0.1)
+    assert patched.raised is None
+
+
+@pytest.mark.parametrize("cut", [PAIRS, SINGLES], ids=["2x4", "1x8"])
+@pytest.mark.parametrize(
+    "case",
+    [Case("leaves-out", NUMBER, LeavesOut), Case("forgiving", _of(PickyByNumber), Forgiving)],
+    ids=lambda case: case.name,
+)
+def test_the_sum_of_what_is_left_is_over_the_number_as_in_stock(case: Case, cut: Cut) -> None:
+    stock, patched = (
+        run(case, cut, path, steps=2, samples=UNREADABLE, learning_rate=0.1) for path in ("stock", "apply")
+    )
+    ours = patched.error(stock.change)
+    assert ours <= case.floor
 
 
 @pytest.mark.parametrize("trainer", [LeavesOut, Forgiving])
@@ -150,9 +176,20 @@ class Nested(TokenModel):
 
 
 class Takes(TokenModel):
-    """Whatever comes beside its tokens."""
+    """Something beside its tokens: one for each sample, three numbers for all of them, or how many there are."""
 
-    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Any = None,
+        each: Any = None,
+        three: Any = None,
+        rows: Any = None,
+        attention_mask: Any = None,
+    ) -> Any:
+        assert each is None or len(each) == len(input_ids)
+        assert three is None or len(three) == 3
+        assert rows is None or rows == len(input_ids)
         return self.mean(input_ids, labels)
 
 
@@ -188,27 +225,44 @@ def _positions(samples: Sequence[Sample]) -> Batch:
     return {**batch, "position_ids": torch.arange(width).expand(3, rows, width).clone()}
 
 
+def _ahead(**found: Any) -> Any:
+    """The same, before the tokens."""
+
+    def batch(samples: Sequence[Sample]) -> Batch:
+        return {**{key: make(samples) for key, make in found.items()}, **collate(samples)}
+
+    return batch
+
+
+def _arrays_of_objects(samples: Sequence[Sample]) -> Any:
+    return np.array([{"of": len(sample["labels"])} for sample in samples], dtype=object)
+
+
 SHAPES = {
-    "tuple-a-sample": _of(Takes, collate=_beside(names=lambda samples: [(i, "name") for i, _ in enumerate(samples)])),
-    "tuple-of-samples": _of(Takes, collate=_beside(names=lambda samples: tuple(str(i) for i, _ in enumerate(samples)))),
-    "array-a-sample": _of(Takes, collate=_beside(sizes=lambda samples: [np.ones(2) for _ in samples])),
-    "array-of-samples": _of(Takes, collate=_beside(sizes=lambda samples: np.ones((len(samples), 2)))),
-    "array-of-objects": _of(
-        Takes, collate=_beside(names=lambda samples: np.array([{"a": 1} for _ in samples], dtype=object))
-    ),
-    "number": _of(Takes, collate=_beside(rows=len)),
-    "nested": _of(Nested, collate=_nested),
-    "nested-labels-first": _of(Nested, collate=_nested_labels_first),
-    "three-numbers": _of(Takes, collate=_beside(sizes=lambda samples: torch.tensor([0.1, 0.2, 0.3]))),
-    "three-positions": _of(ThreePositions, collate=_positions),
+    "tuple-a-sample": _beside(each=lambda samples: [(i, "name") for i, _ in enumerate(samples)]),
+    "tuple-of-samples": _beside(each=lambda samples: tuple(str(i) for i, _ in enumerate(samples))),
+    "tuple-of-samples-ahead": _ahead(each=lambda samples: tuple(str(i) for i, _ in enumerate(samples))),
+    "array-a-sample": _beside(each=lambda samples: [np.ones(2) for _ in samples]),
+    "array-of-samples": _beside(each=lambda samples: np.ones((len(samples), 2))),
+    "array-of-objects": _beside(each=_arrays_of_objects),
+    "tensors-of-any-size": _beside(each=lambda samples: [sample["input_ids"][None] for sample in samples]),
+    "number": _beside(rows=len),
+    "three-numbers": _beside(three=lambda samples: torch.tensor([0.1, 0.2, 0.3])),
+    "three-numbers-in-a-list": _beside(three=lambda samples: [0.1, 0.2, 0.3]),
+    "three-numbers-in-a-tuple-ahead": _ahead(three=lambda samples: (0.1, 0.2, 0.3)),
+    "nested": _nested,
+    "nested-labels-first": _nested_labels_first,
+    "three-positions": _positions,
 }
+MODELS = {"nested": Nested, "nested-labels-first": Nested, "three-positions": ThreePositions}
 
 
 @pytest.mark.parametrize("cut", [(6, 1), (3, 2), (1, 6)], ids=lambda cut: f"{cut[0]}x{cut[1]}")
 @pytest.mark.parametrize("name", SHAPES)
 def test_batches_of_any_shape_train(name: str, cut: Cut) -> None:
     """Six samples, as micro-batches of three rows are where three numbers look like rows."""
-    case = Case(name, dataclasses.replace(SHAPES[name], samples=text()[:6]), Ordered)
+    head = _of(MODELS.get(name, Takes), collate=SHAPES[name], samples=text()[:6])
+    case = Case(name, head, Ordered)
     no_further_off(case, cut)
     if cut[1] == 1:
         stocks_bits(case, cut)
@@ -292,13 +346,14 @@ def test_a_list_of_data_is_not_copied(tmp_path: Path) -> None:
     def batch(listed: Sequence[Any]) -> Batch:
         return collate([{key: torch.tensor(value) for key, value in sample.items()} for sample in listed])
 
-    LooksAtItsData.data, LooksAtItsData.same = samples, ()
-    with hf_accum_fix.apply():
-        LooksAtItsData(
-            model=NUMBER.build(), args=training_arguments(tmp_path), train_dataset=samples, data_collator=batch
-        ).train()
-    assert len(LooksAtItsData.same) > 3 * 4
-    assert all(LooksAtItsData.same)
+    for path in ("stock", "apply"):
+        LooksAtItsData.data, LooksAtItsData.same = samples, ()
+        with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext():
+            LooksAtItsData(
+                model=NUMBER.build(), args=training_arguments(tmp_path), train_dataset=samples, data_collator=batch
+            ).train()
+        assert len(LooksAtItsData.same) >= 3 * 4
+        assert all(LooksAtItsData.same), path
 
 
 # --- arguments and checkpoints ---------------------------------------------------------------------------------------
