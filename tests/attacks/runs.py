@@ -1,0 +1,191 @@
+"""One training of a trainer of somebody else's, stock and patched, beside full-batch steps in plain torch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+import hf_accum_fix
+from hf_accum_fix.errors import AccumFixError
+from hf_accum_fix.overrides.session import SESSION
+from tests.numerics.heads import Batch, Head, Sample
+from tests.numerics.parity import Recorder, Step, trainable, training_arguments
+
+#: Samples of a micro-batch x micro-batches of a window: eight samples a step on one rank.
+Cut = tuple[int, int]
+WHOLE, HALVES, PAIRS, SINGLES = (8, 1), (4, 2), (2, 4), (1, 8)
+
+#: Relative error of a parameter change that rounding in float64 leaves at most.
+FLOOR = 1e-9
+
+#: The loss of a batch as the full batch has it.
+FullLoss = Callable[[nn.Module, Batch], Tensor]
+
+
+class Ordered(Trainer):
+    """Takes the samples in their order."""
+
+    _get_train_sampler = Recorder._get_train_sampler
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Case:
+    """A trainer of somebody else's with what it trains.
+
+    Attributes:
+        head: model, samples and collator.
+        trainer: an `Ordered` one.
+        loss: of the full batch; None: what the model returns for it.
+        given: further arguments of the trainer.
+        arguments: further TrainingArguments.
+        cuts: where it means the same thing at every one of them.
+        right_uncut: the stock Trainer is right where the batch is not cut.
+        floor: relative error that rounding leaves; larger where the library computes in float32.
+    """
+
+    name: str
+    head: Head
+    trainer: type[Trainer]
+    loss: FullLoss | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    cuts: tuple[Cut, ...] = (PAIRS, SINGLES)
+    right_uncut: bool = True
+    floor: float = FLOOR
+
+
+@dataclass(repr=False)
+class Run:
+    """What a training made of its model, or what it raised.
+
+    Attributes:
+        change: of each parameter.
+        parameters: afterwards.
+        raised: by ``train()``.
+        exact: what the observed contract calls itself; None: nothing was observed.
+        warned: by this package.
+        history: the log.
+    """
+
+    change: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    raised: Exception | None
+    exact: bool | None
+    warned: list[str]
+    history: list[dict[str, Any]]
+    trainer: Any
+
+    @property
+    def moved(self) -> bool:
+        """Whether any parameter is not what it was."""
+        return any(bool(change.any()) for change in self.change.values())
+
+    @property
+    def refused(self) -> bool:
+        """Whether the package said no while everything was as before."""
+        return isinstance(self.raised, AccumFixError) and not self.moved
+
+    def error(self, change: Mapping[str, Tensor]) -> float:
+        """Relative, of the parameter change."""
+        if self.raised is not None:
+            raise AssertionError(f"training ended with {type(self.raised).__name__}") from self.raised
+        return Step(self.change, 0.0, 0.0).error(Step(dict(change), 0.0, 0.0))
+
+    def same_bits(self, other: Run) -> bool:
+        if self.raised is not None:
+            raise AssertionError(f"training ended with {type(self.raised).__name__}") from self.raised
+        return all(torch.equal(self.parameters[name], value) for name, value in other.parameters.items())
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    kept, logger = _Kept(), logging.getLogger("hf_accum_fix")
+    logger.addHandler(kept)
+    try:
+        yield kept.messages
+    finally:
+        logger.removeHandler(kept)
+
+
+def run(
+    case: Case, cut: Cut, path: str, *, steps: int = 1, samples: Sequence[Sample] | None = None, **arguments: Any
+) -> Run:
+    """Train: path is "stock" or "apply"; what is raised is kept, so that it can be seen what moved before."""
+    per_device, accumulate = cut
+    data = list(case.head.samples) * steps if samples is None else list(samples)
+    with tempfile.TemporaryDirectory() as output:
+        args = training_arguments(
+            Path(output),
+            per_device,
+            accumulate,
+            max_steps=steps,
+            **{**case.head.arguments, **case.arguments, **arguments},
+        )
+        torch.manual_seed(0)
+        raised: Exception | None = None
+        with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext(), _warnings() as warned:
+            trainer: Any = case.trainer(
+                model=case.head.build(), args=args, train_dataset=data, data_collator=case.head.batch, **case.given
+            )
+            before = trainable(trainer.model)
+            try:
+                trainer.train()
+            except Exception as error:
+                if path == "stock":
+                    raise
+                raised = error
+    after = trainable(trainer.model)
+    contract = getattr(trainer.__dict__.get(SESSION), "contract", None)
+    return Run(
+        {name: after[name] - value for name, value in before.items()},
+        after,
+        raised,
+        None if contract is None else contract.exact,
+        warned,
+        trainer.state.log_history,
+        trainer,
+    )
+
+
+@functools.cache
+def once(case: Case, cut: Cut, path: str, steps: int = 1) -> Run:
+    """`run`, kept for the tests that look at the same training."""
+    return run(case, cut, path, steps=steps)
+
+
+@functools.cache
+def full_batch(case: Case, steps: int = 1) -> dict[str, Tensor]:
+    """The parameter change of steps over the full batch, in plain torch."""
+    torch.manual_seed(0)
+    model = case.head.build()
+    model.train()
+    before = trainable(model)
+    for _ in range(steps):
+        batch = case.head.batch(case.head.samples)
+        loss = case.head.reference_loss(model, batch) if case.loss is None else case.loss(model, batch)
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= parameter.grad
+    return {name: value - before[name] for name, value in trainable(model).items()}

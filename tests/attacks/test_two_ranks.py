@@ -1,0 +1,72 @@
+"""The two rules on two real gloo ranks, and ranks that observe a loss which rounds apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_accum_fix.accumulation.agreement import agree
+from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.observe import observe
+from tests.attacks.runs import FLOOR
+from tests.attacks.two_ranks import ROWS
+from tests.faults.launch import torchrun
+from tests.numerics.heads.head import collate
+from tests.numerics.heads.samples import text
+
+#: Stock trains these on: the ranks have different tasks, and nothing is wrong with that.
+NOT_TO_BE_REFUSED = ("other-keys-on-each-rank", "other-tasks-on-each-rank")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By one start of torchrun."""
+    output = tmp_path_factory.mktemp("two_ranks") / "rows.json"
+    done = torchrun("tests.attacks.two_ranks", output)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {row["case"]: row for row in json.loads(output.read_text())}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_two_ranks_are_never_further_off_than_stock(case: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    row = rows[case]
+    if row["refused"] and not case.startswith(NOT_TO_BE_REFUSED):
+        return
+    assert "raised" not in row, row["raised"]
+    assert row["apply"] <= row["stock"] * (1 + 1e-6) + FLOOR
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_what_is_called_exact_on_two_ranks_is_exact(case: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    row = rows[case]
+    assert not row["exact"] or row["apply"] <= FLOOR
+
+
+def _observed(rounding: float) -> LossContract:
+    """Of a trainer's own sum over the number, whose last digits move with labels that it does not use."""
+
+    def call(inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, None]:
+        assert number is not None
+        labels = inputs["labels"][:, 1:]
+        value = inputs["input_ids"][:, 1:].float().sqrt()
+        summed = (value * (labels != -100)).sum()
+        if bool((inputs["labels"][:, 0] != -100).any()):
+            summed = summed * (1 + rounding)
+        return summed / number, None
+
+    window = [collate(text()[start : start + 2]) for start in range(0, 8, 2)]
+    return observe(call, window, nn.Linear(1, 1), device=torch.device("cpu"), passes_number=True, needs_number=True)
+
+
+@pytest.mark.parametrize("rounding", [0.0, 1.2e-7, -1.2e-7, 1e-6])
+def test_ranks_whose_losses_round_apart_observe_the_same(rounding: float) -> None:
+    """22.1141815 on one rank and 22.1141796 on the other are one loss in float32."""
+    here, there = _observed(0.0), _observed(rounding)
+    agreed = agree([here, there])
+    assert agreed.items is not None and agreed.items.shift
+    assert there.items == here.items

@@ -1,0 +1,118 @@
+"""Run by torchrun on two gloo ranks: trainers from the wild, and ranks with different tasks; JSON on rank 0.
+
+torchrun --nproc_per_node 2 -m tests.attacks.two_ranks OUTPUT.json
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.attacks import wild
+from tests.attacks.runs import Case, Cut, Ordered, Run, full_batch, run
+from tests.faults.launch import leave_with
+from tests.numerics.heads import Batch, Sample, TokenModel, seeded
+from tests.numerics.heads.head import Head, collate
+from tests.numerics.heads.samples import text
+from tests.numerics.parity import pass_over_imports
+
+#: Eight samples a step: of a micro-batch x micro-batches on each of two ranks.
+CUTS: tuple[Cut, ...] = ((2, 2), (1, 4))
+
+
+class TwoTasks(TokenModel):
+    """Classes of samples under one key, classes of tokens under another or under the same."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Any = None,
+        labels: Any = None,
+        class_labels: Any = None,
+        token_labels: Any = None,
+    ) -> dict[str, Tensor]:
+        logits = self.logits(input_ids)
+        wanted = next(each for each in (labels, class_labels, token_labels) if each is not None)
+        if wanted.ndim == 2:
+            return {"loss": F.cross_entropy(logits.flatten(0, 1), wanted.flatten())}
+        return {"loss": F.cross_entropy(logits[:, 0], wanted)}
+
+
+def alternately(first: str, second: str) -> list[Sample]:
+    """Classes of samples and of tokens by turns, so that each rank has one kind where a micro-batch is one sample."""
+    return [
+        {"input_ids": sample["input_ids"], **({first: sample["labels"][-1]} if i % 2 else {second: sample["labels"]})}
+        for i, sample in enumerate(text(lengths=(9,) * 8))
+    ]
+
+
+def in_common(samples: Sequence[Sample]) -> Batch:
+    keys = set(samples[0]).intersection(*samples)
+    if len({sample["labels"].ndim for sample in samples if "labels" in sample}) > 1:
+        keys.discard("labels")
+    return collate([{key: sample[key] for key in sample if key in keys} for sample in samples])
+
+
+def one_by_one(samples: Sequence[Sample]) -> Any:
+    """The mean over samples, each by its own task."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return torch.stack([model(**collate([sample]))["loss"] for sample in samples]).mean()
+
+    return loss
+
+
+def _tasks(name: str, first: str, second: str) -> Case:
+    samples = alternately(first, second)
+    head = Head(name, seeded(TwoTasks), samples, collate=in_common)
+    return Case(name, head, Ordered, loss=one_by_one(samples), cuts=((1, 4),))
+
+
+WILD = ("swift-classes", "swift-dpo", "swift-classes-by-super", "divides-the-base", "without-the-number")
+CASES = [
+    Case("sum-over-the-number", wild.NUMBER, wild.SumOverTheNumber, cuts=CUTS),
+    *(Case(c.name, c.head, c.trainer, c.loss, c.given, c.arguments, cuts=CUTS) for c in wild.CASES if c.name in WILD),
+    _tasks("other-keys-on-each-rank", "class_labels", "token_labels"),
+    _tasks("other-tasks-on-each-rank", "labels", "labels"),
+    *(Case(c.name, c.head, c.trainer, cuts=((4, 1), (2, 2))) for c in wild.OWN_STEPS),
+]
+ROWS = [f"{case.name} {cut[0]}x{cut[1]}" for case in CASES for cut in case.cuts]
+#: Whatever waits for the other rank longer than that waits for ever [s].
+PATIENCE = 20
+
+
+def main(output: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE))
+    rows = []
+    for case in CASES:
+        steps = 2 if case.trainer in (wild.OwnStep, wild.OwnStepDividedTwice) else 1
+        wanted = full_batch(case, steps)
+        for cut in case.cuts:
+            pass_over_imports()
+            stock, patched = (
+                run(case, cut, path, steps=steps, ddp_backend="gloo", ddp_find_unused_parameters=True)
+                for path in ("stock", "apply")
+            )
+            found: dict[str, Any] = {"case": f"{case.name} {cut[0]}x{cut[1]}", "stock": stock.error(wanted)}
+            rows.append({**found, **_told(patched, wanted)})
+    leave_with(rows, output)
+
+
+def _told(patched: Run, wanted: dict[str, Tensor]) -> dict[str, Any]:
+    if patched.raised is not None:
+        told = f"{type(patched.raised).__name__}: {patched.raised}"
+        return {"refused": patched.refused, "raised": told, "exact": False}
+    return {"refused": False, "apply": patched.error(wanted), "exact": bool(patched.exact)}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
