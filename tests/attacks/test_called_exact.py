@@ -17,7 +17,7 @@ from tests.attacks.models import ByNumber, Mean, Points, classed, drawn, fewer, 
 from tests.attacks.trainings import CUTS, Case, Cut, computing, train
 from tests.numerics.heads import Batch, bert, shifted_cross_entropy
 from tests.numerics.heads.experts import MAMBA
-from tests.numerics.heads.head import TINY, Sample, collate
+from tests.numerics.heads.head import TINY, Sample
 from tests.numerics.parity import StockRecorder
 
 SEVERAL: tuple[Cut, ...] = ((4, 2), (2, 4))
