@@ -108,6 +108,12 @@ def focal(logits: Tensor, labels: Tensor) -> Tensor:
     return (-((1 - log_p.exp()) ** 2) * log_p * valid).sum() / valid.sum()
 
 
+def focal_of_classes(logits: Tensor, labels: Tensor, **inputs: Any) -> Tensor:
+    """Of a class for each sample."""
+    p = logits.softmax(-1).gather(-1, labels[:, None])
+    return (-((1 - p) ** 2) * p.log()).mean()
+
+
 def by_hand(logits: Tensor, labels: Tensor) -> Tensor:
     return -logits.log_softmax(-1).gather(-1, labels[..., None]).mean()
 
@@ -199,7 +205,7 @@ class WithEntropy(Mean):
     def __init__(self) -> None:
         super().__init__()
         with torch.no_grad():
-            self.head.weight.mul_(0.1)
+            self.head.weight.mul_(0.01)
             self.head.bias.zero_()
 
     def loss(self, logits: Tensor, labels: Tensor, *, attention_mask: Tensor, **inputs: Any) -> Tensor:
@@ -216,10 +222,20 @@ class TokenWeighted(Mean):
 
 
 class OfTargets(Mean):
-    """Its labels are called targets."""
+    """Its labels are called targets, one for each token."""
+
+    def loss(self, logits: Tensor, labels: Tensor, **inputs: Any) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     def forward(self, input_ids: Tensor, targets: Tensor | None = None, **kwargs: Any) -> dict[str, Tensor]:
         return super().forward(input_ids, targets)
+
+
+class OfNextTargets(OfTargets):
+    """Each is that of the token before."""
+
+    def loss(self, logits: Tensor, labels: Tensor, **inputs: Any) -> Tensor:
+        return shifted_cross_entropy(logits, labels)
 
 
 class TwoTasks(ByNumber):

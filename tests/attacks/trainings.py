@@ -6,7 +6,6 @@ not another's.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,8 +105,8 @@ class _Warnings(logging.Handler):
         self.said.append((max(len(self.parameters.before) - 1, 0), record.getMessage()))
 
 
-def train(case: Case, cut: Cut, path: str, output: Path) -> Training:
-    """Train a case, stock or by the patch."""
+def train(case: Case, cut: Cut, output: Path) -> Training:
+    """Train a case, stock or with what is applied."""
     per_device, accumulate = cut
     samples = [sample for window in case.windows for sample in window]
     build, parameters = seeded(case.model), _Parameters()
@@ -116,16 +115,15 @@ def train(case: Case, cut: Cut, path: str, output: Path) -> Training:
     observations.clear()
     logger.addHandler(warnings)
     try:
-        with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext():
-            trainer = case.trainer(
-                model=build(), args=args, train_dataset=samples, data_collator=case.collate, **case.given
-            )
-            trainer.add_callback(parameters)
-            trainer.train()
-            runs = hf_accum_fix.report().runs
+        trainer = case.trainer(
+            model=build(), args=args, train_dataset=samples, data_collator=case.collate, **case.given
+        )
+        trainer.add_callback(parameters)
+        trainer.train()
     finally:
         logger.removeHandler(warnings)
     assert len(parameters.after) == len(case.windows)
+    runs = hf_accum_fix.report().runs
     errors = []
     for step, (before, after) in enumerate(zip(parameters.before, parameters.after, strict=True)):
         change = {name: (after[name] - before[name]) / RATE for name in before}
