@@ -13,11 +13,10 @@ import transformers as hf
 from torch import Tensor
 
 import hf_accum_fix
-
 from tests.attacks import models
 from tests.attacks.models import ByNumber, Mean, Points, classed, drawn, fewer, full_mean, points, texts
 from tests.attacks.trainings import CUTS, Case, Cut, computing, train
-from tests.numerics.heads import Batch, bert, shifted_cross_entropy
+from tests.numerics.heads import Batch, bert, seeded, shifted_cross_entropy
 from tests.numerics.heads.experts import MAMBA
 from tests.numerics.heads.head import TINY, Sample
 from tests.numerics.parity import StockRecorder
@@ -192,7 +191,7 @@ def contrastive_summed(trainer: Any, base: Any, model: Any, inputs: Any, number:
     return models.supervised_contrastive(outputs["logits"], inputs["labels"]) / number, outputs
 
 
-def no_loss(logits: Tensor, labels: Tensor | None) -> Tensor:
+def no_loss(logits: Tensor, labels: Tensor | None, **kwargs: Any) -> Tensor:
     return logits.sum() * 0.0
 
 
@@ -349,8 +348,6 @@ def full_r_drop(model: Any, batch: Batch, step: int) -> Tensor:
 
 
 def initial() -> Any:
-    from tests.numerics.heads import seeded
-
     return seeded(Mean)().requires_grad_(False)
 
 
