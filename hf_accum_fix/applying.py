@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import sys
+from contextlib import contextmanager
 from enum import Enum
 from importlib import import_module
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
 
-from hf_accum_fix.errors import ForeignPatchError, OptionsError, SeamError
+from hf_accum_fix.errors import AccumFixError, ForeignPatchError, OptionsError, SeamError
 from hf_accum_fix.observations import recorded
 from hf_accum_fix.options import SWITCH, BalanceOptions, Options, enabled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType, TracebackType
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
 
     from hf_accum_fix.accumulation.contract import LossContract
     from hf_accum_fix.reporting import Report
@@ -25,12 +30,31 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("hf_accum_fix")
 # Never held while transformers.trainer may be imported: its import runs our hook, which takes this lock.
 _LOCK = RLock()
+#: Holds the one live handle of the process; it outlives a reload of this package, or an import of it anew.
+_MEMORY: Final[dict[str, Any]] = vars(sys.modules.setdefault("_hf_accum_fix_memory", ModuleType("memory")))
+
+QUIET: Final = "HF_ACCUM_FIX_QUIET"
+#: Set by the first process of a job that says on stderr that the patch is on, for those it starts.
+_SAID: Final = "PYTHON_HF_ACCUM_FIX_SAID"
+
+
+def _renew_lock() -> None:
+    """In the child of a fork nobody is left to release a lock that another thread held."""
+    global _LOCK
+    _LOCK = RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 class _State(str, Enum):
+    """Compared by ==, since a reload of this module makes it anew."""
+
     OFF = "switched off"
     PENDING = "pending"
     APPLIED = "applied"
+    REFUSED = "refused"
     REVERTED = "not applied"
 
 
@@ -43,28 +67,41 @@ class PatchHandle:
             is applied.
     """
 
-    def __init__(self, options: Options, plan: Plan, *, off: bool = False) -> None:
+    def __init__(self, options: Options, plan: Plan, *, off: bool = False, quiet: bool = False) -> None:
         """Made by apply() alone."""
         self.options = options
         self.plan = plan
+        self._quiet = quiet
+        self._deferred = False
         self._state = _State.OFF if off else _State.PENDING
         self._applications = 1
+        self._trainer: type | None = None
         self._installation: Installation | None = None
+        self._guard: Installation | None = None
+        self._refusal: Exception | None = None
 
     @property
     def active(self) -> bool:
         """Whether the Trainer's methods are wrapped."""
-        return self._state is _State.APPLIED
+        return self._state == _State.APPLIED
 
     @property
     def pending(self) -> bool:
         """Whether the wrapping waits for the import of transformers.trainer."""
-        return self._state is _State.PENDING
+        return self._state == _State.PENDING
 
     def missing(self) -> tuple[str, ...]:
         """Names of the methods that somebody else replaced since, so that they no longer lead to us."""
         with _LOCK:
-            return () if self._installation is None else tuple(self._installation.replacements())
+            if self._installation is None:
+                return ()
+            return self._installation.names if self._is_stale() else tuple(self._installation.replacements())
+
+    def _is_stale(self) -> bool:
+        """Whether transformers.trainer was loaded anew since, so that another class is the Trainer now."""
+        from hf_accum_fix.upstream.environment import imported_trainer
+
+        return self.active and imported_trainer() not in (None, self._trainer)
 
     def revert(self) -> None:
         """Put the identical original methods back, or cancel what is pending; a second call has no effect.
@@ -73,13 +110,17 @@ class PatchHandle:
             ForeignPatchError: if somebody else replaced a method since; then nothing is touched.
         """
         with _LOCK:
-            if self._installation is not None:
-                self._installation.restore()
-                self._installation = None
-            if self._state is not _State.OFF:
+            installed = [each for each in (self._installation, self._guard) if each is not None]
+            if installed:
+                from hf_accum_fix.upstream.patch import restore
+
+                restore(installed)
+                self._installation = self._guard = None
+            self._refusal = None
+            if self._state != _State.OFF:
                 self._state = _State.REVERTED
-            if _Active.handle is self:
-                _Active.handle = None
+            if _MEMORY.get("handle") is self:
+                _MEMORY["handle"] = None
 
     def __enter__(self) -> PatchHandle:
         """The handle itself; apply() has done the work."""
@@ -110,45 +151,94 @@ class PatchHandle:
         from hf_accum_fix.upstream.plan import make_plan
         from hf_accum_fix.upstream.seams import EVALUATION
 
-        with _LOCK:
+        with _LOCK, self._refusing():
             if not self.pending:
                 return
-            try:
-                environment = detect()
-                self.plan = make_plan(environment, self.options)
-                if self.plan.refusal is not None:
-                    raise self.plan.refusal
-                trainer = imported_trainer()
-                if trainer is None:
-                    raise SeamError(
-                        "transformers.trainer holds no class Trainer; needed is that class; apply before or "
-                        "after that module is imported, not while it is"
-                    )
-                names = [state.seam.name for state in environment.seams]
-                patches = [Patch(trainer, name, self._wrapper(name, OVERRIDES[name])) for name in names]
-                if self.options.eval_loss:
-                    loops = [name for name in EVALUATION if hasattr(trainer, name)]
-                    patches += [Patch(trainer, name, self._wrapper(name, evaluation_loop)) for name in loops]
-                self._installation = install(patches, is_pristine, self.options.allow_foreign)
-                self._state = _State.APPLIED
-            finally:
-                if not self.active:
-                    self.revert()
+            environment = detect()
+            self.plan = make_plan(environment, self.options)
+            if self.plan.refusal is not None:
+                raise self.plan.refusal
+            trainer = imported_trainer()
+            if trainer is None:
+                raise SeamError(
+                    "transformers.trainer holds no class Trainer; needed is that class; apply before or "
+                    "after that module is imported, not while it is"
+                )
+            names = [state.seam.name for state in environment.seams]
+            patches = [Patch(trainer, name, self._wrapper(name, OVERRIDES[name])) for name in names]
+            if self.options.eval_loss:
+                loops = [name for name in EVALUATION if hasattr(trainer, name)]
+                patches += [Patch(trainer, name, self._wrapper(name, evaluation_loop)) for name in loops]
+            self._installation = install(patches, is_pristine, self.options.allow_foreign)
+            self._trainer = trainer
+            self._state = _State.APPLIED
         _announce(environment, self.plan)
+        if not self._quiet:
+            _say_once_a_job(on_line(environment, self.plan))
+
+    def _watch(self, _: ModuleType) -> None:
+        """Look at the methods wherever a Trainer begins to train: the hook at the import of its callbacks."""
+        from hf_accum_fix.upstream.patch import Patch, install
+        from hf_accum_fix.upstream.seams import GUARD
+
+        module = import_module(GUARD.module)
+
+        with _LOCK, self._refusing():
+            if self._guard is not None or not (self.pending or self.active):
+                return
+            handler = getattr(module, GUARD.owner, None)
+            if handler is None or not hasattr(handler, GUARD.name):
+                raise SeamError(
+                    f"{GUARD.module} holds no {GUARD.owner}.{GUARD.name}; expected that method; use a release our "
+                    "tests have run or a newer hf-accum-fix"
+                )
+            self._guard = install([Patch(handler, GUARD.name, self._at_train_begin)], lambda *_: True)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Remember what refuses the patch: whoever catches it and imports again finds it as training begins."""
+        try:
+            yield
+        except Exception as error:
+            self._state, self._refusal = _State.REFUSED, error
+            if self._deferred and not self._quiet:
+                # transformers makes "are this object's requirements defined correctly?" of an error in its imports.
+                _say(f"NOT on: {error}")
+            raise
+
+    def _at_train_begin(self, wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from hf_accum_fix.upstream.environment import calling_trainer, upstream_class
+
+        trainer = calling_trainer(sys._getframe(1))
+        base = None if trainer is None else upstream_class(type(trainer))
+        if base is not None and enabled():
+            if self._refusal is not None:
+                raise self._refusal
+            if self.pending or (self.active and base is not self._trainer):
+                raise SeamError(
+                    f"{type(trainer).__name__} begins to train by {base.__module__}.{base.__qualname__}, which is not "
+                    "the class that apply() patched: transformers.trainer was loaded anew, or the class has moved; "
+                    "make the trainer by the class that is imported now, after revert() and apply()"
+                )
+            self._check_nothing_was_dropped()
+        return wrapped(*args, **kwargs)
+
+    def _say_it_never_came(self) -> None:
+        """At the end of a process that used transformers, and never the class that waits to be patched."""
+        if self.pending and not self._quiet and "transformers" in sys.modules:
+            _say_once_a_job("NOT on: transformers.trainer was never imported, so apply() had no effect in this process")
 
     def _check_nothing_was_dropped(self) -> None:
         """Some patchers run the original source again and so drop wrappers silently; training must not start so."""
         from hf_accum_fix.upstream.chain import author
-        from hf_accum_fix.upstream.environment import imported_trainer
         from hf_accum_fix.upstream.patchers import known_patcher
 
         with _LOCK:
             dropped = {} if self._installation is None else self._installation.replacements()
-        trainer = imported_trainer()
-        if not dropped or trainer is None:
+        if not dropped or self._trainer is None:
             return
         authors = {name: author(replacement) for name, replacement in dropped.items()}
-        known = (known_patcher(replacement, authors[name], trainer) for name, replacement in dropped.items())
+        known = (known_patcher(replacement, authors[name], self._trainer) for name, replacement in dropped.items())
         patcher = next((each for each in known if each is not None), None)
         by_method = {f"Trainer.{name}": found for name, found in authors.items()}
         raise ForeignPatchError.dropped(by_method, "" if patcher is None else patcher.advice)
@@ -165,12 +255,6 @@ class PatchHandle:
         return call
 
 
-class _Active:
-    """The one live handle of the process, pending or applied."""
-
-    handle: PatchHandle | None = None
-
-
 def apply(
     *,
     contract: LossContract | None = None,
@@ -179,6 +263,7 @@ def apply(
     drop_duplicates: bool = False,
     router_loss: str = "mean",
     balance_windows: bool | BalanceOptions = False,
+    quiet: bool = False,
 ) -> PatchHandle:
     """Patch transformers.Trainer, for every subclass there is or will be.
 
@@ -197,13 +282,15 @@ def apply(
             "window", by the running counts of the window; "exact", that of the whole global batch, by one more forward.
         balance_windows: deal the samples of a global batch into micro-batches by length: the same gradient, with
             almost nothing padded. True, or `BalanceOptions`; off by default.
+        quiet: leave out the line on stderr that says, once a job, that the patch is on; HF_ACCUM_FIX_QUIET=1 does, too.
 
     Returns:
         The handle: revert(), or a with block, takes the patch back.
 
     Raises:
         UnsupportedVersionError: if transformers is missing or older than 4.41.
-        SeamError: if a method to be wrapped is missing or has another signature.
+        SeamError: if a method to be wrapped, or the module transformers.trainer, is missing, or a method has another
+            signature.
         ForeignPatchError: if somebody else replaced one, and allow_foreign does not name them.
         OptionsError: if an option is invalid, or differs from those already applied.
     """
@@ -211,31 +298,39 @@ def apply(
 
     from hf_accum_fix.upstream.environment import detect
     from hf_accum_fix.upstream.plan import make_plan
+    from hf_accum_fix.upstream.seams import GUARD, TRAINER_MODULE
 
     options = Options(contract, allow_foreign, eval_loss, drop_duplicates, router_loss, balance_windows)
     if not enabled():
         _LOG.info("hf-accum-fix is switched off by %s: transformers.Trainer stays as it is", SWITCH)
         return PatchHandle(options, make_plan(detect(), options), off=True)
     while True:
-        handle = _claim(options)
+        handle = _claim(options, quiet or _hushed())
         if not handle.active:
-            # Fires at once where the module is imported. A caller that shares the handle of another thread
+            # They fire at once where the module is imported. A caller that shares the handle of another thread
             # registers too, so that nobody returns to an import that could slip past.
-            register_post_import_hook(handle._install, "transformers.trainer")
+            try:
+                register_post_import_hook(handle._watch, GUARD.module)
+                register_post_import_hook(handle._install, TRAINER_MODULE)
+            except AccumFixError:
+                handle.revert()  # told to the caller of apply() itself, who decides how to go on
+                raise
+            handle._deferred = True
         if handle.active or handle.pending:
             return handle
 
 
 def revert() -> None:
-    """Take the live patch back, whoever applied it; without one nothing happens."""
-    handle = active_handle()
+    """Take the live patch back, whoever applied it, or let train as it is what was refused; else nothing happens."""
+    handle = _MEMORY.get("handle")
     if handle is not None:
         handle.revert()
 
 
 def active_handle() -> PatchHandle | None:
     """The live handle, pending or applied; None without one."""
-    return _Active.handle
+    handle: PatchHandle | None = _MEMORY.get("handle")
+    return handle if handle is not None and (handle.active or handle.pending) else None
 
 
 def report() -> Report:
@@ -259,18 +354,21 @@ def report() -> Report:
         )
 
 
-def _claim(options: Options) -> PatchHandle:
+def _claim(options: Options, quiet: bool) -> PatchHandle:
     """The live handle, counted once more, or a new pending one where the installed versions allow it."""
     from hf_accum_fix.upstream.environment import detect
     from hf_accum_fix.upstream.plan import make_plan
 
     with _LOCK:
-        handle = _Active.handle
-        if handle is None:
+        handle = active_handle()
+        # Left by a refusal, by this package before it was loaded anew, or on a Trainer that was loaded anew.
+        if handle is None or not isinstance(handle, PatchHandle) or handle._is_stale():
+            revert()
             plan = make_plan(detect(), options)
             if plan.refusal is not None:
                 raise plan.refusal
-            handle = _Active.handle = PatchHandle(options, plan)
+            handle = _MEMORY["handle"] = PatchHandle(options, plan, quiet=quiet)
+            atexit.register(handle._say_it_never_came)
             return handle
         if handle.options != options:
             raise OptionsError(
@@ -279,6 +377,30 @@ def _claim(options: Options) -> PatchHandle:
             )
         handle._applications += 1
         return handle
+
+
+def on_line(environment: Environment, plan: Plan) -> str:
+    """What is on, in one line."""
+    from hf_accum_fix import __version__
+
+    line = f"{__version__} is on: transformers {environment.transformers}, {len(plan.mended)} defects mended"
+    return line if plan.untested is None else f"{line}, UNTESTED: {plan.untested}"
+
+
+def _hushed() -> bool:
+    return os.environ.get(QUIET, "").strip().lower() not in ("", "0", "off", "false", "no")
+
+
+def _say_once_a_job(line: str) -> None:
+    if _SAID not in os.environ:
+        _say(line)
+        os.environ[_SAID] = "1"
+
+
+def _say(line: str) -> None:
+    """Say a line on stderr, if this is the first rank."""
+    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
+        sys.stderr.write(f"hf-accum-fix: {line}\n")
 
 
 def _announce(environment: Environment, plan: Plan) -> None:

@@ -242,7 +242,7 @@ def _padded_to(collate: Any) -> int:
 # --- lengths are known ----------------------------------------------------------------------------------------------
 
 
-class DealtBatches(wrapt.ObjectProxy[Any]):
+class DealtBatches(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """A batch sampler as it is, except that the batches of a window are dealt anew, among all ranks it shards for.
 
     What it is asked for besides (its length, sampler, epoch) the sampler behind it answers. It stands around
@@ -295,7 +295,7 @@ def _slots(sampler: Any) -> tuple[int, Iterator[tuple[list[int] | None, ...]]]:
     return sampler.process_index, zip_longest(*shards)
 
 
-class _ReadOnce(wrapt.ObjectProxy[Any]):
+class _ReadOnce(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """A batch sampler whose epoch is being read already; each batch is a list of its own, as shards add to them."""
 
     def __init__(self, sampler: Any, batches: Iterator[Sequence[int]]) -> None:
@@ -333,7 +333,7 @@ class Uncollated:
         return Samples(rows)
 
 
-class RedealtLoader(wrapt.ObjectProxy[Any]):
+class RedealtLoader(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """A dataloader that hands out `Samples`, as one that hands out the micro-batches they are dealt into.
 
     Args:

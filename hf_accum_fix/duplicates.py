@@ -47,7 +47,7 @@ class LastRound:
         return min(max(self.samples - self.rank * self.rows, 0), self.rows)
 
 
-class Counted(wrapt.ObjectProxy[Any]):
+class Counted(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """A stream as it is, that knows how many samples its last pass had."""
 
     def __init__(self, stream: Any) -> None:
@@ -67,7 +67,7 @@ class Counted(wrapt.ObjectProxy[Any]):
         return self._self_samples
 
 
-class WithoutDuplicates(wrapt.ObjectProxy[Any]):
+class WithoutDuplicates(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """A train dataloader of accelerate's as it is, except for repeated samples.
 
     Args:

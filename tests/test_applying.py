@@ -321,6 +321,9 @@ def toy(tmp_path: Path) -> Callable[[str], str]:
     (tmp_path / "transformers" / "trainer.py").write_text(
         f"import time\ntime.sleep(0.2)\nclass Trainer:\n{methods}\ntime.sleep(0.2)\n"
     )
+    (tmp_path / "transformers" / "trainer_callback.py").write_text(
+        "class CallbackHandler:\n    def on_train_begin(self, args, state, control): return control\n"
+    )
     prelude = f"""
 import sys, types
 sys.path.insert(0, {str(tmp_path)!r})

@@ -36,7 +36,7 @@ def without_blanks(window: Sequence[Any]) -> list[Any]:
     return [inputs for inputs in window if not isinstance(inputs, Blank)]
 
 
-class WholeWindows(wrapt.ObjectProxy[Any]):
+class WholeWindows(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """A train dataloader as it is, except that every epoch of it is whole windows of ``steps`` micro-batches.
 
     Args:

@@ -18,6 +18,9 @@ from hf_accum_fix.errors import SeamError
 
 Pristine: TypeAlias = Callable[[Any, str], bool]
 
+PROXY: Final[type] = getattr(wrapt, "BaseObjectProxy", wrapt.ObjectProxy)
+"""What every wrapt wrapper is; wrapt has two such classes from 2 on."""
+
 ABSENT: Final = object()
 """Stands for "the class has no such attribute of its own": what an inherited method is restored to."""
 
@@ -122,7 +125,7 @@ def author(link: Any) -> str:
 
     functools.wraps and wrapt both answer with the name of what they wrap, so a wrapper is named by its code.
     """
-    if isinstance(link, wrapt.BaseObjectProxy):
+    if isinstance(link, PROXY):
         link = getattr(link, "_self_wrapper", type(link))
     if isinstance(link, FunctionType) and hasattr(link, "__wrapped__"):
         code = link.__code__  # co_qualname exists from Python 3.11 on
@@ -134,7 +137,7 @@ def author(link: Any) -> str:
 
 def _beneath(link: Any) -> Place | None:
     """The place inside a link that holds the next one; None where the chain ends."""
-    if isinstance(link, wrapt.BaseObjectProxy):
+    if isinstance(link, PROXY):
         return ProxyTarget(link)
     if isinstance(link, FunctionType):
         wrapped = getattr(link, "__wrapped__", ABSENT)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import inspect
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import metadata
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, Final
 
 from packaging.version import InvalidVersion, Version
 
 from hf_accum_fix.upstream.patchers import Patcher, known_patcher
 from hf_accum_fix.upstream.seams import SEAMS, TESTED_BODIES, TRAINER_CLASS, TRAINER_MODULE, Seam, seams_of
+
+_PACKAGE: Final = TRAINER_MODULE.partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -46,15 +51,17 @@ class SeamState:
 
 @dataclass(frozen=True)
 class Environment:
-    """What is installed, by its metadata.
+    """What is installed.
 
     Attributes:
-        transformers: version, None if not installed; accelerate and torch alike.
-        accelerate: version.
+        transformers: version that its code states, as that is what runs; None if not installed.
+        accelerate: version by its metadata, None if not installed; torch alike.
         torch: version.
         python: version.
         trainer_imported: whether transformers.trainer is imported.
         seams: state of every seam; empty before that import.
+        stale_metadata: version by transformers' metadata where its code states another one; None where they agree.
+        trainer_exists: whether there is a module transformers.trainer to import.
     """
 
     transformers: str | None
@@ -63,12 +70,17 @@ class Environment:
     python: str
     trainer_imported: bool = False
     seams: tuple[SeamState, ...] = ()
+    stale_metadata: str | None = None
+    trainer_exists: bool = True
 
 
 def detect() -> Environment:
     """What is installed now. It imports none of it: seams are known once transformers.trainer is imported."""
     trainer = imported_trainer()
-    transformers = _version("transformers")
+    named, package = _version(_PACKAGE), _package()
+    stated = None if named is None else _stated_version(package)
+    stale = stated is not None and _public(stated) != _public(named)
+    transformers = stated if stale else named
     return Environment(
         transformers=transformers,
         accelerate=_version("accelerate"),
@@ -76,6 +88,8 @@ def detect() -> Environment:
         python=platform.python_version(),
         trainer_imported=trainer is not None,
         seams=() if trainer is None else tuple(_state(trainer, seam) for seam in seams_of(parsed(transformers))),
+        stale_metadata=named if stale else None,
+        trainer_exists=_exists(TRAINER_MODULE, package),
     )
 
 
@@ -93,9 +107,25 @@ def imported_trainer() -> type | None:
     If somebody put a subclass in its place, the class meant is still upstream's, which others inherit from.
     """
     found = getattr(sys.modules.get(TRAINER_MODULE), TRAINER_CLASS, None)
-    for base in found.__mro__ if isinstance(found, type) else ():
-        if (base.__module__, base.__qualname__) == (TRAINER_MODULE, TRAINER_CLASS):
+    base = upstream_class(found) if isinstance(found, type) else None
+    return base if base is not None and base.__module__ == TRAINER_MODULE else None
+
+
+def upstream_class(kind: type) -> type | None:
+    """The class Trainer of transformers that a class inherits from, wherever its module is; None without one."""
+    for base in kind.__mro__:
+        if base.__qualname__ == TRAINER_CLASS and base.__module__.partition(".")[0] == _PACKAGE:
             return base
+    return None
+
+
+def calling_trainer(frame: FrameType | None) -> Any:
+    """The Trainer whose method is the innermost one running in a frame or above it; None without one."""
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if caller is not None and upstream_class(type(caller)) is not None:
+            return caller
+        frame = frame.f_back
     return None
 
 
@@ -177,6 +207,40 @@ def _parameters(function: Any) -> tuple[str, ...] | None:
     except ValueError:  # some builtins have no signature
         return None
     return names[1:]
+
+
+def _package() -> ModuleSpec | None:
+    """Where transformers would be imported from, or is; None if nowhere."""
+    try:
+        return find_spec(_PACKAGE)
+    except ValueError:  # a module that somebody made by hand
+        return None
+
+
+def _exists(module: str, package: ModuleSpec | None) -> bool:
+    """Whether a module of a package can be imported, without importing the package for that."""
+    if module in sys.modules or package is None:
+        return True  # what there is to say of a package that is missing, its version says
+    return PathFinder.find_spec(module, package.submodule_search_locations) is not None
+
+
+def _stated_version(package: ModuleSpec | None) -> str | None:
+    """The ``__version__`` of a package, read from its source unless it is imported; None where it states none."""
+    imported = getattr(sys.modules.get(_PACKAGE), "__version__", None)
+    if imported is not None or package is None or package.origin is None:
+        return imported
+    try:
+        source = Path(package.origin).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    found = re.search(r"""^__version__ = ["'](.+)["']""", source, re.MULTILINE)
+    return None if found is None else found[1]
+
+
+def _public(version: str | None) -> str | None:
+    """A version without its local part; as it is written where it is none."""
+    release = parsed(version)
+    return version if release is None else release.public
 
 
 def _version(distribution: str) -> str | None:

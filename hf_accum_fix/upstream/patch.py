@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import wrapt
@@ -30,16 +32,28 @@ class Patch:
     wrapper: Wrapper
 
 
-class _BoundMethod(wrapt.BoundFunctionWrapper[..., Any]):
-    """Our wrapper as fetched from an instance or a class; it pickles as a plain bound method does."""
+# Unsubscripted: the generic aliases exist from wrapt 2 on, and other packages pin wrapt below it.
+class _BoundMethod(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
+    """Our wrapper as fetched from an instance; it is copied and pickled as a plain bound method is."""
+
+    def __copy__(self) -> _BoundMethod:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return getattr(deepcopy(self._holder(), memo), self.__name__)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        holder = self._self_owner if self._self_instance is None else self._self_instance
-        return getattr, (holder, self.__name__)
+        return getattr, (self._holder(), self.__name__)
+
+    def _holder(self) -> Any:
+        """The instance, or the class of a static or class method."""
+        if self._self_instance is not None:
+            return self._self_instance
+        return getattr(self, "__self__", self._self_parent._self_class)
 
 
-class _Method(wrapt.FunctionWrapper[..., Any]):
-    """Our wrapper. Called unbound, from a foreign closure, it acts as if fetched from its class."""
+class _Method(wrapt.FunctionWrapper):  # type: ignore[type-arg]
+    """Our wrapper. It is fetched from its class, copied and pickled as a plain function is: as the one object."""
 
     __bound_function_wrapper__ = _BoundMethod
 
@@ -47,13 +61,29 @@ class _Method(wrapt.FunctionWrapper[..., Any]):
         super().__init__(wrapped, patch.wrapper)
         self._self_class = patch.owner
 
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None and isinstance(self.__wrapped__, FunctionType):
+            return self
+        return super().__get__(instance, owner)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__get__(None, self._self_class)(*args, **kwargs)
+        # Bound to no instance, so that wrapt finds it among the arguments.
+        return super().__get__(None, self._self_class)(*args, **kwargs)
+
+    def __copy__(self) -> _Method:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Method:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return getattr, (self._self_class, self.__name__)
 
 
 def is_ours(link: Any) -> bool:
-    """Whether a link of a chain is a wrapper made here, of whatever installation."""
-    return isinstance(link, _Method | _BoundMethod)
+    """Whether a link of a chain is a wrapper made here, of whatever installation, before a reload of this too."""
+    made_by = type(link)
+    return made_by.__module__ == __name__ and made_by.__name__ in (_Method.__name__, _BoundMethod.__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +148,11 @@ class Installation:
         """Take charge of wrappers already in place."""
         self._installed = tuple(installed)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The wrapped methods."""
+        return tuple(one.patch.name for one in self._installed)
+
     def replacements(self) -> dict[str, Any]:
         """What somebody put in the place of each method that no longer leads to our wrapper, by its name."""
         return {one.patch.name: one.end() for one in self._installed if one.place() is None}
@@ -128,15 +163,26 @@ class Installation:
         Raises:
             ForeignPatchError: if somebody else patched a method since; then nothing is touched.
         """
-        covered = [one.holder() for one in self._installed if not one.undoable()]
-        if covered:
-            raise ForeignPatchError(
-                f"cannot restore {', '.join(covered)}; needed are the methods as we left "
-                "them; undo that later patch first, then revert (nothing was touched)"
-            )
-        for one in reversed(self._installed):
-            one.unlink()
-        self._installed = ()
+        restore([self])
+
+
+def restore(installations: Sequence[Installation]) -> None:
+    """Restore all of them, or none.
+
+    Raises:
+        ForeignPatchError: if somebody else patched a method since; then nothing is touched.
+    """
+    wrappers = [one for installation in installations for one in installation._installed]
+    covered = [one.holder() for one in wrappers if not one.undoable()]
+    if covered:
+        raise ForeignPatchError(
+            f"cannot restore {', '.join(covered)}; needed are the methods as we left "
+            "them; undo that later patch first, then revert (nothing was touched)"
+        )
+    for one in reversed(wrappers):
+        one.unlink()
+    for installation in installations:
+        installation._installed = ()
 
 
 def install(patches: Sequence[Patch], pristine: Pristine, allowed: Collection[str] = ()) -> Installation:

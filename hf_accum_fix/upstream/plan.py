@@ -11,7 +11,7 @@ from hf_accum_fix.errors import AccumFixError, ForeignPatchError, SeamError, Uns
 from hf_accum_fix.options import Options
 from hf_accum_fix.upstream.defects import DEFECTS, OLDEST_READ, Defect
 from hf_accum_fix.upstream.environment import Environment, SeamState, parsed
-from hf_accum_fix.upstream.seams import FIRST_RELEASE, TESTED_RELEASES, TRAINER_CLASS
+from hf_accum_fix.upstream.seams import FIRST_RELEASE, TESTED_RELEASES, TRAINER_CLASS, TRAINER_MODULE
 
 _TESTED = f"{TESTED_RELEASES[0]} to {TESTED_RELEASES[-1]}"
 
@@ -82,6 +82,11 @@ def _refusal(environment: Environment, release: Version | None, options: Options
             f"transformers {release} is installed; needed is a release from {FIRST_RELEASE} on; "
             "pip install -U transformers"
         )
+    if not environment.trainer_exists:
+        return SeamError(
+            f"transformers {release} has no module {TRAINER_MODULE}; needed is the class {TRAINER_CLASS} in it; "
+            f"{_what_to_do()}"
+        )
     for state in environment.seams:
         method = f"{TRAINER_CLASS}.{state.seam.name}"
         if state.foreign is not None and not state.composable and state.foreign not in options.allow_foreign:
@@ -126,6 +131,11 @@ def _is_known(release: Version) -> bool:
 
 def _untested(environment: Environment, release: Version | None) -> str | None:
     """A final release up to the newest tested is judged by the bodies of its methods: patch releases share them."""
+    if environment.stale_metadata is not None:
+        return (
+            f"the code is that of transformers {environment.transformers}, its metadata say "
+            f"{environment.stale_metadata}: install transformers again"
+        )
     if release is None or release.is_prerelease or Version(release.public) > Version(TESTED_RELEASES[-1]):
         return f"our tests have run final releases from {_TESTED}, not {environment.transformers}"
     changed = [state.seam.name for state in environment.seams if not state.tested_body]

@@ -37,6 +37,16 @@ class Seam:
     until: str | None = None
     target: str = f"{TRAINER_MODULE}:{TRAINER_CLASS}"
 
+    @property
+    def module(self) -> str:
+        """The module of the class."""
+        return self.target.partition(":")[0]
+
+    @property
+    def owner(self) -> str:
+        """The name of the class."""
+        return self.target.partition(":")[2]
+
 
 SEAMS: Final = (
     Seam("train", ("resume_from_checkpoint",)),
@@ -46,6 +56,12 @@ SEAMS: Final = (
     Seam("compute_loss", ("model", "inputs", "return_outputs"), until=_COUNTS),
     Seam("compute_loss", ("model", "inputs", "return_outputs", "num_items_in_batch"), since=_COUNTS),
 )
+
+GUARD: Final = Seam(
+    "on_train_begin", ("args", "state", "control"), target="transformers.trainer_callback:CallbackHandler"
+)
+"""What every release's loop calls before its first step, wherever the class Trainer comes from: there its methods are
+looked at. No defect is mended by it."""
 
 EVALUATION: Final = ("evaluation_loop", "prediction_loop")
 """Wrapped only where eval_loss is asked for; no defect is mended by them. The second is that of releases before 5.0
