@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -313,7 +314,7 @@ class AccumulationWindows:
             raise self._uneven()
         if not ranks and known is not None:
             return known
-        found = self.contract = agree(ranks)
+        found = self.contract = _counted_by_rule(agree(ranks))
         self._attempts += found.reason != NO_TARGET_SEEN
         if model is not None and (found.conclusive or self._attempts >= ATTEMPTS):
             self._say(self._name(model), len(window), found)
@@ -401,6 +402,8 @@ class AccumulationWindows:
         logger.info("%s: the loss %s; G=%d, W=%d.", head, contract, steps, self.world_size)
         if contract.reduction is Reduction.PLAIN:
             self._warn_once("inexact", f"{head}: {contract.reason}. It gets the plain mean over micro-batches.")
+        elif contract.beside:
+            self._warn_once("inexact", f"{head}: {contract.reason}, so that it is not called exact.")
         elif not contract.conclusive:
             self._warn_once("inexact", f"{head}: the loss {contract}, as far as {ATTEMPTS} windows tell.")
         if contract.reduction is Reduction.SUM:
@@ -478,6 +481,13 @@ class AccumulationWindows:
 
     def _note_empty(self, empty: Tensor) -> None:
         self._empty = empty.long() if self._empty is None else self._empty + empty
+
+
+def _counted_by_rule(found: LossContract) -> LossContract:
+    """A loss whose items no rule counts before the window is run gets the plain mean."""
+    if found.made_of is None or found.made_of.counted:
+        return found
+    return replace(found, reduction=Reduction.PLAIN, items=None, made_of=None)
 
 
 def accumulation_windows(

@@ -37,7 +37,7 @@ class Certificate:
     _rests: list[Tensor] = field(default_factory=list)
     _losses: list[Tensor] = field(default_factory=list)
     _unequal: list[Tensor] = field(default_factory=list)
-    _added: list[Tensor] = field(default_factory=list)
+    _made: list[tuple[Tensor, Tensor, float, bool]] = field(default_factory=list)
 
     def items(self, calls: Sequence[LossCall], predicted: Tensor) -> Tensor:
         """Items that the calls of one micro-batch reduced over, 0-dim; ``predicted`` where they do not tell."""
@@ -82,14 +82,11 @@ class Certificate:
         self._losses.append(loss)
 
     def note_override(self, loss: Tensor, base: Tensor, factor: float, *, constant: bool) -> None:
-        """Take what a trainer's own ``compute_loss`` made of the base's loss: ``factor`` times it, and a constant."""
-        loss = loss.detach()
-        rest = loss - base.detach() * factor
-        if constant:
-            # The same in every micro-batch of a window, while the parameters stay.
-            self._added.append(rest)
-            rest = rest - self._added[0]
-        self._unequal.append(rest.abs() > _tolerance(rest.dtype) * loss.abs())
+        """Take what a trainer's own ``compute_loss`` made of the base's loss: ``factor`` times it, and a constant.
+
+        Both may change from window to window (a schedule); within one they are the same.
+        """
+        self._made.append((loss.detach(), base.detach(), factor, constant))
 
     def counts(self, device: torch.device) -> Tensor:
         """Items seen, and items predicted, of this rank's window: [2] on ``device``."""
@@ -99,14 +96,30 @@ class Certificate:
 
     def broken(self) -> Tensor | None:
         """Whether the loss was made in another way than observed: 0-dim bool on the device; None: nothing was seen."""
-        flags = [flag.any() for flag in self._unequal]
-        if self._rests:
-            rests, losses = (torch.stack([each.float() for each in some]) for some in (self._rests, self._losses))
-            constant = self.contract.made_of is not None and self.contract.made_of.rest
-            spread = rests.max() - rests.min() if constant else rests.abs().max()
+        flags = [flag.any() for flag in (*self._unequal, *self._remade())]
+        made_of = self.contract.made_of
+        if self._rests and made_of is not None:
+            rests, losses = (torch.stack([each.double() for each in some]) for some in (self._rests, self._losses))
+            spread = rests.max() - rests.min() if made_of.rest else rests.abs().max()
             # A micro-batch without a finite loss shows nothing.
-            flags.append(spread > _tolerance(self._losses[0].dtype) * losses.abs().max())
+            flags.append(spread > made_of.rounding(self._losses[0].dtype) * losses.abs().max())
         return torch.stack([flag.reshape(()) for flag in flags]).any() if flags else None
+
+    def _remade(self) -> list[Tensor]:
+        """Whether each micro-batch's loss was made of the base's in another way than the first one's."""
+        if not self._made:
+            return []
+        first, first_base, factor, constant = self._made[0]
+        limit = _tolerance(first.dtype)
+        if constant:
+            added = first - first_base * factor
+            return [(loss - base * factor - added).abs() > limit * loss.abs() for loss, base, *_ in self._made[1:]]
+        if len(self._made) == 1:
+            return [(first - first_base * factor).abs() > limit * first.abs()]
+        return [
+            (loss * first_base - first * base).abs() > limit * (loss * first_base).abs()
+            for loss, base, *_ in self._made[1:]
+        ]
 
 
 def _tolerance(dtype: torch.dtype) -> float:

@@ -62,6 +62,14 @@ def products_are_rounded(model: nn.Module) -> bool:
     return bool(in_tf32) or half or torch.is_autocast_enabled(device)
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile made the forward of the model, or of a part of it."""
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
 def _innermost(model: nn.Module) -> nn.Module:
     while isinstance(inner := getattr(model, "_orig_mod", None) or inside_ddp(model), nn.Module):
         model = inner

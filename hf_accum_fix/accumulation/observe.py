@@ -168,7 +168,7 @@ def observe(
     others: Sequence[object] = (),
     leave: Sequence[object] = (),
     sharded: bool = False,
-    doubled: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    doubled: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> LossContract:
     """Observe the contract of a loss on samples of one window.
 
@@ -190,7 +190,8 @@ def observe(
         others: objects beside the model whose attributes are put back, such as the trainer.
         leave: objects that nothing is noted on, such as data sets.
         sharded: the ranks meet in every forward.
-        doubled: a context in which the trainer says twice the accumulation steps.
+        doubled: a context in which the trainer says twice the accumulation steps; None: no ``compute_loss`` of its own
+            could look.
     """
     inputs, stacked = _probe(window)
 
@@ -203,7 +204,7 @@ def observe(
             before = _rng_state()
             handed = None if number is None else torch.tensor(number, device=device)
             try:
-                with WithoutNoise(), LossCalls() as calls, setting():
+                with WithoutNoise(), LossCalls() as calls, setting(), torch.set_grad_enabled(with_gradient):
                     loss, outputs = call(dict(batch), handed)
                 aux, z = (router_loss(outputs, kind) for kind in ("aux_loss", "z_loss"))
                 return _Seen(
@@ -229,6 +230,7 @@ def observe(
                 logger.debug("a loss was not observed on a part of its batch", exc_info=True)
                 return None
 
+        with_gradient = False
         low, high, between = _NUMBERS
         batch_norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
         normalised = f"BatchNorm in training mode ({batch_norm}): its statistics are those of one micro-batch"
@@ -237,6 +239,9 @@ def observe(
         together = tried(inputs, number) if stacked else None
         if stacked and together is None:
             inputs = _with_telling_labels(max(window, key=_target_count))
+        if together is None and not sharded and (together := tried(inputs, number)) is None:
+            # A loss may take a gradient itself (a penalty on it, adversarial noise).
+            with_gradient = True
         first = together or run(inputs, number)
         if batch_norm is not None and not first.own:
             # Taken apart it may not run at all: the statistics of one sample may be those of one number.
@@ -247,9 +252,11 @@ def observe(
         by_hand = moves and place is None
         others_seen: tuple[_Seen | None, _Seen | None] = (None, None)
         if by_hand:
-            others_seen = (run(inputs, between), tried(_without_first_label(inputs), low) if needs_number else tried(inputs, None))
-        elif first.own:
-            others_seen = (tried(inputs, number, doubled), tried(inputs, None))
+            third = tried(_without_first_label(inputs), low) if needs_number else tried(inputs, None)
+            others_seen = (run(inputs, between), third)
+        if doubled is not None and not (by_hand and first.own):
+            asked = (tried(inputs, number, doubled), tried(inputs, None))
+            others_seen = asked if first.own else others_seen
         one, other, sliced = _parts(inputs, first, router_coefficients)
         parts: tuple[_Seen | None, _Seen | None] = (None, None)
         if not by_hand or first.own or world_size == 1:
@@ -330,10 +337,11 @@ def _owned(
 ) -> LossContract:
     """A trainer's own loss that does not move with the number, which labels without a target cannot show."""
     inputs, seen = evidence.batches[0], evidence.whole
-    blind = _label_count(inputs) == 0 or not np.isfinite(seen.loss) or seen.loss == 0.0
-    if blind and isinstance(inputs.get("labels"), Tensor):
+    blind = _label_count(inputs) == 0 or not np.isfinite(seen.loss)
+    if (blind or seen.loss == 0.0) and isinstance(inputs.get("labels"), Tensor):
         rule = next(_rules(inputs, seen.calls))
-        return LossContract(Reduction.NUMBER, rule, conclusive=False, reason=NO_TARGET_SEEN)
+        reason = NO_TARGET_SEEN if blind else "the loss of the samples seen is zero, and shows nothing"
+        return LossContract(Reduction.NUMBER, rule, conclusive=False, reason=reason)
     divides = Divides.NEVER
     if without_number is not None and not _close(without_number.loss, seen.loss, 1e-4):
         came = _close(without_number.loss, seen.loss * steps, 1e-3) or doubled is None
@@ -438,7 +446,7 @@ def _by_number(
             return replace(found, reduction=found.reduction if first.own else Reduction.PLAIN, beside=True, reason=reason)
         reason = "a term beside the sum that the number divides is no function of single items"
         return replace(found, beside=True, reason=reason)
-    if beside and (first.own or not comparable):
+    if beside and (first.own or not comparable or (called and found.made_of is None)):
         # A trainer's own is taken as often as there are micro-batches, since nothing divides it.
         return replace(found, beside=True, reason="a term stands beside the sum that the number divides")
     return found
@@ -454,11 +462,11 @@ def _of_sums(
     place = whole.calls.index(call)
     values = [each.calls[place].value / _NUMBERS[0] if place < len(each.calls) else np.nan for each in evidence.seen]
     rests = [loss - value for loss, value in zip(evidence.without(router), values, strict=True)]
-    limit = evidence.tolerance * abs(whole.loss)
+    made_of = Composition(tuple(float(at == place) for at in range(len(whole.calls))))
+    limit = made_of.rounding(whole.dtype) * max(abs(each.loss) for each in evidence.seen)
     if not all(abs(rest - rests[0]) <= limit for rest in rests):
         return None
-    factors = tuple(float(at == place) for at in range(len(whole.calls)))
-    return Composition(factors, abs(rests[0]) > limit, _counts(rule, evidence.batches[0]) == call.items)
+    return replace(made_of, rest=abs(rests[0]) > limit, counted=_counts(rule, evidence.batches[0]) == call.items)
 
 
 def _by_parts(evidence: _Evidence) -> LossContract:
@@ -535,18 +543,21 @@ def _reduced(
 
 def _of_means(evidence: _Evidence, losses: Sequence[float]) -> Composition | None:
     """A loss as a combination of mean calls that reduce over the same items, and compose; None: it is none."""
-    calls, limit = evidence.whole.calls, evidence.tolerance * abs(losses[0])
+    calls = evidence.whole.calls
     if len({len(each.calls) for each in evidence.seen}) > 1 or evidence.whole.random:
         return None
     values = np.array([[_mean_of(call) for call in each.calls] for each in evidence.seen]).reshape(len(losses), -1)
     wanted = np.array(losses)
     for factors, rest in _combinations(values, wanted):
-        if not np.isfinite(factors).all() or np.abs(values @ factors + rest - wanted).max() > limit:
+        made_of = Composition(tuple(map(float, factors)))
+        limit = made_of.rounding(evidence.whole.dtype) * max(map(abs, losses))
+        used = np.where(factors == 0, 0, values)
+        if not np.isfinite(factors).all() or not np.abs(used @ factors + rest - wanted).max() <= limit:
             continue
         counts = _call_counts(evidence, factors)
         if counts is None or not _weighs_up(list(wanted - rest), counts, evidence.tolerance):
             continue
-        return Composition(tuple(map(float, factors)), abs(rest) > limit)
+        return replace(made_of, rest=abs(rest) > limit)
     return None
 
 

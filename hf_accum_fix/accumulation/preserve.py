@@ -66,6 +66,7 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         self._sharded = sharded
         self._data = [] if sharded else [(parameter, parameter.data) for parameter in model.parameters()]
+        self._grads = [] if sharded else [(parameter, parameter.grad) for parameter in model.parameters()]
         self._made_inside: set[int] = set()
         self._written: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._undo = _noted(others if sharded else (*modules, *others), leave, follow_modules=not sharded)
@@ -106,6 +107,9 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for parameter, data in self._data:
                 if parameter.data_ptr() != data.data_ptr():
                     parameter.data = data
+            for parameter, grad in self._grads:
+                if parameter.grad is not grad:
+                    parameter.grad = grad
         for module, training in self._modes:
             module.training = training
 

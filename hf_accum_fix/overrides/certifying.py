@@ -69,14 +69,14 @@ def scale_gradients(model: nn.Module, times: Tensor | float) -> None:
 
 def _tell_changes(trainer: Any, session: Session, certificate: Certificate) -> None:
     broken = certificate.broken()
-    if certificate.changed and not session.compiled:
+    if certificate.changed:
         _tell(trainer, session, certificate.changed)
     elif broken is not None and bool(broken):
         _tell(trainer, session, "the loss holds something beside the loss calls that it was observed to be made of")
 
 
 def _tell(trainer: Any, session: Session, why: str) -> None:
-    session.inexact_windows += 1
+    session.note_inexact()
     if data_ranks(trainer) * trainer.args.gradient_accumulation_steps > 1:
         session.warn_once(
             "certificate",

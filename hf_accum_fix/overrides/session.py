@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_accum_fix import observations
 from hf_accum_fix.accumulation.certificate import Certificate
-from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.contract import Divides, LossContract
 from hf_accum_fix.accumulation.router_loss import RouterLoss
 from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.loss_log import LossLog
@@ -77,10 +78,15 @@ class Window:
 
 @dataclass(frozen=True)
 class Response:
-    """What a trainer's ``compute_loss`` makes of the base's loss: ``factor`` times it, and perhaps a constant."""
+    """What a trainer's ``compute_loss`` makes of the base's loss: ``factor`` times it, and perhaps a constant.
+
+    Attributes:
+        divides: when it divides it for the accumulation window.
+    """
 
     factor: float = 1.0
     constant: bool = False
+    divides: Divides = Divides.NEVER
 
 
 @dataclass
@@ -92,11 +98,11 @@ class Session:
         entered: whether a micro-batch of this training came through ``training_step``.
         observed_number: what the base hands its model while the loss is observed.
         base_factor: what the base's loss is multiplied by meanwhile, to see what an override makes of it.
-        response: what it makes of it; None: the loss is not the base's.
+        response: what it makes of it.
+        doubled: the trainer says twice the accumulation steps, to see what an override makes of them.
         corrects: the gradient is divided by what the loss calls counted more than the rule, in every window.
         differs: a window of this rank counted otherwise than the rule; the others are told with the next.
         inexact_windows: found to be made in another way than observed.
-        compiled: the model is compiled, so that its loss calls are not seen in training.
         deferred: the window as a ``get_batch_samples`` of the trainer's own was given it, before it is counted.
     """
 
@@ -112,12 +118,12 @@ class Session:
     observing: bool = False
     observed_number: Tensor | None = None
     base_factor: float = 1.0
+    doubled: bool = False
     base_loss: tuple[Tensor, Any] | None = None
-    response: Response | None = None
+    response: Response = Response()
     corrects: bool = False
     differs: bool = False
     inexact_windows: int = 0
-    compiled: bool = False
     deferred: list[Any] | None = None
     busy: set[str] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
@@ -132,6 +138,12 @@ class Session:
         if kind not in self.said:
             self.said.add(kind)
             logger.warning(message)
+
+    def note_inexact(self) -> None:
+        """Let the report say so, if the run is in it already."""
+        self.inexact_windows += 1
+        if "announced" in self.said:
+            observations.amend({"exact": False, "inexact_windows": self.inexact_windows})
 
 
 def session_of(trainer: Any, options: Options) -> Session:

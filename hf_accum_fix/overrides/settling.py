@@ -8,7 +8,7 @@ import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,13 @@ from transformers import Trainer
 from hf_accum_fix import ranks
 from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.contract import Coupling, Divides, LossContract, Reduction
-from hf_accum_fix.accumulation.declared import inside_ddp, products_are_rounded, router_coefficients, takes_number
+from hf_accum_fix.accumulation.declared import (
+    inside_ddp,
+    is_compiled,
+    products_are_rounded,
+    router_coefficients,
+    takes_number,
+)
 from hf_accum_fix.accumulation.observe import ATTEMPTS, HIGH, NO_TARGET_SEEN, Forward, observe
 from hf_accum_fix.accumulation.share import loss_among
 from hf_accum_fix.accumulation.window import Items, sample_count
@@ -79,6 +85,8 @@ def settle_contract(
         session.attempts += found.reason != NO_TARGET_SEEN
     session.contract = found
     if not found.conclusive and session.attempts < ATTEMPTS:
+        if found.reason != NO_TARGET_SEEN:
+            _warn(trainer, session, found, window)
         return found
     check_dealing(trainer, found, options)
     session.corrects = found.made_of is not None and not found.made_of.counted
@@ -102,7 +110,7 @@ def _still(trainer: Any, session: Session, known: LossContract, found: LossContr
     if found.reduction is known.reduction and (known.items is None or common):
         session.contract = replace(known, items=common[0] if common else known.items, alternatives=common)
         return session.contract
-    session.inexact_windows += 1
+    session.note_inexact()
     session.contract = replace(found, changed_by_trainer=True)
     session.warn_once(
         "inexact",
@@ -142,7 +150,8 @@ def _warn(trainer: Any, session: Session, found: LossContract, window: list[Any]
     elif found.beside:
         session.warn_once("inexact", f"{head}: {found.reason}, so that it is not called exact.")
     else:
-        session.warn_once("inexact", f"{head}: the loss {found}, as far as {ATTEMPTS} windows tell.")
+        told = f"the loss {found}, as far as {session.attempts} windows tell: {found.reason}"
+        session.warn_once("inexact", f"{head}: {told}.")
 
 
 def _check_fetched(trainer: Any, window: list[Any], trouble: Exception | None) -> None:
@@ -178,8 +187,8 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
         return LossContract(Reduction.PLAIN, owned_by_trainer=compute_loss is not None, reason=reason)
     sharded = is_sharded(trainer.accelerator)
 
-    def observed(owned: bool) -> tuple[LossContract, list[tuple[float, float]]]:
-        responses: list[tuple[float, float]] = []
+    def observed(owned: bool) -> tuple[LossContract, list[_Asked]]:
+        responses: list[_Asked] = []
         forward = as_in_training(trainer, module, compute_loss)
 
         def call(inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
@@ -189,7 +198,8 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
             if session.base_loss is None or owned:
                 return loss, None if compute_loss is not None else outputs
             base, outputs = session.base_loss
-            responses.append((session.base_factor * float(base.detach()), float(loss.detach())))
+            asked = (session.base_factor * float(base.detach()), float(loss.detach()))
+            responses.append(_Asked(*asked, doubled=session.doubled, number_came=number is not None))
             return base, outputs
 
         found = observe(
@@ -205,7 +215,7 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
             others=(trainer,),
             leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator),
             sharded=sharded,
-            doubled=lambda: _doubled_steps(trainer),
+            doubled=None if compute_loss is None else lambda: _doubled_steps(trainer, session),
         )
         return found, responses
 
@@ -214,7 +224,7 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
         # What it logs while it is observed is not training's.
         with shadow(trainer, "log", silent):
             found, responses = observed(owned=False)
-            response = _response_of(responses)
+            response = _response_of(responses, len(window))
             if response is not None and response.factor == 0.0:
                 # The base is asked, but the loss is not made of its answer.
                 found, _ = observed(owned=True)
@@ -233,6 +243,9 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
     session.response = response or Response()
     if response is None:
         found = replace(found, changed_by_trainer=True)
+    if found.made_of is not None and is_compiled(module):
+        # Its loss calls are not seen in training; what no rule counts cannot be counted.
+        found = replace(found, made_of=None, beside=not found.made_of.counted)
     smoothed = trainer.label_smoother is not None and loss_func(trainer) is None
     if smoothed and found.reduction is not Reduction.PLAIN:
         shift = found.items is not None and found.items.shift
@@ -241,28 +254,59 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
     return found
 
 
-def _response_of(responses: Sequence[tuple[float, float]]) -> Response | None:
-    """What a ``compute_loss`` makes of the base's loss, from pairs of the two; None: nothing linear.
+@dataclass(frozen=True)
+class _Asked:
+    """One forward of a ``compute_loss`` that asked the base: the base's loss, and what was made of it."""
+
+    base: float
+    loss: float
+    doubled: bool
+    number_came: bool
+
+
+def _response_of(responses: Sequence[_Asked], steps: int) -> Response | None:
+    """What a ``compute_loss`` makes of the base's loss; None: nothing linear.
 
     One of the base's losses was multiplied by `_FACTOR`, which tells a factor from what is added.
+
+    Args:
+        responses: in the order of forwards, the first two of one batch.
+        steps: G.
     """
-    pairs = [(base, loss) for base, loss in responses if math.isfinite(base) and math.isfinite(loss)]
-    if all(loss == base for base, loss in pairs) or len(pairs) < 2:
+    seen = [each for each in responses if math.isfinite(each.base) and math.isfinite(each.loss)]
+    plain = [each for each in seen if each.number_came and not each.doubled]
+    if all(each.loss == each.base for each in seen) or len(plain) < 2:
         return Response()
-    (base, loss), (other_base, other_loss) = pairs[:2]
-    if base == other_base:
-        return Response() if loss == base else None
-    factor = (other_loss - loss) / (other_base - base)
-    added = loss - factor * base
-    limit = 1e-5 * max(abs(loss) for _, loss in pairs)
+    one, other = plain[:2]
+    if one.base == other.base:
+        return Response() if one.loss == one.base else None
+    factor = (other.loss - one.loss) / (other.base - one.base)
+    added = one.loss - factor * one.base
+    limit = 1e-5 * max(abs(each.loss) for each in plain)
     if abs(factor) < 1e-9:
         return Response(0.0)
-    if any(abs(loss - factor * base - added) > limit for base, loss in pairs):
+    if any(abs(each.loss - factor * each.base - added) > limit for each in plain):
         return None
-    if abs(added) <= limit:
-        return Response(round(factor, 9))
     # Seen on other samples too, it is a constant.
-    return Response(round(factor, 9), constant=True) if len(pairs) > 2 else None
+    constant = abs(added) > limit
+    if constant and len(plain) < 3:
+        return None
+    return Response(round(factor, 12), constant, _divides(seen, factor, added, steps))
+
+
+def _divides(seen: Sequence[_Asked], factor: float, added: float, steps: int) -> Divides:
+    """When an override divides the base's loss for the window, from what it does with twice the steps and no number."""
+
+    def compared(each: _Asked | None) -> float:
+        return 1.0 if each is None or each.base == 0.0 else (each.loss - added) / each.base / factor
+
+    doubled = compared(next((each for each in seen if each.doubled), None))
+    without = compared(next((each for each in seen if not each.number_came), None))
+    if abs(without - 1) > 1e-4:
+        return Divides.WITH_NUMBER if abs(without - steps) < 1e-3 * steps else Divides.UNKNOWN
+    if abs(doubled - 1) <= 1e-4:
+        return Divides.NEVER
+    return Divides.ALWAYS if abs(doubled - 0.5) < 1e-3 else Divides.UNKNOWN
 
 
 def silent(*_: Any, **__: Any) -> None:
@@ -270,16 +314,18 @@ def silent(*_: Any, **__: Any) -> None:
 
 
 @contextmanager
-def _doubled_steps(trainer: Any) -> Iterator[None]:
+def _doubled_steps(trainer: Any, session: Session) -> Iterator[None]:
     """Let the trainer say twice the accumulation steps, wherever it says them."""
     steps = trainer.args.gradient_accumulation_steps
     window = getattr(trainer, "current_gradient_accumulation_steps", steps)
     before = vars(trainer.args).get("gradient_accumulation_steps", steps)
     vars(trainer.args)["gradient_accumulation_steps"] = 2 * steps
+    session.doubled = True
     try:
         with shadow(trainer, "current_gradient_accumulation_steps", 2 * window):
             yield
     finally:
+        session.doubled = False
         vars(trainer.args)["gradient_accumulation_steps"] = before
 
 

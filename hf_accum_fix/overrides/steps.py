@@ -102,8 +102,8 @@ def _loss_in_window(
         seen = items if calls is None else watched.items(calls.seen, items)
         micro_batch.base_calls += 1
         if micro_batch.base_calls == 1:
-            position = window.steps_run
-            known = predicted if predicted is not None else window.counts[min(position, len(window.counts) - 1)]
+            at_its_place = window.counts[min(window.steps_run, len(window.counts) - 1)]
+            known = items if cut is not window.cut else at_its_place if predicted is None else predicted
             watched.note_items(seen, known)
         if contract.reduction is Reduction.MEAN and cut.micro_batches * cut.world_size > 1:
             share = replace(share, ratio=seen / cut.mean)
@@ -250,17 +250,22 @@ def _share_of_window(
     """
     contract, steps = session.contract, len(window.batches)
     assert contract is not None
+    response = session.response
     if not contract.owned_by_trainer and micro_batch.base is not None:
-        if window.certificate is not None and micro_batch.base_calls == 1 and session.response is not None:
-            response = session.response
+        if response.divides is Divides.UNKNOWN:
+            return None
+        if window.certificate is not None and micro_batch.base_calls == 1:
             window.certificate.note_override(loss, micro_batch.base, response.factor, constant=response.constant)
-        return loss / steps
+        return loss * 1.0 if _divided(response.divides, micro_batch) else loss / steps
     if micro_batch.weightless:
         return loss * 0.0
     if contract.owned_by_trainer and contract.by_number:
         return loss * 1.0
-    if scales_itself(trainer) or contract.divides is Divides.ALWAYS:
-        return loss * 1.0
-    if contract.divides is Divides.UNKNOWN:
+    if contract.divides is Divides.UNKNOWN and not scales_itself(trainer):
         return None
-    return loss * 1.0 if contract.divides is Divides.WITH_NUMBER and micro_batch.number_came else loss / steps
+    return loss * 1.0 if scales_itself(trainer) or _divided(contract.divides, micro_batch) else loss / steps
+
+
+def _divided(divides: Divides, micro_batch: MicroBatch) -> bool:
+    """Whether the trainer has divided a loss for the window."""
+    return divides is Divides.ALWAYS or (divides is Divides.WITH_NUMBER and micro_batch.number_came)

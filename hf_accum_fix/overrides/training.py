@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+from hf_accum_fix import observations
 from hf_accum_fix.accumulation.loss_calls import watchable
-from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.loss_log import LossLog
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.live import parallel_size
@@ -15,6 +16,7 @@ from hf_accum_fix.overrides.loader import tell_saved, whole_windows
 from hf_accum_fix.overrides.routing import note_routing
 from hf_accum_fix.overrides.session import SESSION, Session, busy, session_of
 from hf_accum_fix.overrides.windows import counted_as_returned, open_window, warn_empty
+from hf_accum_fix.shadow import shadow
 
 
 def train(
@@ -37,6 +39,7 @@ def train(
             busy(session, "train"),
             whole_windows(trainer, options, opened),
             counted_as_returned(trainer, options),
+            shadow(trainer.accelerator, "backward", _guarded(trainer, session, trainer.accelerator.backward)),
             watchable(),
             logged,
         ):
@@ -46,8 +49,36 @@ def train(
     if session.empty_windows is not None and int(session.empty_windows):
         warn_empty(session)
     note_routing(trainer, session)
+    if "announced" in session.said and session.contract is not None:
+        exact = session.contract.exact and not session.inexact_windows
+        run = {"exact": exact, "windows": session.windows, "inexact_windows": session.inexact_windows}
+        observations.amend(run)
     tell_saved(trainer)
     return result
+
+
+def _guarded(trainer: Any, session: Session, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``Accelerator.backward``, looked at where a gradient is made beside ``Trainer.training_step``."""
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        window = session.window
+        cut = trainer.args.gradient_accumulation_steps * trainer.args.world_size > 1
+        if session.micro_batch is None and window is not None and window.batches and cut:
+            name = type(trainer).__name__
+            if not session.entered:
+                raise SeamError(
+                    f"{name} overrides Trainer.training_step without calling super(), so nothing would be mended; "
+                    "call super().training_step, or revert() to train as without this package"
+                )
+            session.note_inexact()
+            session.warn_once(
+                "second backward",
+                f"{name} calls accelerator.backward beside Trainer.training_step: what it adds to the gradient is "
+                "added as it is, so that the step is not called exact",
+            )
+        return backward(*args, **kwargs)
+
+    return guarded
 
 
 def check_setup(trainer: Any) -> None:
