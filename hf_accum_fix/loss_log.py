@@ -95,9 +95,17 @@ class LossLog:
                 tr_loss.zero_()
             return result
 
+        original_count = trainer.floating_point_ops
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            # What the loop calls once it has added the loss up: whoever looks at the arguments now sees the user's.
+            setattr(trainer.args, _SWITCH, True)
+            return original_count(*args, **kwargs)
+
         with (
             shadow(trainer.args, _SWITCH, True),
             shadow(trainer, "log", log),
+            shadow(trainer, "floating_point_ops", count),
             shadow(trainer, "_maybe_log_save_evaluate", turn),
         ):
             yield

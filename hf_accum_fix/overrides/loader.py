@@ -120,6 +120,13 @@ def _dealt(trainer: Any, loader: Any, options: Options) -> Any:
             "mended all the same",
         )
         return loader
+    if not hasattr(loader, "dataset"):
+        session_of(trainer, options).warn_once(
+            "not dealt",
+            f"balance_windows: got a train dataloader {type(loader).__name__} without a data set; expected torch's "
+            "DataLoader; its windows stay as they come",
+        )
+        return loader
     dealer = trainer.__dict__.get(DEALER, _ABSENT)
     if dealer is None:
         return loader

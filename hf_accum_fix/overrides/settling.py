@@ -390,7 +390,13 @@ def loss_alone(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> tup
     compute_loss = compute_loss_of(trainer)
     with trainer.accelerator.autocast(), trainer.compute_loss_context_manager():
         if compute_loss is not None:
-            return compute_loss(model, inputs, return_outputs=True)  # type: ignore[no-any-return]
+            own: dict[str, Any] = {}
+            if contract.by_number and contract.items is not None and hands_number(compute_loss):
+                # It may not do without; W ranks make W times this of it, where it multiplies by them.
+                own["num_items_in_batch"] = contract.items.count(inputs) * (
+                    data_ranks(trainer) if contract.takes_world_size else 1
+                )
+            return compute_loss(model, inputs, return_outputs=True, **own)  # type: ignore[no-any-return]
         counted = loss_func(trainer) is not None and contract.items is not None
         number = contract.items.count(inputs) if counted and contract.items is not None else None
         loss, outputs = base_loss(trainer, model, inputs, None if number is None else contract.as_number(number))

@@ -101,11 +101,13 @@ def _loss_in_window(
         _certify(contract, watched, share, loss, outputs, calls, items)
         seen = items if calls is None else watched.items(calls.seen, items)
         micro_batch.base_calls += 1
-        if micro_batch.base_calls == 1:
+        alone = cut.micro_batches * cut.world_size == 1 and contract.reduction is Reduction.MEAN
+        # The mean of the only micro-batch is right, whatever it is over.
+        if micro_batch.base_calls == 1 and not alone:
             at_its_place = window.counts[min(window.steps_run, len(window.counts) - 1)]
             known = items if cut is not window.cut else at_its_place if predicted is None else predicted
             watched.note_items(seen, known)
-        if contract.reduction is Reduction.MEAN and cut.micro_batches * cut.world_size > 1:
+        if contract.reduction is Reduction.MEAN and not alone:
             share = replace(share, ratio=seen / cut.mean)
     if share.ratio is not None:
         carried = contract.carried(outputs)

@@ -15,7 +15,7 @@ from hf_accum_fix.overrides.live import parallel_size
 from hf_accum_fix.overrides.loader import tell_saved, whole_windows
 from hf_accum_fix.overrides.routing import note_routing
 from hf_accum_fix.overrides.session import SESSION, Session, busy, session_of
-from hf_accum_fix.overrides.windows import counted_as_returned, open_window, warn_empty
+from hf_accum_fix.overrides.windows import counted_as_returned, mark_passed_over, open_window, warn_empty
 from hf_accum_fix.shadow import shadow
 
 
@@ -39,6 +39,7 @@ def train(
             busy(session, "train"),
             whole_windows(trainer, options, opened),
             counted_as_returned(trainer, options),
+            mark_passed_over(trainer),
             shadow(trainer.accelerator, "backward", _guarded(trainer, session, trainer.accelerator.backward)),
             watchable(),
             logged,

@@ -190,6 +190,27 @@ def _mark_state(trainer: Any, session: Session) -> None:
     marks[_STATE_KEY] = {"active": True}
 
 
+@contextmanager
+def mark_passed_over(trainer: Any) -> Iterator[None]:
+    """Let the Trainer restore the states of its callbacks without our mark, which is none of them."""
+    load = getattr(trainer, "_load_callback_state", None)
+    if load is None:
+        yield
+        return
+
+    def load_without_mark() -> None:
+        marks = trainer.state.stateful_callbacks
+        mark = marks.pop(_STATE_KEY, None)
+        try:
+            load()
+        finally:
+            if mark is not None:
+                trainer.state.stateful_callbacks[_STATE_KEY] = mark
+
+    with shadow(trainer, "_load_callback_state", load_without_mark):
+        yield
+
+
 def _note_empty(session: Session, total: Tensor) -> None:
     if total.device.type == "cpu":
         if not bool(total):
