@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +219,42 @@ def _beside(**found: Any) -> Any:
     return batch
 
 
+class LabelsOfAnyShape(TokenModel):
+    """Labels in a list, a tuple or a dict."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, attention_mask: Any = None) -> Any:
+        if isinstance(labels, Mapping):
+            labels = labels["of"]
+        elif not isinstance(labels, Tensor):
+            labels = nn.utils.rnn.pad_sequence(list(labels), batch_first=True, padding_value=-100)
+        return self.mean(input_ids, labels)
+
+
+class InputsAndTargets(TokenModel):
+    def forward(self, inputs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Any:
+        return self.mean(inputs["input_ids"], targets["labels"])
+
+
+class AllPairs(TokenModel):
+    """Weighs every row by every row, which a matrix [b, b] says."""
+
+    def forward(self, input_ids: Tensor, alike: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+        assert alike.shape == (len(input_ids), len(input_ids))
+        return self.mean(input_ids, labels)
+
+
+def _labels(make: Callable[[Sequence[Tensor]], Any]) -> Any:
+    def batch(samples: Sequence[Sample]) -> Batch:
+        return {**collate(samples), "labels": make([sample["labels"] for sample in samples])}
+
+    return batch
+
+
+def _inputs_and_targets(samples: Sequence[Sample]) -> Batch:
+    batch = collate(samples)
+    return {"inputs": {"input_ids": batch["input_ids"]}, "targets": {"labels": batch["labels"]}}
+
+
 def _positions(samples: Sequence[Sample]) -> Batch:
     batch = collate(samples)
     rows, width = batch["input_ids"].shape
@@ -253,8 +289,20 @@ SHAPES = {
     "nested": _nested,
     "nested-labels-first": _nested_labels_first,
     "three-positions": _positions,
+    "labels-in-a-list": _labels(list),
+    "labels-in-a-tuple": _labels(tuple),
+    "labels-in-a-dict": lambda samples: {**collate(samples), "labels": {"of": collate(samples)["labels"]}},
+    "inputs-and-targets": _inputs_and_targets,
+    "all-pairs": _beside(alike=lambda samples: torch.eye(len(samples))),
+    "sparse": _beside(each=lambda samples: torch.eye(len(samples)).to_sparse()),
 }
-MODELS = {"nested": Nested, "nested-labels-first": Nested, "three-positions": ThreePositions}
+MODELS = {
+    **dict.fromkeys(("nested", "nested-labels-first"), Nested),
+    **dict.fromkeys(("labels-in-a-list", "labels-in-a-tuple", "labels-in-a-dict"), LabelsOfAnyShape),
+    "three-positions": ThreePositions,
+    "inputs-and-targets": InputsAndTargets,
+    "all-pairs": AllPairs,
+}
 
 
 @pytest.mark.parametrize("cut", [(6, 1), (3, 2), (1, 6)], ids=lambda cut: f"{cut[0]}x{cut[1]}")

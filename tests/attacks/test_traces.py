@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -97,6 +99,17 @@ class OwnGenerator(DropsKwargs):
         return logits + torch.rand(logits.shape[:1], generator=self.noise, dtype=logits.dtype)[:, None, None] * logits
 
 
+class OwnRandom(DropsKwargs):
+    """Draws from generators of Python and of NumPy that are its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chance, self.noise = random.Random(3), np.random.default_rng(4)
+
+    def logits(self, input_ids: Tensor) -> Tensor:
+        return super().logits(input_ids) * (1 + self.chance.random() + self.noise.random())
+
+
 class Taught(TokenModel):
     """Learns from a teacher, a parameter without gradient that follows it by a moving average in every forward."""
 
@@ -138,6 +151,7 @@ CASES = [
     Case("counter-in-prepare-inputs", _of(DropsKwargs), CountsAsItPrepares),
     Case("meter-in-prepare-inputs", _of(DropsKwargs), PreparesByItsMeter),
     Case("own-generator", _of(OwnGenerator), Ordered),
+    Case("own-random", _of(OwnRandom), Ordered),
     Case("teacher", _of(Taught), Ordered),
     Case("call-counter", _of(WarmsUp), Ordered),
 ]

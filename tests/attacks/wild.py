@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.attacks.runs import HALVES, PAIRS, Case, Ordered
-from tests.numerics.heads import HEADS, Batch, Sample, shifted_cross_entropy
+from tests.numerics.heads import HEADS, Batch, DropsKwargs, Sample, seeded, shifted_cross_entropy
 from tests.numerics.heads.head import collate
 from tests.numerics.heads.samples import text
 
-CLASSES, MLM, LLAMA = HEADS["bert-classes"], HEADS["bert-mlm"], HEADS["llama"]
+CLASSES, MLM, LLAMA, DROPS = (HEADS[name] for name in ("bert-classes", "bert-mlm", "llama", "drops-kwargs"))
 #: Divides by the number it is handed, in float64, and is right in the stock Trainer.
 NUMBER = dataclasses.replace(HEADS["uses-tensor"], name="number", samples=text())
 #: The library computes Llama's loss in float32.
@@ -168,6 +168,19 @@ class DividesItsOwn(Ordered):
         return (loss, outputs) if return_outputs else loss
 
 
+class DividesInTraining(Ordered):
+    """By the micro-batches of this very window, and in training alone."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        loss = outputs["loss"]
+        if model.training:
+            loss = loss / self.current_gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
+
+
 class DividesTheBase(Ordered):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -202,6 +215,18 @@ class SumOverTheNumber(Ordered):
         else:
             loss = shifted_cross_entropy(logits, inputs["labels"], reduction="sum") / num_items_in_batch
         return (loss, {"logits": logits}) if return_outputs else loss
+
+
+class OwnNumber(Ordered):
+    """Counts what it trains on by itself, and trains on fewer labels than were fetched."""
+
+    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
+        return sum((with_fewer_labels(batch)["labels"] != -100).sum() for batch in batch_samples)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return super().compute_loss(model, with_fewer_labels(inputs), return_outputs, num_items_in_batch)
 
 
 # --- another batch than the one that was fetched -------------------------------------------------------------------
@@ -256,6 +281,65 @@ class DropsAsFetched(Ordered):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batches, number = super().get_batch_samples(*args, **kwargs)
         return [with_fewer_rows(batch) for batch in batches], number
+
+
+class SplitsAsFetched(Ordered):
+    """Makes micro-batches of one sample of those that were fetched."""
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, number = super().get_batch_samples(*args, **kwargs)
+        rows = [(batch, row) for batch in batches for row in range(len(batch["labels"]))]
+        return [{key: value[row : row + 1] for key, value in batch.items()} for batch, row in rows], number
+
+
+def with_other_tokens(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {**batch, "input_ids": (batch["input_ids"] * 7 + 3) % 44 + 4}
+
+
+def with_other_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    labels = batch["labels"]
+    return {**batch, "labels": torch.where(labels >= 0, (labels + 1) % 48, labels)}
+
+
+class EditsTokensInPlace(Ordered):
+    """As an augmentation does that masks or swaps tokens: twice is not once."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs["input_ids"].copy_(with_other_tokens(inputs)["input_ids"])
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class EditsLabelsInPlace(Ordered):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs["labels"].copy_(with_other_labels(inputs)["labels"])
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class PreparesInPlace(Ordered):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        prepared = super()._prepare_inputs(inputs)
+        prepared["input_ids"].copy_(with_other_tokens(prepared)["input_ids"])
+        return prepared
+
+
+class ForwardInPlace(DropsKwargs):
+    """Edits the tokens that it is handed."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> dict[str, Tensor]:
+        input_ids.copy_(with_other_tokens({"input_ids": input_ids})["input_ids"])
+        return super().forward(input_ids, labels)
+
+
+def of_other_tokens(model: nn.Module, batch: Batch) -> Tensor:
+    return model(**with_other_tokens(batch))["loss"]
+
+
+def of_other_labels(model: nn.Module, batch: Batch) -> Tensor:
+    return model(**with_other_labels(batch))["loss"]
 
 
 def of_fewer_labels(model: nn.Module, batch: Batch) -> Tensor:
@@ -325,6 +409,7 @@ CASES = [
     ),
     Case("divides-its-own", CLASSES, DividesItsOwn),
     Case("divides-its-own-tokens", MLM, DividesItsOwn),
+    Case("divides-in-training", CLASSES, DividesInTraining),
     Case("divides-the-base", CLASSES, DividesTheBase),
     Case("divides-the-base-tokens", NUMBER, DividesTheBase),
     Case("without-the-number", NUMBER, WithoutTheNumber),
@@ -341,5 +426,11 @@ CASES = [
     Case("masks-as-fetched-in-place", NUMBER, MasksAsFetchedInPlace, loss=of_fewer_labels, right_uncut=False),
     Case("drops-in-the-step", HALF_OF_EACH, DropsInTheStep, loss=of_fewer_rows, cuts=(PAIRS, HALVES)),
     Case("drops-as-fetched", HALF_OF_EACH, DropsAsFetched, loss=of_fewer_rows, cuts=(PAIRS, HALVES)),
+    Case("splits-as-fetched", MLM, SplitsAsFetched, cuts=(PAIRS,), right_uncut=False),
+    Case("edits-tokens-in-place", NUMBER, EditsTokensInPlace, loss=of_other_tokens),
+    Case("edits-labels-in-place", NUMBER, EditsLabelsInPlace, loss=of_other_labels),
+    Case("prepares-in-place", NUMBER, PreparesInPlace, loss=of_other_tokens),
+    Case("forward-in-place", dataclasses.replace(DROPS, build=seeded(ForwardInPlace)), Ordered),
+    Case("own-number", NUMBER, OwnNumber, loss=of_fewer_labels),
     *OWN_STEPS,
 ]
