@@ -377,7 +377,7 @@ class OwnStepDividedTwice(Ordered):
 
 
 OWN_STEPS = [
-    Case("own-step", CLASSES, OwnStep),
+    Case("own-step", CLASSES, OwnStep, right=True),
     Case("own-step-divided-twice", CLASSES, OwnStepDividedTwice),
 ]
 
@@ -385,12 +385,14 @@ OWN_STEPS = [
 HALF_OF_EACH = dataclasses.replace(CLASSES, samples=[CLASSES.samples[i] for i in (0, 2, 1, 5, 3, 2, 4, 5)])
 
 CASES = [
-    Case("swift-classes", CLASSES, DividedMean),
-    Case("swift-classes-by-super", CLASSES, DividedBase),
+    Case("swift-classes", CLASSES, DividedMean, right=True),
+    Case("swift-classes-by-super", CLASSES, DividedBase, right=True),
     Case("swift-tokens-by-super", NUMBER, DividedBase),
     Case("swift-mlm-by-super", MLM, DividedBase),
-    Case("swift-reranker", CLASSES, DividedReranker, loss=lambda m, b: relevance(m(**b).logits, b["labels"])),
-    Case("swift-dpo", PREFERENCES, DividedDpo, loss=dpo),
+    Case(
+        "swift-reranker", CLASSES, DividedReranker, loss=lambda m, b: relevance(m(**b).logits, b["labels"]), right=True
+    ),
+    Case("swift-dpo", PREFERENCES, DividedDpo, loss=dpo, right=True),
     Case("swift-orpo", PREFERENCES, DividedOrpo, loss=orpo),
     Case(
         "swift-embedding",
@@ -398,6 +400,7 @@ CASES = [
         DividedEmbedding,
         loss=of_embeddings,
         given={"compute_loss_func": similarity},
+        right=True,
     ),
     Case(
         "swift-smoother",
@@ -406,16 +409,17 @@ CASES = [
         loss=of_smoothed_classes,
         arguments={"label_smoothing_factor": 0.1},
         floor=FLOAT32,
+        right=True,
     ),
-    Case("divides-its-own", CLASSES, DividesItsOwn),
+    Case("divides-its-own", CLASSES, DividesItsOwn, right=True),
     Case("divides-its-own-tokens", MLM, DividesItsOwn),
-    Case("divides-in-training", CLASSES, DividesInTraining),
-    Case("divides-the-base", CLASSES, DividesTheBase),
+    Case("divides-in-training", CLASSES, DividesInTraining, right=True),
+    Case("divides-the-base", CLASSES, DividesTheBase, right=True),
     Case("divides-the-base-tokens", NUMBER, DividesTheBase),
     Case("without-the-number", NUMBER, WithoutTheNumber),
     Case("without-the-number-llama", LLAMA, WithoutTheNumber, floor=FLOAT32),
     Case("without-the-number-mlm", MLM, WithoutTheNumber),
-    Case("sum-over-the-number", NUMBER, SumOverTheNumber),
+    Case("sum-over-the-number", NUMBER, SumOverTheNumber, right=True),
     Case("masks-in-the-step-mlm", MLM, MasksInTheStep, loss=of_fewer_labels),
     Case("masks-in-the-step", NUMBER, MasksInTheStep, loss=of_fewer_labels, right_uncut=False),
     Case("masks-in-the-step-in-place-mlm", MLM, MasksInTheStepInPlace, loss=of_fewer_labels),
@@ -427,10 +431,10 @@ CASES = [
     Case("drops-in-the-step", HALF_OF_EACH, DropsInTheStep, loss=of_fewer_rows, cuts=(PAIRS, HALVES)),
     Case("drops-as-fetched", HALF_OF_EACH, DropsAsFetched, loss=of_fewer_rows, cuts=(PAIRS, HALVES)),
     Case("splits-as-fetched", MLM, SplitsAsFetched, cuts=(PAIRS,), right_uncut=False),
-    Case("edits-tokens-in-place", NUMBER, EditsTokensInPlace, loss=of_other_tokens),
-    Case("edits-labels-in-place", NUMBER, EditsLabelsInPlace, loss=of_other_labels),
-    Case("prepares-in-place", NUMBER, PreparesInPlace, loss=of_other_tokens),
+    Case("edits-tokens-in-place", NUMBER, EditsTokensInPlace, loss=of_other_tokens, right=True),
+    Case("edits-labels-in-place", NUMBER, EditsLabelsInPlace, loss=of_other_labels, right=True),
+    Case("prepares-in-place", NUMBER, PreparesInPlace, loss=of_other_tokens, right=True),
     Case("forward-in-place", dataclasses.replace(DROPS, build=seeded(ForwardInPlace)), Ordered),
-    Case("own-number", NUMBER, OwnNumber, loss=of_fewer_labels),
+    Case("own-number", NUMBER, OwnNumber, loss=of_fewer_labels, right=True),
     *OWN_STEPS,
 ]
