@@ -133,14 +133,11 @@ def test_a_step_that_forgives_is_stock_uncut(places: tuple[int, ...]) -> None:
 
 
 UNREADABLE = _with_unreadable(0, 4, 8, 9, 10)
+LEAVING_OUT = [Case("leaves-out", DROPS, LeavesOut), Case("forgiving", _of(Picky), Forgiving)]
 
 
 @pytest.mark.parametrize("cut", [PAIRS, SINGLES], ids=["2x4", "1x8"])
-@pytest.mark.parametrize(
-    "case",
-    [Case("leaves-out", DROPS, LeavesOut), Case("forgiving", _of(Picky), Forgiving)],
-    ids=lambda case: case.name,
-)
+@pytest.mark.parametrize("case", LEAVING_OUT, ids=lambda case: case.name)
 def test_a_step_that_leaves_micro_batches_out_goes_on(case: Case, cut: Cut) -> None:
     patched = run(case, cut, "apply", steps=2, samples=UNREADABLE, learning_rate=0.1)
     assert patched.raised is None
@@ -160,9 +157,8 @@ def test_the_sum_of_what_is_left_is_over_the_number_as_in_stock(case: Case, cut:
     assert ours <= case.floor
 
 
-@pytest.mark.parametrize("trainer", [LeavesOut, Forgiving])
-def test_a_window_that_is_left_out_whole_goes_on(trainer: type[Trainer]) -> None:
-    case = Case("goes-on", _of(Picky), trainer)
+@pytest.mark.parametrize("case", LEAVING_OUT, ids=lambda case: case.name)
+def test_a_window_that_is_left_out_whole_goes_on(case: Case) -> None:
     patched = run(case, (1, 1), "apply", steps=8, samples=_with_unreadable(0, 2, 3), learning_rate=0.1)
     assert patched.raised is None
 
