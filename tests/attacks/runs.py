@@ -49,6 +49,7 @@ class Case:
         given: further arguments of the trainer.
         arguments: further TrainingArguments.
         cuts: where it means the same thing at every one of them.
+        right: the stock Trainer is right at all of these cuts.
         right_uncut: the stock Trainer is right where the batch is not cut.
         floor: relative error that rounding leaves; larger where the library computes in float32.
     """
@@ -60,6 +61,7 @@ class Case:
     given: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     cuts: tuple[Cut, ...] = (PAIRS, SINGLES)
+    right: bool = False
     right_uncut: bool = True
     floor: float = FLOOR
 
@@ -95,16 +97,24 @@ class Run:
         """Whether the package said no while everything was as before."""
         return isinstance(self.raised, AccumFixError) and not self.moved
 
+    @property
+    def logged_loss(self) -> float:
+        """Of the first step."""
+        self._ended_well()
+        return next(float(entry["loss"]) for entry in self.history if "loss" in entry)
+
     def error(self, change: Mapping[str, Tensor]) -> float:
         """Relative, of the parameter change."""
-        if self.raised is not None:
-            raise AssertionError(f"training ended with {type(self.raised).__name__}") from self.raised
+        self._ended_well()
         return Step(self.change, 0.0, 0.0).error(Step(dict(change), 0.0, 0.0))
 
     def same_bits(self, other: Run) -> bool:
+        self._ended_well()
+        return all(torch.equal(self.parameters[name], value) for name, value in other.parameters.items())
+
+    def _ended_well(self) -> None:
         if self.raised is not None:
             raise AssertionError(f"training ended with {type(self.raised).__name__}") from self.raised
-        return all(torch.equal(self.parameters[name], value) for name, value in other.parameters.items())
 
 
 class _Kept(logging.Handler):
@@ -181,7 +191,7 @@ def full_batch(case: Case, steps: int = 1) -> dict[str, Tensor]:
     before = trainable(model)
     for _ in range(steps):
         batch = case.head.batch(case.head.samples)
-        loss = case.head.reference_loss(model, batch) if case.loss is None else case.loss(model, batch)
+        loss = (case.loss or case.head.reference_loss)(model, batch)
         model.zero_grad()
         loss.backward()
         with torch.no_grad():
@@ -189,3 +199,12 @@ def full_batch(case: Case, steps: int = 1) -> dict[str, Tensor]:
                 if parameter.grad is not None:
                     parameter -= parameter.grad
     return {name: value - before[name] for name, value in trainable(model).items()}
+
+
+@functools.cache
+def full_batch_loss(case: Case) -> float:
+    """The loss of the full batch before any step."""
+    torch.manual_seed(0)
+    model = case.head.build()
+    model.train()
+    return float((case.loss or case.head.reference_loss)(model, case.head.batch(case.head.samples)).detach())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,14 +133,11 @@ def test_a_step_that_forgives_is_stock_uncut(places: tuple[int, ...]) -> None:
 
 
 UNREADABLE = _with_unreadable(0, 4, 8, 9, 10)
+LEAVING_OUT = [Case("leaves-out", DROPS, LeavesOut), Case("forgiving", _of(Picky), Forgiving)]
 
 
 @pytest.mark.parametrize("cut", [PAIRS, SINGLES], ids=["2x4", "1x8"])
-@pytest.mark.parametrize(
-    "case",
-    [Case("leaves-out", DROPS, LeavesOut), Case("forgiving", _of(Picky), Forgiving)],
-    ids=lambda case: case.name,
-)
+@pytest.mark.parametrize("case", LEAVING_OUT, ids=lambda case: case.name)
 def test_a_step_that_leaves_micro_batches_out_goes_on(case: Case, cut: Cut) -> None:
     patched = run(case, cut, "apply", steps=2, samples=UNREADABLE, learning_rate=0.1)
     assert patched.raised is None
@@ -160,10 +157,9 @@ def test_the_sum_of_what_is_left_is_over_the_number_as_in_stock(case: Case, cut:
     assert ours <= case.floor
 
 
-@pytest.mark.parametrize(("trainer", "places"), [(LeavesOut, (0, 2)), (Forgiving, (0, 2, 3))])
-def test_a_window_that_is_left_out_whole_goes_on(trainer: type[Trainer], places: tuple[int, ...]) -> None:
-    case = Case("goes-on", _of(Picky), trainer)
-    patched = run(case, (1, 1), "apply", steps=8, samples=_with_unreadable(*places), learning_rate=0.1)
+@pytest.mark.parametrize("case", LEAVING_OUT, ids=lambda case: case.name)
+def test_a_window_that_is_left_out_whole_goes_on(case: Case) -> None:
+    patched = run(case, (1, 1), "apply", steps=8, samples=_with_unreadable(0, 2, 3), learning_rate=0.1)
     assert patched.raised is None
 
 
@@ -219,6 +215,42 @@ def _beside(**found: Any) -> Any:
     return batch
 
 
+class LabelsOfAnyShape(TokenModel):
+    """Labels in a list, a tuple or a dict."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, attention_mask: Any = None) -> Any:
+        if isinstance(labels, Mapping):
+            labels = labels["of"]
+        elif not isinstance(labels, Tensor):
+            labels = nn.utils.rnn.pad_sequence(list(labels), batch_first=True, padding_value=-100)
+        return self.mean(input_ids, labels)
+
+
+class InputsAndTargets(TokenModel):
+    def forward(self, inputs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Any:
+        return self.mean(inputs["input_ids"], targets["labels"])
+
+
+class AllPairs(TokenModel):
+    """Weighs every row by every row, which a matrix [b, b] says."""
+
+    def forward(self, input_ids: Tensor, alike: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+        assert alike.shape == (len(input_ids), len(input_ids))
+        return self.mean(input_ids, labels)
+
+
+def _labels(make: Callable[[Sequence[Tensor]], Any]) -> Any:
+    def batch(samples: Sequence[Sample]) -> Batch:
+        return {**collate(samples), "labels": make([sample["labels"] for sample in samples])}
+
+    return batch
+
+
+def _inputs_and_targets(samples: Sequence[Sample]) -> Batch:
+    batch = collate(samples)
+    return {"inputs": {"input_ids": batch["input_ids"]}, "targets": {"labels": batch["labels"]}}
+
+
 def _positions(samples: Sequence[Sample]) -> Batch:
     batch = collate(samples)
     rows, width = batch["input_ids"].shape
@@ -253,8 +285,20 @@ SHAPES = {
     "nested": _nested,
     "nested-labels-first": _nested_labels_first,
     "three-positions": _positions,
+    "labels-in-a-list": _labels(list),
+    "labels-in-a-tuple": _labels(tuple),
+    "labels-in-a-dict": lambda samples: {**collate(samples), "labels": {"of": collate(samples)["labels"]}},
+    "inputs-and-targets": _inputs_and_targets,
+    "all-pairs": _beside(alike=lambda samples: torch.eye(len(samples))),
+    "sparse": _beside(each=lambda samples: torch.eye(len(samples)).to_sparse()),
 }
-MODELS = {"nested": Nested, "nested-labels-first": Nested, "three-positions": ThreePositions}
+MODELS = {
+    **dict.fromkeys(("nested", "nested-labels-first"), Nested),
+    **dict.fromkeys(("labels-in-a-list", "labels-in-a-tuple", "labels-in-a-dict"), LabelsOfAnyShape),
+    "three-positions": ThreePositions,
+    "inputs-and-targets": InputsAndTargets,
+    "all-pairs": AllPairs,
+}
 
 
 @pytest.mark.parametrize("cut", [(6, 1), (3, 2), (1, 6)], ids=lambda cut: f"{cut[0]}x{cut[1]}")
@@ -286,9 +330,19 @@ class OneAtATimeByNumber(OneAtATime):
         return {**out, "loss": summed / num_items_in_batch}
 
 
-@pytest.mark.parametrize("model", [OneAtATime, OneAtATimeByNumber])
+class MemoryForOne(TokenModel):
+    """Two samples do not fit, with or without gradient."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+        if len(input_ids) > 1:
+            raise RuntimeError("CUDA out of memory.")
+        return self.mean(input_ids, labels)
+
+
+@pytest.mark.parametrize("model", [OneAtATime, OneAtATimeByNumber, MemoryForOne])
 def test_a_model_for_one_sample_at_a_time_trains(model: type[nn.Module]) -> None:
-    case = Case("one-at-a-time", _of(model), Ordered)
+    finds = {"auto_find_batch_size": model is MemoryForOne}
+    case = Case("one-at-a-time", _of(model), Ordered, arguments=finds)
     no_further_off(case, SINGLES, full_batch(Case("", _of(DropsKwargs), Ordered)))
     stocks_bits(case, (1, 1), steps=3, samples=text(), learning_rate=0.1)
 
@@ -320,6 +374,111 @@ def test_micro_batches_without_labels_train(cut: Cut, place: int) -> None:
     else:
         patched = run(case, cut, "apply", steps=3, samples=samples, learning_rate=0.1)
         assert patched.refused or patched.raised is None
+
+
+# --- gradients inside of a forward, and what else cannot be run without them ------------------------------------------
+
+
+class Forces(nn.Module):
+    """Its forces are the gradient of its energy, as in models of molecules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 1)
+
+    def forward(self, positions: Tensor, labels: Any = None) -> Any:
+        positions = positions.clone().requires_grad_()
+        energy = self.last(torch.tanh(self.first(positions))).sum()
+        (gradient,) = torch.autograd.grad(energy, positions, create_graph=True)
+        return {"loss": (gradient + labels).square().mean()}
+
+
+class Adversarial(TokenModel):
+    """Steps along the gradient of its embeddings before it computes its loss, as SMART and VAT do."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+        embedded = self.embed(input_ids)
+        step = torch.zeros_like(embedded, requires_grad=True)
+        (gradient,) = torch.autograd.grad(self.of(embedded.detach() + step, labels), step)
+        return {"loss": self.of(embedded + 0.1 * gradient.sign(), labels)}
+
+    def of(self, embedded: Tensor, labels: Tensor) -> Tensor:
+        return shifted_cross_entropy(self.head(torch.tanh(self.mix(embedded))), labels)
+
+
+class EachByVmap(TokenModel):
+    """Its loss function runs inside vmap, where no number can be read."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+        def summed(logits: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(logits, targets, reduction="sum")
+
+        logits, targets = self.logits(input_ids)[:, :-1], labels[:, 1:]
+        return {"loss": torch.vmap(summed)(logits, targets).sum() / (targets != -100).sum()}
+
+
+class Penalised(Ordered):
+    """Its own mean, and the norm of a gradient."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        embedded = model.embed(inputs["input_ids"])
+        loss = shifted_cross_entropy(model.head(torch.tanh(model.mix(embedded))), inputs["labels"])
+        (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
+        loss = loss + gradient.square().sum()
+        return (loss, {}) if return_outputs else loss
+
+
+class TwoBackwards(Ordered):
+    """Hands the first half of its loss over by itself, to save memory."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if model.training:
+            self.accelerator.backward(model(**inputs)["loss"] / 2 / self.args.gradient_accumulation_steps)
+        outputs = model(**inputs)
+        return (outputs["loss"] / 2, outputs) if return_outputs else outputs["loss"] / 2
+
+
+class WantsGradient(Ordered):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        assert loss.requires_grad, "a frozen model cannot be trained"
+        return (loss, outputs) if return_outputs else loss
+
+
+def _molecules() -> list[Sample]:
+    g = torch.Generator().manual_seed(1)
+    return [
+        {key: torch.randn(3, generator=g, dtype=torch.float64) for key in ("positions", "labels")} for _ in range(8)
+    ]
+
+
+def _stacked(samples: Sequence[Sample]) -> Batch:
+    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+WITH_GRADIENT = [
+    Case("forces", Head("forces", seeded(Forces), _molecules(), collate=_stacked), Ordered),
+    Case("adversarial", _of(Adversarial), Ordered),
+    Case("each-by-vmap", _of(EachByVmap), Ordered),
+    Case("penalised", DROPS, Penalised),
+    Case("two-backwards", DROPS, TwoBackwards),
+    Case("wants-gradient", NUMBER, WantsGradient),
+]
+
+
+@pytest.mark.parametrize("case", WITH_GRADIENT, ids=lambda case: case.name)
+def test_what_needs_gradients_trains(case: Case) -> None:
+    stocks_bits(case, WHOLE, steps=2, learning_rate=0.1)
+    # Uncut stock is the full batch.
+    wanted = run(case, WHOLE, "stock").change
+    for cut in case.cuts:
+        no_further_off(case, cut, wanted)
 
 
 # --- data that are not copied ---------------------------------------------------------------------------------------

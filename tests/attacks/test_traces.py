@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from tests.attacks.runs import Case, Ordered, run
 from tests.attacks.wild import NUMBER
 from tests.numerics.heads import DropsKwargs, TokenModel, seeded, shifted_cross_entropy
-from tests.numerics.heads.head import Head
+from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import text
 
 # --- trainers ---------------------------------------------------------------------------------------------------
@@ -52,6 +54,55 @@ class Metered(Ordered):
         self.meter.show(float(loss.detach()))
         loss = loss / self.meter.count
         return (loss, outputs) if return_outputs else loss
+
+
+class Running(Ordered):
+    """Divides by a running mean of its losses, a tensor of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.running = torch.ones((), dtype=torch.float64)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        self.running.mul_(0.9).add_(0.1 * loss.detach())
+        loss = loss / self.running
+        return (loss, outputs) if return_outputs else loss
+
+
+class Draws(Ordered):
+    """Adds the loss of another sample, from a stream of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stream = iter(text(seed=7))
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        other = collate([next(self.stream)])
+        loss = loss + 0.1 * shifted_cross_entropy(model.logits(other["input_ids"]), other["labels"])
+        return (loss, outputs) if return_outputs else loss
+
+
+class OfTheInstance(Ordered):
+    """Its compute_loss is put on the object, and counts there."""
+
+    calls = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        base = self.compute_loss
+
+        def compute_loss(model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            self.calls += 1
+            loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+            return (loss / self.calls, outputs) if return_outputs else loss / self.calls
+
+        self.compute_loss = compute_loss
 
 
 class CountsAsItPrepares(Ordered):
@@ -97,6 +148,17 @@ class OwnGenerator(DropsKwargs):
         return logits + torch.rand(logits.shape[:1], generator=self.noise, dtype=logits.dtype)[:, None, None] * logits
 
 
+class OwnRandom(DropsKwargs):
+    """Draws from generators of Python and of NumPy that are its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chance, self.noise = random.Random(3), np.random.default_rng(4)
+
+    def logits(self, input_ids: Tensor) -> Tensor:
+        return super().logits(input_ids) * (1 + self.chance.random() + self.noise.random())
+
+
 class Taught(TokenModel):
     """Learns from a teacher, a parameter without gradient that follows it by a moving average in every forward."""
 
@@ -110,6 +172,20 @@ class Taught(TokenModel):
                 self.teacher.mul_(0.9).add_(0.1 * self.mix.weight)
         far = (self.mix.weight - self.teacher).square().mean()
         return {"loss": shifted_cross_entropy(self.logits(input_ids), labels) + far}
+
+
+class RelativeToTheFirst(TokenModel):
+    """Divides by the first loss that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: Any = None
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
+        loss = shifted_cross_entropy(self.logits(input_ids), labels)
+        if self.first is None:
+            self.first = loss.detach()
+        return {"loss": loss / self.first}
 
 
 class WarmsUp(TokenModel):
@@ -135,10 +211,15 @@ CASES = [
     LOGS,
     METERED,
     Case("meter-in-compute-loss-mean", _of(DropsKwargs), Metered),
+    Case("running-mean", NUMBER, Running),
+    Case("stream-of-ones-own", NUMBER, Draws),
+    Case("compute-loss-of-the-instance", NUMBER, OfTheInstance),
     Case("counter-in-prepare-inputs", _of(DropsKwargs), CountsAsItPrepares),
     Case("meter-in-prepare-inputs", _of(DropsKwargs), PreparesByItsMeter),
     Case("own-generator", _of(OwnGenerator), Ordered),
+    Case("own-random", _of(OwnRandom), Ordered),
     Case("teacher", _of(Taught), Ordered),
+    Case("relative-to-the-first", _of(RelativeToTheFirst), Ordered),
     Case("call-counter", _of(WarmsUp), Ordered),
 ]
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.attacks.runs import HALVES, PAIRS, Case, Ordered
-from tests.numerics.heads import HEADS, Batch, Sample, shifted_cross_entropy
+from tests.numerics.heads import HEADS, Batch, DropsKwargs, Sample, seeded, shifted_cross_entropy
 from tests.numerics.heads.head import collate
 from tests.numerics.heads.samples import text
 
-CLASSES, MLM, LLAMA = HEADS["bert-classes"], HEADS["bert-mlm"], HEADS["llama"]
+CLASSES, MLM, LLAMA, DROPS = (HEADS[name] for name in ("bert-classes", "bert-mlm", "llama", "drops-kwargs"))
 #: Divides by the number it is handed, in float64, and is right in the stock Trainer.
 NUMBER = dataclasses.replace(HEADS["uses-tensor"], name="number", samples=text())
 #: The library computes Llama's loss in float32.
@@ -168,6 +168,19 @@ class DividesItsOwn(Ordered):
         return (loss, outputs) if return_outputs else loss
 
 
+class DividesInTraining(Ordered):
+    """By the micro-batches of this very window, and in training alone."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        loss = outputs["loss"]
+        if model.training:
+            loss = loss / self.current_gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
+
+
 class DividesTheBase(Ordered):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -202,6 +215,18 @@ class SumOverTheNumber(Ordered):
         else:
             loss = shifted_cross_entropy(logits, inputs["labels"], reduction="sum") / num_items_in_batch
         return (loss, {"logits": logits}) if return_outputs else loss
+
+
+class OwnNumber(Ordered):
+    """Counts what it trains on by itself, and trains on fewer labels than were fetched."""
+
+    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
+        return sum((with_fewer_labels(batch)["labels"] != -100).sum() for batch in batch_samples)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return super().compute_loss(model, with_fewer_labels(inputs), return_outputs, num_items_in_batch)
 
 
 # --- another batch than the one that was fetched -------------------------------------------------------------------
@@ -258,6 +283,65 @@ class DropsAsFetched(Ordered):
         return [with_fewer_rows(batch) for batch in batches], number
 
 
+class SplitsAsFetched(Ordered):
+    """Makes micro-batches of one sample of those that were fetched."""
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, number = super().get_batch_samples(*args, **kwargs)
+        rows = [(batch, row) for batch in batches for row in range(len(batch["labels"]))]
+        return [{key: value[row : row + 1] for key, value in batch.items()} for batch, row in rows], number
+
+
+def with_other_tokens(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {**batch, "input_ids": (batch["input_ids"] * 7 + 3) % 44 + 4}
+
+
+def with_other_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    labels = batch["labels"]
+    return {**batch, "labels": torch.where(labels >= 0, (labels + 1) % 48, labels)}
+
+
+class EditsTokensInPlace(Ordered):
+    """As an augmentation does that masks or swaps tokens: twice is not once."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs["input_ids"].copy_(with_other_tokens(inputs)["input_ids"])
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class EditsLabelsInPlace(Ordered):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs["labels"].copy_(with_other_labels(inputs)["labels"])
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class PreparesInPlace(Ordered):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        prepared = super()._prepare_inputs(inputs)
+        prepared["input_ids"].copy_(with_other_tokens(prepared)["input_ids"])
+        return prepared
+
+
+class ForwardInPlace(DropsKwargs):
+    """Edits the tokens that it is handed."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> dict[str, Tensor]:
+        input_ids.copy_(with_other_tokens({"input_ids": input_ids})["input_ids"])
+        return super().forward(input_ids, labels)
+
+
+def of_other_tokens(model: nn.Module, batch: Batch) -> Tensor:
+    return model(**with_other_tokens(batch))["loss"]
+
+
+def of_other_labels(model: nn.Module, batch: Batch) -> Tensor:
+    return model(**with_other_labels(batch))["loss"]
+
+
 def of_fewer_labels(model: nn.Module, batch: Batch) -> Tensor:
     return model(**with_fewer_labels(batch))["loss"]
 
@@ -293,7 +377,7 @@ class OwnStepDividedTwice(Ordered):
 
 
 OWN_STEPS = [
-    Case("own-step", CLASSES, OwnStep),
+    Case("own-step", CLASSES, OwnStep, right=True),
     Case("own-step-divided-twice", CLASSES, OwnStepDividedTwice),
 ]
 
@@ -301,12 +385,14 @@ OWN_STEPS = [
 HALF_OF_EACH = dataclasses.replace(CLASSES, samples=[CLASSES.samples[i] for i in (0, 2, 1, 5, 3, 2, 4, 5)])
 
 CASES = [
-    Case("swift-classes", CLASSES, DividedMean),
-    Case("swift-classes-by-super", CLASSES, DividedBase),
+    Case("swift-classes", CLASSES, DividedMean, right=True),
+    Case("swift-classes-by-super", CLASSES, DividedBase, right=True),
     Case("swift-tokens-by-super", NUMBER, DividedBase),
     Case("swift-mlm-by-super", MLM, DividedBase),
-    Case("swift-reranker", CLASSES, DividedReranker, loss=lambda m, b: relevance(m(**b).logits, b["labels"])),
-    Case("swift-dpo", PREFERENCES, DividedDpo, loss=dpo),
+    Case(
+        "swift-reranker", CLASSES, DividedReranker, loss=lambda m, b: relevance(m(**b).logits, b["labels"]), right=True
+    ),
+    Case("swift-dpo", PREFERENCES, DividedDpo, loss=dpo, right=True),
     Case("swift-orpo", PREFERENCES, DividedOrpo, loss=orpo),
     Case(
         "swift-embedding",
@@ -314,6 +400,7 @@ CASES = [
         DividedEmbedding,
         loss=of_embeddings,
         given={"compute_loss_func": similarity},
+        right=True,
     ),
     Case(
         "swift-smoother",
@@ -322,15 +409,17 @@ CASES = [
         loss=of_smoothed_classes,
         arguments={"label_smoothing_factor": 0.1},
         floor=FLOAT32,
+        right=True,
     ),
-    Case("divides-its-own", CLASSES, DividesItsOwn),
+    Case("divides-its-own", CLASSES, DividesItsOwn, right=True),
     Case("divides-its-own-tokens", MLM, DividesItsOwn),
-    Case("divides-the-base", CLASSES, DividesTheBase),
+    Case("divides-in-training", CLASSES, DividesInTraining, right=True),
+    Case("divides-the-base", CLASSES, DividesTheBase, right=True),
     Case("divides-the-base-tokens", NUMBER, DividesTheBase),
     Case("without-the-number", NUMBER, WithoutTheNumber),
     Case("without-the-number-llama", LLAMA, WithoutTheNumber, floor=FLOAT32),
     Case("without-the-number-mlm", MLM, WithoutTheNumber),
-    Case("sum-over-the-number", NUMBER, SumOverTheNumber),
+    Case("sum-over-the-number", NUMBER, SumOverTheNumber, right=True),
     Case("masks-in-the-step-mlm", MLM, MasksInTheStep, loss=of_fewer_labels),
     Case("masks-in-the-step", NUMBER, MasksInTheStep, loss=of_fewer_labels, right_uncut=False),
     Case("masks-in-the-step-in-place-mlm", MLM, MasksInTheStepInPlace, loss=of_fewer_labels),
@@ -341,5 +430,11 @@ CASES = [
     Case("masks-as-fetched-in-place", NUMBER, MasksAsFetchedInPlace, loss=of_fewer_labels, right_uncut=False),
     Case("drops-in-the-step", HALF_OF_EACH, DropsInTheStep, loss=of_fewer_rows, cuts=(PAIRS, HALVES)),
     Case("drops-as-fetched", HALF_OF_EACH, DropsAsFetched, loss=of_fewer_rows, cuts=(PAIRS, HALVES)),
+    Case("splits-as-fetched", MLM, SplitsAsFetched, cuts=(PAIRS,), right_uncut=False),
+    Case("edits-tokens-in-place", NUMBER, EditsTokensInPlace, loss=of_other_tokens, right=True),
+    Case("edits-labels-in-place", NUMBER, EditsLabelsInPlace, loss=of_other_labels, right=True),
+    Case("prepares-in-place", NUMBER, PreparesInPlace, loss=of_other_tokens, right=True),
+    Case("forward-in-place", dataclasses.replace(DROPS, build=seeded(ForwardInPlace)), Ordered),
+    Case("own-number", NUMBER, OwnNumber, loss=of_fewer_labels, right=True),
     *OWN_STEPS,
 ]
