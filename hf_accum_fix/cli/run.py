@@ -36,7 +36,8 @@ _NOT_FOUND: Final = 127
 
 #: Programs that run the words after their own options as a command; the launchers do with one of the flags below.
 _RUNNING: Final = frozenset(
-    "env nice nohup time timeout setsid stdbuf taskset numactl ionice sudo exec srun mpirun mpiexec uv conda".split()
+    ("env", "nice", "nohup", "time", "timeout", "setsid", "stdbuf", "taskset", "numactl", "ionice", "sudo", "srun")
+    + ("mpirun", "mpiexec", "uv", "conda")
 )
 _LAUNCHERS: Final = frozenset(("torchrun", "accelerate", "deepspeed"))
 _NO_PYTHON: Final = frozenset(("--no-python", "--no_python"))
