@@ -35,10 +35,10 @@ _CANNOT_RUN: Final = 126
 _NOT_FOUND: Final = 127
 
 #: Programs that run the words after their own options as a command; the launchers do with one of the flags below.
-_RUNNING: Final = frozenset(
-    ("env", "nice", "nohup", "time", "timeout", "setsid", "stdbuf", "taskset", "numactl", "ionice", "sudo", "srun")
-    + ("mpirun", "mpiexec", "uv", "conda")
-)
+_RUNNING: Final = frozenset((
+    "conda", "env", "ionice", "mpirun", "nice", "nohup", "numactl", "setsid", "srun", "stdbuf", "sudo", "taskset",
+    "time", "timeout", "uv",
+))  # fmt: skip
 _LAUNCHERS: Final = frozenset(("torchrun", "accelerate", "deepspeed"))
 _NO_PYTHON: Final = frozenset(("--no-python", "--no_python"))
 
