@@ -66,12 +66,12 @@ class Report:
             )
             runs = "1 run" if len(self.runs) == 1 else f"{len(self.runs)} runs"
             return f"{runs} trained with hf_accum_fix {self.version}: {verdict}"
+        about = f"transformers {self.environment.transformers or '(not installed)'}"
         if self.plan.refusal is not None:
-            return f"transformers {self.environment.transformers}: the patch is refused"
+            return f"{about}: the patch is refused"
         if not self.present and self.plan.untested is None:
-            return f"transformers {self.environment.transformers}: no known defect"
-        state = "no longer mended" if self.missing else _STATES[self.state]
-        return f"transformers {self.environment.transformers}: affected, {state}"
+            return f"{about}: no known defect"
+        return f"{about}: affected, {'no longer mended' if self.missing else _STATES[self.state]}"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as values that JSON knows."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,14 @@ import pytest
 import hf_accum_fix
 from hf_accum_fix import observations
 from hf_accum_fix.cli import main
+from hf_accum_fix.cli.doctor import _COMMON, Diagnosis, Verdict, judge, judge_model, to_text
+from hf_accum_fix.options import Options
 from hf_accum_fix.reporting import Report
-from hf_accum_fix.upstream.environment import parsed
+from hf_accum_fix.upstream.defects import DEFECTS
+from hf_accum_fix.upstream.environment import Environment, parsed
+from hf_accum_fix.upstream.plan import make_plan
 from hf_accum_fix.upstream.seams import FIRST_RELEASE
+from tests.cli.processes import ROOT
 from tests.numerics.heads import HEADS
 from tests.numerics.parity import take_step
 
@@ -108,6 +115,67 @@ def test_the_table_stands_behind_verbose(capsys: pytest.CaptureFixture[str]) -> 
     assert not any(name in line for line in short) and any(line.startswith(name) for line in long)
 
 
+#: How a loss is reduced, the stock factors of its gradient and of its router's, and the answer.
+READ = {
+    ("is the mean over its own items", 8.0, None): (Verdict.DEFECTS, "affected, 8x at G = 8"),
+    ("is the mean over its own items", 1.0, None): (Verdict.DEFECTS, "affected, unless all micro-batches hold equally"),
+    ("divides by the number handed in", 1.0, None): (Verdict.CLEAN, "fine, the stock Trainer trains it right"),
+    ("divides by the number handed in", 0.125, None): (Verdict.DEFECTS, "affected, 0.125x at G = 8"),
+    ("divides by the number handed in", None, 8.0): (Verdict.DEFECTS, "affected, its router loss 8x at G = 8"),
+    ("is a sum", None, None): (Verdict.COULD_NOT_TELL, "cannot be read off"),
+    ("is averaged over micro-batches", None, None): (
+        Verdict.COULD_NOT_TELL,
+        "not known to be a mean over targets: why",
+    ),
+}
+
+
+@pytest.mark.parametrize("seen", READ, ids=str)
+@pytest.mark.parametrize("state", ["not applied", "applied"])
+def test_the_verdict_on_a_model(seen: tuple[str, float | None, float | None], state: str) -> None:
+    reduction, factor, router = seen
+    run = {
+        "reduction": reduction,
+        "exact": reduction != "is averaged over micro-batches",
+        "reason": "why",
+        "accumulation_steps": 8,
+        "stock_gradient_factor": factor,
+        "stock_router_factor": router,
+    }
+    verdict, words = judge_model(replace(of_release("5.23.0"), state=state), run)
+    expected, part = READ[seen]
+    if state == "applied" and expected is Verdict.DEFECTS:
+        expected, part = Verdict.CLEAN, part.replace("affected, ", "fine, the patch is on; stock: ")
+    assert verdict is expected and part in words
+
+
+@pytest.mark.parametrize("release", ["4.40.0", "4.41.0", "4.46.2", "5.3.0", "5.24.0", "5.24.0.dev0", "from git", None])
+def test_every_release_has_an_answer(release: str | None) -> None:
+    report = of_release(release)
+    diagnosis = Diagnosis(report, *judge(report), {})
+    first, empty, *rest = to_text(diagnosis).splitlines()
+    name = release or "(not installed)"
+    assert first.startswith(f"transformers {name}: ") and not empty and max(map(len, rest)) <= 80
+    expected = {"4.41.0": "affected; run", "4.46.2": "affected, many models 8x at G = 8; run", "4.40.0": "refused"}
+    expected["5.3.0"] = "affected, many models 1/8x at G = 8; run"
+    assert expected.get(name, "could not tell") in first
+    assert str(report).startswith(f"transformers {name}: ")
+
+
+def test_the_defects_that_meet_models_at_large_are_rows() -> None:
+    assert {*_COMMON} <= {defect.name for defect in DEFECTS}
+
+
+@newest
+def test_the_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (ROOT / "README.md").read_text()
+    shown = re.findall(r"^\$ hf-accum-fix (doctor.*)\n((?:.+\n|\n(?!```))*?)```", readme, flags=re.MULTILINE)
+    assert len(shown) == 2
+    for words, block in shown:
+        told = doctor(capsys, *words.split()[1:])[1]
+        assert {line for line in block.splitlines() if line != "..."} <= {*told}
+
+
 def test_json_has_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     _, lines = doctor(capsys)
     _, told = doctor(capsys, "--json")
@@ -127,11 +195,7 @@ def test_doctor_uses_no_word_that_it_does_not_define(capsys: pytest.CaptureFixtu
 # --- report -----------------------------------------------------------------------------------------------------------
 
 
-def of_release(version: str) -> Report:
-    from hf_accum_fix.options import Options
-    from hf_accum_fix.upstream.environment import Environment
-    from hf_accum_fix.upstream.plan import make_plan
-
+def of_release(version: str | None) -> Report:
     installed = Environment(transformers=version, accelerate="1.15.0", torch="2.13.0", python="3.11.7")
     return Report("0.1.0", "not applied", installed, make_plan(installed, Options()), (), ())
 
