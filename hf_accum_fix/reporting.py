@@ -14,6 +14,8 @@ from hf_accum_fix.upstream.plan import Action, Decision, Plan
 WIDTH: Final = 80
 """Columns of a report, but for links."""
 
+_LETTERS: Final = "(G: gradient_accumulation_steps, W: data-parallel ranks, N: targets of a step)"
+
 #: Terms of ours in what was observed, and what everybody calls them.
 _PLAIN: Final = (
     ("the number handed in, cut to an integer", "the count of targets that it is given, as an integer"),
@@ -94,17 +96,14 @@ class Report:
         if self.present:
             rows = [(each.defect.name, each.defect.gradient or "-", _DOES[each.action]) for each in self.present]
             defects = _table(("defect of this release", "right gradient times", "the patch"), rows)
-        legend = [
-            "G: gradient_accumulation_steps, W: data-parallel ranks, N: targets of a step",
-            "print(report().details()) has all of it, and the links",
-        ]
-        return _joined([*self._opening(), *self._runs()], self._installation(), defects, legend)
+        more = "every defect known, with links: print(report().details())"
+        return _joined(self._opening(), self._installation(), defects, [more])
 
     def details(self) -> str:
         """Everything: the text, the methods of the Trainer, every defect known with its links, the runs in full."""
         seams = [(state.seam.name, _state(state)) for state in self.environment.seams]
         blocks = [
-            [*self._opening(), *self._runs()],
+            self._opening(),
             self._installation(),
             _table(("method", "state"), seams or [("Trainer", "not imported yet")]),
         ]
@@ -124,12 +123,10 @@ class Report:
         return self.to_text()
 
     def _opening(self) -> list[str]:
-        return wrapped(self.answer)
-
-    def _runs(self) -> list[str]:
-        if not self.runs:
-            return wrapped("no training run seen so far; one without the patch leaves no trace here", indent=2)
-        return [line for place, run in enumerate(self.runs, start=1) for line in _run(place, run)]
+        """The answer and the runs, and what the letters mean."""
+        runs = [line for place, run in enumerate(self.runs, start=1) for line in _run(place, run)]
+        none = "no training run seen so far; one without the patch leaves no trace here"
+        return [*wrapped(self.answer), *(runs or wrapped(none, indent=2)), *wrapped(_LETTERS)]
 
     def _installation(self) -> list[str]:
         """What is installed and whether the patch is on; what is in its way."""

@@ -244,19 +244,20 @@ def to_json(diagnosis: Diagnosis) -> str:
 def to_text(diagnosis: Diagnosis) -> str:
     """The answer, and what it rests on: a screen at most."""
     report = diagnosis.report
-    lines = [*_why(diagnosis), *_model(diagnosis), *_in_the_way(report), _installed(diagnosis)]
+    lines = ["G: gradient_accumulation_steps"] if " G = " in answer(diagnosis) else []
+    lines += [*_why(diagnosis), *_model(diagnosis), *_in_the_way(report), _installed(diagnosis)]
     if report.present:
         mended = len(report.plan.mended)
         lines.append(f"{len(report.present)} defects, of which apply() mends {mended}: hf-accum-fix doctor --verbose")
     if not diagnosis.head:
         lines.append("your model: hf-accum-fix doctor --model CLASS (or the folder of a checkpoint)")
-    lines.append("G: gradient_accumulation_steps")
     return "\n".join([answer(diagnosis), "", *wrapped(*lines)])
 
 
 def to_verbose(diagnosis: Diagnosis) -> str:
     """The same, with every defect of the release, and what apply() does."""
-    blocks = [[answer(diagnosis)], wrapped(*_why(diagnosis), *_model(diagnosis), _installed(diagnosis))]
+    blocks = [[answer(diagnosis)], [_LEGEND]]
+    blocks.append(wrapped(*_why(diagnosis), *_model(diagnosis), _installed(diagnosis)))
     for decision in diagnosis.present:
         defect = decision.defect
         factor = f"gradient {defect.gradient} times the right one" if defect.gradient else "no one factor says it"
@@ -264,13 +265,12 @@ def to_verbose(diagnosis: Diagnosis) -> str:
         told = (line for line in (defect.summary, defect.who, left) if line)
         blocks.append([f"{defect.name}: {factor}", *(f"    {line}" for line in told)])
     blocks.append(_what_apply_does(diagnosis))
-    blocks.append([_LEGEND])
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
 def to_markdown(diagnosis: Diagnosis) -> str:
     """The same, to paste in an issue."""
-    lines = [f"**{answer(diagnosis)}**", "", _installed(diagnosis), ""]
+    lines = [f"**{answer(diagnosis)}**", "", _LEGEND, "", _installed(diagnosis), ""]
     if diagnosis.present:
         lines += ["| defect | right gradient times | what happens | whose runs |", "|---|---|---|---|"]
         for defect in (decision.defect for decision in diagnosis.present):
@@ -280,7 +280,7 @@ def to_markdown(diagnosis: Diagnosis) -> str:
             lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
         lines.append("")
     lines += [f"- {line}" for line in (*_why(diagnosis), *_what_apply_does(diagnosis), *_model(diagnosis))]
-    return "\n".join([*lines, "", _LEGEND])
+    return "\n".join(lines)
 
 
 _LEGEND: Final = f"{LEGEND}\nhf-accum-fix explain NAME has the equations and the links."
