@@ -25,7 +25,7 @@ _PLAIN: Final = (
 
 _STATES: Final = {
     "applied": "mended in this process",
-    "pending": "mended as soon as transformers.trainer is imported",
+    "pending": "mended when transformers.trainer is imported",
     "switched off": "not mended: HF_ACCUM_FIX switches the patch off",
     "not applied": "not mended; call hf_accum_fix.apply()",
 }

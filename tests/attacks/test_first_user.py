@@ -159,7 +159,9 @@ def test_every_release_has_an_answer(release: str | None) -> None:
     expected = {"4.41.0": "affected; run", "4.46.2": "affected, many models 8x at G = 8; run", "4.40.0": "refused"}
     expected["5.3.0"] = "affected, many models 1/8x at G = 8; run"
     assert expected.get(name, "could not tell") in first
-    assert str(report).startswith(f"transformers {name}: ")
+    for state in ("not applied", "pending", "applied", "switched off"):
+        [line, *_] = str(replace(report, state=state)).splitlines()
+        assert line.startswith(f"transformers {name}: ") and line.endswith(replace(report, state=state).answer[-20:])
 
 
 def test_the_defects_that_meet_models_at_large_are_rows() -> None:
