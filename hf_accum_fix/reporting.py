@@ -26,7 +26,7 @@ _PLAIN: Final = (
 _STATES: Final = {
     "applied": "mended in this process",
     "pending": "mended when transformers.trainer is imported",
-    "switched off": "not mended: HF_ACCUM_FIX switches the patch off",
+    "switched off": "not mended: HF_ACCUM_FIX switches it off",
     "not applied": "not mended; call hf_accum_fix.apply()",
 }
 _ABSENT: Final = (Action.NOT_AFFECTED, Action.UNKNOWN)
