@@ -114,13 +114,13 @@ class Options:
 
 
 def enabled() -> bool:
-    """Whether the environment lets the fix be applied: HF_ACCUM_FIX=0 switches it off.
+    """Whether the environment lets the fix be applied: HF_ACCUM_FIX=0 switches it off; empty, it is as unset.
 
     Raises:
         OptionsError: if the variable is set to something that is neither on nor off.
     """
-    value = os.environ.get(SWITCH)
-    if value is None or value.strip().lower() in _ON:
+    value = os.environ.get(SWITCH, "")
+    if value.strip().lower() in ("", *_ON):
         return True
     if value.strip().lower() in _OFF:
         return False

@@ -1,14 +1,36 @@
-"""The report: what is installed, what is wrong in it, what was done; as text and as data. Pure."""
+"""The report: the runs that were seen, what is wrong in what is installed, what was done; as text and data. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from hf_accum_fix.upstream.defects import Defect
 from hf_accum_fix.upstream.environment import Environment, SeamState
 from hf_accum_fix.upstream.plan import Action, Decision, Plan
+
+WIDTH: Final = 80
+"""Columns of a report, but for links."""
+
+_LETTERS: Final = "(G: gradient_accumulation_steps, W: data-parallel ranks, N: targets of a step)"
+
+#: Terms of ours in what was observed, and what everybody calls them.
+_PLAIN: Final = (
+    ("the number handed in, cut to an integer", "the count of targets that it is given, as an integer"),
+    ("the number handed in", "the count of targets that it is given"),
+    ("items", "targets"),
+)
+
+_STATES: Final = {
+    "applied": "mended in this process",
+    "pending": "mended when transformers.trainer is imported",
+    "switched off": "not mended: HF_ACCUM_FIX switches it off",
+    "not applied": "not mended; call hf_accum_fix.apply()",
+}
+_ABSENT: Final = (Action.NOT_AFFECTED, Action.UNKNOWN)
+_DOES: Final = {Action.MEND: "mends it", Action.NOT_MENDED: "does not", Action.REFUSE: "refused"}
 
 
 @dataclass(frozen=True)
@@ -31,6 +53,28 @@ class Report:
     missing: tuple[str, ...]
     runs: tuple[dict[str, Any], ...]
 
+    @property
+    def present(self) -> tuple[Decision, ...]:
+        """What is decided about each defect that the installed release has."""
+        return tuple(decision for decision in self.plan.decisions if decision.action not in _ABSENT)
+
+    @property
+    def answer(self) -> str:
+        """What became of the runs seen or, before the first, whether the installed release needs the patch."""
+        if self.runs:
+            exact = sum(bool(run.get("exact")) for run in self.runs)
+            verdict = {len(self.runs): "exact", 0: "not exact"}.get(
+                exact, f"{exact} exact, {len(self.runs) - exact} not"
+            )
+            runs = "1 run" if len(self.runs) == 1 else f"{len(self.runs)} runs"
+            return f"{runs} trained with hf_accum_fix {self.version}: {verdict}"
+        about = f"transformers {self.environment.transformers or '(not installed)'}"
+        if self.plan.refusal is not None:
+            return f"{about}: the patch is refused"
+        if not self.present and self.plan.untested is None:
+            return f"{about}: no known defect"
+        return f"{about}: affected, {'no longer mended' if self.missing else _STATES[self.state]}"
+
     def to_dict(self) -> dict[str, Any]:
         """Everything, as values that JSON knows."""
         return {
@@ -47,29 +91,100 @@ class Report:
         }
 
     def to_text(self) -> str:
-        """Everything, as tables to read."""
-        head = [f"hf-accum-fix {self.version}: {self.state}"]
-        head.append(", ".join(f"{name} {version}" for name, version in _installed(self.environment).items()))
-        if self.plan.refusal is not None:
-            head.append(f"refused: {self.plan.refusal}")
-        if self.plan.untested is not None:
-            head.append(f"untested: {self.plan.untested}")
-        if self.missing:
-            head.append(f"dropped by another patch since: {', '.join(self.missing)}")
+        """The answer, the runs seen, what is installed, and the defects that it has: 80 columns at most."""
+        defects = []
+        if self.present:
+            rows = [(each.defect.name, each.defect.gradient or "-", _DOES[each.action]) for each in self.present]
+            defects = _table(("defect of this release", "right gradient times", "the patch"), rows)
+        more = "every defect known, with links: print(report().details())"
+        return _joined(self._opening(), self._installation(), defects, [more])
+
+    def details(self) -> str:
+        """Everything: the text, the methods of the Trainer, every defect known with its links, the runs in full."""
         seams = [(state.seam.name, _state(state)) for state in self.environment.seams]
-        defects = [_cells(decision) for decision in self.plan.decisions]
         blocks = [
-            head,
+            self._opening(),
+            self._installation(),
             _table(("method", "state"), seams or [("Trainer", "not imported yet")]),
-            _table(("defect", "releases", "decision", "reason", "stock gradient", "reported"), defects),
         ]
+        for decision in self.plan.decisions:
+            defect, action = decision.defect, decision.action
+            # The refusal, the same for all, stands above.
+            reason = "see above" if action is Action.REFUSE else decision.reason
+            facts = [f"{action.value}: {reason}", f"releases: {defect.range}"]
+            facts += [f"gradient: {defect.gradient} times the right one"] * bool(defect.gradient)
+            blocks.append([f"{defect.name}", *wrapped(*facts, indent=4), *(f"    {link}" for link in defect.source)])
         for number, run in enumerate(self.runs, start=1):
-            blocks.append([f"run {number}", *(f"  {key}: {value}" for key, value in run.items())])
-        return "\n\n".join("\n".join(block) for block in blocks)
+            blocks.append([f"run {number}", *wrapped(*(f"{key}: {value}" for key, value in run.items()), indent=2)])
+        return _joined(*blocks)
 
     def __str__(self) -> str:
         """The text, so that print(report()) shows it."""
         return self.to_text()
+
+    def _opening(self) -> list[str]:
+        """The answer and the runs, and what the letters mean."""
+        runs = [line for place, run in enumerate(self.runs, start=1) for line in _run(place, run)]
+        none = "no training run seen so far; one without the patch leaves no trace here"
+        return [*wrapped(self.answer), *(runs or wrapped(none, indent=2)), *wrapped(_LETTERS)]
+
+    def _installation(self) -> list[str]:
+        """What is installed and whether the patch is on; what is in its way."""
+        lines = [versions(self.environment), f"hf-accum-fix {self.version}: {self.state} now"]
+        if self.plan.refusal is not None:
+            lines.append(f"refused: {self.plan.refusal}")
+        if self.plan.untested is not None:
+            lines.append(f"untested: {self.plan.untested}")
+        if self.missing:
+            lines.append(f"dropped by another patch since: {', '.join(self.missing)}")
+        return wrapped(*lines)
+
+
+def plain(words: str) -> str:
+    """What was observed of a loss, in words that everybody knows."""
+    for ours, everybodys in _PLAIN:
+        words = words.replace(ours, everybodys)
+    return words
+
+
+def loss_of(run: Mapping[str, Any]) -> str:
+    """What a run's loss was seen to do, in plain words."""
+    of = f" ({run['items']})" if run.get("items") else ""
+    router = "".join(
+        f", plus {run[key]:g} x {name}"
+        for key, name in (("router_coefficient", "router loss"), ("router_z_coefficient", "router z-loss"))
+        if run.get(key)
+    )
+    return f"{plain(run['reduction'])}{of}{router}"
+
+
+def off_by(run: Mapping[str, Any]) -> str | None:
+    """How much the stock gradient of a run would be off, in words; None: it would not, or nobody can tell."""
+    factor, router = run.get("stock_gradient_factor"), run.get("stock_router_factor")
+    if factor is not None and abs(factor - 1) > 1e-3:
+        return f"{factor:.3g}x"
+    return None if router is None or abs(router - 1) <= 1e-3 else f"router loss {router:.3g}x"
+
+
+def versions(environment: Environment) -> str:
+    """What is installed, in a line."""
+    return ", ".join(f"{name} {version}" for name, version in _installed(environment).items())
+
+
+def wrapped(*paragraphs: str, indent: int = 0) -> list[str]:
+    """Lines of at most `WIDTH` columns, unless a word is longer."""
+    return [
+        line
+        for paragraph in paragraphs
+        for line in textwrap.wrap(
+            paragraph,
+            WIDTH,
+            initial_indent=" " * indent,
+            subsequent_indent=" " * (indent + 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    ]
 
 
 def defect_table(defects: Sequence[Defect]) -> str:
@@ -107,11 +222,27 @@ def _row(decision: Decision) -> dict[str, Any]:
     }
 
 
-def _cells(decision: Decision) -> tuple[str, ...]:
-    """One defect as a line of the table; the refusal, the same for all, stands above it."""
-    defect, action = decision.defect, decision.action
-    reason = "see above" if action is Action.REFUSE else decision.reason
-    return defect.name, defect.range, action.value, reason, defect.gradient or "-", defect.source[0]
+def _run(place: int, run: Mapping[str, Any]) -> list[str]:
+    """One run: which model, in how many micro-batches, exact or why not, and what stock would have made of it."""
+    shape = "".join(
+        f", {letter} = {run[key]}"
+        for letter, key in (("G", "accumulation_steps"), ("W", "world_size"))
+        if run.get(key) is not None
+    )
+    verdict = "exact" if run.get("exact") else f"not exact ({plain(run.get('reason', 'unknown'))})"
+    off = off_by(run)
+    stock = "" if off is None else f"; stock: {off}" + " the gradient" * (run.get("stock_router_factor") is None)
+    told = wrapped(f"{place}. {run.get('head', 'a model')}{shape}: {verdict}{stock}", indent=2)
+    if run.get("reduction"):
+        told += wrapped(f"its loss {loss_of(run)}", indent=5)
+    if run.get("repeated_samples"):
+        done = "left out" if run.get("repeated_samples_dropped") else "counted twice"
+        told += wrapped(f"repeated samples: {run['repeated_samples']}, {done}", indent=5)
+    return told
+
+
+def _joined(*blocks: Sequence[str]) -> str:
+    return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
 def _state(state: SeamState) -> str:

@@ -17,7 +17,7 @@ from hf_accum_fix import __version__
 from hf_accum_fix.errors import AccumFixError, OptionsError
 
 COMMANDS: Final = {
-    "doctor": "what is wrong in the installed releases, for whom, and what apply() would do",
+    "doctor": "whether the installed release, or a model in it, trains at the right gradient, and what to do",
     "explain": "one defect: the wrong equation and the right one, links; without a name, the list",
     "run": "run a command with the patch on in it and in every Python process it starts",
     "verify": "run a training script until it trains, and compare its gradient for several cuts instead",
@@ -27,8 +27,9 @@ COMMANDS: Final = {
 
 LEGEND: Final = """\
 G: gradient_accumulation_steps, W: data-parallel ranks, r: micro-batches of a short window,
-N: items (targets) of the global batch, N_k: those of rank k, n_m and S_m: items and summed loss of micro-batch m."""
-"""What the letters of the defect table mean."""
+N: items (targets) of the global batch, N_k: those of rank k, n_m and S_m: items and summed loss of micro-batch m.
+head: a model class with its loss; item: a target that counts in the loss; window: micro-batches of one step."""
+"""What the letters and words of the defect table mean."""
 
 WRONG_USAGE: Final = 2
 COULD_NOT_TELL: Final = 3

@@ -18,18 +18,29 @@ import hf_accum_fix
 from hf_accum_fix.cli import LEGEND
 from hf_accum_fix.cli.inherit import VARIABLE
 from hf_accum_fix.errors import ContractError
-from hf_accum_fix.reporting import Report
+from hf_accum_fix.reporting import Report, loss_of, off_by, plain, versions, wrapped
 from hf_accum_fix.upstream.defects import DEFECTS
 from hf_accum_fix.upstream.environment import parsed
-from hf_accum_fix.upstream.plan import Action, Decision
+from hf_accum_fix.upstream.plan import Decision
 from hf_accum_fix.upstream.seams import TESTED_RELEASES, TRAINER_MODULE, seams_of
 
 NEWEST: Final = max(map(Version, TESTED_RELEASES))
 OLDEST: Final = min(Version(defect.since) for defect in DEFECTS)
 """The releases that were looked at; of the others nothing is known."""
 
+_COMMON: Final = {
+    "gradient-divided-twice": "1/8x",
+    "head-drops-item-count": "8x",
+    "undivided-gradient-right-log": "8x",
+    "loss-times-steps": "8x",
+}
+"""The defects that meet models at large, and the gradient at 8 micro-batches; the first hides those behind it."""
+
+_REMEDY: Final = "hf-accum-fix run COMMAND"
+
 DESCRIPTION: Final = """\
-Say what is installed, which defects it has, what each does to whom, and what apply() would do.
+Say in one line whether the installed release, or with --model your model in it, trains at the right gradient, and what
+to do if not. --verbose: which defects the release has, what each does to whom, and what apply() would do.
 
 The release's number settles that, so nothing heavy is imported, unless our tests have not run that very release: then
 transformers.trainer is imported, to look at its methods. It is imported under hf-accum-fix run as well, to see whether
@@ -41,10 +52,11 @@ exit code:
   0  clean: no defect in the installed release, or all of them mended in this process, as they are under
      hf-accum-fix run hf-accum-fix doctor, but for those that the report marks as not mended
   1  defects present, which nothing mends in this process
+     with --model both are about that model alone: 0 where the stock Trainer trains it right, too
   2  wrong usage
   3  could not tell: transformers is not installed, is a pre-release, or is outside {OLDEST} to {NEWEST}, the releases
-     looked at; its Trainer cannot be imported; the patch is on, but our tests have not run the release; or the head of
-     --model cannot be built, fed or trained
+     looked at; its Trainer cannot be imported; the patch is on, but our tests have not run the release; or the model
+     of --model cannot be built, fed or trained, or has a loss that cannot be told
 """
 
 
@@ -64,7 +76,7 @@ class Diagnosis:
         report: of this process.
         verdict: the answer.
         reason: of the verdict, in a sentence.
-        head: what --model showed: "asked", and "built" with "observed", or "error"; empty without it.
+        head: what the model of --model showed: "asked", and "built" with "observed", or "error"; empty without it.
     """
 
     report: Report
@@ -75,7 +87,7 @@ class Diagnosis:
     @property
     def present(self) -> tuple[Decision, ...]:
         """What is decided about each defect of the installed release."""
-        return _present(self.report)
+        return self.report.present
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,10 +95,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="CLASS|FOLDER",
-        help="also observe what a head does with its loss, on made-up samples on the CPU: a class of transformers, "
+        help="answer for this model, by one step on made-up samples on the CPU: a class of transformers, "
         "built small from its default config, or a local checkpoint",
     )
     form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--verbose", action="store_const", const=to_verbose, dest="form", help="every defect of the release"
+    )
     form.add_argument("--json", action="store_const", const=to_json, dest="form", help="as JSON")
     form.add_argument("--markdown", action="store_const", const=to_markdown, dest="form", help="to paste in an issue")
     parser.set_defaults(form=to_text)
@@ -121,6 +136,8 @@ def diagnose(model: str | None) -> Diagnosis:
         head = {"asked": model, **_observed(model, broken or (str(refusal) if refusal else None))}
     if "error" in head:
         verdict, reason = Verdict.COULD_NOT_TELL, f"{reason}; {model} could not be observed"
+    elif head and verdict is not Verdict.COULD_NOT_TELL:
+        verdict, reason = judge_model(report, head["observed"])
     return Diagnosis(report, verdict, reason, head)
 
 
@@ -146,11 +163,6 @@ def _observed(model: str, obstacle: str | None) -> dict[str, Any]:
     return {"built": observed.built, "observed": dict(observed.run)}
 
 
-def _present(report: Report) -> tuple[Decision, ...]:
-    absent = (Action.NOT_AFFECTED, Action.UNKNOWN)
-    return tuple(decision for decision in report.plan.decisions if decision.action not in absent)
-
-
 def judge(report: Report) -> tuple[Verdict, str]:
     """The verdict on a report, and the reason for it. Pure."""
     installed = report.environment.transformers
@@ -162,11 +174,11 @@ def judge(report: Report) -> tuple[Verdict, str]:
         return Verdict.COULD_NOT_TELL, f"transformers {release} is a pre-release, which may differ from the release"
     if not OLDEST <= Version(release.base_version) <= NEWEST:
         return Verdict.COULD_NOT_TELL, f"{OLDEST} to {NEWEST} were looked at, not transformers {release}"
-    present = _present(report)
+    present = report.present
     if not present:
         return Verdict.CLEAN, f"no known defect is in transformers {release}"
     defects = f"{len(present)} defects are in transformers {release}"
-    if report.state == "applied" and not report.missing:
+    if _is_on(report):
         if report.plan.untested is not None:
             return Verdict.COULD_NOT_TELL, f"{defects}; the patch is on, but {report.plan.untested}"
         rest = len(present) - len(report.plan.mended)
@@ -175,29 +187,90 @@ def judge(report: Report) -> tuple[Verdict, str]:
     return Verdict.DEFECTS, f"{defects}, and not mended in this process ({report.state})"
 
 
+def judge_model(report: Report, run: Mapping[str, Any]) -> tuple[Verdict, str]:
+    """The verdict on one model in a release that is known, by what was observed of it, and the reason. Pure."""
+    if not run["exact"]:
+        return Verdict.COULD_NOT_TELL, f"its loss is not known to be a mean over targets: {plain(run['reason'])}"
+    steps, off = run["accumulation_steps"], off_by(run)
+    if off is not None:
+        of_stock = f"{off} at G = {steps}".replace("router loss", "its router loss")
+    elif run["stock_gradient_factor"] is None and run["stock_router_factor"] is None:
+        return Verdict.COULD_NOT_TELL, "what the stock Trainer makes of its loss cannot be read off"
+    elif "mean" in run["reduction"]:
+        of_stock = "unless all micro-batches hold equally many targets"
+    else:
+        return Verdict.CLEAN, "fine, the stock Trainer trains it right"
+    if _is_on(report):
+        return Verdict.CLEAN, f"fine, the patch is on; stock: {of_stock}"
+    return Verdict.DEFECTS, f"affected, {of_stock}"
+
+
+def _is_on(report: Report) -> bool:
+    return report.state == "applied" and not report.missing
+
+
+def answer(diagnosis: Diagnosis) -> str:
+    """The answer in one line, and what to do."""
+    report, head = diagnosis.report, diagnosis.head
+    release = report.environment.transformers or "(not installed)"
+    about = f"transformers {release}"
+    if head:
+        about = f"{head['observed']['head'] if 'observed' in head else head['asked']} on {release}"
+    if diagnosis.verdict is Verdict.COULD_NOT_TELL:
+        return f"{about}: could not tell"
+    words = diagnosis.reason if head else _of_release(report, diagnosis.verdict)
+    if diagnosis.verdict is Verdict.CLEAN:
+        return f"{about}: {words}"
+    refused = report.plan.refusal is not None
+    return f"{about}: {words}; " + ("the patch is refused, see below" if refused else f"run: {_REMEDY}")
+
+
+def _of_release(report: Report, verdict: Verdict) -> str:
+    """What a release does to models at large."""
+    if verdict is Verdict.CLEAN:
+        mended, present = len(report.plan.mended), len(report.present)
+        return f"fine, the patch is on and mends {mended} of {present} defects" if present else "fine, no known defect"
+    names = {decision.defect.name for decision in report.present}
+    factor = next((factor for name, factor in _COMMON.items() if name in names), None)
+    return "affected" if factor is None else f"affected, many models {factor} at G = 8"
+
+
 def to_json(diagnosis: Diagnosis) -> str:
     """Everything, `Report.to_dict()` included."""
-    head = {"verdict": diagnosis.verdict.name.lower(), "reason": diagnosis.reason, "head": dict(diagnosis.head) or None}
-    return json.dumps({**head, **diagnosis.report.to_dict()}, indent=2)
+    told = {"answer": answer(diagnosis), "verdict": diagnosis.verdict.name.lower(), "reason": diagnosis.reason}
+    return json.dumps({**told, "head": dict(diagnosis.head) or None, **diagnosis.report.to_dict()}, indent=2)
 
 
 def to_text(diagnosis: Diagnosis) -> str:
-    """What matters, to read in a terminal."""
-    blocks = [[f"hf-accum-fix {diagnosis.report.version}: {diagnosis.reason}", _versions(diagnosis)]]
+    """The answer, and what it rests on: a screen at most."""
+    report = diagnosis.report
+    lines = ["G: gradient_accumulation_steps"] if " G = " in answer(diagnosis) else []
+    lines += [*_why(diagnosis), *_model(diagnosis), *_in_the_way(report), _installed(diagnosis)]
+    if report.present:
+        mended = len(report.plan.mended)
+        lines.append(f"{len(report.present)} defects, of which apply() mends {mended}: hf-accum-fix doctor --verbose")
+    if not diagnosis.head:
+        lines.append("your model: hf-accum-fix doctor --model CLASS (or the folder of a checkpoint)")
+    return "\n".join([answer(diagnosis), "", *wrapped(*lines)])
+
+
+def to_verbose(diagnosis: Diagnosis) -> str:
+    """The same, with every defect of the release, and what apply() does."""
+    blocks = [[answer(diagnosis)], [_LEGEND]]
+    blocks.append(wrapped(*_why(diagnosis), *_model(diagnosis), _installed(diagnosis)))
     for decision in diagnosis.present:
         defect = decision.defect
         factor = f"gradient {defect.gradient} times the right one" if defect.gradient else "no one factor says it"
         left = defect.not_mended and f"not mended: {defect.not_mended}"
         told = (line for line in (defect.summary, defect.who, left) if line)
         blocks.append([f"{defect.name}: {factor}", *(f"    {line}" for line in told)])
-    blocks.append([*_what_apply_does(diagnosis), *_head(diagnosis)])
-    blocks.append([_LEGEND])
-    return "\n\n".join("\n".join(block) for block in blocks)
+    blocks.append(_what_apply_does(diagnosis))
+    return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
 def to_markdown(diagnosis: Diagnosis) -> str:
     """The same, to paste in an issue."""
-    lines = [f"**hf-accum-fix {diagnosis.report.version}**: {diagnosis.reason}", "", _versions(diagnosis), ""]
+    lines = [f"**{answer(diagnosis)}**", "", _LEGEND, "", _installed(diagnosis), ""]
     if diagnosis.present:
         lines += ["| defect | right gradient times | what happens | whose runs |", "|---|---|---|---|"]
         for defect in (decision.defect for decision in diagnosis.present):
@@ -206,43 +279,50 @@ def to_markdown(diagnosis: Diagnosis) -> str:
             cells = (link, defect.gradient or "-", defect.summary + left, defect.who or "-")
             lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
         lines.append("")
-    lines += [f"- {line}" for line in (*_what_apply_does(diagnosis), *_head(diagnosis))]
-    return "\n".join([*lines, "", _LEGEND])
+    lines += [f"- {line}" for line in (*_why(diagnosis), *_what_apply_does(diagnosis), *_model(diagnosis))]
+    return "\n".join(lines)
 
 
 _LEGEND: Final = f"{LEGEND}\nhf-accum-fix explain NAME has the equations and the links."
 
 
-def _versions(diagnosis: Diagnosis) -> str:
-    return ", ".join(f"{name} {version}" for name, version in diagnosis.report.to_dict()["installed"].items())
+def _installed(diagnosis: Diagnosis) -> str:
+    return f"hf-accum-fix {diagnosis.report.version}, {versions(diagnosis.report.environment)}"
 
 
-def _what_apply_does(diagnosis: Diagnosis) -> list[str]:
-    report = diagnosis.report
-    if report.plan.refusal is not None:
-        return [f"apply() refuses: {report.plan.refusal}"]
-    does = "wraps" if report.state == "applied" else "would wrap"
-    methods = ", ".join(seam.name for seam in seams_of(parsed(report.environment.transformers)))
-    lines = [f"apply() {does} {methods} of Trainer: {len(report.plan.mended)} defects mended"]
+def _why(diagnosis: Diagnosis) -> list[str]:
+    """The reason of a verdict, where the answer has no room for it."""
+    told = diagnosis.verdict is Verdict.COULD_NOT_TELL or not diagnosis.head
+    return [f"why: {diagnosis.head.get('error', diagnosis.reason)}"] if told else []
+
+
+def _in_the_way(report: Report) -> list[str]:
+    """What keeps the patch from being on, or is not known of it."""
+    lines = [] if report.plan.refusal is None else [f"apply() refuses: {report.plan.refusal}"]
     if report.missing:
         lines.append(f"dropped since by another patch: {', '.join(report.missing)}")
-    if report.plan.untested is not None:
+    if report.plan.untested is not None and report.plan.refusal is None:
         lines.append(f"UNTESTED: {report.plan.untested}")
     return lines
 
 
-def _head(diagnosis: Diagnosis) -> list[str]:
+def _what_apply_does(diagnosis: Diagnosis) -> list[str]:
+    report = diagnosis.report
+    does = "wraps" if report.state == "applied" else "would wrap"
+    methods = ", ".join(seam.name for seam in seams_of(parsed(report.environment.transformers)))
+    wraps = f"apply() {does} {methods} of Trainer: {len(report.plan.mended)} defects mended"
+    return [*([wraps] if report.plan.refusal is None else []), *_in_the_way(report)]
+
+
+def _model(diagnosis: Diagnosis) -> list[str]:
+    """What was observed of the model named."""
     head = diagnosis.head
     if "observed" not in head:
-        return [f"{head['asked']}: {head['error']}"] if head else []
+        return []
     run = head["observed"]
-    items = f" ({run['items']})" if run["items"] else ""
-    router = f", plus {run['router_coefficient']:g} x router loss" if run["router_coefficient"] else ""
-    router += f", plus {run['router_z_coefficient']:g} x router z-loss" if run["router_z_coefficient"] else ""
-    exact = "exact for every cut" if run["exact"] else "not exact"
-    lines = [f"{head['built']}: its loss {run['reduction']}{items}{router}; under apply() {exact} ({run['reason']})"]
-    factor = run["stock_gradient_factor"]
-    if factor is not None:
-        cut = f"G = {run['accumulation_steps']}, W = {run['world_size']}"
-        lines.append(f"cut in {cut}, the stock Trainer would train it at about {factor:.3g}x the right gradient")
+    exact = f"under apply() {'exact for every split' if run['exact'] else 'not exact'}"
+    batches = f"{run['accumulation_steps']} micro-batches of 2 made-up samples"
+    lines = [f"seen: one step of {head['built']}, {batches}, one process", f"its loss {loss_of(run)}; {exact}"]
+    if diagnosis.verdict is Verdict.COULD_NOT_TELL and (off := off_by(run)):
+        lines.append(f"the stock Trainer would train it at {off}")
     return lines

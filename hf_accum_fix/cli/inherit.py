@@ -14,7 +14,7 @@ from hf_accum_fix.options import SWITCH, Options
 VARIABLE: Final = "PYTHON_HF_ACCUM_FIX"
 """Carries the options. DeepSpeed's launcher hands variables to other machines by prefix, PYTHON among them."""
 
-BOOTSTRAP: Final = str(Path(__file__).with_name("bootstrap"))
+BOOTSTRAP: Final = str(Path(__file__).with_name("bootstrap").absolute())
 """The folder with the sitecustomize."""
 
 
@@ -34,7 +34,9 @@ def environment_for(options: Options, inherited: Mapping[str, str]) -> dict[str,
             "install it in another folder, or call hf_accum_fix.apply() in the script"
         )
     before = inherited.get("PYTHONPATH", "")
-    rest = [folder for folder in before.split(os.pathsep) if folder != BOOTSTRAP] if before else []
+    # Absolute, for a process below may start in another folder and has to find this package all the same.
+    folders = [os.path.abspath(folder) for folder in before.split(os.pathsep)] if before else []  # noqa: PTH100
+    rest = [folder for folder in folders if folder != BOOTSTRAP]
     handed = {name: value for name, value in inherited.items() if not name.startswith(VARIABLE)}
     return {
         **handed,
@@ -64,9 +66,10 @@ def inherited_options(environment: Mapping[str, str]) -> Options:
     try:
         given = json.loads(text)
         return Options(**{**given, "allow_foreign": tuple(given.get("allow_foreign", ()))})
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        shown = text if len(text) <= 100 else f"{text[:100]}..."
         raise OptionsError(
-            f"{VARIABLE}={text!r}; needed is what hf-accum-fix run puts there, or the variable unset"
+            f"got {VARIABLE}={shown!r}; expected what hf-accum-fix run puts there; unset it, and start by run"
         ) from error
 
 

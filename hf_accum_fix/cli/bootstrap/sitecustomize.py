@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from typing import Any
 
 _TRAINER = "transformers.trainer"
-#: Set by the first process that spoke, for those it starts.
+#: Set by the first process that said "is on", for those it starts.
 _SAID = "PYTHON_HF_ACCUM_FIX_SAID"
 
 
 class _Finder:
     """Finds ``transformers.trainer`` where the finders behind it do, to be patched as soon as it is loaded."""
+
+    done = False
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
@@ -57,6 +59,7 @@ class _Loader:
         self._loader.exec_module(module)
         _patch()
         # A refusal does not get here: the finder stays, and every further attempt to import is refused as well.
+        self._finder.done = True
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
 
@@ -67,17 +70,20 @@ def _patch() -> None:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "hf_accum_fix":
             raise
-        _say_once(f"NOT on: {sys.executable} has no hf_accum_fix with a command line; install it there")
+        _say(f"NOT on: {sys.executable} has no hf_accum_fix with a command line; install it there")
     else:
-        _say_once(apply_inherited())
+        line = apply_inherited()
+        _say(line, once=" is on" in line)
 
 
-def _say_once(line: str) -> None:
-    """Say a line unless a process above this one has, or this is not the first rank."""
-    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-    if _SAID not in os.environ and rank == "0":
+def _say(line: str, once: bool = False) -> None:
+    """Say a line; that it is on once a job, on the first rank, but that it is not in every process without."""
+    if once:
+        rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+        if _SAID in os.environ or rank != "0":
+            return
         os.environ[_SAID] = "1"
-        sys.stderr.write(f"hf-accum-fix: {line}\n")
+    sys.stderr.write(f"hf-accum-fix: {line}\n")
 
 
 def _run_hidden_sitecustomize() -> None:
@@ -96,5 +102,13 @@ def _run_hidden_sitecustomize() -> None:
         sys.path.insert(place, folder)
 
 
-sys.meta_path.insert(0, _Finder())
-_run_hidden_sitecustomize()
+_FINDER = _Finder()
+sys.meta_path.insert(0, _FINDER)
+try:
+    _run_hidden_sitecustomize()
+finally:
+    # The hidden one may have put up finders of its own in the place of all there were, and imported by them.
+    if not _FINDER.done and _TRAINER in sys.modules:
+        _patch()
+    elif not _FINDER.done and _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)

@@ -1,0 +1,278 @@
+"""What a first user asks, and where the answer stood: first, in one line, about their own model, in plain words."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hf_accum_fix
+from hf_accum_fix import observations
+from hf_accum_fix.cli import main
+from hf_accum_fix.cli.doctor import _COMMON, Diagnosis, Verdict, judge, judge_model, to_text
+from hf_accum_fix.options import Options
+from hf_accum_fix.reporting import Report
+from hf_accum_fix.upstream.defects import DEFECTS
+from hf_accum_fix.upstream.environment import Environment, parsed
+from hf_accum_fix.upstream.plan import make_plan
+from hf_accum_fix.upstream.seams import FIRST_RELEASE
+from tests.cli.processes import ROOT
+from tests.numerics.heads import HEADS
+from tests.numerics.parity import take_step
+
+#: Words of ours that nobody else uses so; where they stand, they have to be defined.
+OURS = ("the number", "head", "window", " cut", "item")
+
+newest = pytest.mark.skipif(
+    hf_accum_fix.report().environment.transformers != "5.23.0", reason="the factors are those of 5.23.0"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_runs() -> Iterator[None]:
+    observations.clear()
+    yield
+    observations.clear()
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, list[str]]:
+    code = main(["doctor", *map(str, words)])
+    return code, capsys.readouterr().out.splitlines()
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+@newest
+@pytest.mark.parametrize(
+    ("model", "code", "answer"),
+    [
+        ("LlamaForCausalLM", 0, "LlamaForCausalLM on 5.23.0: fine, the stock Trainer trains it right"),
+        (
+            "BertForSequenceClassification",
+            1,
+            "BertForSequenceClassification on 5.23.0: affected, 8x at G = 8; run: hf-accum-fix run COMMAND",
+        ),
+        # Its first label counts where it is not masked, as it is in plain language modelling.
+        ("GPT2LMHeadModel", 1, "GPT2LMHeadModel on 5.23.0: affected, 0.9"),
+    ],
+)
+def test_the_first_line_answers_and_the_exit_code_is_about_the_model(
+    model: str, code: int, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, lines = doctor(capsys, "--model", model)
+    assert lines[0].startswith(answer) and found == code
+    assert len(lines) <= 12 and all(len(line) <= 80 for line in lines[1:])
+
+
+@newest
+def test_a_router_loss_in_a_checkpoint_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    HEADS["mixtral"].build().float().save_pretrained(tmp_path)
+    code, lines = doctor(capsys, "--model", tmp_path)
+    assert code == 1
+    assert lines[0] == (
+        "MixtralForCausalLM on 5.23.0: affected, its router loss 8x at G = 8; run: hf-accum-fix run COMMAND"
+    )
+
+
+@newest
+def test_with_the_patch_on_the_named_model_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
+    with hf_accum_fix.apply():
+        code, lines = doctor(capsys, "--model", "BertForSequenceClassification")
+    assert code == 0
+    assert lines[0] == "BertForSequenceClassification on 5.23.0: fine, the patch is on; stock: 8x at G = 8"
+
+
+def test_a_model_that_cannot_be_fed_is_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = doctor(capsys, "--model", "BertModel")
+    assert code == 3 and lines[0].startswith("BertModel on ") and lines[0].endswith(": could not tell")
+    assert lines[2] == "why: no samples are known for a BertModel, only for classes that end in"
+
+
+@newest
+def test_without_a_model_the_first_line_answers_too(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = doctor(capsys)
+    assert code == 1
+    assert lines[0] == "transformers 5.23.0: affected, many models 8x at G = 8; run: hf-accum-fix run COMMAND"
+    assert any("doctor --model" in line for line in lines) and any("--verbose" in line for line in lines)
+    assert len(lines) <= 12 and all(len(line) <= 80 for line in lines[1:])
+    with hf_accum_fix.apply():
+        code, lines = doctor(capsys)
+    assert (code, lines[0]) == (0, "transformers 5.23.0: fine, the patch is on and mends 19 of 23 defects")
+
+
+@newest
+def test_the_table_stands_behind_verbose(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "classic-head-drops-item-count"
+    _, short = doctor(capsys)
+    _, long = doctor(capsys, "--verbose")
+    assert long[0] == short[0] and len(long) > 80
+    assert not any(name in line for line in short) and any(line.startswith(name) for line in long)
+
+
+#: How a loss is reduced, the stock factors of its gradient and of its router's, and the answer.
+READ = {
+    ("is the mean over its own items", 8.0, None): (Verdict.DEFECTS, "affected, 8x at G = 8"),
+    ("is the mean over its own items", 1.0, None): (Verdict.DEFECTS, "affected, unless all micro-batches hold equally"),
+    ("divides by the number handed in", 1.0, None): (Verdict.CLEAN, "fine, the stock Trainer trains it right"),
+    ("divides by the number handed in", 0.125, None): (Verdict.DEFECTS, "affected, 0.125x at G = 8"),
+    ("divides by the number handed in", None, 8.0): (Verdict.DEFECTS, "affected, its router loss 8x at G = 8"),
+    ("is a sum", None, None): (Verdict.COULD_NOT_TELL, "cannot be read off"),
+    ("is averaged over micro-batches", None, None): (
+        Verdict.COULD_NOT_TELL,
+        "not known to be a mean over targets: why",
+    ),
+}
+
+
+@pytest.mark.parametrize("seen", READ, ids=str)
+@pytest.mark.parametrize("state", ["not applied", "applied"])
+def test_the_verdict_on_a_model(seen: tuple[str, float | None, float | None], state: str) -> None:
+    reduction, factor, router = seen
+    run = {
+        "reduction": reduction,
+        "exact": reduction != "is averaged over micro-batches",
+        "reason": "why",
+        "accumulation_steps": 8,
+        "stock_gradient_factor": factor,
+        "stock_router_factor": router,
+    }
+    verdict, words = judge_model(replace(of_release("5.23.0"), state=state), run)
+    expected, part = READ[seen]
+    if state == "applied" and expected is Verdict.DEFECTS:
+        expected, part = Verdict.CLEAN, part.replace("affected, ", "fine, the patch is on; stock: ")
+    assert verdict is expected and part in words
+
+
+@pytest.mark.parametrize("release", ["4.40.0", "4.41.0", "4.46.2", "5.3.0", "5.24.0", "5.24.0.dev0", "from git", None])
+def test_every_release_has_an_answer(release: str | None) -> None:
+    report = of_release(release)
+    diagnosis = Diagnosis(report, *judge(report), {})
+    first, empty, *rest = to_text(diagnosis).splitlines()
+    name = release or "(not installed)"
+    assert first.startswith(f"transformers {name}: ") and not empty and max(map(len, rest)) <= 80
+    expected = {"4.41.0": "affected; run", "4.46.2": "affected, many models 8x at G = 8; run", "4.40.0": "refused"}
+    expected["5.3.0"] = "affected, many models 1/8x at G = 8; run"
+    assert expected.get(name, "could not tell") in first
+    for state in ("not applied", "pending", "applied", "switched off"):
+        told = replace(report, state=state)
+        assert str(told).splitlines()[0] == told.answer and told.answer.startswith(f"transformers {name}: ")
+
+
+def test_the_defects_that_meet_models_at_large_are_rows() -> None:
+    assert {*_COMMON} <= {defect.name for defect in DEFECTS}
+
+
+@newest
+def test_the_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (ROOT / "README.md").read_text()
+    shown = re.findall(r"^\$ hf-accum-fix (doctor.*)\n((?:.+\n|\n(?!```))*?)```", readme, flags=re.MULTILINE)
+    assert len(shown) == 2
+    for words, block in shown:
+        told = doctor(capsys, *words.split()[1:])[1]
+        assert {line for line in block.splitlines() if line != "..."} <= {*told}
+
+
+def test_json_has_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    _, lines = doctor(capsys)
+    _, told = doctor(capsys, "--json")
+    assert json.loads("\n".join(told))["answer"] == lines[0]
+
+
+@newest
+def test_doctor_uses_no_word_that_it_does_not_define(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ((), ("--model", "BertForSequenceClassification"), ("--model", "LlamaForCausalLM")):
+        told = "\n".join(doctor(capsys, *words)[1])
+        assert not [word for word in OURS if word in told.lower().replace("lmheadmodel", "")], told
+    told = "\n".join(doctor(capsys, "--verbose")[1])
+    for word in ("head:", "item:", "window:", "G:", "W:"):
+        assert word in told
+
+
+# --- report -----------------------------------------------------------------------------------------------------------
+
+
+def of_release(version: str | None) -> Report:
+    installed = Environment(transformers=version, accelerate="1.15.0", torch="2.13.0", python="3.11.7")
+    return Report("0.1.0", "not applied", installed, make_plan(installed, Options()), (), ())
+
+
+@pytest.mark.parametrize(
+    "release", ["4.40.0", "4.41.0", "4.46.2", "4.49.0", "5.3.0", "5.23.0", "5.24.0", "5.24.0.dev0"]
+)
+def test_the_report_is_narrow_and_holds_the_defects_present_alone(release: str) -> None:
+    report = of_release(release)
+    lines = str(report).splitlines()
+    version = parsed(release)
+    assert version is not None
+    assert lines[0].startswith(f"transformers {release}: ")
+    assert ("refused" if version < parsed(FIRST_RELEASE) else "affected") in lines[0]
+    assert max(map(len, lines)) <= 80 and len(lines) <= 60
+    assert "not affected" not in str(report)
+    for decision in report.plan.decisions:
+        here = decision.action.value not in ("not affected", "unknown")
+        assert any(line.split()[:1] == [decision.defect.name] for line in lines) == here
+        assert decision.defect.name in report.details()
+
+
+@newest
+def test_after_a_block_the_report_is_headed_by_the_run_that_was_mended(tmp_path: Path) -> None:
+    head = HEADS["bert-classes"]
+    take_step(head, head.samples, 1, 8, "apply", tmp_path)
+    lines = str(hf_accum_fix.report()).splitlines()
+    assert lines[0] == "1 run trained with hf_accum_fix 0.1.0: exact"
+    assert lines[1] == "  1. BertForSequenceClassification, G = 8, W = 1: exact; stock: 8x the gradient"
+    assert max(map(len, lines)) <= 80
+    assert "not applied" not in lines[0] and any("not applied now" in line for line in lines)
+
+
+def test_each_run_is_headed_by_what_it_was(tmp_path: Path) -> None:
+    observations.record({"head": "ToyForCausalLM", "exact": True, "accumulation_steps": 4, "world_size": 2})
+    observations.record({"head": "Own", "exact": False, "reason": "nothing fits", "repeated_samples": 3})
+    lines = str(hf_accum_fix.report()).splitlines()
+    assert lines[0].startswith("2 runs trained with hf_accum_fix") and lines[0].endswith(": 1 exact, 1 not")
+    assert lines[1] == "  1. ToyForCausalLM, G = 4, W = 2: exact"
+    assert lines[2] == "  2. Own: not exact (nothing fits)"
+    assert "repeated samples: 3" in "\n".join(lines)
+
+
+@newest
+def test_a_router_loss_is_not_called_right(tmp_path: Path) -> None:
+    """Stock logs S / N + 8 x the router's loss: two terms, so no one factor."""
+    head = HEADS["mixtral"]
+    right = take_step(head, head.samples, 1, 8, "apply", tmp_path)
+    stock = take_step(head, head.samples, 1, 8, "stock", tmp_path)
+    [run] = observations.recorded()
+    assert run["stock_gradient_factor"] is None
+    assert run["stock_router_factor"] == pytest.approx(8)
+    assert stock.loss > 1.1 * right.loss
+    assert "stock: router loss 8x" in str(hf_accum_fix.report())
+
+
+@newest
+def test_a_mean_that_holds_a_router_loss_has_one_factor(tmp_path: Path) -> None:
+    """Nothing of such a loss is divided, so that one factor says it."""
+    head = HEADS["NllbMoeForConditionalGeneration"]
+    take_step(head, head.samples, 2, 4, "apply", tmp_path)
+    [run] = observations.recorded()
+    assert run["router_coefficient"] and "mean" in run["reduction"]
+    assert run["stock_gradient_factor"] == pytest.approx(4) and run["stock_router_factor"] is None
+
+
+def test_a_run_is_told_in_plain_words() -> None:
+    run: dict[str, Any] = {
+        "head": "Toy",
+        "exact": True,
+        "reduction": "divides by the number handed in",
+        "items": "shifted 'labels' other than -100",
+        "reason": "the loss moves with the number handed in",
+    }
+    observations.record(run)
+    told = str(hf_accum_fix.report())
+    above = told[: told.index("transformers")]
+    assert not [word for word in OURS if word in above], above
