@@ -5,14 +5,14 @@ It is imported where a trainer is built only, since it has an environment of its
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import importlib
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as hf
 
@@ -38,8 +38,8 @@ class Kind:
         model: further arguments of ``get_model_processor``.
         arguments: further training arguments.
         environment: the variables that its losses read.
-        item_mean: its loss of a full batch is the mean over samples or tokens, so that every cut can have it; the others
-            couple the samples of a micro-batch, or add means over different items.
+        item_mean: its loss of a full batch is the mean over samples or tokens, so that every cut can have it; the
+            others couple the samples of a micro-batch, or add means over different items.
         tolerance: of a step; a loss from ``logits.float()`` rounds to float32.
     """
 
@@ -51,6 +51,14 @@ class Kind:
     environment: Mapping[str, str] = field(default_factory=dict)
     item_mean: bool = True
     tolerance: float = 1e-9
+
+    @contextlib.contextmanager
+    def as_configured(self) -> Iterator[None]:
+        """With its environment variables set."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self.environment.items():
+                patch.setenv(name, value)
+            yield
 
 
 def said(user: str, assistant: str | None = None) -> list[dict[str, str]]:
@@ -73,7 +81,9 @@ def classified() -> Rows:
 
 
 def scored() -> Rows:
-    return [{"messages": said(row["good"]), "label": 0.3 * index - 1} for index, row in enumerate(prompts_and_answers())]
+    return [
+        {"messages": said(row["good"]), "label": 0.3 * index - 1} for index, row in enumerate(prompts_and_answers())
+    ]
 
 
 def paired() -> Rows:
@@ -114,9 +124,7 @@ def ranked(negatives: Callable[[int], int]) -> Callable[[], Rows]:
 
 ONE_LOGIT = {"num_labels": 1, "problem_type": "regression"}
 KINDS = {
-    "seq_cls": Kind(
-        "seq_cls", classified, "seq_cls", {"num_labels": 3, "problem_type": "single_label_classification"}
-    ),
+    "seq_cls": Kind("seq_cls", classified, "seq_cls", {"num_labels": 3, "problem_type": "single_label_classification"}),
     "seq_cls, regression": Kind("seq_cls", scored, "seq_cls", ONE_LOGIT),
     "embedding": Kind("embedding", paired, "embedding", arguments={"loss_type": "cosine_similarity"}),
     "infonce": Kind("embedding", contrasted, "embedding", arguments={"loss_type": "infonce"}, item_mean=False),
@@ -142,21 +150,18 @@ KINDS = {
 }
 
 
-@functools.cache
-def _weights() -> Path:
-    """A folder with one tiny model and its tokenizer, as its loader wants them."""
-    folder = Path(tempfile.mkdtemp(prefix="ms_swift"))
+def weights(folder: Path) -> Path:
+    """A folder with one tiny model and its tokenizer, as its loader wants them; only rank 0 would write one."""
     torch.manual_seed(0)
     hf.LlamaForCausalLM(llama_config()).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
 
 
-def _model(kind: Kind) -> tuple[Any, Any]:
+def _model(kind: Kind, folder: Path) -> tuple[Any, Any]:
     from swift import get_model_processor
 
-    folder = _weights()
-    # The head of a task is not in it.
+    # The head of a task is not in the folder.
     torch.manual_seed(0)
     return get_model_processor(
         str(folder), torch_dtype=torch.float64, model_type="llama", task_type=kind.task, **kind.model
@@ -168,8 +173,8 @@ def _class(name: str) -> type:
     return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
 
 
-def swift_step(kind: Kind, path: str, per_device: int, accumulate: int, output: Path, **arguments: Any) -> Step:
-    """One step, or more: stock, by the patch or by the subclass."""
+def swift_step(kind: Kind, path: str, per_device: int, accumulate: int, folder: Path, **arguments: Any) -> Step:
+    """One step, or more, from the `weights` in a folder: stock, by the patch or by the subclass."""
     from swift import get_template
     from swift.dataset import LazyLLMDataset
     from swift.trainers import TrainerFactory
@@ -185,19 +190,19 @@ def swift_step(kind: Kind, path: str, per_device: int, accumulate: int, output: 
         **arguments,
     }
     config = _class(TrainerFactory.TRAINING_ARGS_MAPPING[kind.trainer])
-    args = training_arguments(output, per_device, accumulate, kind=config, **given)
+    args = training_arguments(folder, per_device, accumulate, kind=config, **given)
     stock = _class(TrainerFactory.TRAINER_MAPPING[kind.trainer])
     # It asks for the name of its class.
     bases = (Returned, stock, GlobalBatchTrainer) if path == "trainer" else (Returned, stock)
     trainer_class = type(stock.__name__, bases, {})
 
     def make() -> Any:
-        model, processor = _model(kind)
+        model, processor = _model(kind, folder)
         template = get_template(processor, template_type="dummy")
         template.set_mode("rlhf" if kind.trainer in OF_PAIRS else "train")
         further = {}
         if kind.trainer == "dpo":
-            further["ref_model"] = _model(kind)[0]
+            further["ref_model"] = _model(kind, folder)[0]
             with torch.no_grad():
                 for parameter in further["ref_model"].parameters():
                     parameter.mul_(0.9)
