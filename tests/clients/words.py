@@ -26,9 +26,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, **names)
 
 
-def prompts_and_answers() -> list[dict[str, Any]]:
+def prompts_and_answers(seed: int = 0) -> list[dict[str, Any]]:
     """Eight samples of ``prompt``, ``good`` and ``bad``, two answers of different lengths."""
-    g = torch.Generator().manual_seed(0)
+    g = torch.Generator().manual_seed(seed)
 
     def words(count: int) -> str:
         return "".join(f" {WORDS[int(index)]}" for index in torch.randint(0, len(WORDS), (count,), generator=g))

@@ -1,0 +1,108 @@
+"""sentence-transformers' real trainers: left as they are, and warned of where the cut decides what is learned.
+
+Their ``compute_loss`` neither calls the base nor looks at a number: upstream takes the mean over micro-batches. For a
+mean over samples that is the full batch wherever the micro-batches are alike; where samples of one micro-batch enter
+each other's loss, it is another loss, and with one sample a micro-batch none at all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_accum_fix import observations
+from tests.clients.sentences import OBJECTIVES, sentences_step, weights
+from tests.numerics.heads import FLOAT32_LOSS
+from tests.numerics.parity import Step
+
+pytestmark = pytest.mark.clients
+
+WHOLE = (8, 1)
+SPLITS = ((4, 2), (2, 4), (1, 8))
+WITH_SHORT_MICRO_BATCH = (3, 3)
+TOLERANCE = 1e-9
+#: What a warning says of a loss that a cut changes, one of them at least.
+COUPLED = ("coupl", "samples of one micro-batch")
+
+Reference = Callable[[str], Step]
+names = pytest.mark.parametrize("name", OBJECTIVES)
+splits = pytest.mark.parametrize("split", SPLITS, ids=lambda split: "x".join(map(str, split)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return weights(tmp_path_factory.mktemp("sentences"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    """By objective: the stock trainer's full-batch step, which no cut has touched."""
+    return functools.cache(lambda name: sentences_step(OBJECTIVES[name], "stock", *WHOLE, folder))
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        record.getMessage() for record in caplog.records if record.name == "hf_accum_fix" and record.levelname != "INFO"
+    ]
+
+
+@pytest.mark.parametrize("path", ["apply", "trainer"])
+@names
+def test_the_full_batch_is_left_bit_for_bit_and_not_warned_of(
+    name: str, path: str, folder: Path, reference: Reference, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One micro-batch a step on one rank: there is nothing to accumulate, and nothing to warn of."""
+    step, wanted = sentences_step(OBJECTIVES[name], path, *WHOLE, folder), reference(name)
+    assert all(torch.equal(step.change[key], wanted.change[key]) for key in wanted.change)
+    assert step.loss == wanted.loss
+    assert not warnings(caplog)
+
+
+@splits
+@names
+def test_no_cut_is_further_from_the_full_batch_than_in_stock(
+    name: str, split: tuple[int, int], folder: Path, reference: Reference
+) -> None:
+    objective, wanted = OBJECTIVES[name], reference(name)
+    stock = sentences_step(objective, "stock", *split, folder)
+    observations.clear()
+    step = sentences_step(objective, "apply", *split, folder)
+    (run,) = observations.recorded()
+    if objective.item_mean:
+        assert stock.error(wanted) <= TOLERANCE
+        assert step.error(wanted) <= TOLERANCE
+        assert step.loss == pytest.approx(wanted.loss, rel=FLOAT32_LOSS)
+    else:
+        assert step.error(wanted) <= stock.error(wanted) + TOLERANCE
+        assert not run["exact"]
+
+
+@names
+def test_a_short_micro_batch_is_no_worse_than_in_stock(name: str, folder: Path, reference: Reference) -> None:
+    """Three, three and two samples: stock is off by 0.08 where the loss is a mean over samples."""
+    objective, wanted = OBJECTIVES[name], reference(name)
+    stock = sentences_step(objective, "stock", *WITH_SHORT_MICRO_BATCH, folder)
+    observations.clear()
+    step = sentences_step(objective, "apply", *WITH_SHORT_MICRO_BATCH, folder)
+    (run,) = observations.recorded()
+    assert step.error(wanted) <= stock.error(wanted) + TOLERANCE
+    if run["exact"]:
+        assert step.error(wanted) <= TOLERANCE
+
+
+@splits
+@names
+def test_the_warning_says_whether_the_cut_changes_the_loss(
+    name: str, split: tuple[int, int], folder: Path, reference: Reference, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of in-batch negatives it does, and at one sample a micro-batch nothing is left: loss and gradient are zero."""
+    objective = OBJECTIVES[name]
+    step = sentences_step(objective, "apply", *split, folder)
+    said = [message for message in warnings(caplog) if any(words in message.lower() for words in COUPLED)]
+    assert bool(said) != objective.item_mean, warnings(caplog)
+    if split == (1, 8) and not objective.item_mean and step.error(reference(name)) > TOLERANCE:
+        assert step.loss == 0.0 and step.norm == 0.0
