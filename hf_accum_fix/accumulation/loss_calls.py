@@ -146,7 +146,8 @@ def _noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             out = function(*args, **kwargs)
         finally:
             _THREAD.listener = listener
-        if isinstance(out, Tensor):
+        # Inside of torch.func there is a value for each row, which has no number outside.
+        if isinstance(out, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(out):
             listener._note(name, args, kwargs, out)
         return out
 

@@ -221,11 +221,11 @@ def observe(
                 model.train()
 
         def tried(batch: Mapping[str, Any], number: float | None, setting: Any = nullcontext) -> _Seen | None:
-            """None where this loss cannot be run so; memory that ends is an answer to nobody's question."""
+            """None where this loss cannot be run so; memory that ends in a micro-batch as it is ends it in training."""
             try:
                 return run(batch, number, setting)
             except Exception as error:
-                if out_of_memory(error):
+                if out_of_memory(error) and not (stacked and batch is inputs):
                     raise
                 logger.debug("a loss was not observed on a part of its batch", exc_info=True)
                 return None
@@ -238,6 +238,7 @@ def observe(
         # Two micro-batches of one sample that were put together may be more than a model can run.
         together = tried(inputs, number) if stacked else None
         if stacked and together is None:
+            stacked = False
             inputs = _with_telling_labels(max(window, key=_target_count))
         if together is None and not sharded and (together := tried(inputs, number)) is None:
             # A loss may take a gradient itself (a penalty on it, adversarial noise).
@@ -420,7 +421,8 @@ def _by_number(
     if not fitting:
         # No count to compare with: whether position 0 of the labels moves the loss tells if it is shifted.
         conclusive = conclusive or (needs_number and any(rule.shift for rule in rules))
-        shifted = needs_number and third is not None and third.loss == first.loss
+        # Up to its last digits, which may be others on another rank.
+        shifted = needs_number and third is not None and _close(third.loss, first.loss, first.rounding)
         fitting = [rule for rule in rules if rule.shift == shifted] or rules
     aux, z = (0.0, 0.0)
     if abs(rest) > 1e-5 * abs(summed / low) and any(first.router):

@@ -30,8 +30,9 @@ class MicroBatch:
 
     Attributes:
         items: of it, 0-dim, as the rule counts them; None: it is not one of the window's, and is counted again.
-        base: the loss that the base handed to a ``compute_loss`` of the trainer's own.
+        base: the loss that the base handed to a ``compute_loss`` of the trainer's own; of several calls the sum.
         base_calls: how often that asked for it.
+        seen: its items as its loss counted them, and as the rule did.
         number_came: whether its ``compute_loss`` was handed a number.
         share: its loss, such that the sum over the window, averaged over ranks, is the global batch's.
         reported: that without its graph, once it was handed to the engine.
@@ -42,6 +43,7 @@ class MicroBatch:
     share: Tensor | None = None
     base: Tensor | None = None
     base_calls: int = 0
+    seen: tuple[Tensor, Tensor] | None = None
     number_came: bool = False
     reported: Tensor | None = None
 

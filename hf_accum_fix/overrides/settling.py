@@ -79,7 +79,7 @@ def settle_contract(
                 seen = _observe(trainer, session, window) if window else None
         except Exception as error:
             trouble = error
-        found = _agreed(trainer, seen, trouble)
+        found = _agreed(trainer, seen, trouble, window)
         if settled and known is not None:
             return _still(trainer, session, known, found)
         session.attempts += found.reason != NO_TARGET_SEEN
@@ -329,10 +329,24 @@ def _doubled_steps(trainer: Any, session: Session) -> Iterator[None]:
         vars(trainer.args)["gradient_accumulation_steps"] = before
 
 
-def _agreed(trainer: Any, found: LossContract | None, trouble: Exception | None = None) -> LossContract:
+def _agreed(
+    trainer: Any, found: LossContract | None, trouble: Exception | None = None, window: Sequence[Any] = ()
+) -> LossContract:
     """The ranks' one contract; None: this rank had no window to observe."""
-    gathered = ranks.agreed(found, trouble, **place(trainer))
-    return agree([each for each in gathered if each is not None])
+    axes = {
+        (key, value.ndim)
+        for batch in window
+        if isinstance(batch, Mapping)
+        for key, value in batch.items()
+        if "label" in key and isinstance(value, Tensor)
+    }
+    gathered = ranks.agreed((found, axes), trouble, **place(trainer))
+    agreed = agree([each for each, _ in gathered if each is not None])
+    held = set().union(*(each for _, each in gathered))
+    if len(gathered) > 1 and len({key for key, _ in held}) < len(held) and not agreed.owned_by_trainer:
+        reason = "the ranks train different tasks, on labels with and without an axis of tokens"
+        return LossContract(Reduction.PLAIN, dtype=agreed.dtype, reason=reason)
+    return agreed
 
 
 def as_in_training(trainer: Any, module: nn.Module, compute_loss: Callable[..., Any] | None) -> Forward:

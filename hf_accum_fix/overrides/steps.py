@@ -52,8 +52,9 @@ def compute_loss(
         if session.observing:
             # Whatever number an override hands on: in training the base's own goes to the model.
             number = num_items_in_batch if session.observed_number is None else session.observed_number
-            session.base_loss = base_loss(trainer, model, inputs, number, smooth=False)
-            loss, outputs = session.base_loss
+            loss, outputs = base_loss(trainer, model, inputs, number, smooth=False)
+            before = session.base_loss
+            session.base_loss = (loss if before is None else before[0] + loss, outputs)
             loss = loss * session.base_factor
         else:
             assert session.micro_batch is not None
@@ -103,10 +104,10 @@ def _loss_in_window(
         micro_batch.base_calls += 1
         alone = cut.micro_batches * cut.world_size == 1 and contract.reduction is Reduction.MEAN
         # The mean of the only micro-batch is right, whatever it is over.
-        if micro_batch.base_calls == 1 and not alone:
+        if not alone:
             at_its_place = window.counts[min(window.steps_run, len(window.counts) - 1)]
             known = items if cut is not window.cut else at_its_place if predicted is None else predicted
-            watched.note_items(seen, known)
+            micro_batch.seen = (seen, known) if micro_batch.base_calls == 1 else (known, known)
         if contract.reduction is Reduction.MEAN and not alone:
             share = replace(share, ratio=seen / cut.mean)
     if share.ratio is not None:
@@ -116,7 +117,7 @@ def _loss_in_window(
             if trainer.label_smoother is not None and loss_func(trainer) is None:
                 loss = loss + carried
         loss = share.of(loss, carried)
-    micro_batch.base = loss
+    micro_batch.base = loss if micro_batch.base is None else micro_batch.base + loss
     return loss, outputs
 
 
@@ -256,7 +257,9 @@ def _share_of_window(
     if not contract.owned_by_trainer and micro_batch.base is not None:
         if response.divides is Divides.UNKNOWN:
             return None
-        if window.certificate is not None and micro_batch.base_calls == 1:
+        if window.certificate is not None:
+            if micro_batch.seen is not None:
+                window.certificate.note_items(*micro_batch.seen)
             window.certificate.note_override(loss, micro_batch.base, response.factor, constant=response.constant)
         return loss * 1.0 if _divided(response.divides, micro_batch) else loss / steps
     if micro_batch.weightless:
