@@ -35,6 +35,8 @@ TORCH = "torch==2.13.0"
 RELEASE = re.compile(r"\d+\.\d+\.\d+(@[\w-]+[<>=]=[\w.]+)*")
 BIN = "Scripts" if os.name == "nt" else "bin"
 MINUTE = 60.0
+#: The lines of pip that say what it is doing.
+DOING = re.compile(r"^ *((?:Collecting|Downloading|Using cached|Building|Installing) .*)", re.MULTILINE)
 #: What a release's own resolver may have to pin lower than the newest environment holds.
 BESIDE_TRANSFORMERS = ("accelerate", "datasets", "peft")
 #: What a minor release needs older than its metadata says: newer ones do not import or run beside it.
@@ -122,7 +124,7 @@ def made(name: str, *installs: Sequence[str], shared: Path | None = None) -> Pat
 
 
 def _logged(command: list[str], log: Path) -> int:
-    """The exit code of a command that writes into a log; its time and last line are shown every minute.
+    """The exit code of a command that writes into a log; its time and what pip does are shown every minute.
 
     On a terminal every second, in one line that is written over.
     """
@@ -132,8 +134,8 @@ def _logged(command: list[str], log: Path) -> int:
             try:
                 code = running.wait(timeout=1 if terminal else MINUTE)
             except subprocess.TimeoutExpired:
-                said = log.read_text(errors="replace").splitlines() or [""]
-                line = f"    {_minutes(time.monotonic() - started)}  {said[-1].strip()}"[:79]
+                doing = DOING.findall(log.read_text(errors="replace")) or [""]
+                line = f"    {_minutes(time.monotonic() - started)}  {doing[-1]}"[:79]
                 print(f"\r{line:79}" if terminal else line, end="" if terminal else "\n", flush=True)
             else:
                 if terminal:

@@ -691,12 +691,12 @@ def show_table(rows: list[dict[str, Any]], reference: dict[str, float], options:
     for heading in ("mode", "split", "loss at\nstep 1", "times the\nfull batch's", "gradient norm,\ntimes full batch's",
                     f"loss at\nstep {options.steps}"):
         table.add_column(heading, justify="right")
-    comparable = options.head == "llava" and options.total_batch == 128
+    comparable = options.head == "llava" and options.total_batch == 128 and "stock" in by_mode(rows)
     if comparable and importlib.metadata.version("transformers") == PUBLISHED_ON:
         for split in dict.fromkeys(map(split_of, rows)):
             for initial, last in filter(None, [PUBLISHED.get((options.world, *split))]):
                 table.add_row("published", str(split), f"{initial:g}", "", "", f"{last:g}" * (options.steps == 100))
-                table.caption = "published: LLaMA-Factory's issue 7443, its model and data not known; 100 steps"
+                table.caption = "published: LLaMA-Factory's issue 7443, 100 steps"
     for mode, of_mode in by_mode(rows).items():
         table.add_section()
         for row in of_mode:
@@ -766,14 +766,14 @@ def draw_curves(
     figure, panels = pyplot.subplots(
         1, len(modes), figsize=(max(2.9 * len(modes), 6) + 0.6, 4.4), sharey=True, squeeze=False, layout="constrained"
     )
-    figure.suptitle(f"One batch, cut in several ways\n{describe(options)}")
+    figure.suptitle(f"The same batches, cut in several ways\n{describe(options)}", wrap=True)
     for panel, (mode, of_mode) in zip(panels[0], modes.items(), strict=True):
         for place, (row, colour) in enumerate(zip(of_mode, itertools.cycle(COLOURS))):
             # thinner from line to line: where they lie on one another all of them show
             panel.plot(
                 range(1, options.steps + 1), row["losses"], label=str(split_of(row)).replace("x", " x "),
-                color=colour, linewidth=7.5 / (place + 1.2), marker="o" if options.steps < 5 else "",
-                markersize=13 / (place + 1.2), solid_capstyle="round",
+                color=colour, linewidth=7.5 / 2**place, marker="o" if options.steps < 5 else "",
+                markersize=14 / 1.6**place, solid_capstyle="round",
             )
         panel.axhline(reference["loss"], color="black", linewidth=1, linestyle=":", label="full batch at step 1")
         panel.set_title(f"{mode}\n{PANELS[mode]}", fontsize="medium")
@@ -938,6 +938,9 @@ def main(argv: list[str] | None = None) -> int:
     if options.world > int(os.environ.get("WORLD_SIZE", "1")):
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.world}"]
         os.execv(sys.executable, [sys.executable, *ranks, __file__, *(sys.argv[1:] if argv is None else argv)])
+    if options.model is None:
+        # the small models gain nothing from threads, and where other programs run they wait for one another for minutes
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.world == 1:
         # with two GPUs in sight the Trainer would turn to DataParallel, which is another story
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]

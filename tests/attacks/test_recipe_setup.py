@@ -14,7 +14,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 #: Says what pip says, takes half a second, and fails where a requirement is named so.
 PIP = """#!/bin/sh
 echo "Collecting $6"
-echo "Downloading wheel-of-$6"
+echo "  Downloading wheel-of-$6"
+echo "  Successfully uninstalled setuptools"
 sleep 0.5
 echo "ERROR: pip's dependency resolver does not currently take into account all the packages" >&2
 case "$*" in *broken*) echo "ERROR: No matching distribution found for broken" >&2; exit 7;; esac
