@@ -99,6 +99,7 @@ def test_the_matrix_keeps_the_log_of_an_environment_that_failed(
     assert why is not None and str(log) in why and log.exists()
 
 
+@pytest.mark.slow
 def test_a_failed_set_up_is_no_traceback(tmp_path: Path) -> None:
     """In a copy of the recipe, with a pip that can't reach an index."""
     (tmp_path / "recipes").mkdir()
