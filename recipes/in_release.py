@@ -6,11 +6,13 @@
 
 The first call makes a virtual environment with torch, the newest release and this package with its extras in
 .environments/; every further release gets a small one that looks there for whatever it does not hold itself. An
-environment is made whole or not at all, and is made once: delete .environments/ to start again. ``{release}`` in the
-command is replaced by the release. Adding a release is naming it; what it shall run beside is pinned after an @:
+environment is made whole or not at all, and is made once: delete .environments/ to start again. While one is made,
+its steps and their time are shown; what pip says is in pip.log in its folder. ``{release}`` in the command is replaced
+by the release. Adding a release is naming it; what it shall run beside is pinned after an @:
 4.46.3@accelerate==0.26.0@peft==0.13.2.
 
-Needs nothing but Python 3.10 or newer. Exit code: the first that is not 0; 2 for a wrong call.
+Needs nothing but Python 3.10 or newer. Exit code: the first that is not 0; 1 where an environment can't be made; 2 for
+a wrong call.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +34,9 @@ NEWEST = "5.23.0"
 TORCH = "torch==2.13.0"
 RELEASE = re.compile(r"\d+\.\d+\.\d+(@[\w-]+[<>=]=[\w.]+)*")
 BIN = "Scripts" if os.name == "nt" else "bin"
+MINUTE = 60.0
+#: The lines of pip that say what it is doing.
+DOING = re.compile(r"^ *((?:Collecting|Downloading|Using cached|Building|Installing) .*)", re.MULTILINE)
 #: What a release's own resolver may have to pin lower than the newest environment holds.
 BESIDE_TRANSFORMERS = ("accelerate", "datasets", "peft")
 #: What a minor release needs older than its metadata says: newer ones do not import or run beside it.
@@ -39,6 +45,10 @@ OLDER = {
     "4.41": ("peft<0.14",),
     "4.42": ("peft<0.14", "pyarrow<20"),
 }
+
+
+class NotMadeError(SystemExit):
+    """An environment can't be made; where nobody catches it, the program ends with its message and exit code 1."""
 
 
 def main(arguments: list[str]) -> int:
@@ -86,21 +96,55 @@ def made(name: str, *installs: Sequence[str], shared: Path | None = None) -> Pat
         name: of its folder in .environments/.
         installs: requirements, installed one list after the other.
         shared: an environment that lends what this one does not hold, its pip among it.
+
+    Raises:
+        NotMadeError: pip failed; the message has the end of what it said, and where the rest is.
     """
     folder = ENVIRONMENTS / name
     if (folder / "complete").exists():
         return folder
-    print(f"making the environment {folder.relative_to(ROOT)}", flush=True)
+    told, steps, started = folder.relative_to(ROOT), 1 + len(installs), time.monotonic()
+    print(f"{told}, step 1 of {steps}: a virtual environment", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=shared is None, symlinks=os.name != "nt")
     if shared is not None:
         link = _site_packages(folder) / "shared.pth"
         link.write_text(f"import site; site.addsitedir({str(_site_packages(shared))!r})\n")
-    pip = [(shared or folder) / BIN / "python", "-m", "pip", "--python", folder / BIN / "python"]
-    for requirements in installs:
-        subprocess.run([*pip, "install", "--quiet", *requirements], check=True)
+    pip = [str((shared or folder) / BIN / "python"), "-m", "pip", "--python", str(folder / BIN / "python")]
+    for step, requirements in enumerate(installs, 2):
+        print(f"{told}, step {step} of {steps}: pip install {' '.join(requirements)}", flush=True)
+        log = folder / "pip.log"
+        code = _logged([*pip, "install", *requirements], log)
+        if code:
+            end = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
+            raise NotMadeError(f"pip install {' '.join(requirements)}: exit code {code}\n{end}\nAll of it is in {log}")
     (folder / "complete").touch()
+    print(f"{told} is made, in {_minutes(time.monotonic() - started)}", flush=True)
     return folder
+
+
+def _logged(command: list[str], log: Path) -> int:
+    """The exit code of a command that writes into a log; its time and what pip does are shown every minute.
+
+    On a terminal every second, in one line that is written over.
+    """
+    started, terminal = time.monotonic(), sys.stdout.isatty()
+    with log.open("ab") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as running:
+        while True:
+            try:
+                code = running.wait(timeout=1 if terminal else MINUTE)
+            except subprocess.TimeoutExpired:
+                doing = DOING.findall(log.read_text(errors="replace")) or [""]
+                line = f"    {_minutes(time.monotonic() - started)}  {doing[-1]}"[:79]
+                print(f"\r{line:79}" if terminal else line, end="" if terminal else "\n", flush=True)
+            else:
+                if terminal:
+                    print(f"\r{'':79}", end="\r", flush=True)
+                return code
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
 
 
 def _site_packages(folder: Path) -> Path:

@@ -1,5 +1,6 @@
 r"""One global batch cut in several ways: the LLaVA-1.5 loss table of LLaMA-Factory #7443, broken and mended.
 
+    python recipes/llava_sweep.py --steps 3 --total-batch 32 --splits 16x2,1x32     # a first answer, half a minute
     accelerate launch --cpu --num_processes 4 recipes/llava_sweep.py                # 20 steps, 2 minutes on 2 cores
     accelerate launch --cpu --num_processes 4 recipes/llava_sweep.py --steps 100    # the published length
     accelerate launch --cpu --num_processes 4 recipes/llava_sweep.py --head bert    # a head wrong on 5.23.0
@@ -32,7 +33,8 @@ once, kept as `initial_model` in the output folder, and every cell starts from t
 Without --data the pictures are scikit-learn's digits and the conversations are written from their pixels, in
 LLaVA-Instruct's format; without --model the model is a small LlavaForConditionalGeneration, built here. The
 output folder gets results.jsonl (a line per cell: loss and gradient norm of every step, not rounded),
-environment.json and curves.png. --resume goes on with a run that was cut off. Bad input: exit code 2.
+environment.json and curves.png. --resume goes on with a run that was cut off. A terminal shows a progress bar; a log
+file gets a line a minute. Bad input: exit code 2.
 
 Source: https://github.com/hiyouga/LLaMA-Factory/issues/7443 (the table), pull request 7448 (the hotfix).
 """
@@ -43,6 +45,7 @@ import argparse
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import math
@@ -71,7 +74,17 @@ PUBLISHED = {
     (4, 1, 32): (138, 33.13),
     (8, 1, 16): (69, 16.5),
 }
+PUBLISHED_ON = "4.49.0"
+PANELS = {  # what a panel of the picture shows
+    "stock": "the installed Trainer",
+    "hotfix": "LLaMA-Factory's",
+    "apply": "hf_accum_fix.apply()",
+    "trainer": "GlobalBatchTrainer",
+    "balanced": "apply(balance_windows=True)",
+}
+COLOURS = ("#56B4E9", "#E69F00", "#7A0177", "#009E73")  # told apart by the colour-blind, too
 OTHER_PER_DEVICE = (16, 8, 1)  # where no published split fits
+EXTRAS = ("datasets", "matplotlib", "peft", "PIL", "rich", "sklearn")  # imported names of the extra "recipes"
 
 WARM_UP_STEPS = 12
 IMAGE_SIZE, PATCH_SIZE = 32, 8  # [pixels]; 4 x 4 patches, 16 image tokens
@@ -97,6 +110,9 @@ class Split(NamedTuple):
     per_device: int
     accumulation: int
 
+    def __str__(self) -> str:
+        return f"{self.per_device}x{self.accumulation}"
+
 
 def read_options(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(description="Cut one global batch in several ways; compare stock and mended training.")
@@ -119,6 +135,9 @@ def read_options(argv: list[str] | None) -> argparse.Namespace:
     add("--output", type=Path, default=Path("results/llava_sweep"), help="folder for the results")
     add("--resume", action="store_true", help="keep the finished cells of an earlier run of the same kind")
     options = parser.parse_args(argv)
+    if missing := [name for name in EXTRAS if importlib.util.find_spec(name) is None]:
+        raise BadInputError(f"got no {', '.join(missing)}; expected the packages of the extra 'recipes'; do "
+                            'pip install "hf-accum-fix[recipes]", or pip install ".[recipes]" in a clone')
     options.world = processes_asked_for()
     for name in ("steps", "total_batch", "lr"):
         if not getattr(options, name) > 0:
@@ -137,7 +156,6 @@ def read_options(argv: list[str] | None) -> argparse.Namespace:
         raise BadInputError("--data and --images are given together")
     if options.model:
         check_model(options.model)
-    check_output(options)
     return options
 
 
@@ -663,37 +681,53 @@ def on_cpu() -> bool:
 
 def show_table(rows: list[dict[str, Any]], reference: dict[str, float], options: argparse.Namespace) -> None:
     """Prints the published table again, with loss and gradient norm as multiples of the full batch's."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    table = Table(
-        title=f"{options.head}, total batch {options.total_batch}, transformers "
-        f"{importlib.metadata.version('transformers')}; full batch at step 1: loss {reference['loss']:.4f}, "
-        f"gradient norm {reference['grad_norm']:.4f}, {reference['items']} items"
-    )
-    published = options.head == "llava" and options.total_batch == 128
-    headings = ["mode", "processes", "per device", "accumulation", "initial loss", f"step-{options.steps} loss",
-                "initial loss / full batch", "gradient norm / full batch"]
-    for heading in headings + ["published initial", "published step 100"] * published:
+    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
+    title = f"{describe(options)}\nfull batch at step 1: loss {reference['loss']:.4f}, gradient norm "
+    table = Table(title=f"{title}{reference['grad_norm']:.4f}, {reference['items']} items", box=box.SIMPLE)
+    for heading in ("mode", "split", "loss at\nstep 1", "times the\nfull batch's", "gradient norm,\ntimes full batch's",
+                    f"loss at\nstep {options.steps}"):
         table.add_column(heading, justify="right")
+    comparable = options.head == "llava" and options.total_batch == 128 and "stock" in by_mode(rows)
+    if comparable and importlib.metadata.version("transformers") == PUBLISHED_ON:
+        for split in dict.fromkeys(map(split_of, rows)):
+            for initial, last in filter(None, [PUBLISHED.get((options.world, *split))]):
+                table.add_row("published", str(split), f"{initial:g}", "", "", f"{last:g}" * (options.steps == 100))
+                table.caption = "published: LLaMA-Factory's issue 7443, 100 steps"
     for mode, of_mode in by_mode(rows).items():
         table.add_section()
         for row in of_mode:
-            cut = (row["processes"], row["per_device"], row["accumulation"])
-            shown = [*map(str, cut), f"{row['losses'][0]:.4f}", f"{row['losses'][-1]:.4f}"]
-            shown.append(f"{row['losses'][0] / reference['loss']:.6f}")
-            shown.append(f"{row['grad_norms'][0] / reference['grad_norm']:.6f}")
-            table.add_row(mode, *shown, *(f"{loss:g}" for loss in PUBLISHED.get(cut, ()) if published))
+            table.add_row(
+                mode, str(split_of(row)), f"{row['losses'][0]:.4f}", f"{row['losses'][0] / reference['loss']:.6f}",
+                f"{row['grad_norms'][0] / reference['grad_norm']:.6f}", f"{row['losses'][-1]:.4f}",
+            )
     console.print(table)
+    verdicts = Table.grid(padding=(0, 1))
     tolerance = 1e-2 if options.dtype == "bfloat16" else 1e-5
     for mode, of_mode in by_mode(rows).items():
         loss = compare("loss", of_mode, [row["losses"][0] / reference["loss"] for row in of_mode], tolerance)
         norms = [row["grad_norms"][0] / reference["grad_norm"] for row in of_mode]
-        last = [row["losses"][-1] for row in of_mode]
-        apart = f"; step-{options.steps} losses of the splits within {max(last) / min(last) - 1:.0e}"
-        norm = compare("gradient norm", of_mode, norms, tolerance)
-        console.print(f"{mode}: {loss}; {norm}{apart if 'right' in loss else ''}", highlight=False)
+        verdicts.add_row(f"{mode}:", f"{loss};")
+        verdicts.add_row("", compare("gradient norm", of_mode, norms, tolerance) + ";" * ("right" in loss))
+        if "right" in loss:
+            last = [row["losses"][-1] for row in of_mode]
+            verdicts.add_row("", f"step-{options.steps} losses of the splits within {max(last) / min(last) - 1:.0e}")
+    console.print(verdicts)
+
+
+def describe(options: argparse.Namespace) -> str:
+    """The model, the release and the global batch of a run."""
+    model = options.model or f"{'BERT' if options.head == 'bert' else 'LLaVA'}, built small"
+    processes = f"{options.world} process{'es' * (options.world > 1)}"
+    release = importlib.metadata.version("transformers")
+    return f"{model}; transformers {release}; global batch {options.total_batch}, {processes}"
+
+
+def split_of(row: dict[str, Any]) -> Split:
+    return Split(row["per_device"], row["accumulation"])
 
 
 def by_mode(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -719,26 +753,81 @@ def compare(name: str, rows: list[dict[str, Any]], ratios: list[float], toleranc
     return f"{name} {word} the full batch's, and then {rest}" if word else f"{name} {rest}"
 
 
-def draw_curves(rows: list[dict[str, Any]], reference: dict[str, float], path: Path) -> None:
-    """Draws the loss over optimizer steps: one panel per mode, one line per split, one logarithmic scale."""
+def draw_curves(
+    rows: list[dict[str, Any]], reference: dict[str, float], options: argparse.Namespace, path: Path
+) -> None:
+    """Draws the loss over optimizer steps: one panel per mode, one line per split, one scale, one legend."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     modes = by_mode(rows)
-    figure, panels = pyplot.subplots(1, len(modes), figsize=(3.4 * len(modes) + 1, 3.6), sharey=True, squeeze=False)
+    figure, panels = pyplot.subplots(
+        1, len(modes), figsize=(max(2.9 * len(modes), 6) + 0.6, 4.4), sharey=True, squeeze=False, layout="constrained"
+    )
+    figure.suptitle(f"The same batches, cut in several ways\n{describe(options)}", wrap=True)
     for panel, (mode, of_mode) in zip(panels[0], modes.items(), strict=True):
-        for place, row in enumerate(of_mode):
-            label = f"{row['processes']} x {row['per_device']} x {row['accumulation']}"
+        for place, (row, colour) in enumerate(zip(of_mode, itertools.cycle(COLOURS))):
             # thinner from line to line: where they lie on one another all of them show
-            panel.plot(range(1, len(row["losses"]) + 1), row["losses"], label=label, linewidth=3.6 / (place + 1))
-        panel.axhline(reference["loss"], color="grey", linewidth=0.8, label="full batch, step 1")
-        panel.set(title=mode, xlabel="optimizer step", yscale="log")
-    panels[0][0].set_ylabel("loss")
-    panels[0][-1].legend(title="processes x batch x accumulation", fontsize="small", title_fontsize="small")
-    figure.tight_layout()
+            panel.plot(
+                range(1, options.steps + 1), row["losses"], label=str(split_of(row)).replace("x", " x "),
+                color=colour, linewidth=7.5 / 2**place, marker="o" if options.steps < 5 else "",
+                markersize=14 / 1.6**place, solid_capstyle="round",
+            )
+        panel.axhline(reference["loss"], color="black", linewidth=1, linestyle=":", label="full batch at step 1")
+        panel.set_title(f"{mode}\n{PANELS[mode]}", fontsize="medium")
+        panel.set_xlabel("optimizer step")
+        panel.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(color="0.92")
+        panel.set_axisbelow(True)
+    panels[0][0].set_ylabel("training loss")
+    losses = [loss for row in rows for loss in row["losses"]]
+    if max(losses) > 5 * min(losses) > 0:
+        panels[0][0].set_yscale("log")
+        panels[0][0].yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        panels[0][0].yaxis.set_major_formatter("{x:g}")
+        panels[0][0].yaxis.set_minor_locator(ticker.NullLocator())
+    named = {label: line for panel in panels[0] for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    named["full batch at step 1"] = named.pop("full batch at step 1")  # the last one of the legend
+    figure.legend(
+        named.values(), named, title="samples per device x micro-batches of a step", loc="outside lower center",
+        ncols=len(named), frameon=False,
+    )
     figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+class LineAMinute:
+    """What a log file gets where a terminal gets a progress bar: at most one line a minute."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
+        self.started = self.told = time.monotonic()
+
+    def step(self, cell: str) -> None:
+        self.done += 1
+        now = time.monotonic()
+        if now - self.told >= 60:
+            self.told, spent = now, now - self.started
+            left = spent / self.done * (self.total - self.done)
+            print(f"{self.done} of {self.total} steps in {minutes(spent)}, about {minutes(left)} to go; now {cell}",
+                  flush=True)
+
+
+def announce(options: argparse.Namespace) -> None:
+    """Says what is run and where it goes, before the first import that takes seconds."""
+    counts = {"mode": len(options.modes), "split": len(options.splits), "step": options.steps}
+    asked = " x ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items())
+    results = options.output / "results.jsonl"
+    there = len(results.read_text().splitlines()) if results.exists() else 0
+    resumed = f", {there} of {len(options.modes) * len(options.splits)} cells are there" * bool(there)
+    print(f"{describe(options)}: {asked}{resumed}, into {options.output}", flush=True)
+
+
+def minutes(seconds: float) -> str:
+    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
 
 
 def environment(options: argparse.Namespace, reference: dict[str, float]) -> dict[str, Any]:
@@ -777,7 +866,6 @@ def sweep(options: argparse.Namespace, conversations: list[dict[str, Any]] | Non
     import torch
     import transformers
     from accelerate import PartialState
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     transformers.logging.set_verbosity_error()
@@ -814,19 +902,22 @@ def sweep(options: argparse.Namespace, conversations: list[dict[str, Any]] | Non
     finished = {(row["mode"], Split(row["per_device"], row["accumulation"])) for row in rows}
     cells = [cell for cell in itertools.product(options.modes, options.splits) if cell not in finished]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not first, transient=True) as progress:
+    terminal, log = sys.stdout.isatty(), LineAMinute(len(cells) * options.steps)
+    with Progress(*columns, disable=not (first and terminal), transient=True) as progress:
         bar = progress.add_task("steps", total=len(cells) * options.steps)
         for mode, split in cells:
-            progress.update(bar, description=f"{mode} {split.per_device}x{split.accumulation}")
-            on_step = functools.partial(progress.advance, bar)
+            progress.update(bar, description=f"{mode} {split}")
+            advance, tell = functools.partial(progress.advance, bar), functools.partial(log.step, f"{mode} {split}")
+            on_step = tell if first and not terminal else advance
             rows.append(run_cell(mode, split, options, checkpoint, dataset, collate, on_step))
             if first:
                 replace_file(results, "".join(json.dumps(row) + "\n" for row in rows))
 
     if first:
         rows.sort(key=lambda row: (OFFERED.index(row["mode"]), -row["per_device"]))
-        draw_curves(rows, reference, options.output / "curves.png")
+        draw_curves(rows, reference, options, options.output / "curves.png")
         show_table(rows, reference, options)
+        print(f"wrote results.jsonl, environment.json and curves.png to {options.output.resolve()}", flush=True)
     if options.world > 1:
         torch.distributed.barrier()
         # The threads of gloo may hold tensors of that still: tearing it down may abort, or wait for ever.
@@ -839,6 +930,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = read_options(argv)
         conversations = read_conversations(options.data, options.images) if options.data else None
+        check_output(options)  # which makes the folder: last, so that a run that is refused leaves none
     except BadInputError as error:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"llava_sweep: {error}\n")
@@ -846,9 +938,14 @@ def main(argv: list[str] | None = None) -> int:
     if options.world > int(os.environ.get("WORLD_SIZE", "1")):
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.world}"]
         os.execv(sys.executable, [sys.executable, *ranks, __file__, *(sys.argv[1:] if argv is None else argv)])
+    if options.model is None:
+        # the small models gain nothing from threads, and where other programs run they wait for one another for minutes
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.world == 1:
         # with two GPUs in sight the Trainer would turn to DataParallel, which is another story
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    if os.environ.get("RANK", "0") == "0":
+        announce(options)
     sweep(options, conversations)
     return 0
 

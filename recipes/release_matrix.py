@@ -122,10 +122,11 @@ def run_release(release: str, output: Path) -> str | None:
                 )
             if not cells_file(output, release, ranks).exists():
                 return f"{ranks} ranks ended with {done.returncode}; see {log.name}"
-    except subprocess.CalledProcessError as error:
+    except in_release.NotMadeError as error:
         return f"its environment could not be made: {error}"
     finally:
-        if made and release != in_release.NEWEST:
+        # One that could not be made is left: it holds pip's log.
+        if made and release != in_release.NEWEST and (folder / "complete").exists():
             shutil.rmtree(folder, ignore_errors=True)
     return None
 

@@ -1,0 +1,113 @@
+"""What a first user sees while recipes/in_release.py makes an environment, by a pip that only pretends."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+#: Says what pip says, takes half a second, and fails where a requirement is named so.
+PIP = """#!/bin/sh
+echo "Collecting $6"
+echo "  Downloading wheel-of-$6"
+echo "  Successfully uninstalled setuptools"
+sleep 0.5
+echo "ERROR: pip's dependency resolver does not currently take into account all the packages" >&2
+case "$*" in *broken*) echo "ERROR: No matching distribution found for broken" >&2; exit 7;; esac
+echo "Successfully installed $6"
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("in_release", RECIPES / "in_release.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "ENVIRONMENTS", tmp_path / ".environments")
+    pip = tmp_path / "lender" / module.BIN / "python"
+    pip.parent.mkdir(parents=True)
+    pip.write_text(PIP)
+    pip.chmod(0o755)
+    return module
+
+
+def test_the_set_up_says_each_step_and_hides_what_pip_says(
+    recipe: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = recipe.made("5.4.0", ["torch==2"], ["transformers==5.4.0", "peft"], shared=tmp_path / "lender")
+    assert folder == tmp_path / ".environments" / "5.4.0" and (folder / "complete").exists()
+    shown, errors = capfd.readouterr()
+    lines = shown.splitlines()
+    assert [line.partition(" (")[0] for line in lines[:3]] == [
+        ".environments/5.4.0, step 1 of 3: a virtual environment",
+        ".environments/5.4.0, step 2 of 3: pip install torch==2",
+        ".environments/5.4.0, step 3 of 3: pip install transformers==5.4.0 peft",
+    ]
+    assert lines[3].startswith(".environments/5.4.0 is made, in ") and len(lines) == 4
+    assert "resolver" not in shown + errors and "ERROR" not in shown + errors
+    log = (folder / "pip.log").read_text()
+    assert log.count("dependency resolver") == 2 and "Successfully installed torch==2" in log
+    again = recipe.made("5.4.0", ["torch==2"], shared=tmp_path / "lender")
+    assert again == folder and capfd.readouterr() == ("", "")
+
+
+def test_a_long_step_says_every_minute_how_long_and_what(
+    recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recipe, "MINUTE", 0.2)
+    recipe.made("5.4.0", ["torch==2"], shared=tmp_path / "lender")
+    lines = capfd.readouterr().out.splitlines()
+    told = [line for line in lines if line.endswith("Downloading wheel-of-torch==2")]
+    assert told and all(line.lstrip()[0].isdigit() and " s" in line for line in told)
+
+
+def test_a_failed_install_ends_with_pips_reason_and_the_log(
+    recipe: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        recipe.made("5.4.0", ["broken==1"], ["never"], shared=tmp_path / "lender")
+    folder = tmp_path / ".environments" / "5.4.0"
+    assert not (folder / "complete").exists()
+    message = str(ended.value)
+    assert "pip install broken==1" in message and "exit code 7" in message
+    assert "No matching distribution found for broken" in message
+    assert str(folder / "pip.log") in message and (folder / "pip.log").exists()
+    assert "never" not in capfd.readouterr().out
+
+
+def test_the_matrix_keeps_the_log_of_an_environment_that_failed(
+    recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "in_release", recipe)
+    spec = importlib.util.spec_from_file_location("release_matrix_of_failures", RECIPES / "release_matrix.py")
+    assert spec is not None and spec.loader is not None
+    matrix = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, matrix)
+    spec.loader.exec_module(matrix)
+    monkeypatch.setattr(
+        recipe, "environment", lambda release: recipe.made(release, ["broken==1"], shared=tmp_path / "lender")
+    )
+    why = matrix.run_release("5.4.0", tmp_path)
+    log = tmp_path / ".environments" / "5.4.0" / "pip.log"
+    assert why is not None and str(log) in why and log.exists()
+
+
+@pytest.mark.slow
+def test_a_failed_set_up_is_no_traceback(tmp_path: Path) -> None:
+    """In a copy of the recipe, with a pip that can't reach an index."""
+    (tmp_path / "recipes").mkdir()
+    script = tmp_path / "recipes" / "in_release.py"
+    script.write_text((RECIPES / "in_release.py").read_text())
+    environment = {"PATH": "/usr/bin:/bin", "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null"}
+    command = [sys.executable, str(script), "5.23.0", "--", "python", "-V"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr and "pip.log" in done.stderr
+    assert done.stdout.splitlines()[1].endswith("pip install torch==2.13.0")
