@@ -896,7 +896,12 @@ def _masked_parts(
 def _has_rows(inputs: Mapping[str, Any]) -> bool:
     """Whether a batch can be taken apart: more than one sample, and every input has as many rows."""
     rows = sample_count(inputs)
-    return rows > 1 and all(len(value) == rows for value in _sized(inputs))
+    return rows > 1 and all(_is_plain(value) and len(value) == rows for value in _sized(inputs))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can be indexed by rows: sparse and nested tensors cannot."""
+    return not isinstance(value, Tensor) or (value.layout is torch.strided and not value.is_nested)
 
 
 def _sized(inputs: Mapping[str, Any]) -> Iterator[Any]:

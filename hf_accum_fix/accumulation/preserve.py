@@ -15,8 +15,11 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from copy import copy
+from itertools import tee
+from types import GeneratorType
 from typing import Any
 
 import numpy as np
@@ -160,7 +163,8 @@ def _noted(
         seen.add(id(each))
         kind = type(each)
         if kind in _DICTS:
-            undo.append(_dict_kept(each))
+            streams = _streams_kept(each)
+            undo.extend([_dict_kept(each), *streams])
             if len(each) <= _MOST_ELEMENTS:
                 pending.extend(each.values())
         elif kind in _SEQUENCES:
@@ -175,7 +179,8 @@ def _noted(
             undo.append(_generator_kept(each))
         elif id(each) in rooted or (follow_modules if isinstance(each, nn.Module) else _holds_state(each)):
             attributes = vars(each)
-            undo.append(_dict_kept(attributes))
+            streams = _streams_kept(attributes)
+            undo.extend([_dict_kept(attributes), *streams])
             pending.extend(attributes.values())
     return undo
 
@@ -185,6 +190,30 @@ def _holds_state(value: object) -> bool:
     if isinstance(value, type) or not hasattr(value, "__dict__") or callable(getattr(kind, "__get__", None)):
         return False
     return kind.__name__ in _NOTED_ON or kind.__module__.partition(".")[0] not in _MACHINERY
+
+
+def _streams_kept(holder: dict[Any, Any]) -> list[Callable[[], object]]:
+    """Generators that a dict holds: what is drawn from one is drawn again afterwards.
+
+    One that was drawn from is replaced for good, by an iterator over the same values: it cannot be wound back.
+    """
+    undo: list[Callable[[], object]] = []
+    for name, stream in [(name, value) for name, value in holder.items() if isinstance(value, GeneratorType)]:
+        drawn: list[bool] = []
+
+        def values(stream: Any = stream, drawn: list[bool] = drawn) -> Iterator[Any]:
+            for value in stream:
+                drawn.append(True)
+                yield value
+
+        (kept,) = tee(values(), 1)
+        holder[name] = copy(kept)
+
+        def put_back(name: Any = name, stream: Any = stream, drawn: list[bool] = drawn, kept: Any = kept) -> None:
+            holder[name] = copy(kept) if drawn else stream
+
+        undo.append(put_back)
+    return undo
 
 
 def _dict_kept(value: dict[Any, Any]) -> Callable[[], object]:

@@ -116,6 +116,13 @@ def open_window(
     session.corrects = session.corrects or window.differs
     if contract.made_of is not None or remakes_inputs(trainer):
         window.certificate = Certificate(contract)
+    if len(batches) > trainer.args.gradient_accumulation_steps:
+        session.note_inexact()
+        session.warn_once(
+            "more micro-batches",
+            f"got {len(batches)} micro-batches in a window; expected at most gradient_accumulation_steps="
+            f"{trainer.args.gradient_accumulation_steps}, after which the Trainer steps: the step is not called exact",
+        )
     if contract.items is not None and batches:
         _note_empty(session, window.total)
     if options.balance_windows and router_loss_depends_on_the_cut(session):

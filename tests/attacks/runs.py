@@ -169,7 +169,7 @@ def run(
         {name: after[name] - value for name, value in before.items()},
         after,
         raised,
-        None if contract is None else contract.exact,
+        None if contract is None else contract.exact and not session.inexact_windows,
         warned,
         trainer.state.log_history,
         trainer,
