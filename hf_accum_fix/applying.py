@@ -341,7 +341,7 @@ def report() -> Report:
     from hf_accum_fix.upstream.plan import make_plan
 
     with _LOCK:
-        handle = active_handle()
+        handle: PatchHandle | None = _MEMORY.get("handle")
         environment = detect()
         idle = _State.REVERTED if enabled() else _State.OFF
         return Report(
