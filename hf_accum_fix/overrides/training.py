@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+from hf_accum_fix.bypass import no_bypass
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.loss_log import LossLog
 from hf_accum_fix.options import Options, enabled
@@ -32,7 +33,7 @@ def train(
 
     try:
         logged = session.loss_log.installed() if session.loss_log is not None else nullcontext()
-        with busy(session, "train"), whole_windows(trainer, options, opened), logged:
+        with busy(session, "train"), no_bypass(trainer, session), whole_windows(trainer, options, opened), logged:
             result = wrapped(*args, **kwargs)
     finally:
         session.window = None

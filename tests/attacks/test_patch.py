@@ -90,9 +90,7 @@ def test_a_trainer_whose_train_is_its_own_trains(tmp_path: Path) -> None:
     assert isinstance(Elses(trainer.callback_handler).train(), TrainerControl)
 
 
-def fresh(
-    script: str, *folders: Path, returncode: int = 0, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def fresh(script: str, *folders: Path, returncode: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter whose first folders on the path are those given."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON_HF_ACCUM_FIX")}
     environment |= {"PYTHONPATH": os.pathsep.join(map(str, [*folders, ROOT])), **variables}
@@ -339,5 +337,8 @@ main(["doctor"])
     first, *told = fresh(script, tmp_path).stdout.splitlines()
     assert first.split() == [code, "4.49.0", str(imported)]
     [line] = [line for line in told if "4.49.0" in line]
-    assert line == f"UNTESTED: the code is that of transformers {code}, its metadata say 4.49.0: install transformers again"
+    assert (
+        line
+        == f"UNTESTED: the code is that of transformers {code}, its metadata say 4.49.0: install transformers again"
+    )
     assert f"transformers {code}" in told[0]
