@@ -1,4 +1,4 @@
-"""A step or loop that goes around the wrapped step: refused before the first optimizer step, in a run of one step too."""
+"""A step or loop that goes around the wrapped step: refused before the first optimizer step, even in a run of one."""
 
 from __future__ import annotations
 
