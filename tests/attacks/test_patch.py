@@ -159,6 +159,13 @@ except hf_accum_fix.SeamError as error:
     assert done.stderr.count("hf-accum-fix: NOT on: transformers.trainer was never imported") == 1
 
 
+def test_a_release_that_calls_back_otherwise_is_patched_and_the_blind_spot_told(toy: Path) -> None:
+    (toy / "transformers" / "trainer_callback.py").write_text("class CallbackHandler:\n    pass\n")
+    script = "import hf_accum_fix; handle = hf_accum_fix.apply(); import transformers.trainer; print(handle.active)"
+    done = fresh(script, toy)
+    assert done.stdout == "True\n" and "has no CallbackHandler.on_train_begin" in done.stderr
+
+
 @pytest.mark.parametrize("script", ["", "import transformers; handle.revert()"], ids=["unused", "reverted"])
 def test_a_process_without_transformers_or_patch_says_nothing(script: str, toy: Path) -> None:
     assert fresh(f"import hf_accum_fix; handle = hf_accum_fix.apply(); {script}", toy).stderr == ""
