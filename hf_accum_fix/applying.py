@@ -316,7 +316,9 @@ def apply(
             except AccumFixError:
                 handle.revert()  # told to the caller of apply() itself, who decides how to go on
                 raise
-            handle._deferred = True
+            if handle.pending and not handle._deferred:
+                handle._deferred = True
+                atexit.register(handle._say_it_never_came)
         if handle.active or handle.pending:
             return handle
 
@@ -369,7 +371,6 @@ def _claim(options: Options, quiet: bool) -> PatchHandle:
             if plan.refusal is not None:
                 raise plan.refusal
             handle = _MEMORY["handle"] = PatchHandle(options, plan, quiet=quiet)
-            atexit.register(handle._say_it_never_came)
             return handle
         if handle.options != options:
             raise OptionsError(

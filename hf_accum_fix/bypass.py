@@ -36,8 +36,8 @@ def no_bypass(trainer: Any, session: Any) -> Iterator[None]:
         if cut and _steps(trainer.optimizer, optimizer) and _has_gradients(optimizer):
             raise SeamError(
                 f"the optimizer of {type(trainer).__name__} is about to step by gradients of which none came through "
-                "Trainer.training_step, so nothing of them is mended; its step or loop was replaced: call "
-                "super().training_step there, or revert()"
+                "Trainer.training_step, so nothing of them is mended: its step or its loop goes on without calling "
+                "super(); call super().training_step there, or revert()"
             )
 
     with register_optimizer_step_pre_hook(check):
