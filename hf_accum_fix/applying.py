@@ -183,15 +183,16 @@ class PatchHandle:
 
         module = import_module(GUARD.module)
 
-        with _LOCK, self._refusing():
+        with _LOCK:
             if self._guard is not None or not (self.pending or self.active):
                 return
             handler = getattr(module, GUARD.owner, None)
             if handler is None or not hasattr(handler, GUARD.name):
-                raise SeamError(
-                    f"{GUARD.module} holds no {GUARD.owner}.{GUARD.name}; expected that method; use a release our "
-                    "tests have run or a newer hf-accum-fix"
+                _LOG.warning(
+                    "%s has no %s.%s: what replaces or reloads the Trainer after apply() is not seen",
+                    *(GUARD.module, GUARD.owner, GUARD.name),
                 )
+                return
             self._guard = install([Patch(handler, GUARD.name, self._at_train_begin)], lambda *_: True)
 
     @contextmanager
@@ -315,7 +316,9 @@ def apply(
             except AccumFixError:
                 handle.revert()  # told to the caller of apply() itself, who decides how to go on
                 raise
-            handle._deferred = True
+            if handle.pending and not handle._deferred:
+                handle._deferred = True
+                atexit.register(handle._say_it_never_came)
         if handle.active or handle.pending:
             return handle
 
@@ -341,7 +344,7 @@ def report() -> Report:
     from hf_accum_fix.upstream.plan import make_plan
 
     with _LOCK:
-        handle = active_handle()
+        handle: PatchHandle | None = _MEMORY.get("handle")
         environment = detect()
         idle = _State.REVERTED if enabled() else _State.OFF
         return Report(
@@ -368,7 +371,6 @@ def _claim(options: Options, quiet: bool) -> PatchHandle:
             if plan.refusal is not None:
                 raise plan.refusal
             handle = _MEMORY["handle"] = PatchHandle(options, plan, quiet=quiet)
-            atexit.register(handle._say_it_never_came)
             return handle
         if handle.options != options:
             raise OptionsError(

@@ -39,7 +39,7 @@ class Report:
 
     Attributes:
         version: of hf-accum-fix.
-        state: "not applied", "pending", "applied" or "switched off".
+        state: "not applied", "pending", "applied", "refused" (in an import, until revert()) or "switched off".
         environment: what is installed.
         plan: what is decided about every defect.
         missing: methods that no longer lead to our wrapper although the state is "applied".

@@ -8,7 +8,8 @@ from typing import Any
 
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.loss_calls import watchable
-from hf_accum_fix.errors import SeamError, UnsupportedSetupError
+from hf_accum_fix.bypass import no_bypass
+from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.loss_log import LossLog
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.live import parallel_size
@@ -37,10 +38,11 @@ def train(
         logged = session.loss_log.installed() if session.loss_log is not None else nullcontext()
         with (
             busy(session, "train"),
+            no_bypass(trainer, session),
             whole_windows(trainer, options, opened),
             counted_as_returned(trainer, options),
             mark_passed_over(trainer),
-            shadow(trainer.accelerator, "backward", _guarded(trainer, session, trainer.accelerator.backward)),
+            shadow(trainer.accelerator, "backward", _listened(trainer, session, trainer.accelerator.backward)),
             watchable(),
             logged,
         ):
@@ -58,28 +60,21 @@ def train(
     return result
 
 
-def _guarded(trainer: Any, session: Session, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``Accelerator.backward``, looked at where a gradient is made beside ``Trainer.training_step``."""
+def _listened(trainer: Any, session: Session, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``Accelerator.backward``, listened to where a gradient is added beside ``Trainer.training_step``."""
 
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        window = session.window
+    def listened(*args: Any, **kwargs: Any) -> Any:
         cut = trainer.args.gradient_accumulation_steps * trainer.args.world_size > 1
-        if session.micro_batch is None and window is not None and window.batches and cut:
-            name = type(trainer).__name__
-            if not session.entered:
-                raise SeamError(
-                    f"{name} overrides Trainer.training_step without calling super(), so nothing would be mended; "
-                    "call super().training_step, or revert() to train as without this package"
-                )
+        if session.micro_batch is None and session.entered and session.window is not None and cut:
             session.note_inexact()
             session.warn_once(
                 "second backward",
-                f"{name} calls accelerator.backward beside Trainer.training_step: what it adds to the gradient is "
-                "added as it is, so that the step is not called exact",
+                f"{type(trainer).__name__} calls accelerator.backward beside Trainer.training_step: what it adds to "
+                "the gradient is added as it is, so that the step is not called exact",
             )
         return backward(*args, **kwargs)
 
-    return guarded
+    return listened
 
 
 def check_setup(trainer: Any) -> None:

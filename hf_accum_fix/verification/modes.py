@@ -33,7 +33,7 @@ def in_mode(mode: str, trainer: Any, options: Options) -> Iterator[None]:
     """The installed release as it is, which the switch gives back to patch and subclass alike; or mended."""
     if mode == MENDED:
         already = active_mode(trainer) == MENDED
-        with nullcontext() if already else apply(**vars(options)):
+        with nullcontext() if already else apply(**vars(options), quiet=True):
             yield
         return
     before = os.environ.get(SWITCH)

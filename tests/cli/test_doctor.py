@@ -21,6 +21,7 @@ from hf_accum_fix.upstream.environment import Environment
 from hf_accum_fix.upstream.plan import Action, make_plan
 from tests.cli.processes import environment, start
 from tests.numerics.heads import bert, llama
+from tests.upstream.test_newer_release import made_release
 
 
 def report_on(release: str | None, state: str = "not applied", missing: tuple[str, ...] = ()) -> Report:
@@ -125,9 +126,7 @@ def test_with_the_patch_on_it_is_clean() -> None:
 
 def test_a_release_that_our_tests_have_not_run_is_imported(tmp_path: Path) -> None:
     """The installed code, under the number of a release that there never was."""
-    folder = tmp_path / "transformers-5.22.7.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.22.7\n")
+    made_release(tmp_path, "5.22.7")
     done = start([sys.executable, "-m", "hf_accum_fix", "doctor", "--json"], environment(tmp_path))
     told = json.loads(done.stdout)
     assert done.returncode == 1, done.stderr

@@ -13,6 +13,7 @@ import torch
 from tests.cli.plain_training import HEAD
 from tests.cli.processes import ROOT, RUN, environment, start
 from tests.numerics.parity import Step, cut, reference_step
+from tests.upstream.test_newer_release import made_release
 
 SCRIPT = Path(__file__).with_name("plain_training.py")
 LAUNCHER = Path(__file__).with_name("plain_launcher.py")
@@ -75,13 +76,12 @@ def test_a_script_that_applies_by_itself_shares_the_patch() -> None:
         "print(type(Trainer.compute_loss).__name__, hf_accum_fix.report().state)\n"
     )
     assert (done.returncode, done.stdout) == (0, "function not applied\n"), done.stderr
+    assert done.stderr.count(ON) == 1
 
 
 def test_a_refusal_ends_the_job(tmp_path: Path) -> None:
     """`from transformers import Trainer` makes an ImportError of errors, and scripts have a way on for that."""
-    folder = tmp_path / "transformers-4.40.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.40.0\n")
+    made_release(tmp_path, "4.40.0")
     script = "try:\n    from transformers import Trainer\nexcept Exception:\n    print('goes on without')\n"
     done = python(script, tmp_path)
     assert (done.returncode, done.stdout) == (1, "")

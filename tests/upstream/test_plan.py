@@ -140,3 +140,16 @@ def test_a_replacement_allowed_by_name_is_not_refused() -> None:
 
 def test_a_wrapper_that_leads_to_the_original_is_not_refused() -> None:
     assert plan("5.23.0", seams(foreign="tracer.wrap", composable=True)).refusal is None
+
+
+def test_a_release_without_the_module_of_the_trainer_is_refused() -> None:
+    made = make_plan(Environment("6.0.0", None, None, "3.11.7", trainer_exists=False), Options())
+    assert isinstance(made.refusal, SeamError) and "no module transformers.trainer" in str(made.refusal)
+    missing = make_plan(Environment(None, None, None, "3.11.7", trainer_exists=False), Options())
+    assert isinstance(missing.refusal, UnsupportedVersionError)
+
+
+def test_metadata_of_another_release_are_told_and_the_code_is_judged() -> None:
+    made = make_plan(Environment("5.23.0", None, None, "3.11.7", stale_metadata="4.49.0"), Options())
+    assert "4.49.0" in str(made.untested) and made.refusal is None
+    assert made.decisions == plan("5.23.0").decisions

@@ -1,0 +1,55 @@
+"""Refuse a gradient that did not come through ``Trainer.training_step``, before the optimizer takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hf_accum_fix.errors import SeamError
+from hf_accum_fix.options import enabled
+
+
+@contextmanager
+def no_bypass(trainer: Any, session: Any) -> Iterator[None]:
+    """While a trainer trains, refuse an optimizer step in which no micro-batch came through its wrapped step.
+
+    Asked by torch, as part of the step itself, whatever engine, scaler or wrapper calls it, from the first one on. A
+    micro-batch that was left out leaves no gradient, and one micro-batch on one rank is not cut: neither is refused.
+
+    Args:
+        trainer: the one that trains.
+        session: what is known of it; its window is that of the step.
+    """
+
+    def check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        window = session.window
+        # DeepSpeed and optimizers of single layers step within a micro-batch of ours.
+        if session.micro_batch is not None or not enabled():
+            return
+        if window is not None and (window.steps_run or not window.batches):
+            return
+        cut = trainer.args.gradient_accumulation_steps * trainer.args.world_size > 1
+        if cut and _steps(trainer.optimizer, optimizer) and _has_gradients(optimizer):
+            raise SeamError(
+                f"the optimizer of {type(trainer).__name__} is about to step by gradients of which none came through "
+                "Trainer.training_step, so nothing of them is mended: its step or its loop goes on without calling "
+                "super(); call super().training_step there, or revert()"
+            )
+
+    with register_optimizer_step_pre_hook(check):
+        yield
+
+
+def _steps(outer: Any, optimizer: Optimizer) -> bool:
+    """Whether an optimizer is one that engines (accelerate, DeepSpeed) may have wrapped, or within it."""
+    while outer is not None and outer is not optimizer:
+        outer = vars(outer).get("optimizer")
+    return outer is optimizer
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])

@@ -1,0 +1,351 @@
+"""What takes the patch off without a word: it is seen as training starts, wherever that is, and what is on is said."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+import transformers.trainer
+from transformers import Trainer
+from transformers.trainer_callback import CallbackHandler, TrainerControl
+
+import hf_accum_fix
+from hf_accum_fix import ForeignPatchError, applying
+from hf_accum_fix.upstream.seams import seams_of
+from tests.numerics.heads import HEADS
+from tests.numerics.parity import training_arguments
+
+ROOT = Path(__file__).parents[2]
+SEAMS = [seam.name for seam in seams_of(None)]
+HEAD = HEADS["drops-kwargs"]
+ON = "hf-accum-fix: 0.1.0 is on: transformers"
+
+
+@pytest.fixture(autouse=True)
+def nothing_applied() -> Iterator[None]:
+    """And CallbackHandler left as it was found."""
+    assert hf_accum_fix.active_handle() is None
+    begin = vars(CallbackHandler)["on_train_begin"]
+    yield
+    hf_accum_fix.revert()
+    assert vars(CallbackHandler)["on_train_begin"] is begin and type(begin) is FunctionType
+
+
+def made(folder: Path, kind: type = Trainer, **arguments: Any) -> Any:
+    """A trainer of one window of four micro-batches."""
+    args = training_arguments(folder, 2, 4, **arguments)
+    return kind(model=HEAD.build(), args=args, train_dataset=list(HEAD.samples), data_collator=HEAD.batch)
+
+
+def again(name: str) -> Any:
+    """The original method, executed again from its source: what unsloth and axolotl make of it."""
+    original = vars(Trainer)[name]
+    function = FunctionType(original.__code__, vars(transformers.trainer), name, original.__defaults__)
+    function.__kwdefaults__ = original.__kwdefaults__
+    return function
+
+
+@pytest.mark.parametrize("names", [SEAMS, SEAMS[:1], SEAMS[1:]], ids=["all", "train", "all but train"])
+def test_methods_that_replaced_ours_train_nothing(
+    names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    originals = {name: again(name) for name in names}
+    handle = hf_accum_fix.apply(quiet=True)
+    with monkeypatch.context() as patched:
+        for name in names:
+            patched.setattr(Trainer, name, originals[name])
+        trainer = made(tmp_path)
+        with pytest.raises(ForeignPatchError, match="training would be stock again"):
+            trainer.train()
+        assert trainer.state.global_step == 0 and set(handle.missing()) == set(names)
+    made(tmp_path).train()
+
+
+def test_a_trainer_whose_train_is_its_own_trains(tmp_path: Path) -> None:
+    """TRL's PPOTrainer: a loop of its own, which calls none of the wrapped methods, and the callbacks."""
+
+    class Own(Trainer):
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+            return "trained"
+
+    class Elses:
+        def __init__(self, handler: Any) -> None:
+            self.handler = handler
+
+        def train(self) -> Any:
+            return self.handler.on_train_begin(None, None, TrainerControl())
+
+    hf_accum_fix.apply(quiet=True)
+    trainer = made(tmp_path, Own)
+    assert trainer.train() == "trained"
+    trainer.callback_handler.callbacks.clear()
+    assert isinstance(Elses(trainer.callback_handler).train(), TrainerControl)
+
+
+def fresh(script: str, *folders: Path, returncode: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter whose first folders on the path are those given."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON_HF_ACCUM_FIX")}
+    environment |= {"PYTHONPATH": os.pathsep.join(map(str, [*folders, ROOT])), **variables}
+    prelude = STAND_IN if any((folder / "transformers").is_dir() for folder in folders) else ""
+    command = [sys.executable, "-W", "ignore", "-c", prelude + script]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == returncode, done.stderr[-4000:]
+    return done
+
+
+#: What stands in, under a toy transformers, for the rooms that import the real one.
+STAND_IN = f"""
+import sys, types
+ours = {{name: lambda wrapped, *_, **__: wrapped() for name in {SEAMS}}}
+sys.modules["hf_accum_fix.overrides"] = types.SimpleNamespace(OVERRIDES=ours)
+sys.modules["hf_accum_fix.evaluation"] = types.SimpleNamespace(evaluation_loop=None)
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    """A transformers whose class Trainer can live anywhere."""
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").write_text('__version__ = "5.23.0"\n')
+    (package / "trainer_callback.py").write_text(
+        "class CallbackHandler:\n    def on_train_begin(self, args, state, control): return control\n"
+    )
+    methods = "".join(f"    def {seam.name}(self, {', '.join(seam.parameters)}): pass\n" for seam in seams_of(None))
+    (package / "trainer.py").write_text(
+        "from transformers.trainer_callback import CallbackHandler\n"
+        f"class Trainer:\n{methods}"
+        "    def loop(self): return CallbackHandler().on_train_begin(None, None, 'stock')\n"
+    )
+    return tmp_path
+
+
+def test_a_release_without_the_module_is_refused_at_once(toy: Path) -> None:
+    (toy / "transformers" / "trainer.py").rename(toy / "transformers" / "training.py")
+    script = """
+import sys, hf_accum_fix
+try:
+    hf_accum_fix.apply()
+except hf_accum_fix.SeamError as error:
+    print("has no module transformers.trainer" in str(error), "transformers" in sys.modules)
+print("refused: transformers 5.23.0 has no module" in str(hf_accum_fix.report()))
+"""
+    assert fresh(script, toy).stdout.split() == ["True", "False", "True"]
+
+
+def test_a_class_that_moved_behind_a_module_of_the_old_name_trains_nothing(toy: Path) -> None:
+    """And a process that ends without having met the class says so."""
+    (toy / "transformers" / "trainer.py").rename(toy / "transformers" / "training.py")
+    (toy / "transformers" / "trainer.py").write_text("from transformers.training import Trainer\n")
+    script = """
+import hf_accum_fix
+handle = hf_accum_fix.apply()
+from transformers.training import Trainer
+try:
+    Trainer().loop()
+except hf_accum_fix.SeamError as error:
+    print("has moved" in str(error), handle.pending)
+"""
+    done = fresh(script, toy)
+    assert done.stdout.split() == ["True", "True"]
+    assert done.stderr.count("hf-accum-fix: NOT on: transformers.trainer was never imported") == 1
+
+
+def test_a_release_that_calls_back_otherwise_is_patched_and_the_blind_spot_told(toy: Path) -> None:
+    (toy / "transformers" / "trainer_callback.py").write_text("class CallbackHandler:\n    pass\n")
+    script = "import hf_accum_fix; handle = hf_accum_fix.apply(); import transformers.trainer; print(handle.active)"
+    done = fresh(script, toy)
+    assert done.stdout == "True\n" and "has no CallbackHandler.on_train_begin" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["", "import transformers; handle.revert()"], ids=["unused", "reverted"])
+def test_a_process_without_transformers_or_patch_says_nothing(script: str, toy: Path) -> None:
+    assert fresh(f"import hf_accum_fix; handle = hf_accum_fix.apply(); {script}", toy).stderr == ""
+
+
+def test_a_reloaded_trainer_is_refused_and_patched_by_the_next_apply(toy: Path) -> None:
+    script = """
+import importlib, transformers.trainer, hf_accum_fix
+old = transformers.trainer.Trainer
+first = hf_accum_fix.apply()
+new = importlib.reload(transformers.trainer).Trainer
+def trains(kind):
+    try:
+        return kind().loop()
+    except hf_accum_fix.SeamError as error:
+        return "refused" if "loaded anew" in str(error) else error
+print(old is new, len(first.missing()), trains(new), trains(old))
+second = hf_accum_fix.apply()
+print(second.active, first.active, second.missing(), trains(new), trains(old))
+hf_accum_fix.revert()
+print(type(vars(new)["train"]).__name__, type(vars(old)["train"]).__name__, trains(new), trains(old))
+"""
+    assert fresh(script, toy).stdout.splitlines() == [
+        f"False {len(SEAMS)} refused stock",
+        "True False () stock refused",
+        "function function stock stock",
+    ]
+
+
+REFUSED_TWICE = """
+import hf_accum_fix
+handle = hf_accum_fix.apply()
+for attempt in range(2):
+    try:
+        from transformers.trainer import Trainer
+    except Exception as error:
+        print(type(error).__name__, end=" ")
+try:
+    print(Trainer().loop(), end=" ")
+except hf_accum_fix.SeamError as error:
+    print("(self, batch)" in str(error), hf_accum_fix.report().state, end=" ")
+hf_accum_fix.revert()
+print(Trainer().loop())
+"""
+
+
+def test_a_refusal_is_said_and_is_not_undone_by_importing_again(toy: Path) -> None:
+    """transformers makes "are this object's requirements defined correctly?" of it, and scripts go on after that."""
+    trainer = toy / "transformers" / "trainer.py"
+    [step] = [seam for seam in seams_of(None) if seam.name == "training_step"]
+    trainer.write_text(trainer.read_text().replace(f"step(self, {', '.join(step.parameters)})", "step(self, batch)"))
+    done = fresh(REFUSED_TWICE, toy)
+    assert done.stdout.split() == ["SeamError", "True", "refused", "stock"]
+    assert done.stderr.startswith("hf-accum-fix: NOT on: Trainer.training_step takes (self, batch)")
+    assert done.stderr.count("\n") == 1
+    assert fresh(REFUSED_TWICE, toy, HF_ACCUM_FIX_QUIET="1").stderr == ""
+
+
+def test_after_a_refusal_another_apply_may_do(toy: Path) -> None:
+    trainer = toy / "transformers" / "trainer.py"
+    trainer.write_text(trainer.read_text() + "def foreign(self, *args, **kwargs): pass\nTrainer.train = foreign\n")
+    script = """
+import hf_accum_fix
+first = hf_accum_fix.apply(quiet=True)
+try:
+    import transformers.trainer
+except hf_accum_fix.ForeignPatchError as error:
+    print(first.active, hf_accum_fix.active_handle())
+import transformers.trainer
+second = hf_accum_fix.apply(quiet=True, allow_foreign=("transformers.trainer.foreign",))
+print(second.active, hf_accum_fix.active_handle() is second, transformers.trainer.Trainer().loop())
+"""
+    assert fresh(script, toy).stdout.split() == ["False", "None", "True", "True", "stock"]
+
+
+SAYS = "import hf_accum_fix, transformers.trainer; "
+
+
+@pytest.mark.parametrize(
+    ("call", "variables", "said"),
+    [
+        ("apply()", {}, True),
+        ("apply(); hf_accum_fix.apply(); hf_accum_fix.revert(); hf_accum_fix.apply()", {}, True),
+        ("apply()", {"RANK": "0", "LOCAL_RANK": "0"}, True),
+        ("apply()", {"RANK": "1", "LOCAL_RANK": "0"}, False),
+        ("apply()", {"LOCAL_RANK": "1"}, False),
+        ("apply(quiet=True); hf_accum_fix.apply()", {}, False),
+        ("apply()", {"HF_ACCUM_FIX_QUIET": "1"}, False),
+        ("apply()", {"HF_ACCUM_FIX_QUIET": "0"}, True),
+        ("apply()", {"HF_ACCUM_FIX": "0"}, False),
+    ],
+)
+def test_one_line_a_job_says_that_it_is_on(call: str, variables: dict[str, str], said: bool, toy: Path) -> None:
+    told = fresh(SAYS + "hf_accum_fix." + call, toy, **variables).stderr
+    assert told.count("\n") == said
+    assert told.startswith(f"{ON} 5.23.0, ") == said and ("defects mended" in told) == said
+
+
+def test_a_child_of_the_job_does_not_say_it_again(toy: Path) -> None:
+    script = SAYS + "hf_accum_fix.apply()"
+    child = f"import subprocess; subprocess.run([sys.executable, '-c', {STAND_IN + script!r}], check=True)"
+    assert fresh(f"{script}; {child}", toy).stderr.count(ON) == 1
+
+
+def test_an_untested_release_says_so(toy: Path) -> None:
+    """The bodies of a toy are none that our tests have run."""
+    assert ", UNTESTED: train, get_batch_samples" in fresh(SAYS + "hf_accum_fix.apply()", toy).stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_the_child_of_a_fork_applies_although_another_thread_held_the_lock() -> None:
+    held, let_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with applying._LOCK:
+            held.set()
+            let_go.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    child = os.fork()
+    if not child:
+        free = applying._LOCK.acquire(timeout=5)
+        os._exit(0 if free and hf_accum_fix.apply(quiet=True).active else 1)
+    let_go.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+RELOADS: dict[str, str] = {
+    "applying": "importlib.reload(hf_accum_fix.applying)",
+    "patch": "importlib.reload(hf_accum_fix.upstream.patch)",
+    "package": "importlib.reload(hf_accum_fix)",
+    "anew": "[sys.modules.pop(name) for name in list(sys.modules) if getattr(sys.modules[name], '__file__', None)"
+    " and name.partition('.')[0] == 'hf_accum_fix']",
+}
+
+
+@pytest.mark.parametrize("how", RELOADS)
+@pytest.mark.parametrize("then", ["revert", "apply"])
+def test_a_reload_of_this_package_keeps_the_patch_in_hand(how: str, then: str, toy: Path) -> None:
+    script = f"""
+import importlib, sys, transformers.trainer, hf_accum_fix, hf_accum_fix.upstream.patch
+handle = hf_accum_fix.apply(quiet=True)
+{RELOADS[how]}
+import hf_accum_fix
+import hf_accum_fix.applying as applying
+Trainer = transformers.trainer.Trainer
+print(handle.active, applying.report().state, all(state.ours for state in applying.report().environment.seams), end=" ")
+if {then!r} == "apply":
+    print(applying.apply(quiet=True).active, end=" ")
+applying.revert()
+print(applying.report().state, type(vars(Trainer)["train"]).__name__, handle.active)
+"""
+    state = ["True", "applied", "True", *["True"] * (then == "apply"), "not", "applied", "function", "False"]
+    assert fresh(script, toy).stdout.split() == state
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_code_that_is_not_of_its_metadata_is_judged_by_itself_and_told(imported: bool, tmp_path: Path) -> None:
+    """4.49.0's dist-info beside the installed code, as a copied environment or an editable install leaves it."""
+    folder = tmp_path / "transformers-4.49.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.49.0\n")
+    code = transformers.__version__
+    script = f"""
+import sys
+{"import transformers" if imported else ""}
+from hf_accum_fix.upstream.environment import detect
+from hf_accum_fix.cli import main
+found = detect()
+print(found.transformers, found.stale_metadata, "transformers" in sys.modules)
+main(["doctor"])
+"""
+    first, *told = fresh(script, tmp_path).stdout.splitlines()
+    assert first.split() == [code, "4.49.0", str(imported)]
+    [line] = [line for line in told if "4.49.0" in line]
+    assert (
+        line
+        == f"UNTESTED: the code is that of transformers {code}, its metadata say 4.49.0: install transformers again"
+    )
+    assert f"transformers {code}" in told[0]

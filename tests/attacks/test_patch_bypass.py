@@ -1,0 +1,125 @@
+"""A step or loop that goes around the wrapped step: refused before the first optimizer step, even in a run of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from transformers import Trainer
+
+import hf_accum_fix
+from hf_accum_fix import GlobalBatchTrainer, SeamError
+from tests.numerics.heads import HEADS
+from tests.numerics.parity import trainable, training_arguments
+
+HEAD = HEADS["drops-kwargs"]
+
+
+def step_of_accelerate(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    model.train()
+    loss = self.compute_loss(model, inputs)
+    self.accelerator.backward(loss)
+    return loss.detach()
+
+
+def step_of_torch(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    loss = model(**inputs)["loss"]
+    loss.backward()
+    return loss.detach()
+
+
+def skipped(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    return torch.zeros(())
+
+
+def on_the_instance(step: Callable[..., Any], trainer: Any) -> None:
+    trainer.training_step = MethodType(step, trainer)
+
+
+def on_the_subclass(step: Callable[..., Any], trainer: Any) -> None:
+    trainer.__class__ = type("Own", (type(trainer),), {"training_step": step})
+
+
+def as_a_loop(step: Callable[..., Any], trainer: Any) -> None:
+    """A loop of one's own under the wrapped train(), which fetches no window."""
+
+    def loop(self: Any, *args: Any, **kwargs: Any) -> str:
+        self.create_optimizer_and_scheduler(1)
+        self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        batches = list(self.get_train_dataloader())
+        for inputs in batches[:4]:
+            step(self, self.model, inputs)
+        self.optimizer.step()
+        return "trained"
+
+    trainer._inner_training_loop = MethodType(loop, trainer)
+
+
+PLACES = {"instance": on_the_instance, "subclass": on_the_subclass, "loop": as_a_loop}
+STEPS = {"accelerate": step_of_accelerate, "torch": step_of_torch}
+
+
+def made(folder: Path, by: str, accumulate: int = 4) -> Any:
+    kind = GlobalBatchTrainer if by == "class" else Trainer
+    args = training_arguments(folder, 2, accumulate)
+    return kind(model=HEAD.build(), args=args, train_dataset=list(HEAD.samples), data_collator=HEAD.batch)
+
+
+def patched(by: str) -> Any:
+    return hf_accum_fix.apply(quiet=True) if by == "apply" else nullcontext()
+
+
+def changed(before: dict[str, Any], model: Any) -> bool:
+    return any(not torch.equal(before[name], value) for name, value in trainable(model).items())
+
+
+@pytest.mark.parametrize("by", ["apply", "class"])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("place", PLACES)
+def test_gradients_that_went_around_are_refused_before_they_are_used(
+    place: str, step: str, by: str, tmp_path: Path
+) -> None:
+    with patched(by):
+        trainer = made(tmp_path, by)
+        PLACES[place](STEPS[step], trainer)
+        before = trainable(trainer.model)
+        with pytest.raises(SeamError, match=r"super\(\)\.training_step"):
+            trainer.train()
+    assert not changed(before, trainer.model) and not _global_optimizer_pre_hooks
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_one_micro_batch_is_not_cut_and_not_refused(step: str, tmp_path: Path) -> None:
+    """At G = 1 on one rank there is nothing to mend."""
+    with patched("apply"):
+        trainer = made(tmp_path, "apply", accumulate=1)
+        on_the_subclass(STEPS[step], trainer)
+        before = trainable(trainer.model)
+        trainer.train()
+    assert changed(before, trainer.model)
+
+
+def test_micro_batches_that_are_left_out_are_not_refused(tmp_path: Path) -> None:
+    with patched("apply"):
+        trainer = made(tmp_path, "apply")
+        on_the_subclass(skipped, trainer)
+        before = trainable(trainer.model)
+        trainer.train()
+    assert trainer.state.global_step == 1 and not changed(before, trainer.model)
+
+
+def test_an_optimizer_that_steps_within_a_micro_batch_is_not_refused(tmp_path: Path) -> None:
+    """As DeepSpeed's engine does at the end of the last backward, which at G = 1 is the first."""
+    with patched("apply"):
+        trainer = made(tmp_path, "apply")
+        backward = trainer.accelerator.backward
+        trainer.accelerator.backward = lambda loss, **named: (backward(loss, **named), trainer.optimizer.step())
+        before = trainable(trainer.model)
+        trainer.train()
+    assert changed(before, trainer.model)
