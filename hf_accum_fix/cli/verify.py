@@ -37,7 +37,7 @@ On several ranks: accelerate launch -m hf_accum_fix verify train.py ...
 
 EPILOG: Final = """\
 exit code:
-  0  exact: as the script would train, its own cut has the gradient of the full batch; other cuts that have not are named
+  0  exact: as the script would train, its own cut has the gradient of the full batch; others that have not are named
   1  off: it has not; or, where --splits leaves its own cut out, one of those has not
   2  wrong usage
   3  could not tell, with the reason; or the script ended before it trained
@@ -66,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step", type=int, default=0, metavar="N", help="the optimizer step to look at, such as one after a warm-up"
     )
-    parser.add_argument("-m", dest="is_module", action="store_true", help="the script is named as a module, as python -m")
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="the script is named as a module, as python -m"
+    )
     parser.add_argument("script", metavar="train.py", help="the script")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="ARGS ...", help="its arguments")
 
@@ -100,8 +102,8 @@ def execute(arguments: argparse.Namespace) -> int:
             answer = _answer_of(script, Path(folder))
         if answer is None:
             raise UnsupportedSetupError(
-                f"{arguments.script} did not call trainer.train(): {_ending(script.returncode)}; expected a script that "
-                "trains by transformers.Trainer"
+                f"{arguments.script} did not call trainer.train(): {_ending(script.returncode)}; expected a script "
+                "that trains by transformers.Trainer"
             )
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(answer["error"])

@@ -77,7 +77,7 @@ class KeepGradient(torch.optim.Optimizer):
             parameter.grad = None
 
 
-class _At(TrainerCallback):  # type: ignore[misc]
+class _At(TrainerCallback):
     """Begins a training at a later step."""
 
     def __init__(self, step: int) -> None:

@@ -184,7 +184,7 @@ class VerificationReport:
 
     def __bool__(self) -> NoReturn:
         raise TypeError(
-            f"a report is not true or false, its verdict is {str(self.verdict)!r}; ask report.verdict.kind is Kind.EXACT"
+            f"a report is not true or false, it says {str(self.verdict)!r}; ask report.verdict.kind is Kind.EXACT"
         )
 
     def __str__(self) -> str:

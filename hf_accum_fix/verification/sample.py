@@ -201,16 +201,15 @@ def copied(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, MutableMapping):
-        found = copy.copy(value)
-        for key in value:
-            found[key] = copied(value[key])
-        return found
+        mapping = copy.copy(value)
+        mapping.update((key, copied(value[key])) for key in value)
+        return mapping
     if type(value) in (list, tuple, set):
         return type(value)(map(copied, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        found = copy.copy(value)
-        vars(found).update((name, copied(each)) for name, each in vars(value).items())
-        return found
+        record = copy.copy(value)
+        vars(record).update((name, copied(each)) for name, each in vars(value).items())
+        return record
     return value
 
 

@@ -8,6 +8,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ def without_dropout(model: nn.Module) -> bool:
 
 def _without(holder: Any, names: list[str]) -> bool:
     held = vars(holder)
-    rates = [name for name in (*names, *(name for name in held if "drop" in name.lower()))]
+    rates = [*names, *(name for name in held if "drop" in name.lower())]
     positive = [name for name in rates if isinstance(held.get(name), float) and held[name] > 0]
     for name in positive:
         setattr(holder, name, 0.0)
@@ -90,7 +91,7 @@ def random_state() -> tuple[Any, ...]:
     return random.getstate(), numpy_state[1].tobytes(), numpy_state[2:], states
 
 
-class _CopyOnWrite(TorchDispatchMode):
+class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies a tensor the moment before an operation first writes to it, so that those left alone cost nothing.
 
     Args:
@@ -98,7 +99,7 @@ class _CopyOnWrite(TorchDispatchMode):
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._by_storage: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             self._by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
@@ -188,10 +189,13 @@ def _is_same(one: Any, other: Any) -> bool:
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
+def _set_state(generator: torch.Generator, state: Tensor) -> None:
+    generator.set_state(state)
+
+
 def _generator_back(value: Any) -> Callable[[], None]:
     if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return lambda: value.set_state(state) and None
+        return partial(_set_state, value, value.get_state())
     if isinstance(value, np.random.Generator):
         bits, content = value.bit_generator, copy.deepcopy(value.bit_generator.state)
         return lambda: setattr(bits, "state", content)

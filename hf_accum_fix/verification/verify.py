@@ -177,7 +177,11 @@ class _Verification:
             if not reference.decomposes and not self.router_is_whole:
                 notes.append("two halves of the global batch do not add up to it: no cut can equal the full batch")
             factor = scene.factor(scene.collate(list(rows[: own[0]])))
-            if factor is not None and own[1] > 1 and any(abs(factor / each - 1) < 1e-3 for each in (own[1], 1 / own[1])):
+            if (
+                factor is not None
+                and own[1] > 1
+                and any(abs(factor / each - 1) < 1e-3 for each in (own[1], 1 / own[1]))
+            ):
                 notes.append(
                     f"{type(trainer).__name__}.compute_loss returns {factor:.4g} times the model's loss, whatever the "
                     f"cut: if that stands for gradient_accumulation_steps={own[1]}, leave it out"
@@ -379,6 +383,8 @@ class _Cut:
             return Explanation("not a number" + (", a micro-batch has no target" if empty else ""), named)
         facts = self._facts(count)
         inherent = self._inherent()
+        if router is None and (words := self._sums_in_16_bits(gradient, tolerance)):
+            return Explanation(words)
         if router is not None:
             found = fit(gradient, right, router)
             if found.residual <= precision:
@@ -388,8 +394,6 @@ class _Cut:
             if found.residual <= precision:
                 return explanation.of_factor(found.weights[0], logged, facts, precision)
         parameters, world_size = self.verification.parameters, self.trainer.args.world_size
-        if router is None and (words := self._sums_in_16_bits(gradient, tolerance)):
-            return Explanation(words)
         if world_size > 1 and self.scene.contract.by_number:
             ranks = fit(gradient, averaged(self._rank_mean(), parameters, world_size))
             if ranks.residual <= precision:
