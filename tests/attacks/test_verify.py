@@ -110,7 +110,7 @@ def noisy_gradients(output: Path) -> Any:
             (
                 lambda output, size=size: small(Tagger(penalty=size, by_number=True), output, tokens(RAGGED)),
                 Kind.OFF,
-                "no cut can equal",
+                "off by",
             )
             for size in (1e-1, 1e-2, 1e-3)
         ),
