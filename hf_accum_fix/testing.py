@@ -31,8 +31,9 @@ def assert_invariant(trainer: Any, **how: Any) -> VerificationReport:
         AssertionError: if a cut is off, or if it could not be told; with the report.
     """
     report = verify(trainer, **{"with_apply": False, "eval_samples": 0, **how})
-    if report.verdict.kind is not Kind.EXACT:
-        raise AssertionError(f"{report.verdict}\n\n{report}")
+    verdict = report.verdict_of(report.active)
+    if verdict.kind is not Kind.EXACT:
+        raise AssertionError(f"{verdict}\n\n{report}")
     return report
 
 

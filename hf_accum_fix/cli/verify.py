@@ -4,46 +4,54 @@ from __future__ import annotations
 
 import argparse
 import json
-import runpy
+import math
+import os
+import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from tempfile import TemporaryDirectory
+from typing import Any, Final
 
+import psutil
+
+from hf_accum_fix.cli.instead import ANSWER, Request
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
-
-if TYPE_CHECKING:
-    from hf_accum_fix.verification.report import VerificationReport
 
 DESCRIPTION: Final = """\
 Run a training script, unedited, until it calls trainer.train(). There, instead of training, the first global batch is
 cut in several ways, each cut is run through the trainer's own loop without a step being taken, and its gradient is
 compared with that of the full batch: as the script would train, and with apply().
 
+The script runs in a process of its own, which is ended there: no line of it after trainer.train() is run, and none of
+the processes that it starts trains.
+
 On several ranks: accelerate launch -m hf_accum_fix verify train.py ...
 """
 
 EPILOG: Final = """\
 exit code:
-  0  exact: as the script would train, every cut has the gradient of the full batch
-  1  off: it has not
+  0  exact: as the script would train, its own cut has the gradient of the full batch; others that have not are named
+  1  off: it has not; or, where --splits leaves its own cut out, one of those has not
   2  wrong usage
   3  could not tell, with the reason; or the script ended before it trained
 """
 
-
-class _Verified(BaseException):
-    """Ends the script where it would train; no Exception, which a script may catch."""
-
-    def __init__(self, report: VerificationReport) -> None:
-        super().__init__(str(report.verdict))
-        self.report = report
+_PAUSE: Final = 0.05
+#: Seconds that a rank goes on after another has its answer: a launcher ends all as soon as one ends.
+_GRACE: Final = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What ``verify`` takes."""
-    parser.usage = "%(prog)s [-h] [--json FILE] [--plot FILE] [--splits BxG,...] [--windows N] train.py ARGS ..."
+    options = "[--json FILE] [--plot FILE] [--splits BxG,...] [--windows N] [--step N]"
+    parser.usage = f"%(prog)s [-h] {options} (train.py | -m module) ARGS ..."
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the report as JSON")
     parser.add_argument(
         "--plot",
@@ -55,7 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--splits", type=_splits, metavar="BxG,...", help="cuts: samples of a micro-batch x accumulation steps"
     )
     parser.add_argument("--windows", type=int, default=1, metavar="N", help="global batches to verify on")
-    parser.add_argument("script", type=Path, metavar="train.py", help="the script")
+    parser.add_argument(
+        "--step", type=int, default=0, metavar="N", help="the optimizer step to look at, such as one after a warm-up"
+    )
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="the script is named as a module, as python -m"
+    )
+    parser.add_argument("script", metavar="train.py", help="the script")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="ARGS ...", help="its arguments")
 
 
@@ -65,7 +79,7 @@ def _splits(text: str) -> list[tuple[int, int]]:
     except ValueError:
         pairs = []
     if not pairs or any(len(pair) != 2 for pair in pairs):
-        raise argparse.ArgumentTypeError(f"{text!r}; needed are pairs such as 4x2,1x8")
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected pairs such as 4x2,1x8")
     return [(pair[0], pair[1]) for pair in pairs]
 
 
@@ -76,69 +90,117 @@ def execute(arguments: argparse.Namespace) -> int:
         OptionsError: if there is no such script, or a file asked for cannot be made; before anything is run.
         UnsupportedSetupError: if it ends before it trains.
     """
-    script: Path = arguments.script
-    if not script.is_file():
-        raise OptionsError(f"there is no script {script}; needed is the file that you would start with python")
+    command = _command(arguments)
     for path in (arguments.json, arguments.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise OptionsError(f"{path} cannot be written: there is no folder {path.absolute().parent}; make it first")
+        _check_writable(path)
     if arguments.plot is not None and find_spec("matplotlib") is None:
         raise OptionsError("--plot needs matplotlib; pip install matplotlib")
-    _intercept(lambda trainer: _report(trainer, arguments))
-    before = sys.argv, sys.path[:]
-    sys.argv = [str(script), *arguments.words]
-    sys.path.insert(0, str(script.resolve().parent))
+    with TemporaryDirectory(prefix="hf-accum-fix-", ignore_cleanup_errors=True) as folder:
+        plot = None if arguments.plot is None else arguments.plot.suffix or ".png"
+        request = Request(folder, os.getpid(), arguments.splits, arguments.windows, arguments.step, plot)
+        with _running(command, request) as script:
+            answer = _answer_of(script, Path(folder))
+        if answer is None:
+            raise UnsupportedSetupError(
+                f"{arguments.script} did not call trainer.train(): {_ending(script.returncode)}; expected a script "
+                "that trains by transformers.Trainer"
+            )
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(answer["error"])
+            sys.stdout.write(f"{answer['text']}\n" if answer["text"] else "")
+            sys.stdout.flush()
+            if arguments.json is not None and answer["report"] is not None:
+                arguments.json.write_text(json.dumps(answer["report"], indent=2) + "\n", encoding="utf-8")
+            drawn = Path(folder, f"plot{plot}")
+            if drawn.is_file():
+                shutil.copyfile(drawn, arguments.plot)
+    return int(answer["code"])
+
+
+def _command(arguments: argparse.Namespace) -> list[str]:
+    """The script as its user would start it."""
+    named: str = arguments.script
+    if arguments.is_module:
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            found = find_spec(named.partition(".")[0]) is not None
+        finally:
+            sys.path.pop(0)
+        if not found:
+            raise OptionsError(f"got -m {named}; expected a module that python -m would find")
+        return [sys.executable, "-m", named, *arguments.words]
+    if not Path(named).is_file():
+        raise OptionsError(f"got {named}, and there is no such file; expected the script that python would be given")
+    return [sys.executable, named, *arguments.words]
+
+
+def _check_writable(path: Path | None) -> None:
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
+        raise OptionsError(f"{path} cannot be written: there is no folder {path.absolute().parent}; make it first")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        what = "it is a folder" if path.is_dir() else "it may not be"
+        raise OptionsError(f"{path} cannot be written: {what}; name a file")
+
+
+@contextmanager
+def _running(command: list[str], request: Request) -> Iterator[subprocess.Popen[bytes]]:
+    """The script while it runs, in a session of its own; then it is ended, with all that it has started."""
+    environment = request.environment(os.environ)
+    script = subprocess.Popen(command, env=environment, start_new_session=os.name == "posix")
     try:
-        runpy.run_path(str(script), run_name="__main__")
-        ended = "it ended"
-    except _Verified as verified:
-        return int(verified.report.verdict.kind)
-    except SystemExit as error:
-        ended = f"it ended with exit code {error.code!r}"
+        yield script
     finally:
-        sys.argv, sys.path[:] = before
-    raise UnsupportedSetupError(
-        f"{script} did not call trainer.train(): {ended}; needed is a script that trains by transformers.Trainer"
-    )
+        started: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            started = psutil.Process(script.pid).children(recursive=True)
+        if os.name == "posix":
+            with suppress(ProcessLookupError):
+                os.killpg(script.pid, signal.SIGKILL)
+        else:
+            script.kill()
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        script.wait()
 
 
-def _intercept(answer: Callable[[Any], VerificationReport]) -> None:
-    """Let the first train() of the process be answered by a verification, as soon as there is a Trainer.
-
-    Nothing heavy is imported here: a script may set its environment before it imports torch.
-    """
-    from wrapt import register_post_import_hook, wrap_function_wrapper
-
-    verifying = False
-
-    def train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal verifying
-        if verifying:
-            return wrapped(*args, **kwargs)
-        verifying = True
-        raise _Verified(answer(instance))
-
-    def at_import(owner: str) -> Callable[[Any], None]:
-        def wrap(module: Any) -> None:
-            wrap_function_wrapper(module, f"{owner}.train", train)
-
-        return wrap
-
-    # The subclass prepares for training before it comes to the Trainer, so it is stopped first.
-    register_post_import_hook(at_import("Trainer"), "transformers.trainer")
-    register_post_import_hook(at_import("GlobalBatchMixin"), "hf_accum_fix.trainer")
+def _answer_of(script: subprocess.Popen[bytes], folder: Path) -> dict[str, Any] | None:
+    """Wait for the answer; None where the script ended without one."""
+    with _terminable() as deadline:
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                script.wait(_PAUSE)
+            ended = script.returncode is not None
+            if (folder / ANSWER).is_file():
+                answer: dict[str, Any] = json.loads((folder / ANSWER).read_text(encoding="utf-8"))
+                return answer
+            if ended:
+                return None
+            if time.monotonic() > deadline[0]:
+                raise SystemExit(128 + signal.SIGTERM)
 
 
-def _report(trainer: Any, arguments: argparse.Namespace) -> VerificationReport:
-    """Verify, and on the first rank say what was found."""
-    import hf_accum_fix
+@contextmanager
+def _terminable() -> Iterator[list[float]]:
+    """When to give up: after a SIGTERM, and a rank a little later, as its answer may be on its way."""
+    deadline = [math.inf]
+    if threading.current_thread() is not threading.main_thread():
+        yield deadline
+        return
 
-    report = hf_accum_fix.verify(trainer, arguments.splits, arguments.windows)
-    if trainer.args.process_index == 0:
-        sys.stdout.write(f"{report}\n")
-        sys.stdout.flush()
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
-        if arguments.plot is not None and any(result.error is not None for result in report.results):
-            report.plot(arguments.plot)
-    return report
+    def terminate(*_: Any) -> None:
+        deadline[0] = time.monotonic() + (_GRACE if "RANK" in os.environ else 0.0)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield deadline
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _ending(code: int) -> str:
+    if code < 0:
+        return f"it was ended by signal {-code}"
+    return f"it ended with exit code {code}" if code else "it ended"

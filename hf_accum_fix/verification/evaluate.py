@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.errors import AccumFixError
@@ -17,6 +18,7 @@ from hf_accum_fix.verification.modes import in_mode
 from hf_accum_fix.verification.reference import Scene
 from hf_accum_fix.verification.rehearsal import understudy
 from hf_accum_fix.verification.report import MENDED, EvalResult
+from hf_accum_fix.verification.sample import copied
 
 
 def evaluate(
@@ -39,7 +41,7 @@ def evaluate(
     if scene.contract.reduction not in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN):
         return (), f"eval_loss was left out: the loss {scene.contract.reduction.value}"
     rows = dataset.select(range(min(count, len(dataset)))) if hasattr(dataset, "select") else None
-    rows = [dataset[place] for place in range(min(count, len(dataset)))] if rows is None else rows
+    rows = _Fresh([dataset[place] for place in range(min(count, len(dataset)))]) if rows is None else rows
     if not len(rows):
         return (), "eval_loss was left out: the evaluation set is empty"
     own = trainer.args.per_device_eval_batch_size
@@ -62,6 +64,19 @@ def evaluate(
     except (AccumFixError, TypeError, ValueError, RuntimeError) as error:  # whatever an evaluation of theirs raises
         return (), f"eval_loss could not be compared: {type(error).__name__}: {error}"
     return tuple(results), ""
+
+
+class _Fresh(Dataset[Any]):
+    """Samples that a collator may change without harm."""
+
+    def __init__(self, rows: Sequence[Any]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return copied(self._rows[index])
 
 
 def _mend(actor: Any, options: Options) -> None:

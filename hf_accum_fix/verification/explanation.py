@@ -120,8 +120,8 @@ def of_factor(factor: float, logged: float, facts: Facts, precision: float) -> E
     """
     symbols = _symbols(factor, facts, precision)
     words = _WORDS[symbols[0]] if symbols else f"{factor:.4g} times"
-    if abs(factor - 1) <= precision:
-        words = "rounding above that of the reference"
+    if f"{factor:.4g}" == "1":
+        words = "the length is right, the direction is not"
     log_is_right = abs(logged - 1) < 10 * precision
     return Explanation(words, _defects(symbols, facts, log_is_right))
 

@@ -27,6 +27,31 @@ def on_cpu(gradient: Gradient) -> list[Tensor | None]:
     return [None if each is None else each.detach().to("cpu", copy=True) for each in gradient]
 
 
+class Sum:
+    """Gradients added up in 32 bits at least: a 16-bit ``.grad`` rounds with every micro-batch that it takes.
+
+    Args:
+        parameters: whose gradients.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._wide: list[Tensor | None] = [None] * len(parameters)
+
+    def add(self) -> None:
+        """Add what a backward has left; parameters of 32 bits add theirs up themselves."""
+        for place, parameter in enumerate(self._parameters):
+            if parameter.grad is not None and parameter.dtype.itemsize < 4:
+                before, found = self._wide[place], parameter.grad.detach().to("cpu", torch.float32)
+                self._wide[place] = found if before is None else before.add_(found)
+                parameter.grad = None
+
+    def take(self) -> list[Tensor | None]:
+        """The sums, taken off the parameters."""
+        taken = take(self._parameters)
+        return [own if wide is None else wide for own, wide in zip(taken, self._wide, strict=True)]
+
+
 def averaged(gradient: Gradient, parameters: Sequence[nn.Parameter], world_size: int) -> list[Tensor | None]:
     """The mean over ranks, every rank alike; a parameter without gradient here may have one elsewhere."""
     if world_size == 1:

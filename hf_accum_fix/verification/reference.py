@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.declared import products_are_rounded
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
-from hf_accum_fix.overrides.settling import loss_alone
-from hf_accum_fix.verification.gradients import Gradient, distance, dots, on_cpu, take
+from hf_accum_fix.overrides.live import hands_number
+from hf_accum_fix.overrides.settling import compute_loss_of, loss_alone
+from hf_accum_fix.shadow import shadow
+from hf_accum_fix.verification.gradients import Gradient, Sum, distance, dots, on_cpu, take
 from hf_accum_fix.verification.sample import Collate
-from hf_accum_fix.verification.traceless import seed
+from hf_accum_fix.verification.traceless import random_state, seed
 
 FULL = "full batch in one forward"
 STREAMED = "streamed sample by sample, from sums and counts"
 MODES = ("auto", "full", "streamed")
 
-#: Two halves that miss the whole by more than any rounding: the loss does not decompose.
-_DOES_NOT_DECOMPOSE = 0.05
+#: Errors up to this many times the noise of the reference are noise: a cut runs other kernels than the full batch.
+FLOORS: Final = 8.0
+#: The widest tolerance there is: a factor of 1.3 is three times as far off.
+WIDEST: Final = 0.1
+#: Roundings of the coarsest type up to which two halves that miss the whole miss it by rounding, for certain.
+_ROUNDINGS: Final = 16.0
+#: Times a loss that draws random numbers is run, with other ones, to see whether they matter.
+_DRAWS: Final = 32
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How far two computations of one gradient are apart.
+
+    Attributes:
+        floor: norm of their difference, relative.
+        scale: difference of one's length along the other, relative; roundings hardly add up to any.
+    """
+
+    floor: float
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -32,18 +54,20 @@ class Reference:
     Attributes:
         gradient: one for each trainable parameter, on the CPU.
         loss: of the full batch.
-        floor: relative difference to the same in another order.
+        noise: of its kernels and types.
         words: how it was computed.
-        decomposes: whether two halves of the batch add up to it.
+        decomposes: whether parts of the batch add up to it.
         dtype: of the loss.
+        notes: what is to be known of it.
     """
 
     gradient: list[Tensor | None]
     loss: float
-    floor: float
+    noise: Noise
     words: str
     decomposes: bool
     dtype: torch.dtype
+    notes: tuple[str, ...] = ()
 
 
 def _as_it_is(_: int) -> AbstractContextManager[None]:
@@ -73,15 +97,65 @@ class Scene:
 
     def losses(self, inputs: Any) -> tuple[Tensor, Tensor | None]:
         """The loss of a batch, and the router's part of it with its coefficient."""
-        loss, outputs = loss_alone(self.trainer, self.trainer.model, inputs)
+        loss, outputs = self._alone(inputs)
         if not isinstance(loss, Tensor) or loss.ndim > 0:
             raise ContractError(f"the loss of a batch is {loss!r}; needed is one number")
         router = self.contract.carried(outputs)
         return loss, None if router is None else router.to(loss.device)
 
-    def backward(self, inputs: Any, weight: float = 1.0) -> float:
-        """Add the gradient of a batch's loss times a weight, and return that loss; both without the router's."""
+    def _alone(self, inputs: Any) -> tuple[Tensor, Any]:
+        """The loss of a batch by itself; a ``compute_loss`` that cannot do without the number gets the batch's own."""
+        try:
+            return loss_alone(self.trainer, self.trainer.model, inputs)
+        except TypeError:
+            compute_loss, items = compute_loss_of(self.trainer), self.contract.items
+            if compute_loss is None or items is None or not hands_number(compute_loss):
+                raise
+        prepared = self.trainer._prepare_inputs(inputs)
+        number = self.contract.as_number(items.count(prepared))
+        with (
+            self.trainer.accelerator.autocast(),
+            self.trainer.compute_loss_context_manager(),
+            # By upstream's convention it is then not multiplied by the ranks.
+            shadow(self.trainer.args, "average_tokens_across_devices", False),
+        ):
+            found: tuple[Tensor, Any] = compute_loss(
+                self.trainer.model, prepared, return_outputs=True, num_items_in_batch=number
+            )
+        return found
+
+    def factor(self, inputs: Any) -> float | None:
+        """What a trainer's own ``compute_loss`` multiplies the model's loss by; None where that is not to be seen."""
+        if compute_loss_of(self.trainer) is None:
+            return None
         seed(0)
+        with torch.no_grad():
+            loss, outputs = self._alone(inputs)
+        own = outputs.get("loss") if isinstance(outputs, Mapping) else None
+        return float(loss) / float(own) if isinstance(own, Tensor) and own.ndim == 0 and float(own) else None
+
+    @property
+    def rounding(self) -> float:
+        """Relative rounding of the coarsest type there is: of loss, parameters, or matrix products."""
+        types = {self.contract.dtype, *(parameter.dtype for parameter in self.parameters)}
+        eps = max(torch.finfo(dtype).eps for dtype in types)
+        mixed = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+        kind = mixed.get(self.trainer.accelerator.mixed_precision)
+        if kind is not None:
+            return max(eps, torch.finfo(kind).eps)
+        # TF32 keeps as many digits as float16.
+        rounded = self.trainer.args.device.type == "cuda" and products_are_rounded(self.trainer.model)
+        return max(eps, torch.finfo(torch.float16).eps) if rounded else eps
+
+    def backward(self, inputs: Any, weight: float = 1.0, number: int = 0) -> float:
+        """Add the gradient of a batch's loss times a weight, and return that loss; both without the router's.
+
+        Args:
+            inputs: of the batch.
+            weight: of its loss.
+            number: the seed of whatever is drawn.
+        """
+        seed(number)
         loss, router = self.losses(inputs)
         main = loss if router is None else loss - router
         torch.autograd.backward(main * weight)
@@ -115,25 +189,26 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.cuda.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
-def compute(scene: Scene, rows: Sequence[Any], mode: str) -> Reference:
+def compute(scene: Scene, rows: Sequence[Any], mode: str, own: int) -> Reference:
     """The reference of one global batch.
 
     Args:
         scene: what it is computed from.
         rows: the samples of all ranks.
         mode: "full", "streamed", or "auto": streamed where the full batch does not fit.
+        own: samples of a micro-batch as the user trains, which do fit.
 
     Raises:
         OptionsError: for another mode.
         ContractError: if a loss that does not decompose is to be streamed.
-        UnsupportedSetupError: if the batch has no target, or its gradient is not finite.
+        UnsupportedSetupError: if the batch has no target, its gradient is not finite or random, or its noise is too
+            wide to tell a factor of 1.3.
     """
     if mode not in MODES:
         raise OptionsError(f"reference={mode!r}; needed is one of {', '.join(MODES)}")
     if scene.count(rows) == 0:
         raise UnsupportedSetupError("the global batch has not one target; needed is one, look at the label masking")
     scene.trainer.model.train()
-    _refuse_randomness(scene, rows)
     if mode != "streamed":
         try:
             return _full(scene, rows)
@@ -141,60 +216,155 @@ def compute(scene: Scene, rows: Sequence[Any], mode: str) -> Reference:
             if mode == "full" or not out_of_memory(error):
                 raise
             take(scene.parameters)
-    return _streamed(scene, rows)
-
-
-def _refuse_randomness(scene: Scene, rows: Sequence[Any]) -> None:
-    """Refuse a loss that is another one each time although dropout is off."""
-    inputs = scene.collate(list(rows[:2]))
-    found = []
-    with torch.no_grad():
-        for number in (0, 0, 1):
-            seed(number)
-            found.append(float(scene.losses(inputs)[0]))
-    noise, change = abs(found[0] - found[1]), abs(found[0] - found[2])
-    if noise > 1e-3 * abs(found[0]) or change > 10 * noise + 1e-6 * abs(found[0]):
-        raise UnsupportedSetupError(
-            f"the loss is random: the same samples gave {found[0]:.6g} and {found[1 if noise > change else 2]:.6g} "
-            "with dropout off; give the model a mode without noise (masking, jitter, augmentation), and verify that"
-        )
+    return _streamed(scene, rows, own)
 
 
 def _full(scene: Scene, rows: Sequence[Any]) -> Reference:
-    loss = scene.backward(scene.collate(list(rows)))
+    drew, loss = _drawing(scene, rows)
     gradient = on_cpu(take(scene.parameters))
+    notes = _refuse_randomness(scene, rows, gradient) if drew else ()
     _refuse_infinite(gradient)
-    decomposes = True
-    if whole_of_parts := len(rows) > 1 and _adds_up(scene, rows):
-        _summed(scene, (rows[::-2], rows[-2::-2]))
-        floor = _difference(take(scene.parameters), gradient)
-        decomposes = floor <= _DOES_NOT_DECOMPOSE
-    if not whole_of_parts or not decomposes:
-        scene.backward(scene.collate(list(rows[::-1])))
-        floor = _difference(take(scene.parameters), gradient)
-    return Reference(gradient, loss, floor, FULL, decomposes, scene.contract.dtype)
+    noise, decomposes = Noise(0.0, 0.0), True
+    parts = len(rows) > 1 and _adds_up(scene, rows)
+    if parts:
+        noise = _difference(_summed(scene, (rows[::-2], rows[-2::-2]))[1], gradient)
+        decomposes = _is_rounding(scene, noise, rows)
+    if not parts or not decomposes:
+        noise = _again(scene, rows, gradient)
+        doubled = _doubled(scene, rows)
+        # Where the samples change one another's loss, a batch that holds them twice is another one, and no measure.
+        if doubled.floor * FLOORS <= WIDEST:
+            noise = max(noise, doubled, key=lambda each: each.floor)
+    return Reference(gradient, loss, noise, FULL, decomposes, scene.contract.dtype, notes)
 
 
-def _streamed(scene: Scene, rows: Sequence[Any]) -> Reference:
+def _streamed(scene: Scene, rows: Sequence[Any], own: int) -> Reference:
     contract = scene.contract
     if not _adds_up(scene, rows):
         raise ContractError(
             f"the reference cannot be streamed sample by sample, because the loss {contract} ({contract.reason}); "
             "verify with a per_device_train_batch_size x gradient_accumulation_steps that fits in one forward"
         )
-    loss = _summed(scene, [[row] for row in rows])
-    gradient = on_cpu(take(scene.parameters))
+    drew, _ = _drawing(scene, rows[:own])
+    notes = _refuse_randomness(scene, rows[:own], on_cpu(take(scene.parameters))) if drew else ()
+    take(scene.parameters)
+    loss, summed = _summed(scene, [[row] for row in rows])
+    gradient = on_cpu(summed)
+    del summed
     _refuse_infinite(gradient)
     # Other kernels run on more than one sample at a time, and round otherwise.
     pairs = [rows[max(0, end - 2) : end] for end in range(len(rows), 0, -2)]
     try:
-        _summed(scene, pairs)
+        noise = _difference(_summed(scene, pairs)[1], gradient)
+        rounded = _is_rounding(scene, noise, rows[:2])
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
         take(scene.parameters)
-        _summed(scene, [[row] for row in rows[::-1]])
-    return Reference(gradient, loss, _difference(take(scene.parameters), gradient), STREAMED, True, contract.dtype)
+        noise = _difference(_summed(scene, [[row] for row in rows[::-1]])[1], gradient)
+        rounded = True
+    if not rounded:
+        raise ContractError(
+            f"the reference cannot be streamed: single samples and pairs of them differ by {noise.floor:.2g}, so that "
+            "their sum is not the full batch; verify with a global batch that fits in one forward"
+        )
+    return Reference(gradient, loss, noise, STREAMED, True, contract.dtype, notes)
+
+
+# --- noise ----------------------------------------------------------------------------------------------------------
+
+
+def _is_rounding(scene: Scene, noise: Noise, rows: Sequence[Any]) -> bool:
+    """Whether parts miss the whole by rounding alone, and not because they are something else.
+
+    A batch that holds its samples twice is the same mean of every term, whatever the terms count, and rounds as any.
+
+    Raises:
+        UnsupportedSetupError: if it is rounding, and too wide to tell a factor of 1.3.
+    """
+    if noise.floor <= min(_ROUNDINGS * scene.rounding, WIDEST / FLOORS):
+        return True
+    doubled = _doubled(scene, rows)
+    if noise.floor > FLOORS * doubled.floor:
+        return False
+    if noise.floor * FLOORS <= WIDEST:
+        return True
+    if doubled.floor <= 4 * _ROUNDINGS * scene.rounding:
+        raise UnsupportedSetupError(
+            f"the noise floor is {noise.floor:.2g}: too wide to tell a factor of 1.3; verify in float32, or with a "
+            "larger batch"
+        )
+    return False
+
+
+def _doubled(scene: Scene, rows: Sequence[Any]) -> Noise:
+    """Half of the samples, and the same samples twice in one batch."""
+    halves = (rows[::-2], rows[-2::-2] or rows)
+    half = max(halves, key=lambda each: scene.count(each) or 0.0)
+    once = on_cpu(_of_whole(scene, half))
+    # A sum is twice as large.
+    weight = 0.5 if scene.contract.reduction is Reduction.SUM else 1.0
+    return _difference(_of_whole(scene, [*half, *half], weight), once)
+
+
+def _again(scene: Scene, rows: Sequence[Any], gradient: Gradient) -> Noise:
+    """The same batch once more, with other random numbers.
+
+    Raises:
+        UnsupportedSetupError: if it is another gradient.
+    """
+    noise = _difference(_of_whole(scene, rows, number=1), gradient)
+    if not noise.floor * FLOORS <= WIDEST:
+        raise UnsupportedSetupError(
+            f"the gradient is random: the same samples gave two that are {noise.floor:.2g} apart, with dropout off; "
+            "give model and trainer a mode without noise (masking, jitter, augmentation), and verify that"
+        )
+    return noise
+
+
+def _of_whole(scene: Scene, rows: Sequence[Any], weight: float = 1.0, number: int = 0) -> list[Tensor | None]:
+    scene.backward(scene.collate(list(rows)), weight, number)
+    return take(scene.parameters)
+
+
+def _drawing(scene: Scene, rows: Sequence[Any]) -> tuple[bool, float]:
+    """Run a batch forward and backward: whether that drew random numbers, and its loss."""
+    inputs = scene.collate(list(rows))
+    seed(0)
+    before = random_state()
+    loss = scene.backward(inputs)
+    return random_state() != before, loss
+
+
+def _refuse_randomness(scene: Scene, rows: Sequence[Any], gradient: Gradient) -> tuple[str, ...]:
+    """Refuse a loss that is another one each time although dropout is off; what is rare is looked for often.
+
+    Args:
+        scene: what is run.
+        rows: samples of one batch.
+        gradient: of that batch, with the random numbers of seed 0.
+
+    Returns:
+        What is to be known of a loss that draws random numbers, and does not change with them.
+    """
+    found = []
+    inputs = scene.collate(list(rows))
+    with torch.no_grad():
+        for number in (0, *range(_DRAWS)):
+            seed(number)
+            found.append(float(scene.losses(inputs)[0]))
+    noise = abs(found[0] - found[1])
+    other = max(found, key=lambda each: abs(found[0] - each))
+    if noise > 1e-3 * abs(found[0]) or abs(found[0] - other) > 10 * noise + 1e-6 * abs(found[0]):
+        raise UnsupportedSetupError(
+            f"the loss is random: the same samples gave {found[0]:.6g} and {other:.6g} with dropout off; give the "
+            "model a mode without noise (masking, jitter, augmentation), and verify that"
+        )
+    _again(scene, rows, gradient)
+    return (f"the model draws random numbers in its forward; {_DRAWS} draws gave the same loss",)
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
 
 
 def _adds_up(scene: Scene, rows: Sequence[Any]) -> bool:
@@ -210,15 +380,16 @@ def _adds_up(scene: Scene, rows: Sequence[Any]) -> bool:
     )
 
 
-def _summed(scene: Scene, groups: Sequence[Sequence[Any]]) -> float:
-    """Add up the gradients of groups of samples, each with its share of the items, and return the loss of all."""
+def _summed(scene: Scene, groups: Sequence[Sequence[Any]]) -> tuple[float, list[Tensor | None]]:
+    """Loss and gradient of groups of samples together, each with its share of the items."""
     counts = [scene.count(group) or 0.0 for group in groups]
-    total = 0.0
+    total, gradient = 0.0, Sum(scene.parameters)
     for group, count in zip(groups, counts, strict=True):
         weight = 1.0 if scene.contract.reduction is Reduction.SUM else count / sum(counts)
         if weight:
             total += weight * scene.backward(scene.collate(list(group)), weight)
-    return total
+            gradient.add()
+    return total, gradient.take()
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
@@ -227,9 +398,12 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return one + other
 
 
-def _difference(one: Gradient, other: Gradient) -> float:
-    norm = float(dots(other)[0, 0]) ** 0.5
-    return distance(one, [other], [1.0]) / norm if norm else 0.0
+def _difference(one: Gradient, other: Gradient) -> Noise:
+    products = dots(one, other)
+    square = float(products[1, 1])
+    if not square:
+        return Noise(0.0, 0.0)
+    return Noise(distance(one, [other], [1.0]) / square**0.5, abs(float(products[0, 1]) / square - 1))
 
 
 def _refuse_infinite(gradient: Gradient) -> None:

@@ -12,7 +12,7 @@ from accelerate.data_loader import DataLoaderShard
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
-from transformers import TrainerControl
+from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import DefaultFlowCallback
 
 from hf_accum_fix.accumulation.router_loss import RouterLoss
@@ -23,7 +23,6 @@ from hf_accum_fix.verification.sample import Split
 
 #: TrainingArguments of one optimizer step that is neither logged, saved, sent, clipped nor evaluated.
 _ONE_STEP = {
-    "max_steps": 1,
     "max_grad_norm": 0.0,
     "logging_strategy": "no",
     "save_strategy": "no",
@@ -68,25 +67,44 @@ class KeepGradient(torch.optim.Optimizer):
         super().__init__(list(parameters), {"lr": 0.0})
         self.parameters = parameters
         self.kept: list[Tensor | None] | None = None
+        self.steps = 0
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Keep the gradients and leave the parameters alone."""
+        self.steps += 1
         self.kept = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
 
 
-def understudy(trainer: Any, per_device: int, steps: int) -> Any:
+class _At(TrainerCallback):
+    """Begins a training at a later step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the step that the trainer's own code reads."""
+        state.global_step = self._step
+
+
+def understudy(trainer: Any, per_device: int, steps: int, step: int = 0) -> Any:
     """A copy of the trainer for another cut, with its model, and with nothing else of its own that it could change.
 
     Its accelerator is made anew by the release's own method: whether accelerate divides by G too depends on that.
+
+    Args:
+        trainer: whose.
+        per_device: samples of a micro-batch.
+        steps: gradient_accumulation_steps.
+        step: the optimizer step that its state says it is at.
     """
     copied = unshared(trainer)
     vars(copied).pop(SESSION, None)
     copied.args = args = copy.copy(trainer.args)
     # A copy of a frozen dataclass's kind of setattr would run the checks of releases that have one.
     vars(args).update({name: value for name, value in _ONE_STEP.items() if hasattr(args, name)})
-    vars(args).update(per_device_train_batch_size=per_device, gradient_accumulation_steps=steps)
+    vars(args).update(per_device_train_batch_size=per_device, gradient_accumulation_steps=steps, max_steps=step + 1)
     args.accelerator_config = copy.deepcopy(args.accelerator_config)
     # A dispatched loader takes batches of tensors apart; each rank reading its own gives it the same samples.
     args.accelerator_config.dispatch_batches = False
@@ -95,6 +113,9 @@ def understudy(trainer: Any, per_device: int, steps: int) -> Any:
     copied.callback_handler = copy.copy(trainer.callback_handler)
     copied.callback_handler.callbacks = [DefaultFlowCallback()]
     copied.control, copied.state = TrainerControl(), copy.deepcopy(trainer.state)
+    copied.state.global_step = step
+    # The loop notes the length of a window as it fetches it; a batch by itself is a window of one.
+    copied.current_gradient_accumulation_steps = 1
     copied.model_init, copied.neftune_noise_alpha, copied._created_lr_scheduler = None, None, False
     copied._train_batch_size = per_device
     copied.log = _nothing
@@ -109,8 +130,11 @@ def rehearse(
     split: Split,
     samples: int,
     wrapped: Any = None,
+    step: int = 0,
 ) -> Rehearsal:
     """Run one window through the trainer's own ``train()``: loop, engine, reduction over ranks.
+
+    At a later step it is run twice, so that what counts its calls by itself has left its first window behind as well.
 
     Args:
         trainer: whose.
@@ -119,8 +143,10 @@ def rehearse(
         split: how the samples are cut.
         samples: of the global batch, which the loop is told to be the whole data set.
         wrapped: the model as an earlier rehearsal wrapped it.
+        step: the optimizer step that is looked at, from 0.
     """
-    actor = understudy(trainer, split.per_device, split.steps)
+    actor = understudy(trainer, split.per_device, split.steps, step)
+    actor.callback_handler.callbacks.append(_At(max(step - 1, 0)))
     if wrapped is not None:
         actor.model_wrapped = wrapped
     optimizer = KeepGradient(parameters)
@@ -129,9 +155,14 @@ def rehearse(
     vars(actor)[DEALER] = None  # this cut, not the one that lengths would lead to
     actor.get_train_dataloader = lambda *_, **__: _loader(actor, micro_batches, samples)
     losses: list[Tensor] = []
+    windows = 0
     own_step: Callable[..., Tensor] = actor.training_step
 
     def training_step(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal windows
+        if optimizer.steps != windows:
+            windows = optimizer.steps
+            losses.clear()
         loss = own_step(*args, **kwargs)
         losses.append(loss.detach().double())
         return loss

@@ -113,13 +113,13 @@ class VerificationReport:
     Attributes:
         trainer, head, transformers: whose, of what, on which release.
         active: the mode that this process trains in as it is now, "stock" or "apply()".
-        verdict: on that mode.
+        verdict: on that mode, and on the user's own cut where it was run; other cuts that are off are named.
         world_size: W.
         samples: of each global batch, over all ranks.
         items: N of each global batch; None where the loss has none.
         contract: how the loss is reduced, in words.
         reference: how the reference was computed, in words.
-        floor: relative difference of two references: the noise of this dtype and these kernels.
+        floor: relative difference of two references, made without accumulation: the noise of dtype and kernels.
         tolerance: up to which error a gradient is called exact.
         results: one for each window, cut and mode.
         evaluation: one for each mode and eval batch size; empty without an evaluation set.
@@ -182,6 +182,11 @@ class VerificationReport:
             lines += ["", *table(_EVAL_COLUMNS, rows)]
         return "\n".join(lines)
 
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            f"a report is not true or false, it says {str(self.verdict)!r}; ask report.verdict.kind is Kind.EXACT"
+        )
+
     def __str__(self) -> str:
         """The text, so that print(verify(trainer)) shows it."""
         return self.to_text()
@@ -225,6 +230,17 @@ def judge(results: Sequence[SplitResult]) -> Verdict:
         return Verdict(Kind.OFF, f"{worst.verdict} (cut {worst.cut}; {len(off)} of {len(told)} cuts are off)")
     left = f"; {len(results) - len(told)} cuts could not be told" if len(told) < len(results) else ""
     return Verdict(Kind.EXACT, f"{told[0].verdict} for {len(told)} cuts{left}")
+
+
+def judge_own(results: Sequence[SplitResult], own: Sequence[SplitResult]) -> Verdict:
+    """One verdict on the cut that the user trains with, which is among the results; on all where it is not."""
+    every = judge(results)
+    if not own:
+        return every
+    found = judge(own)
+    if every.kind is Kind.OFF and found.kind is Kind.EXACT:
+        return Verdict(Kind.EXACT, f"your own cut, {own[0].cut}, is {own[0].verdict}; others are not: {every}")
+    return found if found.kind is Kind.COULD_NOT_TELL and every.kind is Kind.EXACT else every
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

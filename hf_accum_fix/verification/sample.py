@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
+from hf_accum_fix.shadow import shadow
+from hf_accum_fix.verification.reachable import reachable
 from hf_accum_fix.verification.traceless import seed
 
 Collate = Callable[[list[Any]], Any]
@@ -113,6 +119,7 @@ def draw(trainer: Any, windows: int, samples: Sequence[Any] | None) -> Drawn:
     groups = tuple(tuple(rows[at : at + size]) for at in range(0, min(len(rows), windows * size), size))
     if len(rows) < windows * size:
         notes.append(f"the data has {len(rows)} samples for a rank, {windows * size} were asked for")
+    collate = fresh(collate)
     if _is_random(collate, list(groups[0])):
         notes.append("the collator is random: each sample was collated once, by itself, and padded on the right")
         collate = _Once(collate)
@@ -127,21 +134,24 @@ def _collator(trainer: Any) -> Collate:
 
 
 def _first_rows(loader: Any, count: int) -> Iterator[Any]:
-    """The first samples in the loader's own order, kept from being collated."""
-    for each in (loader, getattr(loader, "base_dataloader", None)):
-        if each is not None:
-            each.collate_fn = Rows
+    """The first samples in the loader's own order, kept from being collated; the loader may be used again."""
     found = 0
-    for batch in loader:
-        if not isinstance(batch, Rows):
-            raise UnsupportedSetupError(
-                f"{type(loader).__name__} yields {type(batch).__name__} past its collate_fn (a dispatched stream, or a "
-                "data set that is batched already), so its samples cannot be cut anew; give samples=[...]"
-            )
-        yield from batch.rows
-        found += len(batch.rows)
-        if found >= count:
-            return
+    with ExitStack() as stack:
+        for each in (loader, getattr(loader, "base_dataloader", None)):
+            if each is not None:
+                stack.enter_context(shadow(each, "collate_fn", Rows))
+                # Workers that outlive an epoch have a collator of their own.
+                stack.enter_context(shadow(each, "_iterator", None))
+        for batch in loader:
+            if not isinstance(batch, Rows):
+                raise UnsupportedSetupError(
+                    f"{type(loader).__name__} yields {type(batch).__name__} past its collate_fn (a dispatched stream, "
+                    "or a data set that is batched already), so its samples cannot be cut anew; give samples=[...]"
+                )
+            yield from batch.rows
+            found += len(batch.rows)
+            if found >= count:
+                return
 
 
 def _refuse_streams_that_run_out(loader: Any) -> None:
@@ -152,19 +162,55 @@ def _refuse_streams_that_run_out(loader: Any) -> None:
     while isinstance(inner := getattr(dataset, "dataset", None), IterableDataset):
         dataset = inner
     one, other = iter(dataset), iter(dataset)
-    if one is other or any(value is one or hasattr(value, "__next__") for value in _held(dataset)):
+    read = (type(dataset).__iter__, *((type(one).__iter__,) if hasattr(one, "__iter__") else ()))
+    if one is other or any(_runs_out(each) for each in reachable(dataset, *read)):
         raise UnsupportedSetupError(
             f"{type(dataset).__name__} is a stream that cannot be rewound: what is drawn here would be lost to the "
             "training; give a sample of it, samples=[...]"
         )
 
 
+def _runs_out(value: Any) -> bool:
+    """Whether a sample that is taken of something is gone: an iterator, a queue, a pipe, a socket."""
+    kind = type(value)
+    return any(hasattr(kind, name) for name in ("__next__", "recv", "poll", "get_nowait")) or (
+        hasattr(kind, "get") and hasattr(kind, "put")
+    )
+
+
 def _unknown() -> int:
     return -1
 
 
-def _held(dataset: Any) -> list[Any]:
-    return list(vars(dataset).values()) if hasattr(dataset, "__dict__") else []
+# --- samples that a collator may change -------------------------------------------------------------------------------
+
+
+def fresh(collate: Collate) -> Collate:
+    """The collator, given copies: one may pop fields of its samples, or write into them."""
+
+    def on_copies(rows: list[Any]) -> Any:
+        return collate([copied(row) for row in rows])
+
+    return on_copies
+
+
+def copied(value: Any) -> Any:
+    """A sample with containers, tensors and arrays of its own; what else it holds (images, readers) is shared."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, MutableMapping):
+        mapping = copy.copy(value)
+        mapping.update((key, copied(value[key])) for key in value)
+        return mapping
+    if type(value) in (list, tuple, set):
+        return type(value)(map(copied, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        record = copy.copy(value)
+        vars(record).update((name, copied(each)) for name, each in vars(value).items())
+        return record
+    return value
 
 
 # --- a collator that draws at random ----------------------------------------------------------------------------------

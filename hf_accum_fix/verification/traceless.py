@@ -5,27 +5,38 @@ from __future__ import annotations
 import copy
 import logging
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.random_states import random_states_kept
+from hf_accum_fix.verification.reachable import CONTAINERS, reachable
 
 #: What the trainer's own loop says of every run, and we of every head: a rehearsal is no run, and the report says it.
 _TALKATIVE = ("transformers.trainer", "accelerate", "hf_accum_fix")
 
 
 @contextmanager
-def traceless(model: nn.Module) -> Iterator[None]:
-    """Put back, also after an error: modules, buffers, gradients, RNG of every device, accelerate's shared state."""
+def traceless(trainer: Any) -> Iterator[None]:
+    """Put back, also after an error, all that running a trainer's model, data and loss may change.
+
+    Parameters, buffers, gradients, modules; random states of every device, and generators of one's own; attributes and
+    containers of whatever the trainer holds (collator, sampler, meters, configuration); accelerate's shared state.
+    """
+    model = trainer.model
     with ExitStack() as stack:
         stack.enter_context(random_states_kept())
+        stack.enter_context(_objects(trainer))
         stack.enter_context(_modules(model))
         stack.enter_context(_gradients(model))
         stack.enter_context(_shared_states())
@@ -34,21 +45,35 @@ def traceless(model: nn.Module) -> Iterator[None]:
         stance = getattr(torch.compiler, "set_stance", None)
         eager: AbstractContextManager[Any] = stance("force_eager") if stance is not None else nullcontext()
         stack.enter_context(eager)
+        stack.enter_context(_parameters(model))
         yield
 
 
 def without_dropout(model: nn.Module) -> bool:
-    """Set every rate of dropout that a module holds to zero; whether there was one. `traceless` puts them back."""
+    """Set every rate of dropout that a module or its configuration holds to zero, layerdrop's as well.
+
+    `traceless` puts them back.
+
+    Returns:
+        Whether there was one.
+    """
     found = False
     for module in model.modules():
         names = ["p"] if isinstance(module, nn.modules.dropout._DropoutNd) else []
-        names += [name for name in vars(module) if "drop" in name.lower()]
-        for name in names:
-            value = vars(module).get(name)
-            if isinstance(value, float) and value > 0:
-                setattr(module, name, 0.0)
-                found = True
+        found |= _without(module, names)
+        config = vars(module).get("config")
+        if hasattr(config, "__dict__"):
+            found |= _without(config, [])
     return found
+
+
+def _without(holder: Any, names: list[str]) -> bool:
+    held = vars(holder)
+    rates = [*names, *(name for name in held if "drop" in name.lower())]
+    positive = [name for name in rates if isinstance(held.get(name), float) and held[name] > 0]
+    for name in positive:
+        setattr(holder, name, 0.0)
+    return bool(positive)
 
 
 def seed(number: int) -> None:
@@ -58,9 +83,132 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
 
 
+def random_state() -> tuple[Any, ...]:
+    """Where every generator of `seed` is; equal to another if nothing was drawn between."""
+    numpy_state: Any = np.random.get_state(legacy=True)
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    states = tuple(each.numpy().tobytes() for each in (torch.get_rng_state(), *devices))
+    return random.getstate(), numpy_state[1].tobytes(), numpy_state[2:], states
+
+
+class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Copies a tensor the moment before an operation first writes to it, so that those left alone cost nothing.
+
+    Args:
+        tensors: that may be written to.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._by_storage: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            self._by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        self.before: list[tuple[Tensor, Tensor]] = []
+        self._writes: dict[Any, list[tuple[int, str]]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        places = self._writes.get(func)
+        if places is None:
+            named = enumerate(func._schema.arguments)
+            places = [(at, each.name) for at, each in named if each.alias_info is not None and each.alias_info.is_write]
+            self._writes[func] = places
+        for at, name in places:
+            for value in tree_leaves(args[at] if at < len(args) else kwargs.get(name)):
+                if isinstance(value, Tensor) and self._by_storage:
+                    self._keep(value)
+        return func(*args, **kwargs)
+
+    def _keep(self, written: Tensor) -> None:
+        try:
+            storage = written.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):  # a tensor without storage is none of ours
+            return
+        self.before += [(each, each.clone()) for each in self._by_storage.pop(storage, ())]
+
+
+@contextmanager
+def _parameters(model: nn.Module) -> Iterator[None]:
+    """Values of parameters: a forward may normalise them, or let some follow others."""
+    kept = [(parameter, parameter.data) for parameter in model.parameters()]
+    watch = _CopyOnWrite([data for _, data in kept])
+    try:
+        with watch:
+            yield
+    finally:
+        for parameter, data in kept:
+            if parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
+        for data, before in watch.before:
+            data.copy_(before)
+
+
+@contextmanager
+def _objects(trainer: Any) -> Iterator[None]:
+    """Attributes, containers and generators of all that a trainer holds."""
+    back: list[Callable[[], None]] = []
+    for value in reachable(trainer, *trainer.model.modules()):
+        if type(value) in CONTAINERS:
+            back.append(_container_back(value))
+        elif isinstance(value, _GENERATORS):
+            back.append(_generator_back(value))
+        elif hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+            back.append(_container_back(vars(value)))
+    try:
+        yield
+    finally:
+        for put_back in back:
+            put_back()
+
+
+def _container_back(value: Any) -> Callable[[], None]:
+    content = list(value.items()) if isinstance(value, dict) else list(value)
+
+    def put_back() -> None:
+        now = list(value.items()) if isinstance(value, dict) else list(value)
+        if len(now) == len(content) and all(map(_is_same, now, content)):
+            return
+        if isinstance(value, list):
+            value[:] = content
+            return
+        value.clear()
+        (value.extend if isinstance(value, deque) else value.update)(content)
+
+    return put_back
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if type(one) is tuple and type(other) is tuple and len(one) == len(other):
+        return all(a is b for a, b in zip(one, other, strict=True))
+    return one is other
+
+
+#: Generators that somebody may hold for himself.
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def _set_state(generator: torch.Generator, state: Tensor) -> None:
+    generator.set_state(state)
+
+
+def _generator_back(value: Any) -> Callable[[], None]:
+    if isinstance(value, torch.Generator):
+        return partial(_set_state, value, value.get_state())
+    if isinstance(value, np.random.Generator):
+        bits, content = value.bit_generator, copy.deepcopy(value.bit_generator.state)
+        return lambda: setattr(bits, "state", content)
+    if isinstance(value, np.random.RandomState):
+        before = value.get_state()
+        return lambda: value.set_state(before)
+    kept = value.getstate()
+    return lambda: value.setstate(kept)
+
+
 @contextmanager
 def _modules(model: nn.Module) -> Iterator[None]:
-    """Modes, hooks, rates, replaced forwards: all that a module holds but its parameters' values."""
+    """Modes, hooks, rates, replaced forwards, buffers: all that a module holds but its parameters' values."""
     kept = [(module, {name: _own(value) for name, value in vars(module).items()}) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ import torch
 import transformers
 from accelerate.utils import DistributedType, gather_object
 from torch import nn
+from transformers import Trainer, TrainerCallback
 
 from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.accumulation.router_loss import Convention, RouterLoss
@@ -26,7 +27,7 @@ from hf_accum_fix.verification.evaluate import evaluate
 from hf_accum_fix.verification.explanation import Explanation, Facts
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, fit, take
 from hf_accum_fix.verification.modes import active_mode, in_mode, options_of
-from hf_accum_fix.verification.reference import Reference, Scene, compute, out_of_memory
+from hf_accum_fix.verification.reference import FLOORS, WIDEST, Reference, Scene, compute, out_of_memory
 from hf_accum_fix.verification.rehearsal import Rehearsal, rehearse, understudy
 from hf_accum_fix.verification.report import (
     MENDED,
@@ -36,18 +37,20 @@ from hf_accum_fix.verification.report import (
     Verdict,
     VerificationReport,
     could_not_tell,
-    judge,
+    judge_own,
 )
 from hf_accum_fix.verification.sample import Drawn, Split, draw, splits_of
 from hf_accum_fix.verification.traceless import traceless, without_dropout
 
-#: Errors up to this many times the noise of the reference are noise: a cut runs other kernels than the full batch.
-_FLOORS: Final = 8.0
 #: Roundings of the coarsest type, of parameters or loss, that a sum over micro-batches may cost at the least.
 _ROUNDINGS: Final = 2.0
 #: How near a factor comes to its symbol, in tolerances, and at the least.
 _NEAR: Final = 8.0
 _NEAREST: Final = 1e-5
+#: How far a logged loss may be from the full batch's, at the least: a log has few digits.
+_LOGGED: Final = 1e-3
+#: Further global batches that are looked through for one whose samples differ in their items.
+_FURTHER: Final = 8
 
 
 def verify(
@@ -59,6 +62,7 @@ def verify(
     samples: Sequence[Any] | None = None,
     with_apply: bool = True,
     eval_samples: int = 64,
+    step: int = 0,
 ) -> VerificationReport:
     """Compare the gradient of a trainer for several cuts of the same global batch with that of the full batch.
 
@@ -78,13 +82,16 @@ def verify(
             process trains in as it is now.
         eval_samples: of the evaluation set, the first ones, on which ``eval_loss`` is compared with the item mean for
             two eval batch sizes; 0: none.
+        step: the optimizer step that is looked at: the trainer's state says so, and one window is run before it.
+            Weights stay those of now.
 
     Raises:
         OptionsError: if an argument means nothing here. What else stands in the way is the verdict "could not tell".
     """
-    if windows < 1 or eval_samples < 0:
+    if windows < 1 or eval_samples < 0 or step < 0:
         raise OptionsError(
-            f"windows={windows}, eval_samples={eval_samples}; needed are 1 global batch or more, and 0 samples or more"
+            f"windows={windows}, eval_samples={eval_samples}, step={step}; needed are 1 global batch or more, 0 "
+            "samples or more, and step 0 or a later one"
         )
     head = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
     blank = VerificationReport(
@@ -92,8 +99,9 @@ def verify(
     )
     try:
         _check(trainer)
-        with traceless(trainer.model):
-            return _Verification(trainer, blank, splits, reference, with_apply).run(windows, samples, eval_samples)
+        with traceless(trainer):
+            verification = _Verification(trainer, blank, splits, reference, with_apply, step)
+            return verification.run(windows, samples, eval_samples)
     except OptionsError:
         raise
     except AccumFixError as error:
@@ -125,6 +133,7 @@ class _Verification:
     splits: Sequence[tuple[int, int] | int] | None
     mode: str
     with_apply: bool
+    step: int
     wrapped: Any = None
     router_is_whole: bool = False
 
@@ -135,6 +144,7 @@ class _Verification:
         named = [(name, each) for name, each in trainer.model.named_parameters() if each.requires_grad]
         self.parameters: list[nn.Parameter] = [parameter for _, parameter in named]
         notes = ["dropout was turned off for the comparison"] if without_dropout(trainer.model) else []
+        notes += _not_looked_at(trainer)
         own = (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps)
         drawn = draw(understudy(trainer, *own), windows, samples)
         notes += drawn.notes
@@ -144,34 +154,48 @@ class _Verification:
             notes.append(f"apply() was left out: {SWITCH}={os.environ[SWITCH]}")
         report = replace(self.blank, world_size=trainer.args.world_size)
         results: list[SplitResult] = []
+        owns: list[SplitResult] = []
         references: list[Reference] = []
         sizes, items = [], []
-        for number, rows in enumerate(drawn.windows):
+        for number, (scene, rows, every) in enumerate(self._windows(drawn, options, windows, samples, notes)):
             splits = splits_of(len(rows), own[0], self.splits)
-            scene = self._scene(drawn, rows, options)
-            every = [each for rank in _gathered(trainer, list(rows)) for each in rank]
-            reference = compute(scene, every, self.mode)
+            reference = compute(scene, every, self.mode, own[0])
+            notes += reference.notes
             references.append(reference)
             sizes.append(len(every))
             items.append(scene.count(every))
-            cuts = [_Cut(self, scene, reference, number, rows, split, len(every), every) for split in splits]
-            results += [cut.result(mode, options) for cut in cuts for mode in modes]
+            own_split = splits_of(len(rows), own[0], None)[0]
+            for split in splits:
+                cut = _Cut(self, scene, reference, number, rows, split, len(every), every)
+                found = [cut.result(mode, options) for mode in modes]
+                results += found
+                owns += found if split == own_split else []
             report = replace(report, contract=str(scene.contract))
             masked = "attention_mask" in scene.collate([rows[0]])
             if scene.contract.has_router_loss and options.router_loss == Convention.EXACT.value and not masked:
                 notes.append("without an attention mask padding is routed and counted: pad every cut to one width")
             if not reference.decomposes and not self.router_is_whole:
                 notes.append("two halves of the global batch do not add up to it: no cut can equal the full batch")
+            factor = scene.factor(scene.collate(list(rows[: own[0]])))
+            if (
+                factor is not None
+                and own[1] > 1
+                and any(abs(factor / each - 1) < 1e-3 for each in (own[1], 1 / own[1]))
+            ):
+                notes.append(
+                    f"{type(trainer).__name__}.compute_loss returns {factor:.4g} times the model's loss, whatever the "
+                    f"cut: if that stands for gradient_accumulation_steps={own[1]}, leave it out"
+                )
         evaluated, reason = evaluate(self.trainer, scene, eval_samples, modes, options)
         notes += [reason] if reason else []
         return replace(
             report,
             evaluation=evaluated,
-            verdict=judge([result for result in results if result.mode == report.active]),
+            verdict=judge_own(*([each for each in some if each.mode == report.active] for some in (results, owns))),
             samples=tuple(sizes),
             items=tuple(items),
             reference=references[0].words,
-            floor=max(each.floor for each in references),
+            floor=max(each.noise.floor for each in references),
             tolerance=max(self.tolerance(each) for each in references),
             results=tuple(results),
             notes=tuple(dict.fromkeys(notes)),
@@ -180,11 +204,36 @@ class _Verification:
     def tolerance(self, reference: Reference) -> float:
         """Up to which relative error a gradient is called exact."""
         rounding = max(torch.finfo(dtype).eps for dtype in (reference.dtype, *(each.dtype for each in self.parameters)))
-        return max(_FLOORS * reference.floor, _ROUNDINGS * rounding)
+        return max(FLOORS * reference.noise.floor, _ROUNDINGS * rounding)
+
+    def _windows(
+        self, drawn: Drawn, options: Options, windows: int, samples: Sequence[Any] | None, notes: list[str]
+    ) -> Iterator[tuple[Scene, Sequence[Any], list[Any]]]:
+        """What each global batch is run with, its samples on this rank and on all; one more where all are uniform."""
+        uniform = True
+        for rows in drawn.windows:
+            scene, every = self._scene(drawn, rows, options), self._of_all_ranks(rows)
+            uniform = uniform and _is_uniform(scene, every)
+            yield scene, rows, every
+        if not uniform:
+            return
+        if samples is None:
+            own = (self.trainer.args.per_device_train_batch_size, self.trainer.args.gradient_accumulation_steps)
+            further = draw(understudy(self.trainer, *own), windows + _FURTHER, None)
+            for rows in further.windows:
+                every = self._of_all_ranks(rows)
+                if not _is_uniform(replace(scene, collate=further.collate), every):
+                    notes.append("a further global batch was drawn, as all samples of the first have as many items")
+                    yield self._scene(further, rows, options), rows, every
+                    return
+        notes.append("all samples have as many items: whether micro-batches are weighed by theirs was not tested")
+
+    def _of_all_ranks(self, rows: Sequence[Any]) -> list[Any]:
+        return [each for rank in _gathered(self.trainer, list(rows)) for each in rank]
 
     def _scene(self, drawn: Drawn, rows: Sequence[Any], options: Options) -> Scene:
         """The trainer without accumulation, its contract observed on the window as the user cuts it."""
-        alone = understudy(self.trainer, len(rows), 1)
+        alone = understudy(self.trainer, len(rows), 1, self.step)
         own = Split(self.trainer.args.per_device_train_batch_size, 1)
         contract = settle(alone, own.micro_batches(rows, drawn.collate), options)
         return Scene(alone, self.parameters, contract, drawn.collate)
@@ -225,9 +274,13 @@ class _Cut:
                     self.split,
                     self.samples,
                     self.verification.wrapped,
+                    self.verification.step,
                 )
         except AccumFixError as error:
             return replace(blank, verdict=could_not_tell(str(error)))
+        except TypeError as error:  # a loss that cannot do without the number, where this mode hands it none
+            take(self.verification.parameters)
+            return replace(blank, verdict=could_not_tell(f"{mode} cannot run this micro-batch: {error}"))
         except (RuntimeError, ValueError) as error:
             own = self.split.per_device == self.trainer.args.per_device_train_batch_size
             if own and not out_of_memory(error):
@@ -269,16 +322,38 @@ class _Cut:
             loss_ratio=logged / loss if loss else None,
         )
         tolerance = self.verification.tolerance(self.reference)
-        if error <= tolerance:
+        scale = float(products[0, 1:].sum()) / right**2 if right else 1.0
+        if error <= tolerance and (kept := self._kept(tolerance, scale, count)) is not False:
+            if kept is not True:
+                return replace(result, verdict=could_not_tell(kept))
             # One that a trainer of its own adds is no term of the contract.
             named = router is not None or _is_whole(run.router)
-            convention = f", the router's loss {_words(run.router)}" if named else ""
-            return replace(result, verdict=Verdict(Kind.EXACT, f"exact to the floor{convention}"))
+            words = f"exact to the floor, the router's loss {_words(run.router)}" if named else "exact to the floor"
+            if result.loss_ratio is not None and abs(result.loss_ratio - 1) > max(_NEAR * tolerance, _LOGGED):
+                words += f"; but the logged loss is {result.loss_ratio:.4g} times the full batch's"
+            return replace(result, verdict=Verdict(Kind.EXACT, words))
         if lost:
             words = f"{run.steps_run} of {count} micro-batches were trained on"
             return replace(result, verdict=_off(error, words), defects=(explanation.LOST,))
-        why = self._why(run, router, result.loss_ratio or math.nan, count, max(_NEAR * tolerance, _NEAREST))
+        why = self._why(run, router, result.loss_ratio or math.nan, count, tolerance)
         return replace(result, verdict=_off(error, why.words), defects=tuple(dict.fromkeys(why.defects)))
+
+    def _kept(self, tolerance: float, scale: float, count: int) -> bool | str:
+        """Whether an error within the tolerance leaves no room for the least factor that matters, 1 + 1/G; or why not.
+
+        Args:
+            tolerance: of the error.
+            scale: length of the gradient along the reference.
+            count: G.
+        """
+        least = min(0.3, 1 / count if count > 1 else 0.3)
+        if tolerance > WIDEST:
+            return f"the noise floor is {self.reference.noise.floor:.2g}: too wide to tell a factor of 1.3"
+        if tolerance < least / 2:
+            return True
+        if FLOORS * self.reference.noise.scale >= least / 2:
+            return f"the noise floor is {self.reference.noise.floor:.2g}: too wide to tell a factor of {1 + least:.4g}"
+        return abs(scale - 1) < least / 2
 
     def _router(self, trained: RouterLoss | None) -> tuple[Gradient, float]:
         """Gradient and value of the router's loss by the convention that was trained, of this rank."""
@@ -297,9 +372,10 @@ class _Cut:
         trained.settle(numbers, len(batches), world_size)
         return self.scene.router(batches, trained.micro_batch)
 
-    def _why(self, run: Rehearsal, router: Any, logged: float, count: int, precision: float) -> Explanation:
+    def _why(self, run: Rehearsal, router: Any, logged: float, count: int, tolerance: float) -> Explanation:
         """The candidates one after the other, the cheap ones first."""
         assert run.gradient is not None
+        precision = min(max(_NEAR * tolerance, _NEAREST), WIDEST)
         gradient, right = run.gradient, self.reference.gradient
         if not torch.isfinite(dots(gradient)).all():
             empty = any(not self._items(inputs) for inputs in self.micro_batches())
@@ -307,6 +383,8 @@ class _Cut:
             return Explanation("not a number" + (", a micro-batch has no target" if empty else ""), named)
         facts = self._facts(count)
         inherent = self._inherent()
+        if router is None and (words := self._sums_in_16_bits(gradient, tolerance)):
+            return Explanation(words)
         if router is not None:
             found = fit(gradient, right, router)
             if found.residual <= precision:
@@ -328,6 +406,17 @@ class _Cut:
             return Explanation(inherent)
         return Explanation("not one of the known kinds")
 
+    def _sums_in_16_bits(self, gradient: Gradient, tolerance: float) -> str:
+        """What adding up in the parameters' own 16 bits does, in words; empty where that is not what was found."""
+        parameters = self.verification.parameters
+        narrow = {str(each.dtype).removeprefix("torch.") for each in parameters if each.dtype.itemsize < 4}
+        if not narrow or self.scene.contract.items is None:
+            return ""
+        summed = averaged(self._rank_mean(of_all=True), parameters, self.trainer.args.world_size)
+        if distance(gradient, [summed], [1.0]) > tolerance * math.sqrt(float(dots(summed)[0, 0])):
+            return ""
+        return f"rounding, by adding up micro-batches in {' and '.join(sorted(narrow))}; keep the gradient in float32"
+
     def _inherent(self) -> str:
         """Why no cut at all can equal the full batch; empty where one can."""
         contract = self.scene.contract
@@ -341,12 +430,15 @@ class _Cut:
                 self.scene.backward(inputs, 1 / count)
         return take(self.verification.parameters)
 
-    def _rank_mean(self) -> list[Any]:
+    def _rank_mean(self, *, of_all: bool = False) -> list[Any]:
+        """The mean over this rank's items; or its share of the mean over all, such that ranks are averaged."""
         batches = self.micro_batches()
         counts = [self._items(inputs) or 0.0 for inputs in batches]
+        every = self.scene.count(self.every) or 0.0
+        total = every / self.trainer.args.world_size if of_all else sum(counts)
         for inputs, counted in zip(batches, counts, strict=True):
             if counted:
-                self.scene.backward(inputs, counted / sum(counts))
+                self.scene.backward(inputs, counted / total)
         return take(self.verification.parameters)
 
     def _items(self, inputs: Any) -> float | None:
@@ -383,6 +475,30 @@ class _Cut:
             generic=any(base.__name__.startswith("GenericFor") for base in type(model).__mro__),
             text=getattr(model, "main_input_name", "") == "input_ids",
         )
+
+
+def _is_uniform(scene: Scene, every: Sequence[Any]) -> bool:
+    """Whether all samples have as many items, so that weighing by items or by samples is the same."""
+    items = scene.contract.items
+    if items is None or not items.keys or scene.contract.reduction is Reduction.PLAIN:
+        return False
+    counts = [scene.count([row]) or 0.0 for row in every]
+    return len(counts) > 1 and max(counts) > 1 and len(set(counts)) == 1
+
+
+def _not_looked_at(trainer: Any) -> list[str]:
+    """What of a trainer's own may change a gradient, and is not run."""
+    found = [
+        f"{type(each).__name__}.{name}"
+        for each in trainer.callback_handler.callbacks
+        for name in ("on_pre_optimizer_step", "on_optimizer_step")
+        if getattr(type(each), name, None) is not getattr(TrainerCallback, name, None)
+        and not type(each).__module__.startswith("transformers.")
+    ]
+    clips = next((cls for cls in type(trainer).__mro__ if "_clip_grad_norm" in vars(cls)), Trainer)
+    if clips is not Trainer:
+        found.append(f"{clips.__name__}._clip_grad_norm")
+    return [f"{each} is not run here: what it does to gradients is not verified" for each in found]
 
 
 def _words(router: RouterLoss | None) -> str:

@@ -51,7 +51,9 @@ class Regression(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         hidden = self.dropout(torch.tanh(self.norm(self.first(x))))
-        logits = self.last(hidden + self.noise * torch.randn(hidden.shape))[:, 0]
+        if self.noise:
+            hidden = hidden + self.noise * torch.randn(hidden.shape)
+        logits = self.last(hidden)[:, 0]
         return {"logits": logits} if labels is None else {"loss": (logits - labels).square().mean(), "logits": logits}
 
 

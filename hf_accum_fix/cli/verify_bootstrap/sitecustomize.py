@@ -1,0 +1,43 @@
+"""Run at the start of every Python process of a script under ``hf-accum-fix verify``.
+
+In whichever of them a Trainer begins to train, it is verified instead. The sitecustomize that this one hides is run all
+the same.
+"""
+
+import os
+import sys
+
+
+def _verify_instead_of_training() -> None:
+    """Import the hf_accum_fix that this file belongs to, which a script's own path may not lead to."""
+    above = os.path.dirname  # pathlib would have to be imported
+    root = above(above(above(above(os.path.abspath(__file__)))))  # noqa: PTH100
+    sys.path.insert(0, root)
+    try:
+        from hf_accum_fix.cli.instead import verify_instead_of_training
+
+        verify_instead_of_training()
+    except ImportError as error:
+        sys.stderr.write(f"hf-accum-fix: {sys.executable} is not looked at, it cannot import {error.name}\n")
+    finally:
+        sys.path.remove(root)
+
+
+def _run_hidden_sitecustomize() -> None:
+    """Import the sitecustomize that would have run without us; its errors are Python's to report."""
+    folder = os.path.dirname(__file__)  # noqa: PTH120
+    ours = sys.modules.pop(__name__)
+    place = sys.path.index(folder)
+    del sys.path[place]
+    try:
+        __import__(__name__)
+    except ImportError as error:
+        if error.name != __name__:
+            raise
+        sys.modules[__name__] = ours
+    finally:
+        sys.path.insert(place, folder)
+
+
+_verify_instead_of_training()
+_run_hidden_sitecustomize()
