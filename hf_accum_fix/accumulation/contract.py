@@ -74,7 +74,6 @@ class Composition:
     counted: bool = True
     per_item: float = 1.0
 
-
     def rounding(self, dtype: torch.dtype) -> float:
         """Relative error of a loss that is made so: a few units in the last place, where factors were not estimated."""
         if all(factor in (0.0, 1.0) for factor in self.factors):
@@ -166,7 +165,9 @@ class LossContract:
     @property
     def exact(self) -> bool:
         """Whether every cut of the global batch is known to give the same gradient (router terms by convention)."""
-        return self.reduction is not Reduction.PLAIN and self.conclusive and not (self.changed_by_trainer or self.beside)
+        return (
+            self.reduction is not Reduction.PLAIN and self.conclusive and not (self.changed_by_trainer or self.beside)
+        )
 
     def facts(self) -> dict[str, Any]:
         """What a report says of it."""

@@ -1,8 +1,9 @@
 """See the loss functions of torch that a forward calls: their value, and the items that they reduced over.
 
-Inside `watchable` ``torch.nn.functional``'s loss functions are thin wrappers that tell a listening `LossCalls` of each
-call. Nothing is read from the device, and no other operation is looked at. Heads, ``nn.CrossEntropyLoss`` and the library's
-``fixed_cross_entropy`` all look these functions up in that module when they call them.
+Inside `watchable` the loss functions of ``torch.nn.functional`` are thin wrappers that tell a listening `LossCalls` of
+each call. Nothing is read from the device, and no other operation is looked at. Heads, ``nn.CrossEntropyLoss`` and the
+library's ``fixed_cross_entropy`` look these functions up in that module whenever they call them. What a forward calls
+under torch.compile, inside of ``torch.func`` or by a name of its own is not seen.
 """
 
 from __future__ import annotations

@@ -333,9 +333,7 @@ class _Evidence:
         return abs(error) <= self.tolerance * max(abs(loss) for loss in losses)
 
 
-def _owned(
-    evidence: _Evidence, steps: int, doubled: _Seen | None, without_number: _Seen | None
-) -> LossContract:
+def _owned(evidence: _Evidence, steps: int, doubled: _Seen | None, without_number: _Seen | None) -> LossContract:
     """A trainer's own loss that does not move with the number, which labels without a target cannot show."""
     inputs, seen = evidence.batches[0], evidence.whole
     blind = _label_count(inputs) == 0 or not np.isfinite(seen.loss)
@@ -445,7 +443,9 @@ def _by_number(
     if comparable and not evidence.adds_up(losses, beside):
         if not beside:
             reason = "the rows of a batch change one another's loss, so that no cut of it adds up to the whole"
-            return replace(found, reduction=found.reduction if first.own else Reduction.PLAIN, beside=True, reason=reason)
+            return replace(
+                found, reduction=found.reduction if first.own else Reduction.PLAIN, beside=True, reason=reason
+            )
         reason = "a term beside the sum that the number divides is no function of single items"
         return replace(found, beside=True, reason=reason)
     if beside and (first.own or not comparable or (called and found.made_of is None)):
@@ -454,9 +454,7 @@ def _by_number(
     return found
 
 
-def _of_sums(
-    evidence: _Evidence, call: WatchedLoss | None, router: RouterPair, rule: Items
-) -> Composition | None:
+def _of_sums(evidence: _Evidence, call: WatchedLoss | None, router: RouterPair, rule: Items) -> Composition | None:
     """How a loss that divides by the number is made of the call that made its sum; None: no call shows it."""
     whole = evidence.whole
     if call is None or call.reduction != "sum" or whole.own:
@@ -532,7 +530,9 @@ def _reduced(
             Reduction.MEAN,
             (agreed or fitting)[0],
             alternatives=tuple(agreed or fitting),
-            conclusive=not means or (bool(agreed) and (whole.random or len(means) > 2)) or fitting[0].width_of is not None,
+            conclusive=not means
+            or (bool(agreed) and (whole.random or len(means) > 2))
+            or fitting[0].width_of is not None,
             reason="the losses of two parts compose to the whole's as the mean over these items",
         )
     if summed:
@@ -545,7 +545,6 @@ def _reduced(
 
 def _of_means(evidence: _Evidence, losses: Sequence[float]) -> Composition | None:
     """A loss as a combination of mean calls that reduce over the same items, and compose; None: it is none."""
-    calls = evidence.whole.calls
     if len({len(each.calls) for each in evidence.seen}) > 1 or evidence.whole.random:
         return None
     values = np.array([[_mean_of(call) for call in each.calls] for each in evidence.seen]).reshape(len(losses), -1)

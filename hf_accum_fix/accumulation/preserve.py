@@ -39,7 +39,9 @@ _MACHINERY = frozenset(
     {"accelerate", "datasets", "deepspeed", "hf_accum_fix", "numpy", "tokenizers", "torch", "transformers", "wrapt"}
 ) | (sys.stdlib_module_names - {"__main__"})
 #: Of those, the objects that a loss does note something on.
-_NOTED_ON = frozenset({"TrainerState", "TrainerControl", "TrainingArguments", "Seq2SeqTrainingArguments", "SimpleNamespace"})
+_NOTED_ON = frozenset(
+    {"TrainerState", "TrainerControl", "TrainingArguments", "Seq2SeqTrainingArguments", "SimpleNamespace"}
+)
 
 
 class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -55,9 +57,7 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self, model: nn.Module, *others: object, leave: Iterable[object] = (), sharded: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, *others: object, leave: Iterable[object] = (), sharded: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         modules = list(model.modules())
         self._modes = [(module, module.training) for module in modules]
@@ -133,7 +133,9 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _plain(value: Any) -> list[Tensor]:
     """The tensors in a value that have a storage of their own: no wrappers such as DTensor."""
-    return [each for each in tree_leaves(value) if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided]
+    return [
+        each for each in tree_leaves(value) if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
+    ]
 
 
 def _address(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""The end of a window: what its micro-batches have shown is held against what was observed, and the gradient corrected."""
+"""End a window: hold what its micro-batches have shown against what was observed, and correct the gradient."""
 
 from __future__ import annotations
 
@@ -80,6 +80,6 @@ def _tell(trainer: Any, session: Session, why: str) -> None:
     if data_ranks(trainer) * trainer.args.gradient_accumulation_steps > 1:
         session.warn_once(
             "certificate",
-            f"{head_name(trainer)}: window {session.windows} (step {trainer.state.global_step + 1}) is not exact: {why}. "
-            "Later windows are checked, too; report() has their number.",
+            f"{head_name(trainer)}: window {session.windows} (step {trainer.state.global_step + 1}) is not exact: "
+            f"{why}. Every window is checked; report() has how many were not.",
         )

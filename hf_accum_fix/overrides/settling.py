@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
@@ -141,7 +140,9 @@ def _warn(trainer: Any, session: Session, found: LossContract, window: list[Any]
             # Such a mean is the full batch's.
             logger.info(words)
         elif found.coupling is Coupling.COUPLED:
-            session.warn_once("inexact", f"{words} Keep per_device_train_batch_size large: one sample may teach nothing.")
+            session.warn_once(
+                "inexact", f"{words} Keep per_device_train_batch_size large: one sample may teach nothing."
+            )
         else:
             session.warn_once("inexact", words)
     elif found.changed_by_trainer:

@@ -164,7 +164,8 @@ def run(
                     raise
                 raised = error
     after = trainable(trainer.model)
-    contract = getattr(trainer.__dict__.get(SESSION), "contract", None)
+    session = trainer.__dict__.get(SESSION)
+    contract = getattr(session, "contract", None)
     return Run(
         {name: after[name] - value for name, value in before.items()},
         after,
