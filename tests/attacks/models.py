@@ -106,6 +106,11 @@ def gradient_alone(term: Tensor) -> Tensor:
     return term - term.detach()
 
 
+def flooding(loss: Tensor, level: float = 10.0) -> Tensor:
+    """Ishida et al. 2020: below the level the gradient turns round."""
+    return (loss - level).abs() + level
+
+
 def mean_by_hand(logits: Tensor, labels: Tensor) -> Tensor:
     """No loss function of torch in it."""
     logits, labels = logits[:, :-1], labels[:, 1:]
@@ -210,6 +215,19 @@ class MeanWithZ(Mean):
 class ByNumberWithZ(ByNumber):
     def loss(self, logits: Tensor, labels: Tensor, *, attention_mask: Tensor, **inputs: Any) -> Tensor:
         return super().loss(logits, labels, **inputs) + 0.01 * z_loss(logits, attention_mask.bool())
+
+
+class Flooded(Mean):
+    def loss(self, logits: Tensor, labels: Tensor, **inputs: Any) -> Tensor:
+        return flooding(super().loss(logits, labels))
+
+
+class Clamped(Mean):
+    """The gradient of its head is clamped in every backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
 
 class WithGradientAlone(Mean):

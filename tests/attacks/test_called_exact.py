@@ -314,6 +314,15 @@ def first_targets(window: int) -> list[Sample]:
     return text(seed=window, masked=first_is_target) if window else texts()
 
 
+def flooded(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
+    return models.flooding(loss), outputs
+
+
+def full_flooded(model: Any, batch: Batch, step: int) -> Tensor:
+    return models.flooding(full_mean(model, batch, step))
+
+
 def two_tasks(window: int) -> list[Sample]:
     if window % 2 == 0:
         return texts(window)
@@ -362,6 +371,9 @@ LATER = [
         Case(f"first-targets-later-{h.__name__}", full_mean, h, windows(2, first_targets), whole=h is Mean)
         for h in (Mean, ByNumber)
     ),
+    # Nothing is changed while the loss is above the level; a micro-batch falls below it before the global batch does.
+    *(Case(f"flooding-{h.__name__}", full_flooded, h, windows(3), computing(flooded)) for h in (Mean, ByNumber)),
+    Case("flooding-in-forward", full_flooded, models.Flooded, windows(3)),
     *(
         Case(f"two-tasks-{head.__name__}", model_itself, head, windows(4, two_tasks), cuts=SEVERAL)
         for head in (models.TwoTasksMean, models.TwoTasks)
@@ -480,6 +492,31 @@ TWICE = [
     Case(f"{name}-{head.__name__}", full_fgm, head, windows(1), trainer)
     for name, trainer in [("fgm", FGM), ("adversarial", computing(adversarial))]
     for head in (Mean, ByNumber)
+]
+
+
+# --- what is made of a micro-batch's gradient ---------------------------------------------------------------------
+
+
+class ClipsEach(StockRecorder):
+    """Clips after every micro-batch, not once before the optimizer."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        return loss
+
+
+def full_clipped(model: Any, batch: Batch, step: int) -> Tensor:
+    loss = full_mean(model, batch, step)
+    gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    return loss * (0.5 / (norm + 1e-6)).clamp(max=1)
+
+
+GRADIENTS = [
+    Case("hook-clamps", model_itself, models.Clamped, windows(1)),
+    Case("clips-each", full_clipped, Mean, windows(1), ClipsEach),
 ]
 
 
@@ -640,7 +677,18 @@ EXACT_LATER = [
 
 # --- the tests --------------------------------------------------------------------------------------------------
 
-EXACT_OR_SAID = [*SUPER, *MASKED, DROPPED_ROWS, *BESIDE, *LATER, *ZERO, *GRADIENT_ALONE, *TWICE, *EXACT_LATER]
+EXACT_OR_SAID = [
+    *SUPER,
+    *MASKED,
+    DROPPED_ROWS,
+    *BESIDE,
+    *LATER,
+    *ZERO,
+    *GRADIENT_ALONE,
+    *TWICE,
+    *GRADIENTS,
+    *EXACT_LATER,
+]
 
 
 def rows(cases: Sequence[Case]) -> Any:
