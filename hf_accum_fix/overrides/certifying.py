@@ -67,6 +67,11 @@ def scale_gradients(model: nn.Module, times: Tensor | float) -> None:
         torch._foreach_mul_(grads, times.to(device) if isinstance(times, Tensor) else times)
 
 
+def gradient_versions(model: nn.Module) -> int:
+    """A number that an in-place change of any gradient changes."""
+    return sum(parameter.grad._version for parameter in model.parameters() if parameter.grad is not None)
+
+
 def _tell_changes(trainer: Any, session: Session, certificate: Certificate) -> None:
     broken = certificate.broken()
     if certificate.changed:

@@ -61,6 +61,7 @@ class Window:
         differs: some rank's window before counted otherwise than the rule.
         certificate: what its micro-batches have shown of their loss.
         reported: the sum of what was returned for the log, 0-dim.
+        gradients: `gradient_versions` after its last micro-batch so far; None: not looked at.
     """
 
     batches: list[Any]
@@ -72,6 +73,7 @@ class Window:
     differs: bool = False
     certificate: Certificate | None = None
     reported: Tensor | None = None
+    gradients: int | None = None
 
     def items_of(self, inputs: Any) -> Tensor | None:
         """Items of this micro-batch, told by identity; None where somebody handed over another object."""

@@ -238,6 +238,9 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
         raise
     finally:
         session.observing, session.base_loss, session.observed_number, session.base_factor = False, None, None, 1.0
+    if any(parameter._backward_hooks for parameter in module.parameters()):
+        reason = "hooks on gradients run in every micro-batch, and one that is not linear makes another sum of them"
+        found = replace(found, beside=True, reason=reason)
     if found.owned_by_trainer:
         session.response = Response()
         return found

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.contract import Divides, LossContract, Reduction
 from hf_accum_fix.accumulation.loss_calls import LossCalls
+from hf_accum_fix.accumulation.observe import ATTEMPTS
 from hf_accum_fix.accumulation.share import Cut, Share, share_of
 from hf_accum_fix.accumulation.whole_windows import Blank
 from hf_accum_fix.accumulation.window import Weightless, total_items
@@ -23,7 +24,7 @@ from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, tell_last
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.announcing import announce
-from hf_accum_fix.overrides.certifying import end_window
+from hf_accum_fix.overrides.certifying import end_window, gradient_versions
 from hf_accum_fix.overrides.live import loss_func, remakes_inputs, scales_itself
 from hf_accum_fix.overrides.routing import in_the_window, note_routing
 from hf_accum_fix.overrides.session import MicroBatch, Session, Window, session_of
@@ -162,6 +163,13 @@ def training_step(
     if isinstance(inputs, Blank):
         return torch.zeros((), device=trainer.args.device)
     model = kwargs["model"] if "model" in kwargs else args[0]
+    if window.gradients is not None and window.gradients != gradient_versions(trainer.model_wrapped):
+        session.note_inexact()
+        session.warn_once(
+            "gradients",
+            f"{type(trainer).__name__} changes gradients between the micro-batches of a window (clips them?), so that "
+            "the step is not called exact",
+        )
     micro_batch = session.micro_batch = MicroBatch(window.items_of(inputs), isinstance(inputs, Weightless))
     accelerator = trainer.accelerator
     original_loss, original_backward = trainer.compute_loss, accelerator.backward
@@ -205,6 +213,9 @@ def training_step(
     finally:
         session.micro_batch = None
     window.steps_run += 1
+    # Looked at in the first windows of trainers that have a step of their own around ours.
+    looks = session.windows <= ATTEMPTS and remakes_inputs(trainer) and window.steps_run < len(window.batches)
+    window.gradients = gradient_versions(trainer.model_wrapped) if looks else None
     reported = micro_batch.reported
     if micro_batch.share is not None and reported is None:
         raise SeamError(

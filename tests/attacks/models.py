@@ -101,11 +101,6 @@ def squares(model: nn.Module) -> Tensor:
     return torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
 
 
-def gradient_alone(term: Tensor) -> Tensor:
-    """Zero, with the gradient of the term."""
-    return term - term.detach()
-
-
 def flooding(loss: Tensor, level: float = 10.0) -> Tensor:
     """Ishida et al. 2020: below the level the gradient turns round."""
     return (loss - level).abs() + level
@@ -228,13 +223,6 @@ class Clamped(Mean):
     def __init__(self) -> None:
         super().__init__()
         self.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-
-
-class WithGradientAlone(Mean):
-    """A z-loss over attended tokens that shows in the gradient alone."""
-
-    def loss(self, logits: Tensor, labels: Tensor, *, attention_mask: Tensor, **inputs: Any) -> Tensor:
-        return super().loss(logits, labels) + gradient_alone(0.1 * z_loss(logits, attention_mask.bool()))
 
 
 class WithEntropy(Mean):

@@ -341,17 +341,8 @@ LATER = [
     ),
     Case("nan-later", models.of_tokens(models.without_nan), models.mean_of(models.without_nan), windows(2, some_nan)),
     Case("token-weights-later", model_itself, models.TokenWeighted, windows(2, weighted)),
-    # Whatever one micro-batch of the window shows, another of it is another.
-    *(
-        Case(
-            f"token-weights-in-{first}-and-{first + 1}",
-            model_itself,
-            models.TokenWeighted,
-            [with_weights(texts(), (first, first + 1))],
-            cuts=[(2, 4)],
-        )
-        for first in (0, 2, 4, 6)
-    ),
+    # Of a mean by hand one micro-batch of a window is looked at; this is the one.
+    Case("token-weights-in-two", model_itself, models.TokenWeighted, [with_weights(texts(), (0, 1))], cuts=[(2, 4)]),
     Case("targets-later", model_itself, models.OfTargets, windows(2, prompts_later), collate=models.with_targets),
     Case(
         "next-targets-later", model_itself, models.OfNextTargets, windows(2, prompts_later), collate=models.with_targets
@@ -431,25 +422,6 @@ ZERO = [
         for h in (Mean, ByNumber)
     ),
     Case("entropy", full_with_entropy, models.WithEntropy, windows(2)),
-]
-
-
-def with_gradient_alone(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
-    return loss + models.gradient_alone(0.1 * models.z_loss(outputs["logits"], models.attended(inputs))), outputs
-
-
-def full_with_gradient_alone(model: Any, batch: Batch, step: int) -> Tensor:
-    z = models.z_loss(model.logits(batch["input_ids"]), models.attended(batch))
-    return full_mean(model, batch, step) + models.gradient_alone(0.1 * z)
-
-
-GRADIENT_ALONE = [
-    *(
-        Case(f"gradient-alone-{h.__name__}", full_with_gradient_alone, h, windows(1), computing(with_gradient_alone))
-        for h in (Mean, ByNumber)
-    ),
-    Case("gradient-alone-in-forward", full_with_gradient_alone, models.WithGradientAlone, windows(1)),
 ]
 
 
@@ -684,7 +656,6 @@ EXACT_OR_SAID = [
     *BESIDE,
     *LATER,
     *ZERO,
-    *GRADIENT_ALONE,
     *TWICE,
     *GRADIENTS,
     *EXACT_LATER,
