@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from hf_accum_fix.options import enabled
 
 
 @contextmanager
-def no_bypass(trainer: Any, session: Any) -> Iterator[None]:
+def no_bypass(trainer: Any, session: Any, end_window: Callable[[Any], object]) -> Iterator[None]:
     """While a trainer trains, refuse an optimizer step in which no micro-batch came through its wrapped step.
 
     Asked by torch, as part of the step itself, whatever engine, scaler or wrapper calls it, from the first one on. A
@@ -23,6 +23,7 @@ def no_bypass(trainer: Any, session: Any) -> Iterator[None]:
     Args:
         trainer: the one that trains.
         session: what is known of it; its window is that of the step.
+        end_window: ends a window whose last micro-batch was left out, on every rank alike.
     """
 
     def check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -31,6 +32,8 @@ def no_bypass(trainer: Any, session: Any) -> Iterator[None]:
         if session.micro_batch is not None or not enabled():
             return
         if window is not None and (window.steps_run or not window.batches):
+            if window.steps_run and not window.ended and _steps(trainer.optimizer, optimizer):
+                end_window(window)
             return
         cut = trainer.args.gradient_accumulation_steps * trainer.args.world_size > 1
         if cut and _steps(trainer.optimizer, optimizer) and _has_gradients(optimizer):

@@ -87,7 +87,8 @@ def test_few_modules_know_the_trainer() -> None:
 
 
 def test_the_room_of_the_trainer_runs_one_way() -> None:
-    order = ["session", "live", "loader", "settling", "routing", "windows", "announcing", "steps", "training"]
+    order = ["session", "live", "loader", "settling", "routing", "certifying", "windows", "announcing", "steps"]
+    order += ["training"]
     assert {f"hf_accum_fix.overrides.{name}" for name in order} == set(modules_of("hf_accum_fix.overrides")[1:])
     for rank, name in enumerate(order):
         later = {f"hf_accum_fix.overrides.{other}" for other in order[rank:]}

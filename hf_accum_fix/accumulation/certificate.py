@@ -99,7 +99,10 @@ class Certificate:
         flags = [flag.any() for flag in (*self._unequal, *self._remade())]
         made_of = self.contract.made_of
         if self._rests and made_of is not None:
-            rests, losses = (torch.stack([each.double() for each in some]) for some in (self._rests, self._losses))
+            rests, losses = (
+                torch.stack([each.to(count_dtype(each.device)) for each in some])
+                for some in (self._rests, self._losses)
+            )
             spread = rests.max() - rests.min() if made_of.rest else rests.abs().max()
             # A micro-batch without a finite loss shows nothing.
             flags.append(spread > made_of.rounding(self._losses[0].dtype) * losses.abs().max())

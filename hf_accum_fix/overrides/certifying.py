@@ -12,6 +12,8 @@ from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.overrides.live import data_ranks, head_name
 from hf_accum_fix.overrides.session import Session, Window
 
+_BESIDE = "the loss holds something beside the loss calls that it was observed to be made of"
+
 
 def end_window(trainer: Any, session: Session, window: Window) -> Tensor | float | None:
     """Correct the gradient of a window that counted otherwise than its rule; say what was not as observed.
@@ -22,13 +24,13 @@ def end_window(trainer: Any, session: Session, window: Window) -> Tensor | float
     Returns:
         What the gradient, and the loss for the log, were multiplied by; None: they are right as they are.
     """
+    window.ended = True
     certificate = window.certificate
     if certificate is None or not window.batches:
         return None
     device, several = trainer.args.device, data_ranks(trainer) > 1
     readable = device.type == "cpu"
-    if readable:
-        _tell_changes(trainer, session, certificate)
+    _hold(trainer, session, certificate, readable=readable)
     if several and not session.corrects:
         if readable:
             seen, predicted = certificate.counts(device).tolist()
@@ -72,12 +74,24 @@ def gradient_versions(model: nn.Module) -> int:
     return sum(parameter.grad._version for parameter in model.parameters() if parameter.grad is not None)
 
 
-def _tell_changes(trainer: Any, session: Session, certificate: Certificate) -> None:
+def read_certificates(trainer: Any, session: Session) -> None:
+    """Read what was found on the device since the last log: the Trainer has just waited for it to log the loss."""
+    if session.unread is not None and bool(session.unread):
+        _tell(trainer, session, _BESIDE)
+    session.unread = None
+
+
+def _hold(trainer: Any, session: Session, certificate: Certificate, *, readable: bool) -> None:
+    """Hold a window against what was observed."""
     broken = certificate.broken()
     if certificate.changed:
         _tell(trainer, session, certificate.changed)
-    elif broken is not None and bool(broken):
-        _tell(trainer, session, "the loss holds something beside the loss calls that it was observed to be made of")
+    elif broken is None:
+        return
+    elif not readable:
+        session.unread = broken if session.unread is None else session.unread | broken
+    elif bool(broken):
+        _tell(trainer, session, _BESIDE)
 
 
 def _tell(trainer: Any, session: Session, why: str) -> None:

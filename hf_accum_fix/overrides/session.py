@@ -62,6 +62,7 @@ class Window:
         certificate: what its micro-batches have shown of their loss.
         reported: the sum of what was returned for the log, 0-dim.
         gradients: `gradient_versions` after its last micro-batch so far; None: not looked at.
+        ended: its certificate was held against the observation.
     """
 
     batches: list[Any]
@@ -74,6 +75,7 @@ class Window:
     certificate: Certificate | None = None
     reported: Tensor | None = None
     gradients: int | None = None
+    ended: bool = False
 
     def items_of(self, inputs: Any) -> Tensor | None:
         """Items of this micro-batch, told by identity; None where somebody handed over another object."""
@@ -106,6 +108,7 @@ class Session:
         doubled: the trainer says twice the accumulation steps, to see what an override makes of them.
         corrects: the gradient is divided by what the loss calls counted more than the rule, in every window.
         differs: a window of this rank counted otherwise than the rule; the others are told with the next.
+        unread: on a device, whether a window since the last log was made in another way than observed, 0-dim bool.
         inexact_windows: found to be made in another way than observed.
         deferred: the window as a ``get_batch_samples`` of the trainer's own was given it, before it is counted.
     """
@@ -127,6 +130,7 @@ class Session:
     response: Response = Response()
     corrects: bool = False
     differs: bool = False
+    unread: Tensor | None = None
     inexact_windows: int = 0
     deferred: list[Any] | None = None
     busy: set[str] = field(default_factory=set)

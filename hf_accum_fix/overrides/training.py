@@ -12,6 +12,7 @@ from hf_accum_fix.bypass import no_bypass
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.loss_log import LossLog
 from hf_accum_fix.options import Options, enabled
+from hf_accum_fix.overrides.certifying import end_window, read_certificates
 from hf_accum_fix.overrides.live import parallel_size
 from hf_accum_fix.overrides.loader import tell_saved, whole_windows
 from hf_accum_fix.overrides.routing import note_routing
@@ -38,7 +39,7 @@ def train(
         logged = session.loss_log.installed() if session.loss_log is not None else nullcontext()
         with (
             busy(session, "train"),
-            no_bypass(trainer, session),
+            no_bypass(trainer, session, lambda window: end_window(trainer, session, window)),
             whole_windows(trainer, options, opened),
             counted_as_returned(trainer, options),
             mark_passed_over(trainer),
@@ -52,6 +53,7 @@ def train(
     if session.empty_windows is not None and int(session.empty_windows):
         warn_empty(session)
     note_routing(trainer, session)
+    read_certificates(trainer, session)
     if "announced" in session.said and session.contract is not None:
         exact = session.contract.exact and not session.inexact_windows
         run = {"exact": exact, "windows": session.windows, "inexact_windows": session.inexact_windows}

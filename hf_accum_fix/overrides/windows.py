@@ -19,6 +19,7 @@ from hf_accum_fix.accumulation.whole_windows import without_blanks
 from hf_accum_fix.accumulation.window import count_dtype, total_items
 from hf_accum_fix.engine import is_sharded
 from hf_accum_fix.options import Options, enabled
+from hf_accum_fix.overrides.certifying import read_certificates
 from hf_accum_fix.overrides.live import data_ranks, head_name, place, remakes_inputs
 from hf_accum_fix.overrides.routing import count_routing, router_loss_depends_on_the_cut
 from hf_accum_fix.overrides.session import Session, Window, busy, session_of
@@ -106,6 +107,8 @@ def open_window(
 ) -> Window:
     """Count the window whose micro-batches are about to be run, or raise what kept this rank from fetching it."""
     _mark_state(trainer, session)
+    if getattr(trainer, "_globalstep_last_logged", None) == trainer.state.global_step:
+        read_certificates(trainer, session)
     session.windows += bool(batches)
     contract = settle_contract(trainer, session, batches, options, trouble)
     routing, trouble = count_routing(trainer, session, contract, batches, options, trouble)
