@@ -195,12 +195,12 @@ def _holds_state(value: object) -> bool:
 
 
 def _streams_kept(holder: dict[Any, Any]) -> list[Callable[[], object]]:
-    """Generators that a dict holds: what is drawn from one is drawn again afterwards.
+    """Generators and Python's own iterators that a dict holds: what is drawn from one is drawn again afterwards.
 
     One that was drawn from is replaced for good, by an iterator over the same values: it cannot be wound back.
     """
     undo: list[Callable[[], object]] = []
-    for name, stream in [(name, value) for name, value in holder.items() if isinstance(value, GeneratorType)]:
+    for name, stream in [(name, value) for name, value in holder.items() if _is_stream(value)]:
         drawn: list[bool] = []
 
         def values(stream: Any = stream, drawn: list[bool] = drawn) -> Iterator[Any]:
@@ -216,6 +216,11 @@ def _streams_kept(holder: dict[Any, Any]) -> list[Callable[[], object]]:
 
         undo.append(put_back)
     return undo
+
+
+def _is_stream(value: object) -> bool:
+    own = type(value).__module__ in ("builtins", "itertools")
+    return isinstance(value, GeneratorType) or (own and isinstance(value, Iterator))
 
 
 def _dict_kept(value: dict[Any, Any]) -> Callable[[], object]:
