@@ -106,8 +106,9 @@ class LossCalls(AbstractContextManager["LossCalls"]):
             items = len(first) if isinstance(first := next(iter(given.values())), Tensor) and first.ndim else 1
         else:
             items = (out if reduction == "none" else next(iter(given.values()))).numel()
-        value = out.detach()
-        self.seen.append(LossCall(reduction, value.sum() if value.ndim else value, items, weighted, ignore_index))
+        # A copy: heads add a router's loss to it in place.
+        value = out.detach().sum() if out.ndim else out.detach().clone()
+        self.seen.append(LossCall(reduction, value, items, weighted, ignore_index))
 
 
 @contextmanager
