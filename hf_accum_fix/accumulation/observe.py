@@ -1,15 +1,15 @@
 """Observing a loss: what it does with the number it is handed, how it composes, and what it counts.
 
-Signatures, class names and declared loss types mislead, so the loss is run, at most four times and without gradient, on
-samples of the first window. Three kinds of evidence are put together:
+Signatures, class names and declared loss types mislead, so the loss is run a few times, without gradient, on samples of
+the first window. Three kinds of evidence are put together:
 
 - *the number*: the loss with 8 and with 16.5 handed in. If it moves it is ``S / number + x``, and where no loss call
   tells S, a third and a fourth call, without a number and with 8.5, give the count it would use itself and tell whether
   it cuts the number to 8;
 - *the parts*: for a mean over items  L(AB) n(AB) = L(A) n(A) + L(B) n(B),  whatever the items are, and for no other;
   for a sum that is divided by the number  S(AB) = S(A) + S(B);
-- *the loss call*: a torch function mode sees which of cross_entropy, mse_loss, ctc_loss ... was called, with which
-  targets, ignored index and reduction.
+- *the loss call*: thin wrappers (`loss_calls`) see which of cross_entropy, mse_loss, ctc_loss ... was called, with
+  which targets, weights, ignored index and reduction.
 
 Every way of counting that the inputs offer is held against this evidence; the first that fits it all is the rule.
 """
