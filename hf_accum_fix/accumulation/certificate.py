@@ -52,8 +52,9 @@ class Certificate:
             if factor
         ]
         self._unequal.extend(count != counts[0] for count in counts[1:])
+        items = counts[0] if made_of.per_item == 1.0 else counts[0] / made_of.per_item
         # Without a target one dummy is run, and weighs nothing.
-        return (counts[0] / made_of.per_item) * (predicted > 0)
+        return items if self.contract.by_number else items * (predicted > 0)
 
     def note_items(self, seen: Tensor, predicted: Tensor) -> None:
         """Take the items of one micro-batch, as its loss and as the rule counted them."""
@@ -71,15 +72,15 @@ class Certificate:
         made_of = self.contract.made_of
         if made_of is None or len(calls) != len(made_of.factors):
             return
-        loss = loss.detach()
-        rest = loss
-        for call, factor in zip(calls, made_of.factors, strict=True):
-            if factor:
-                value = call.value if call.reduction != "none" else call.value / call.items
-                value = value if number is None else value / number
-                rest = rest - (value if factor == 1.0 else value * factor)
+        with torch.no_grad():
+            rest = loss
+            for call, factor in zip(calls, made_of.factors, strict=True):
+                if factor:
+                    value = call.value if call.reduction != "none" else call.value / call.items
+                    value = value if number is None else value / number
+                    rest = rest - (value if factor == 1.0 else value * factor)
         self._rests.append(rest)
-        self._losses.append(loss)
+        self._losses.append(value)
 
     def note_override(self, loss: Tensor, base: Tensor, factor: float, *, constant: bool) -> None:
         """Take what a trainer's own ``compute_loss`` made of the base's loss: ``factor`` times it, and a constant.
@@ -99,13 +100,10 @@ class Certificate:
         flags = [flag.any() for flag in (*self._unequal, *self._remade())]
         made_of = self.contract.made_of
         if self._rests and made_of is not None:
-            rests, losses = (
-                torch.stack([each.to(count_dtype(each.device)) for each in some])
-                for some in (self._rests, self._losses)
-            )
+            rests, losses = torch.stack(self._rests), torch.stack(self._losses)
             spread = rests.max() - rests.min() if made_of.rest else rests.abs().max()
             # A micro-batch without a finite loss shows nothing.
-            flags.append(spread > made_of.rounding(self._losses[0].dtype) * losses.abs().max())
+            flags.append(spread > made_of.rounding(rests.dtype) * losses.abs().max())
         return torch.stack([flag.reshape(()) for flag in flags]).any() if flags else None
 
     def _remade(self) -> list[Tensor]:

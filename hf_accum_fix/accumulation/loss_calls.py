@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_accum_fix.accumulation.window import count_dtype
+
 #: The functions that are seen; what a mean divides by is `_divisor`.
 _LOSSES = (
     "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "ctc_loss", "kl_div",
@@ -94,7 +96,7 @@ class LossCalls(AbstractContextManager["LossCalls"]):
         elif name in _BY_CLASS and isinstance(target, Tensor) and not target.is_floating_point():
             ignore_index = given["ignore_index"]
             valid = target != ignore_index
-            items = valid.sum()
+            items = valid.sum(dtype=count_dtype(valid.device))
             if given.get("weight") is not None:
                 weighted = True
                 items = (given["weight"].detach()[target.clamp(min=0)] * valid).sum()
@@ -107,7 +109,8 @@ class LossCalls(AbstractContextManager["LossCalls"]):
         else:
             items = (out if reduction == "none" else next(iter(given.values()))).numel()
         # A copy: heads add a router's loss to it in place.
-        value = out.detach().sum() if out.ndim else out.detach().clone()
+        with torch.no_grad():
+            value = out.sum() if out.ndim else out.clone()
         self.seen.append(LossCall(reduction, value, items, weighted, ignore_index))
 
 

@@ -260,7 +260,9 @@ def observe(
             others_seen = asked if first.own else others_seen
         one, other, sliced = _parts(inputs, first, router_coefficients)
         parts: tuple[_Seen | None, _Seen | None] = (None, None)
-        if not by_hand or first.own or world_size == 1:
+        if world_size == 1 and one is inputs:
+            parts = (first, first)
+        elif not by_hand or first.own or world_size == 1:
             parts = (tried(one, number), tried(other, number))
         if None in parts and sliced and world_size == 1 and not by_hand:
             # What looks like rows may be none (three axes of positions beside three samples).
@@ -439,6 +441,9 @@ def _by_number(
     losses = evidence.without((aux, z))
     beside = losses[0] - summed / low
     beside = 0.0 if abs(beside) <= evidence.tolerance * abs(losses[0]) else beside
+    if beside and any(evidence.configured) and not any(first.router):
+        # A router's loss that the outputs do not carry: its mean over micro-batches is the convention.
+        return found
     comparable = evidence.in_parts and evidence.sliced and not first.random
     if comparable and not evidence.adds_up(losses, beside):
         if not beside:

@@ -64,6 +64,7 @@ def share_of(
     *,
     own_loss: bool = False,
     rounded: bool = False,
+    weighed: bool = True,
 ) -> Share:
     """The share of one micro-batch; of a `Weightless` one it is zero, but for router terms.
 
@@ -75,6 +76,7 @@ def share_of(
         own_loss: the loss is a function of the user's own, which may return a constant without a graph where it
             finds no target: it is always given one.
         rounded: the engine rounds floating-point inputs to 16 bits: the number goes past it as an integer.
+        weighed: False: a mean is weighed by the items that its loss calls will have counted.
     """
     if isinstance(inputs, Weightless):
         counted = share_of(contract, dict(inputs), items, cut, own_loss=own_loss, rounded=rounded)
@@ -91,7 +93,11 @@ def share_of(
         return Share(inputs, contract.as_number(whole), whole / mean)
     assert contract.items is not None
     items = (contract.items.count(inputs) if items is None else items).to(mean.device)
-    ratio = (items > 0) * 1.0 if contract.by_number else items / mean
+    ratio: Tensor | None = None
+    if contract.by_number:
+        ratio = (items > 0) * 1.0
+    elif weighed:
+        ratio = items / mean
     return Share(contract.items.with_target(inputs, items), number, ratio)
 
 

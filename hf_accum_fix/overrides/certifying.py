@@ -43,12 +43,14 @@ def end_window(trainer: Any, session: Session, window: Window) -> Tensor | float
     sums = certificate.counts(device)
     if several:
         sums = trainer.accelerator.reduce(sums, reduction="sum")
-    seen_items, predicted_items = sums[0], sums[1]
-    times: Tensor | float = torch.where(seen_items > 0, predicted_items / seen_items, torch.ones_like(seen_items))
+    times: Tensor | float
     if readable:
-        times = float(times)
+        seen, predicted = sums.tolist()
+        times = predicted / seen if seen else 1.0
         if abs(times - 1) <= 1e-12:
             return None
+    else:
+        times = torch.where(sums[0] > 0, sums[1] / sums[0], torch.ones_like(sums[0]))
     if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
         # Its engine has taken the step within the backward.
         _tell(trainer, session, "DeepSpeed keeps the gradients, so that they are not divided by the items seen")

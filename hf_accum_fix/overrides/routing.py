@@ -79,7 +79,11 @@ def _forward_alone(trainer: Any, session: Session, module: nn.Module, steps: int
     session.observing, session.observed_number = True, number
     kept = python_state_kept(trainer, leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator))
     try:
-        with kept if compute_loss is not None else nullcontext(), shadow(trainer, "log", silent):
+        with (
+            kept if compute_loss is not None else nullcontext(),
+            shadow(trainer, "log", silent),
+            shadow(trainer, "current_gradient_accumulation_steps", steps),
+        ):
             yield lambda inputs: run(inputs, number)[0]
     finally:
         session.observing, session.base_loss, session.observed_number = False, None, None

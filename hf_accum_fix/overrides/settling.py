@@ -26,7 +26,7 @@ from hf_accum_fix.accumulation.declared import (
 )
 from hf_accum_fix.accumulation.observe import ATTEMPTS, HIGH, NO_TARGET_SEEN, Forward, observe
 from hf_accum_fix.accumulation.share import loss_among
-from hf_accum_fix.accumulation.window import Items, sample_count
+from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.engine import is_sharded
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.options import Options
@@ -85,11 +85,11 @@ def settle_contract(
     session.contract = found
     if not found.conclusive and session.attempts < ATTEMPTS:
         if found.reason != NO_TARGET_SEEN:
-            _warn(trainer, session, found, window)
+            _warn(trainer, session, found)
         return found
     check_dealing(trainer, found, options)
     session.corrects = found.made_of is not None and not found.made_of.counted
-    _warn(trainer, session, found, window)
+    _warn(trainer, session, found)
     return found
 
 
@@ -119,7 +119,7 @@ def _still(trainer: Any, session: Session, known: LossContract, found: LossContr
     return session.contract
 
 
-def _warn(trainer: Any, session: Session, found: LossContract, window: list[Any]) -> None:
+def _warn(trainer: Any, session: Session, found: LossContract) -> None:
     """Say once why a loss is not exact, where another cut could show it."""
     head = head_name(trainer)
     if found.reduction is Reduction.SUM:
@@ -135,11 +135,7 @@ def _warn(trainer: Any, session: Session, found: LossContract, window: list[Any]
         else:
             outcome = "gets each micro-batch weighed by its items"
         words = f"{head}: {found.reason}. It {outcome}: {found.coupling.value}."
-        even = len({sample_count(each) for each in window if isinstance(each, Mapping)}) <= 1
-        if found.coupling is Coupling.SAMPLES and even:
-            # Such a mean is the full batch's.
-            logger.info(words)
-        elif found.coupling is Coupling.COUPLED:
+        if found.coupling is Coupling.COUPLED:
             session.warn_once(
                 "inexact", f"{words} Keep per_device_train_batch_size large: one sample may teach nothing."
             )

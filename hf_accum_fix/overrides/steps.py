@@ -89,6 +89,8 @@ def _loss_in_window(
         items = total_items(contract.items, [inputs], cut.mean.device)[0][0]
         if cut.micro_batches * cut.world_size == 1:
             cut = Cut.of(contract, items, 1, 1)
+    # The mean of the only micro-batch is right, whatever it is over.
+    alone = cut.micro_batches * cut.world_size == 1 and contract.reduction is Reduction.MEAN
     share = share_of(
         contract,
         inputs,
@@ -96,6 +98,7 @@ def _loss_in_window(
         cut,
         own_loss=loss_func(trainer) is not None,
         rounded=inputs_are_rounded(trainer.accelerator),
+        weighed=watched is None or items is None or alone,
     )
     with LossCalls() if watched is not None else nullcontext() as calls:
         loss, outputs = base_loss(trainer, model, share.inputs, share.number)
@@ -103,8 +106,6 @@ def _loss_in_window(
         _certify(contract, watched, share, loss, outputs, calls, items)
         seen = items if calls is None else watched.items(calls.seen, items)
         micro_batch.base_calls += 1
-        alone = cut.micro_batches * cut.world_size == 1 and contract.reduction is Reduction.MEAN
-        # The mean of the only micro-batch is right, whatever it is over.
         if not alone:
             at_its_place = window.counts[min(window.steps_run, len(window.counts) - 1)]
             known = items if cut is not window.cut else at_its_place if predicted is None else predicted
@@ -271,7 +272,8 @@ def _share_of_window(
         if window.certificate is not None:
             if micro_batch.seen is not None:
                 window.certificate.note_items(*micro_batch.seen)
-            window.certificate.note_override(loss, micro_batch.base, response.factor, constant=response.constant)
+            if loss is not micro_batch.base:
+                window.certificate.note_override(loss, micro_batch.base, response.factor, constant=response.constant)
         return loss * 1.0 if _divided(response.divides, micro_batch) else loss / steps
     if micro_batch.weightless:
         return loss * 0.0

@@ -115,7 +115,7 @@ def test_what_training_runs_is_observed_and_leaves_no_trace_in_the_log(tmp_path:
     stock = noted("stock")
     in_training = [call.keys() for call in calls]
     mended = noted("apply")
-    assert [call.keys() for call in calls] == [in_training[0]] * 4 + in_training
+    assert [call.keys() for call in calls] == [in_training[0]] * (len(calls) - len(in_training)) + in_training
     for call in calls:
         assert call["fused_lm_head"] is True and call["use_cache"] is False
         assert isinstance(call["max_length_q"], int) and "attention_mask" not in call
