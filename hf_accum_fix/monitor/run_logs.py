@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,15 @@ _IGNORED = {"epoch", "total_flos", *_STEP_KEYS}
 
 
 class LogsError(AccumFixError):
-    """There is nothing to read where logs were expected."""
+    """There is nothing to read where logs were expected, or no picture could be drawn of them."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    r"""The text with every letter that a terminal would obey rather than show spelled out, as ``\x1b``."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 @dataclass(frozen=True)
@@ -44,8 +53,8 @@ class Run:
     """One run's logs.
 
     Attributes:
-        name: where they were found, and which line of a sweep.
-        series: by the name they were logged under (TensorBoard's ``train/`` taken off).
+        name: where they were found, and which line of a sweep; printable.
+        series: by the name they were logged under (TensorBoard's ``train/`` taken off); printable.
     """
 
     name: str
@@ -59,14 +68,17 @@ def read_runs(path: Path) -> list[Run]:
         LogsError: if there is none.
     """
     if not path.exists():
-        raise LogsError(f"{path} does not exist; needed is a folder of logs, a trainer_state.json or a .jsonl file")
+        raise LogsError(f"{path} does not exist; expected a folder of logs, a trainer_state.json or a .jsonl file")
+    if not (path.is_file() or path.is_dir()):
+        # A pipe or a device: reading one may wait for ever.
+        raise LogsError(f"{path} is no regular file; expected a folder of logs, a trainer_state.json or a .jsonl file")
     runs = _runs_of_file(path) if path.is_file() else _runs_of_folder(path)
     if not runs and path.is_dir():
         runs = [run for folder in sorted(path.iterdir()) if folder.is_dir() for run in _runs_of_folder(folder)]
     runs = [run for run in runs if "loss" in run.series]
     if not runs:
         raise LogsError(
-            f"no loss was found in {path}; needed is a trainer_state.json (here or in checkpoint-*), a .jsonl file "
+            f"no loss was found in {path}; expected a trainer_state.json (here or in checkpoint-*), a .jsonl file "
             "whose lines hold `step` and `loss`, or TensorBoard event files"
         )
     return runs
@@ -77,10 +89,14 @@ def _runs_of_folder(folder: Path) -> list[Run]:
     state = _latest_state(folder)
     if state is not None:
         return _runs_of_file(state)
-    runs = [run for file in sorted(folder.glob("*.jsonl")) for run in _runs_of_file(file)]
+    runs = [run for file in sorted(folder.glob("*.jsonl")) if file.is_file() for run in _runs_of_file(file)]
     if runs:
         return runs
     events = sorted(folder.glob("**/*tfevents*"))
+    for event in events:
+        if not event.is_file():
+            # TensorBoard's reader opens whatever lies in the folder, and waits at a pipe for ever.
+            raise LogsError(f"{event} is no regular file; expected TensorBoard event files; move it elsewhere")
     return [_from_events(place) for place in sorted({event.parent for event in events})]
 
 
@@ -102,11 +118,11 @@ def _runs_of_file(file: Path) -> list[Run]:
     try:
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".jsonl":
-            return _from_lines(name, [json.loads(line) for line in text.splitlines() if line.strip()])
+            return _from_lines(name, [json.loads(line) for line in text.split("\n") if line.strip()])
         return [_from_rows(name, json.loads(text)["log_history"])]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, OverflowError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise LogsError(
-            f"{file} could not be read ({type(error).__name__}: {error}); needed is a trainer_state.json with a "
+            f"{file} could not be read ({type(error).__name__}: {error}); expected a trainer_state.json with a "
             "log_history, or a .jsonl file with an object a line"
         ) from error
 
@@ -115,14 +131,14 @@ def _from_lines(name: str, rows: list[dict[str, Any]]) -> list[Run]:
     whole = [row for row in rows if "losses" in row]
     if not whole:
         return [_from_rows(name, rows)] if rows else []
-    return [Run(f"{name}: {_label(row)}", dict(_columns(row))) for row in whole]
+    return [Run(printable(f"{name}: {_label(row)}"), dict(_columns(row))) for row in whole]
 
 
 def _columns(row: Mapping[str, Any]) -> Iterator[tuple[str, Series]]:
     for column, meaning in _WHOLE_COLUMNS.items():
         values = row.get(column, ())
         if values:
-            yield meaning, Series(tuple(map(float, range(1, len(values) + 1))), tuple(map(float, values)))
+            yield meaning, Series(tuple(map(float, range(1, len(values) + 1))), tuple(map(_number_of, values)))
 
 
 def _label(row: Mapping[str, Any]) -> str:
@@ -135,12 +151,22 @@ def _from_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> Run:
     columns: dict[str, tuple[list[float], list[float]]] = {}
     for place, row in enumerate(rows, start=1):
         step = next((float(row[key]) for key in _STEP_KEYS if key in row), float(place))
+        if not math.isfinite(step):
+            raise ValueError(f"got step {step}; expected a number")
         for key, value in row.items():
             if key not in _IGNORED and isinstance(value, (int, float)) and not isinstance(value, bool):
-                steps, values = columns.setdefault(key.removeprefix("train/"), ([], []))
+                steps, values = columns.setdefault(printable(key.removeprefix("train/")), ([], []))
                 steps.append(step)
-                values.append(float(value))
-    return Run(name, {key: Series(tuple(steps), tuple(values)) for key, (steps, values) in columns.items()})
+                values.append(_number_of(value))
+    return Run(printable(name), {key: Series(tuple(steps), tuple(values)) for key, (steps, values) in columns.items()})
+
+
+def _number_of(value: float) -> float:
+    """As a float; inf where it is a whole number larger than any float."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
 
 
 def _from_events(folder: Path) -> Run:
@@ -156,6 +182,6 @@ def _from_events(folder: Path) -> Run:
     series = {}
     for tag in events.Tags()["scalars"]:
         scalars = events.Scalars(tag)
-        key = tag.removeprefix("train/").replace("eval/", "eval_")
+        key = printable(tag.removeprefix("train/").replace("eval/", "eval_"))
         series[key] = Series(tuple(float(s.step) for s in scalars), tuple(float(s.value) for s in scalars))
-    return Run(str(folder), series)
+    return Run(printable(str(folder)), series)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations
 from statistics import NormalDist, fmean, median
 
 from hf_accum_fix.monitor.pipeline import Sentinel, without_sentinels
@@ -24,7 +25,7 @@ from hf_accum_fix.monitor.robust import (
     normal_of_student,
     theil_sen,
 )
-from hf_accum_fix.monitor.run_logs import PREFIX, Run, Series
+from hf_accum_fix.monitor.run_logs import PREFIX, LogsError, Run, Series
 
 #: Logs without which a trend, or a difference, is not told from noise.
 _ENOUGH = 8
@@ -38,6 +39,8 @@ _SPIKE, _NEIGHBOURS, _SPIKE_TIMES = 9.0, 20, 3.0
 _LOGS_PER_DEGREE = 5
 #: Chance that two runs of the same curve are said to differ.
 _FALSE_DIFFERENCE = 1e-4
+#: Letters of a run's name in a picture and a comparison.
+_LONGEST_NAME = 60
 
 
 @dataclass(frozen=True)
@@ -194,15 +197,71 @@ def compare(one: Summary, other: Summary) -> Comparison:
     return Comparison(one.run, other.run, len(steps), ratio, steady, worst, steps[place], abs(worst) > threshold)
 
 
-def report(runs: Sequence[Run]) -> str:
-    """Everything in words: each run, and each held against the first."""
-    summaries = [summarise(run) for run in runs]
-    told = [_told(summary) for summary in summaries]
-    told += [_compared(compare(summary, summaries[0])) for summary in summaries[1:]]
+def report(runs: Sequence[Run], against: str | None = None) -> str:
+    """Everything in words: each run, and each held against one of them.
+
+    Args:
+        runs: that were read.
+        against: name of the run that the others are held against, in full or as shortened; None: the one that most
+            others differ from by no more than noise, the first of them.
+
+    Raises:
+        LogsError: if there is no such run.
+    """
+    names = short_names([run.name for run in runs])
+    summaries = [replace(summarise(run), run=name) for run, name in zip(runs, names, strict=True)]
+    told = [_told(its, run.name) for its, run in zip(summaries, runs, strict=True)]
+    if len(runs) > 1:
+        reference = _most_agreed_with(summaries) if against is None else _named(against, names, runs)
+        if len(runs) > 2 and against is None:
+            told.append(f"{names[reference]}: the others are held against it, since most agree with it (--against)")
+        others = [its for place, its in enumerate(summaries) if place != reference]
+        told += [_compared(compare(its, summaries[reference])) for its in others]
     return "\n\n".join(told)
 
 
-def _told(its: Summary) -> str:
+def short_names(names: Sequence[str]) -> list[str]:
+    """Names of runs without the folders that all have in common, of 60 letters at most, and no two alike."""
+    places, labels = zip(*(name.partition(": ")[::2] for name in names), strict=True)
+    parts = [place.rstrip("/").split("/") for place in places]
+    while min(map(len, parts)) > 1 and len({its[0] for its in parts}) == 1:
+        parts = [its[1:] for its in parts]
+    found: list[str] = []
+    for its, label in zip(parts, labels, strict=True):
+        name = short = _cut("/".join(its) + (f": {label}" if label else ""))
+        number = 1
+        while short in found:
+            number += 1
+            short = f"{name} ({number})"
+        found.append(short)
+    return found
+
+
+def _cut(name: str) -> str:
+    kept = _LONGEST_NAME // 2 - 2
+    return name if len(name) <= _LONGEST_NAME else f"{name[:kept]}...{name[-kept:]}"
+
+
+def _most_agreed_with(summaries: Sequence[Summary]) -> int:
+    """The place of the run that differs from the fewest others; the first of several."""
+    agreed = [0] * len(summaries)
+    if len(summaries) > 2:
+        for (place, one), (other_place, other) in combinations(enumerate(summaries), 2):
+            found = compare(one, other)
+            if not (found.differ or math.isnan(found.worst)):
+                agreed[place] += 1
+                agreed[other_place] += 1
+    return agreed.index(max(agreed))
+
+
+def _named(wanted: str, names: Sequence[str], runs: Sequence[Run]) -> int:
+    for place, (name, run) in enumerate(zip(names, runs, strict=True)):
+        if wanted in (name, run.name):
+            return place
+    raise LogsError(f"got {wanted} to hold the others against; expected one of {', '.join(names)}")
+
+
+def _told(its: Summary, full_name: str) -> str:
     loss = its.loss
     rows = [("loss", "none left")]
     if len(loss):
@@ -228,7 +287,7 @@ def _told(its: Summary) -> str:
         rows.append(("gradient norm", f"{words} (steps {where})" if where else words))
     rows += [("alarms", _counted(its.alarms) or "none logged")]
     width = max(len(name) for name, _ in rows)
-    head = f"{its.run}: {len(loss)} logged losses"
+    head = f"{its.run}: {len(loss)} logged losses" + (f" ({full_name})" if full_name != its.run else "")
     return "\n".join([head, *(f"  {name:{width}}  {words}" for name, words in rows)])
 
 
@@ -302,7 +361,7 @@ def _alarms(run: Run) -> list[tuple[str, tuple[int, float]]]:
         name = key.removeprefix(PREFIX).removesuffix("_alarms")
         if key == f"{PREFIX}{name}_alarms" and max(series.values) > 0:
             first = next(step for step, count in zip(series.steps, series.values, strict=True) if count > 0)
-            found.append((name.replace("_", " "), (int(max(series.values)), first)))
+            found.append((name.replace("_", " "), (round(min(max(series.values), 1e15)), first)))
     return found
 
 
