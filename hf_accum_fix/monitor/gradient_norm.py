@@ -18,6 +18,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,15 +89,19 @@ class GradientNorm:
         self._unusual, self._factor = unusual, factor
         self._usual: deque[float] = deque(maxlen=window)
         self._finite: deque[bool] = deque(maxlen=window)
-        self._new: list[Tensor] = []
+        self._new: list[Any] = []
 
     def update(self, norm: Tensor | float) -> None:
-        """Take one step's norm into account, before clipping; no device sync."""
-        self._new.append(torch.as_tensor(norm).detach())
+        """Take one step's norm into account, before clipping; no device sync.
+
+        A norm that lies in parts on the ranks (fully_shard's) is put together when it is read, by every rank.
+        """
+        self._new.append(norm if hasattr(norm, "full_tensor") else torch.as_tensor(norm).detach())
 
     def read(self) -> GradientNormReading:
         """What came since the last reading: one device sync."""
-        norms: list[float] = torch.stack([norm.float() for norm in self._new]).tolist() if self._new else []
+        new = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in self._new]
+        norms: list[float] = torch.stack([norm.float().reshape(()) for norm in new]).tolist() if new else []
         self._new.clear()
         spikes = []
         for place, norm in enumerate(norms):

@@ -47,18 +47,21 @@ class RankLoss:
 
     def judge(self, reading: LossReading) -> Alarm | None:
         """The alarm that this reading completes, if any. Every rank judges alike; nothing is communicated."""
-        if len(reading.ranks) < 2:
-            return None
-        broken = [rank for rank, moments in enumerate(reading.ranks) if not math.isfinite(moments.loss)]
+        measured = [rank for rank, moments in enumerate(reading.ranks) if moments.items]
+        broken = [rank for rank in measured if not math.isfinite(reading.ranks[rank].loss + reading.ranks[rank].items)]
         if broken:
             self._carried = ()
-            return Alarm(
-                f"rank-loss-not-finite-{broken[0]}",
-                f"the loss of rank {_listed(broken)} is not finite, that of the others is; "
-                "look at its data (an empty micro-batch, an outlier) and its precision"
-                if len(broken) < len(reading.ranks)
-                else "the loss is not finite on any rank; look at learning rate and precision",
-            )
+            others = [rank for rank in measured if rank not in broken]
+            if others:
+                return Alarm(
+                    f"rank-loss-not-finite-{broken[0]}",
+                    f"the losses of rank {_listed(broken)} are not finite, those of rank {_listed(others)} are; "
+                    "look at its data (an empty micro-batch, an outlier) and its precision",
+                )
+            of_all = "" if len(reading.ranks) == 1 else f" (of rank {_listed(broken)}, the only ones with a loss)"
+            return Alarm("loss-not-finite", f"the loss is not finite{of_all}; look at learning rate and precision")
+        if len(reading.ranks) < 2:
+            return None
         self._carried = (
             tuple(carried + new for carried, new in zip(self._carried, reading.ranks, strict=True))
             if len(self._carried) == len(reading.ranks)
@@ -75,9 +78,11 @@ class RankLoss:
         groups: dict[tuple[float, ...], list[int]] = {}
         for rank in measured:
             its = moments[rank]
+            if its.deviations_squared <= 1e-9 * its.loss_squared:
+                continue  # always the same loss, such as zero: no fingerprint of its samples
             # Six digits: the same samples give the same loss but for the order that a kernel sums in.
             groups.setdefault((its.items, float(f"{its.loss:.5e}"), float(f"{its.loss_squared:.5e}")), []).append(rank)
-        same = max(groups.values(), key=len)
+        same = max(groups.values(), key=len, default=[])
         self._same = self._same + 1 if len(same) > 1 else 0
         # Twice running, so that a coincidence is none.
         if self._same < 2:
