@@ -194,8 +194,8 @@ class RankGradients:
             return None
         self._carried = []
         found = deviations(steps, self._tolerance)
-        self.worst = max(found, key=lambda each: abs(each.unusual))
         shifted = self._shifts.add(found, len(reading.norms))
+        self.worst = self._shifts.worst
         if shifted is None:
             return None
         times = math.exp(shifted.difference)
@@ -230,6 +230,6 @@ def deviations(steps: list[tuple[float, ...]], tolerance: float = 0.0) -> list[D
     squares = sum((value - effect) ** 2 for step in centred for value, effect in zip(step, effects, strict=True))
     error = math.sqrt(squares / freedom / count * ranks / (ranks - 1))
     return [
-        Deviation.of(rank, effect * ranks / (ranks - 1), error, freedom, tolerance)
+        Deviation(rank, effect * ranks / (ranks - 1), error, freedom, tolerance)
         for rank, effect in enumerate(effects)
     ]

@@ -24,12 +24,13 @@ LOOK_AT = "look at this rank's data shard, its seed (sampler, dropout) and its p
 class RankLoss:
     """Judges, reading by reading, whether a rank's loss has shifted against the others' for good.
 
-    A single odd reading is no alarm (`Shifts`). Readings of fewer than ``micro_batches`` a rank are put together until
+    A single odd reading is no alarm (`Shifts`), nor is a difference such as the other ranks have too (`Spread`). Readings of fewer than ``micro_batches`` a rank are put together until
     there are as many, because a deviation needs noise to be held against.
 
     Args:
         readings_per_false_alarm: mean number of readings up to a false alarm of any rank.
         tolerance: difference, as a share of the mean loss, that nobody would act upon.
+        tolerance_of_first: the same as a share of the first mean loss: what is learned by heart differs by any factor.
         micro_batches: a rank's least number of micro-batches in a judgement.
 
     Attributes:
@@ -37,12 +38,17 @@ class RankLoss:
     """
 
     def __init__(
-        self, readings_per_false_alarm: float = 20_000, tolerance: float = 0.01, micro_batches: int = 8
+        self,
+        readings_per_false_alarm: float = 20_000,
+        tolerance: float = 0.01,
+        micro_batches: int = 8,
+        tolerance_of_first: float = 0.002,
     ) -> None:
         self._shifts = Shifts(readings_per_false_alarm)
         self._tolerance, self._micro_batches = tolerance, micro_batches
         self._carried: tuple[Moments, ...] = ()
         self._same = 0
+        self._tolerance_of_first, self._first = tolerance_of_first, 0.0
         self.worst: Deviation | None = None
 
     def judge(self, reading: LossReading) -> Alarm | None:
@@ -94,11 +100,13 @@ class RankLoss:
         )
 
     def _shifted(self, moments: tuple[Moments, ...], measured: list[int]) -> Alarm | None:
-        found = deviations(moments, measured, self._tolerance)
+        mean = abs(sum(moments, Moments()).mean)
+        self._first = self._first or mean
+        found = deviations(moments, measured, max(self._tolerance * mean, self._tolerance_of_first * self._first))
         if not found:
             return None
-        self.worst = max(found, key=lambda each: abs(each.unusual))
         named = self._shifts.add(found, len(moments))
+        self.worst = self._shifts.worst
         if named is None:
             return None
         its = moments[named.rank]
@@ -145,7 +153,7 @@ def deviations(moments: tuple[Moments, ...], measured: list[int], tolerance: flo
         its = moments[rank]
         others = total - its
         error = math.sqrt(variance(its) + variance(others))
-        found.append(Deviation.of(rank, its.mean - others.mean, error, freedom, tolerance * abs(total.mean)))
+        found.append(Deviation(rank, its.mean - others.mean, error, freedom, tolerance))
     return found
 
 
