@@ -29,6 +29,7 @@ from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
 from hf_accum_fix.monitor.loss_check import LossCheck, Verdict
 from hf_accum_fix.monitor.memory import MIB, MemoryMonitor, TrendKind
+from hf_accum_fix.monitor.monitor import MonitorAlarmError, OnAlarm
 from hf_accum_fix.monitor.rank_gradients import RankGradients
 from hf_accum_fix.monitor.rank_loss import RankLoss
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
@@ -48,6 +49,9 @@ class MonitorCallback(TrainerCallback):
 
     #: Where the number of alarms is logged.
     alarms_name = ""
+    #: As in `Monitor`; and whether an alarm is to stop the run.
+    on_alarm: OnAlarm = "log"
+    stop = False
 
     def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
         self.trainer = trainer
@@ -71,6 +75,13 @@ class MonitorCallback(TrainerCallback):
         if alarm is not None:
             alarm = Alarm(alarm.kind, f"step {self.trainer.state.global_step}: {alarm.message}")
         self.alarms.say(alarm)
+        if alarm is None:
+            return
+        if callable(self.on_alarm):
+            self.on_alarm(alarm)
+        self.stop = self.stop or self.on_alarm == "stop"
+        if self.on_alarm == "raise":
+            raise MonitorAlarmError(f"{alarm.kind}: {alarm.message}")
 
     def _before_log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if "loss" not in logs:
@@ -168,6 +179,7 @@ class LossCallback(MonitorCallback):
             found["loss_repeats_the_trainers"] = 1.0
         if self.ranks.size > 1:
             found["rank_loss_spread"] = reading.spread
+            found.update((f"rank_loss_{rank}", its.mean) for rank, its in enumerate(reading.ranks) if its.items)
         if self._judge.worst is not None:
             found["rank_loss_worst_rank"] = self._judge.worst.rank
             found["rank_loss_worst_in_standard_errors"] = self._judge.worst.unusual
@@ -397,6 +409,51 @@ class MemoryCallback(MonitorCallback):
             "memory_peak_mib": max(its.peak for its in reading.ranks) / MIB,
             "memory_growth_mib_per_step": max(slopes, default=math.nan) / MIB,
         }
+
+
+class MonitorsCallback(TrainerCallback):
+    """All of them as one callback: ``trainer.add_callback(MonitorsCallback(trainer))``.
+
+    ``hf_accum_fix/all_alarms`` counts the alarms of all.
+
+    Args:
+        trainer: as in `MonitorCallback`.
+        ranks: as in `MonitorCallback`.
+        on_alarm: as in `Monitor`; "stop" ends training after the step.
+    """
+
+    def __init__(self, trainer: Any, ranks: Ranks | None = None, on_alarm: OnAlarm = "log") -> None:
+        self._parts = all_callbacks(trainer, ranks)
+        self.stop = False
+        for part in self._parts:
+            part.on_alarm = on_alarm
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Begin to listen."""
+        for part in self._parts:
+            part.on_train_begin(*args, **kwargs)
+        # The last to listen, so that every part has counted.
+        _listen(self._parts[0].trainer, "log", self._count, before=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Every part's own, and the end of the run where an alarm is to be one."""
+        for part in self._parts:
+            part.on_step_end(args, state, control, **kwargs)
+        control.should_training_stop = control.should_training_stop or any(part.stop for part in self._parts)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The end of the run where an alarm of this log is to be one."""
+        control.should_training_stop = control.should_training_stop or any(part.stop for part in self._parts)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the Trainer as it was."""
+        _stop_listening(self._parts[0].trainer, "log", self._count)
+        for part in self._parts:
+            part.on_train_end(*args, **kwargs)
+
+    def _count(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs[f"{PREFIX}all_alarms"] = sum(part.alarms.count for part in self._parts)
 
 
 def all_callbacks(trainer: Any, ranks: Ranks | None = None) -> tuple[MonitorCallback, ...]:

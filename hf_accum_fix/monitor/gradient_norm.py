@@ -123,6 +123,15 @@ class GradientNorm:
             not_finite=1 - sum(self._finite) / len(self._finite) if self._finite else 0.0,
         )
 
+    def state_dict(self) -> dict[str, list[float] | list[bool]]:
+        """The window of norms, for JSON; what was not read yet is not in it."""
+        return {"usual": list(self._usual), "finite": list(self._finite)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from that window."""
+        self._usual.extend(state["usual"])
+        self._finite.extend(state["finite"])
+
     def judge(self, reading: GradientNormReading) -> Alarm | None:
         """An alarm for a spike, or where more than 1 in 20 norms of the window are not finite."""
         if reading.not_finite > 0.05 and len(self._finite) >= _ENOUGH:

@@ -40,7 +40,7 @@ _ENOUGH, _ENOUGH_FOR_ALARM, _BLOCKS = 40, 250, 24
 #: its first thousand steps), or this share of the level.
 _NO_GROWTH, _NO_GROWTH_SHARE = 16 * MIB, 0.002
 _CONFIDENCE, _RISING = 0.999, 0.4
-#: The later half's pace over the earlier's below which growth comes to rest: the rest of a geometric series is then less
+#: The later half's pace over the earlier's below which growth comes to rest: what is left of a geometric series is less
 #: than twenty times what the later half grew by.
 _SLOWING = 0.95
 #: Last samples that are looked at by themselves.

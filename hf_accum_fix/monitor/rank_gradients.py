@@ -230,6 +230,5 @@ def deviations(steps: list[tuple[float, ...]], tolerance: float = 0.0) -> list[D
     squares = sum((value - effect) ** 2 for step in centred for value, effect in zip(step, effects, strict=True))
     error = math.sqrt(squares / freedom / count * ranks / (ranks - 1))
     return [
-        Deviation(rank, effect * ranks / (ranks - 1), error, freedom, tolerance)
-        for rank, effect in enumerate(effects)
+        Deviation(rank, effect * ranks / (ranks - 1), error, freedom, tolerance) for rank, effect in enumerate(effects)
     ]

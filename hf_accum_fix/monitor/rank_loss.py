@@ -24,7 +24,8 @@ LOOK_AT = "look at this rank's data shard, its seed (sampler, dropout) and its p
 class RankLoss:
     """Judges, reading by reading, whether a rank's loss has shifted against the others' for good.
 
-    A single odd reading is no alarm (`Shifts`), nor is a difference such as the other ranks have too (`Spread`). Readings of fewer than ``micro_batches`` a rank are put together until
+    A single odd reading is no alarm (`Shifts`), nor is a difference such as the other ranks have too (`Spread`).
+    Readings of fewer than ``micro_batches`` a rank are put together until
     there are as many, because a deviation needs noise to be held against.
 
     Args:
