@@ -90,7 +90,9 @@ PLANTED = {
 }
 
 
-def logs(scenario: Scenario, runs: int, count: int, seed: int) -> Iterator[list[tuple[LossReading, RankGradientsReading, list[float]]]]:
+def logs(
+    scenario: Scenario, runs: int, count: int, seed: int
+) -> Iterator[list[tuple[LossReading, RankGradientsReading, list[float]]]]:
     """Log after log: of each run what a LossMeter reads, every rank's gradient norms, and the averaged one's."""
     its, draw = scenario, numpy.random.default_rng(seed)
     lead = (runs, its.ranks)
@@ -119,7 +121,11 @@ def logs(scenario: Scenario, runs: int, count: int, seed: int) -> Iterator[list[
                 points = numpy.take_along_axis(shard, chosen[..., None], -2)
             else:
                 labels = draw.integers(CLASSES, size=(*lead, BATCH))
-                noise = draw.standard_t(3, size=(*lead, BATCH, POINTS)) if its.heavy_tails else draw.normal(size=(*lead, BATCH, POINTS))
+                noise = (
+                    draw.standard_t(3, size=(*lead, BATCH, POINTS))
+                    if its.heavy_tails
+                    else draw.normal(size=(*lead, BATCH, POINTS))
+                )
                 points = take(centres, labels) + scale[..., None, None] * noise
             if its.fault == "duplicates":
                 labels[:, -1], points[:, -1] = labels[:, 0], points[:, 0]
@@ -160,7 +166,9 @@ def logs(scenario: Scenario, runs: int, count: int, seed: int) -> Iterator[list[
 
 
 def take(centres: ndarray, labels: ndarray) -> ndarray:
-    return numpy.take_along_axis(numpy.broadcast_to(centres, (*labels.shape[:2], CLASSES, POINTS)), labels[..., None], -2)
+    return numpy.take_along_axis(
+        numpy.broadcast_to(centres, (*labels.shape[:2], CLASSES, POINTS)), labels[..., None], -2
+    )
 
 
 def moments(table: list[list[float]]) -> Moments:
@@ -195,7 +203,9 @@ def rank_tables(runs: int = 4, count: int = 250, seeds: int = 8) -> Iterator[str
     yield f"False alarms in {runs * count:,} logs ({runs} runs): RankLoss, RankGradients, GradientNorm"
     for name, scenario in HEALTHY.items():
         its = judged(scenario, runs, count, 1)
-        counts = [sum(len(getattr(each, kind)) for each in its) for kind in ("rank_loss", "rank_gradients", "gradient_norm")]
+        counts = [
+            sum(len(getattr(each, kind)) for each in its) for kind in ("rank_loss", "rank_gradients", "gradient_norm")
+        ]
         yield f"  {name:45}" + "".join(f"{each:6}" for each in counts)
     yield f"Planted faults, {seeds} runs: found by any, median delay in logs"
     for name, scenario in PLANTED.items():

@@ -66,7 +66,7 @@ def test_nothing_else_of_the_package_knows_the_monitors() -> None:
 
 
 def test_monitors_run_one_way() -> None:
-    order = ["robust", "ranks", "pipeline", "run_logs", "watch", "picture", "alarms", "deviation", "loss", "rank_loss"]
+    order = ["robust", "ranks", "pipeline", "text_logs", "run_logs", "watch", "picture", "alarms", "deviation", "loss", "rank_loss"]
     order += ["rank_gradients", "gradient_norm", "replicas", "batch_norm", "memory", "monitor", "loss_check", "callbacks"]
     assert {f"hf_accum_fix.monitor.{name}" for name in order} == set(modules_of("hf_accum_fix.monitor")[1:])
     for rank, name in enumerate(order):
@@ -75,7 +75,7 @@ def test_monitors_run_one_way() -> None:
 
 
 def test_reading_logs_needs_no_framework() -> None:
-    for name in ("robust", "pipeline", "run_logs", "watch", "picture"):
+    for name in ("robust", "pipeline", "text_logs", "run_logs", "watch", "picture"):
         assert not imports(f"hf_accum_fix.monitor.{name}") & FRAMEWORKS, name
 
 

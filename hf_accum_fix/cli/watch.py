@@ -11,7 +11,7 @@ DESCRIPTION: Final = (
     "Print where a run's loss goes, how noisy it is, what its gradients do and which alarms there were, and draw it; "
     "of several runs, say whether their curves differ by more than noise."
 )
-EPILOG: Final = "exit code: 0; 3 where no logs could be read."
+EPILOG: Final = "exit code: 0 nothing wrong was found; 1 findings; 3 no logs could be read, or no picture written."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="LOGS",
-        help="a folder of logs (trainer_state.json, *.jsonl, TensorBoard events), or one such file",
+        help="a folder of logs (trainer_state.json, *.jsonl, *.csv, TensorBoard events, consoles *.log), or one such file",
     )
     parser.add_argument("--output", type=Path, default=Path("watch.png"), help="the picture (default: %(default)s)")
     parser.add_argument(
@@ -37,7 +37,7 @@ def execute(arguments: argparse.Namespace) -> int:
         LogsError: if there are no logs to read, or the picture cannot be written.
     """
     from hf_accum_fix.monitor.run_logs import printable, read_runs
-    from hf_accum_fix.monitor.watch import report
+    from hf_accum_fix.monitor.watch import all_findings, report
 
     runs = [run for path in arguments.logs for run in read_runs(path)]
     sys.stdout.write(report(runs, arguments.against) + "\n")
@@ -49,4 +49,4 @@ def execute(arguments: argparse.Namespace) -> int:
             sys.stdout.write(f"\npicture: {printable(str(arguments.output))}\n")
         else:
             sys.stdout.write('\nno picture: matplotlib is not installed; pip install "hf-accum-fix[recipes]"\n')
-    return 0
+    return 1 if all_findings(runs, arguments.against) else 0

@@ -45,10 +45,9 @@ class Spread:
     An error that is told from the samples of one reading takes them for independent. Where they hang together
     (documents in order, difficulty that persists, shards of their own), all ranks wander further, and a mean over
     several readings does not settle as it should. So the ranks' differences, in their errors, are averaged over blocks
-    of 1, 2, 4 ... 32 readings; a block mean times the root of its length has variance 1 if all is independent. Its
+    of 1, 2, 4 ... 128 readings; a block mean times the root of its length has variance 1 if all is independent. Its
     variance over the ranks is estimated for every rank from the others alone, so that a rank that is off does not hide
-    itself; of two ranks, from how it changes from one block to the next. The largest counts, less what chance makes of
-    it.
+    itself; of two ranks, from how it changes from one block to the next. The largest counts.
 
     Source: batch means, Conway 1963; Alexopoulos and Seila 1998, "Output Data Analysis" (Handbook of Simulation, 7.3).
     """
@@ -72,7 +71,7 @@ class Spread:
 
 #: Levels of blocks, each twice as long as the one before; degrees of freedom that a variance of 1 is believed with
 #: beforehand; blocks until what was seen counts for a third.
-_LEVELS, _BELIEF, _FORGETTING = 6, 10.0, 200.0
+_LEVELS, _BELIEF, _FORGETTING = 8, 4.0, 1000.0
 
 
 class _Level:
@@ -109,11 +108,10 @@ class _Level:
         return merged
 
     def variance(self, place: int) -> float:
-        """Of a block mean, in what it is if all is independent, less one standard error of it."""
+        """Of a block mean, in what it is if all is independent."""
         if not self._freedom:
             return 1.0
-        freedom = _BELIEF + self._freedom
-        return (_BELIEF + self._squares[place]) / freedom * (1 - math.sqrt(2 / freedom))
+        return (_BELIEF + self._squares[place]) / (_BELIEF + self._freedom)
 
 
 class Shifts:
@@ -152,8 +150,9 @@ class Shifts:
         shifted = []
         for each in reading:
             # Any of the ranks may alarm falsely.
-            cusum = self._cusums.setdefault(each.rank, Cusum(self._readings_per_false_alarm * ranks))
-            if cusum.add(each.unusual):
+            if each.rank not in self._cusums:
+                self._cusums[each.rank] = Cusum(self._readings_per_false_alarm * ranks)
+            if self._cusums[each.rank].add(each.unusual):
                 shifted.append(each)
         if not shifted:
             return None

@@ -31,6 +31,7 @@ def write_picture(runs: Sequence[Run], path: Path) -> None:
         LogsError: if the file cannot be written: it is a link, its folder is missing, its ending is no picture's.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     summaries = [summarise(run) for run in runs]
     panels = ["loss"]
@@ -48,6 +49,8 @@ def write_picture(runs: Sequence[Run], path: Path) -> None:
             axes["loss"].fill_between(its.loss.steps, low, high, color=colour, alpha=_PALE, linewidth=0)
         for step in sorted({step for _, step in its.alarms.values()}):
             axes["loss"].axvline(step, color=colour, linestyle=":", linewidth=1)
+        if its.not_finite:
+            axes["loss"].axvline(its.not_finite[0], color=colour, linestyle="--", linewidth=1)
         if its.gradients is not None:
             norms = run.series["grad_norm"]
             axes["gradient norm"].plot(norms.steps, norms.values, color=colour, linewidth=1)
@@ -61,9 +64,12 @@ def write_picture(runs: Sequence[Run], path: Path) -> None:
     losses = [value for each in summaries for value in each.loss.values]
     if losses and min(losses) > 0 and max(losses) > _DECADE * min(losses):
         axes["loss"].set_yscale("log")
-    axes["loss"].set_title("loss, twice its noise from log to log; dotted: first alarms", fontsize="small")
+    axes["loss"].set_title(
+        "loss, twice its noise from log to log; dotted: first alarms; dashed: no longer finite", fontsize="small"
+    )
     figure.legend(loc="outside right upper", fontsize="small")
     axes[panels[-1]].set_xlabel("optimizer step")
+    axes[panels[-1]].xaxis.set_major_locator(MaxNLocator(integer=True))
     drawn = io.BytesIO()
     try:
         figure.savefig(drawn, dpi=120, format=path.suffix.removeprefix(".") or "png")

@@ -73,6 +73,7 @@ class RankGradients:
         readings_per_false_alarm: mean number of readings up to a false alarm of any rank.
         tolerance: difference of norms, as a share, that nobody would act upon.
         steps: least number of measured steps in a judgement; shorter readings are put together.
+        tolerance_of_first: the same as a share of the first norms: of what is learned by heart nothing is left.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class RankGradients:
         readings_per_false_alarm: float = 20_000,
         tolerance: float = 0.02,
         steps: int = 8,
+        tolerance_of_first: float = 0.01,
     ) -> None:
         self._ranks = ranks or TorchRanks()
         self._every, self._step = every, 0
@@ -89,6 +91,7 @@ class RankGradients:
         self._norms: deque[Tensor] = deque(maxlen=_KEPT)
         self._shifts = Shifts(readings_per_false_alarm)
         self._tolerance, self._steps = tolerance, steps
+        self._tolerance_of_first, self._first = tolerance_of_first, 0.0
         self._carried: list[tuple[float, ...]] = []
         self.worst: Deviation | None = None
 
@@ -193,7 +196,9 @@ class RankGradients:
             self._carried = self._carried[-_MOST_CARRIED:]
             return None
         self._carried = []
-        found = deviations(steps, self._tolerance)
+        norm = median(fmean(step) for step in steps)
+        self._first = self._first or norm
+        found = deviations(steps, max(self._tolerance, self._tolerance_of_first * self._first / norm))
         shifted = self._shifts.add(found, len(reading.norms))
         self.worst = self._shifts.worst
         if shifted is None:
