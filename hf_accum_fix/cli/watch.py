@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="LOGS",
-        help="a folder of logs (trainer_state.json, *.jsonl, *.csv, TensorBoard events, consoles *.log), or one such file",
+        help="a folder of logs (trainer_state.json, *.jsonl, *.csv, TensorBoard events, consoles), or one such file",
     )
     parser.add_argument("--output", type=Path, default=Path("watch.png"), help="the picture (default: %(default)s)")
     parser.add_argument(
