@@ -108,7 +108,8 @@ def trend(steps: Sequence[float], sizes: Sequence[float]) -> Trend:
 
 def _is_record(sizes: Sequence[float], window: int) -> bool:
     """Whether the last samples lie above all blocks before the window, by more than these wandered."""
-    parts = blocks(len(sizes) - window, _BLOCKS)
+    # Blocks as short as the last one: a peak, or the tip of a saw, is to count as held before.
+    parts = blocks(len(sizes) - window, (len(sizes) - window) // (window // 8))
     before = [median(sizes[part.start : part.stop]) for part in parts]
     now = median(sizes[-window // 8 :])
     settled = before[len(before) // 2 :]
@@ -126,7 +127,7 @@ def _staircase(steps: Sequence[float], sizes: Sequence[float]) -> Trend | None:
     slowing = levels[-1] - levels[half] < 0.4 * growth
     # Two neighbouring blocks share a step that falls into one of them.
     apart = [place for number, place in enumerate(rises) if number == 0 or place > rises[number - 1] + 1]
-    if len(apart) < 3 or falls or slowing or len(steps) < _ENOUGH_FOR_ALARM:
+    if len(apart) < 3 or growth < 3 * none or falls or slowing or len(steps) < _ENOUGH_FOR_ALARM:
         return None
     pace = growth / span
     return Trend(TrendKind.GROWS, len(steps), steps[0], median(sizes), pace, pace / 2, pace * 2)
