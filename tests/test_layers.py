@@ -66,8 +66,9 @@ def test_nothing_else_of_the_package_knows_the_monitors() -> None:
 
 
 def test_monitors_run_one_way() -> None:
-    order = ["robust", "ranks", "pipeline", "run_logs", "watch", "picture", "alarms", "deviation", "loss", "rank_loss"]
-    order += ["rank_gradients", "gradient_norm", "replicas", "batch_norm", "memory", "callbacks"]
+    order = ["robust", "ranks", "pipeline", "text_logs", "run_logs", "watch", "picture", "alarms", "deviation", "loss"]
+    order += ["rank_loss", "rank_gradients", "gradient_norm", "replicas", "batch_norm", "memory", "monitor"]
+    order += ["loss_check", "callbacks"]
     assert {f"hf_accum_fix.monitor.{name}" for name in order} == set(modules_of("hf_accum_fix.monitor")[1:])
     for rank, name in enumerate(order):
         later = {f"hf_accum_fix.monitor.{other}" for other in order[rank:]}
@@ -75,7 +76,7 @@ def test_monitors_run_one_way() -> None:
 
 
 def test_reading_logs_needs_no_framework() -> None:
-    for name in ("robust", "pipeline", "run_logs", "watch", "picture"):
+    for name in ("robust", "pipeline", "text_logs", "run_logs", "watch", "picture"):
         assert not imports(f"hf_accum_fix.monitor.{name}") & FRAMEWORKS, name
 
 

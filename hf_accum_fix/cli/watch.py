@@ -9,9 +9,9 @@ from typing import Final
 
 DESCRIPTION: Final = (
     "Print where a run's loss goes, how noisy it is, what its gradients do and which alarms there were, and draw it; "
-    "of several runs, say whether their curves differ from the first by more than noise."
+    "of several runs, say whether their curves differ by more than noise."
 )
-EPILOG: Final = "exit code: 0; 3 where no logs could be read."
+EPILOG: Final = "exit code: 0 nothing wrong was found; 1 findings; 3 no logs could be read, or no picture written."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,9 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="LOGS",
-        help="a folder of logs (trainer_state.json, *.jsonl, TensorBoard events), or one such file",
+        help="a folder of logs (trainer_state.json, *.jsonl, *.csv, TensorBoard events, consoles), or one such file",
     )
     parser.add_argument("--output", type=Path, default=Path("watch.png"), help="the picture (default: %(default)s)")
+    parser.add_argument(
+        "--against", metavar="RUN", help="the run that the others are held against (default: one that most agree with)"
+    )
     parser.add_argument("--no-picture", action="store_true", help="print only")
 
 
@@ -31,16 +34,19 @@ def execute(arguments: argparse.Namespace) -> int:
     """Print the report and write the picture.
 
     Raises:
-        LogsError: if there are no logs to read.
+        LogsError: if there are no logs to read, or the picture cannot be written.
     """
-    from hf_accum_fix.monitor.run_logs import read_runs
-    from hf_accum_fix.monitor.watch import report
+    from hf_accum_fix.monitor.run_logs import printable, read_runs
+    from hf_accum_fix.monitor.watch import all_findings, report
 
     runs = [run for path in arguments.logs for run in read_runs(path)]
-    sys.stdout.write(report(runs) + "\n")
+    sys.stdout.write(report(runs, arguments.against) + "\n")
     if not arguments.no_picture:
-        from hf_accum_fix.monitor.picture import write_picture
+        from hf_accum_fix.monitor.picture import drawable, write_picture
 
-        write_picture(runs, arguments.output)
-        sys.stdout.write(f"\npicture: {arguments.output}\n")
-    return 0
+        if drawable():
+            write_picture(runs, arguments.output)
+            sys.stdout.write(f"\npicture: {printable(str(arguments.output))}\n")
+        else:
+            sys.stdout.write('\nno picture: matplotlib is not installed; pip install "hf-accum-fix[recipes]"\n')
+    return 1 if all_findings(runs, arguments.against) else 0

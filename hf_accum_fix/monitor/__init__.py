@@ -8,7 +8,10 @@
     batch_norm      statistics of a batch that was cut; SyncBatchNorm in the wrong order
     pipeline        a sentinel where there is no loss
     memory          warm-up, plateau or leak
+    loss_check      is the loss that a Trainer logs the mean over the items?
     watch           a run's logs in one look
+
+``monitor.Monitor`` is all of them in one object.
 
 Each is a plain object for any PyTorch loop, each stands alone, and ``callbacks`` has them for transformers.Trainer.
 Ranks are reached through ``ranks.Ranks``: one sum. Nothing here knows the rest of the package.
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
         GradientNormCallback,
         LossCallback,
         MemoryCallback,
+        MonitorsCallback,
         RankGradientsCallback,
         ReplicasCallback,
         all_callbacks,
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from hf_accum_fix.monitor.gradient_norm import GradientNorm
     from hf_accum_fix.monitor.loss import LossMeter
     from hf_accum_fix.monitor.memory import MemoryMonitor
+    from hf_accum_fix.monitor.monitor import Monitor, MonitorAlarmError
     from hf_accum_fix.monitor.pipeline import without_sentinels
     from hf_accum_fix.monitor.rank_gradients import RankGradients
     from hf_accum_fix.monitor.rank_loss import RankLoss
@@ -50,6 +55,9 @@ _HOMES = {
     "LossMeter": "loss",
     "MemoryCallback": "callbacks",
     "MemoryMonitor": "memory",
+    "Monitor": "monitor",
+    "MonitorAlarmError": "monitor",
+    "MonitorsCallback": "callbacks",
     "RankGradients": "rank_gradients",
     "RankGradientsCallback": "callbacks",
     "RankLoss": "rank_loss",
@@ -74,6 +82,9 @@ __all__ = [
     "LossMeter",
     "MemoryCallback",
     "MemoryMonitor",
+    "Monitor",
+    "MonitorAlarmError",
+    "MonitorsCallback",
     "RankGradients",
     "RankGradientsCallback",
     "RankLoss",

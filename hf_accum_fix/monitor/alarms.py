@@ -40,6 +40,14 @@ class Alarms:
         """Alarms so far, told or not; the same on every rank."""
         return self._times.total()
 
+    def state_dict(self) -> dict[str, int]:
+        """How often each kind came."""
+        return dict(self._times)
+
+    def load_state_dict(self, times: dict[str, int]) -> None:
+        """Go on counting from there."""
+        self._times = Counter(times)
+
     def say(self, alarm: Alarm | None) -> None:
         """Count the alarm and log it if it is due; None is no alarm."""
         if alarm is None:

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm
-from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, alike, by_rank
 
 #: Samples below which batch statistics cost accuracy. Source: Wu and He 2018, "Group Normalization", figure 1.
 SMALL_BATCH = 16
@@ -45,8 +45,8 @@ def check_batch_norm(
 ) -> tuple[Alarm, ...]:
     """Everything found about the BatchNorm layers of a model; empty without any.
 
-    Call it in training mode, after the first step: layers in evaluation mode are frozen and take no statistics. Two
-    collectives: one of all running statistics, one of two numbers a rank.
+    Call it in training mode, after the first step: layers in evaluation mode are frozen and take no statistics. The
+    collectives are those of `compare_buffers`.
 
     Args:
         model: the model that training runs, wrapped where it is.
@@ -70,7 +70,12 @@ def check_batch_norm(
 
 
 def compare_buffers(model: nn.Module, ranks: Ranks | None = None) -> Alarm | None:
-    """The layer whose running statistics differ most over the ranks; None where none does. Two collectives."""
+    """The layer whose running statistics differ most over the ranks, where nothing brings them together; else None.
+
+    Under DistributedDataParallel as it comes they differ between two forwards by design: it copies rank 0's at the
+    next. Ranks that hold other layers (stages of a pipeline) are not compared. Three collectives at most: of one
+    number, of all running statistics, of two numbers a rank.
+    """
     ranks = ranks or TorchRanks()
     buffers = [
         (name, buffer.detach().double())
@@ -79,7 +84,11 @@ def compare_buffers(model: nn.Module, ranks: Ranks | None = None) -> Alarm | Non
         for buffer in (module.running_mean, module.running_var)
         if buffer is not None
     ]
-    if ranks.size == 1 or not buffers:
+    copied = isinstance(model, DistributedDataParallel) and model.broadcast_buffers
+    # Asked before anything is left out: a rank without layers would leave the others waiting.
+    if ranks.size == 1 or not alike(ranks, [copied, *((name, buffer.shape) for name, buffer in buffers)]):
+        return None
+    if copied or not buffers:
         return None
     mine = torch.cat([buffer.flatten().cpu() for _, buffer in buffers])
     mean = ranks.sum(mine) / ranks.size
@@ -91,13 +100,11 @@ def compare_buffers(model: nn.Module, ranks: Ranks | None = None) -> Alarm | Non
     if amount == 0:
         return None
     name = buffers[int((places <= place).sum())][0]
-    shared = isinstance(model, DistributedDataParallel) and model.broadcast_buffers
-    told = "DDP copies rank 0's at the next forward, so that those of the others are lost" if shared else ""
-    told = told or "nothing brings them together, so that every rank evaluates with its own"
     return Alarm(
         "batch-norm-buffers-differ",
-        f"the running statistics of the ranks differ, most in {name} (by {amount:.3g} from their mean): {told}, and a "
-        "checkpoint holds rank 0's alone; use SyncBatchNorm, or average the buffers over the ranks before evaluating",
+        f"the running statistics of the ranks differ, most in {name} (by {amount:.3g} from their mean): nothing brings "
+        "them together, so that every rank evaluates with its own, and a checkpoint holds rank 0's alone; use "
+        "SyncBatchNorm, or average the buffers over the ranks before evaluating",
     )
 
 
@@ -232,7 +239,10 @@ def _small(live: dict[str, _BatchNorm], per_device_batch: int, ranks: Ranks, sma
 
 
 def _samples(layer: _BatchNorm, per_device_batch: int, ranks: Ranks) -> int:
-    return per_device_batch * (ranks.size if isinstance(layer, nn.SyncBatchNorm) else 1)
+    if not isinstance(layer, nn.SyncBatchNorm):
+        return per_device_batch
+    group = layer.process_group
+    return per_device_batch * (ranks.size if group is None else dist.get_world_size(group))
 
 
 def _few(samples: Any) -> str:

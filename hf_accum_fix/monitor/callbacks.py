@@ -22,11 +22,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
+from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm, Alarms
 from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
+from hf_accum_fix.monitor.loss_check import LossCheck, Verdict
 from hf_accum_fix.monitor.memory import MIB, MemoryMonitor, TrendKind
+from hf_accum_fix.monitor.monitor import MonitorAlarmError, OnAlarm
 from hf_accum_fix.monitor.rank_gradients import RankGradients
 from hf_accum_fix.monitor.rank_loss import RankLoss
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
@@ -46,6 +49,9 @@ class MonitorCallback(TrainerCallback):
 
     #: Where the number of alarms is logged.
     alarms_name = ""
+    #: As in `Monitor`; and whether an alarm is to stop the run.
+    on_alarm: OnAlarm = "log"
+    stop = False
 
     def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
         self.trainer = trainer
@@ -69,6 +75,13 @@ class MonitorCallback(TrainerCallback):
         if alarm is not None:
             alarm = Alarm(alarm.kind, f"step {self.trainer.state.global_step}: {alarm.message}")
         self.alarms.say(alarm)
+        if alarm is None:
+            return
+        if callable(self.on_alarm):
+            self.on_alarm(alarm)
+        self.stop = self.stop or self.on_alarm == "stop"
+        if self.on_alarm == "raise":
+            raise MonitorAlarmError(f"{alarm.kind}: {alarm.message}")
 
     def _before_log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if "loss" not in logs:
@@ -76,25 +89,35 @@ class MonitorCallback(TrainerCallback):
         found = self.measured(logs)
         if self.alarms_name:
             found[self.alarms_name] = self.alarms.count
-        logs.update((PREFIX + name, value) for name, value in found.items() if not math.isnan(value))
+        # A number that is not there yet is nan; a loss that is nan is one that was measured.
+        logs.update((PREFIX + name, value) for name, value in found.items() if name == "loss" or not math.isnan(value))
+
+    def _not_watched(self, error: UnsupportedSetupError) -> None:
+        """A setup that this monitor cannot watch is said, and trains on."""
+        if self.ranks.rank == 0:
+            logger.warning("not watched by %s: %s", type(self).__name__, error)
 
 
 class LossCallback(MonitorCallback):
     """`LossMeter` and `RankLoss`: the loss of every micro-batch, and the rank that is off.
 
     ``hf_accum_fix/loss`` is the mean over the items of the log interval, where the Trainer's own ``loss`` averages
-    steps whatever they hold. With r what a micro-batch adds to the Trainer's loss and N the item count that its step
-    was handed, it is
+    steps whatever they hold. Which number of the model's is what is checked against its logits (`LossCheck`):
 
-        sum(r N) / sum(N),       over the micro-batches above and the steps below, of all ranks,
+    - a head that returns the mean over its micro-batch: that mean, weighed by the micro-batch's items;
+    - a head that divides by the number it is handed: with r what a micro-batch adds to the Trainer's loss and N the
+      number, ``sum(r N) / sum(N)`` over the micro-batches above and the steps below, of all ranks;
+    - a loss that cannot be checked (label smoothing, a loss of one's own, a compiled model): the same, from the
+      Trainer's number; then ``hf_accum_fix/loss_repeats_the_trainers`` is 1, and it is said once.
 
-    whether N is the rank's own count or that of all. Without a count (None) micro-batches weigh by their own items.
+    Where the Trainer's number is a known factor off, such as a mean that nothing divided by the accumulation steps,
+    that is an alarm.
 
     Args:
         trainer: as in `MonitorCallback`.
         ranks: as in `MonitorCallback`.
         items: counts the items of one micro-batch's inputs, 0-dim or int, without a device sync; they weigh the ranks.
-        judge: what judges the ranks; None is a `RankLoss` as it comes.
+        judge: what judges the ranks; default: ``RankLoss()``.
     """
 
     alarms_name = "rank_loss_alarms"
@@ -109,40 +132,81 @@ class LossCallback(MonitorCallback):
         super().__init__(trainer, ranks)
         self._items = items or labels_counted
         self._judge = judge or RankLoss()
-        self._meter = LossMeter(self.ranks)
+        self._of_head, self._of_trainer = LossMeter(self.ranks), LossMeter(self.ranks)
+        self._check = LossCheck()
+        self._steps, self._repeats, self._hook = 1, False, None
         self._number: Any = None
-        self._numbers: Any = None
+        self._numbers: Any = 0.0
+        self._counted: Any = 0.0
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Listen to ``Trainer.training_step`` too."""
+        """Listen to ``Trainer.training_step`` and to the model too."""
         super().on_train_begin()
         _listen(self.trainer, "training_step", self._after_step)
+        if self._hook is None and not self.trainer.args.torch_compile:
+            self._hook = self.trainer.model.register_forward_hook(self._after_forward, with_kwargs=True)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Leave the Trainer as it was."""
         super().on_train_end()
         _stop_listening(self.trainer, "training_step", self._after_step)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Add up the counts that the steps were handed."""
         if self._number is not None:
-            self._numbers = self._number if self._numbers is None else self._numbers + self._number
+            self._numbers = self._numbers + self._number
 
     def measured(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Mean loss with its error, spread over the ranks, and the most unusual rank."""
-        reading = self._meter.read()
-        if self._numbers is not None:
-            handed = self.ranks.sum(torch.as_tensor(self._numbers).detach().cpu().double())
-            reading = reading.times(reading.total.items / float(handed) if handed else math.nan)
-            self._numbers = None
+        handed, verdict = self._check.judge(self.ranks, float(self._numbers), float(self._counted))
+        self._numbers, self._counted = 0.0, 0.0
+        meter, other = self._of_trainer, self._of_head
+        if verdict.is_mean:
+            meter, other = other, meter
+        other.clear()
+        reading = meter.read()
+        if not verdict.is_mean:
+            reading = reading.times((reading.total.items / handed if handed else 1.0) / verdict.factor)
+        self._say_scale(verdict, reading.mean)
         self.say(self._judge.judge(reading))
-        found = {"loss": reading.mean, "loss_standard_error": reading.standard_error}
+        found = {"loss_standard_error": reading.standard_error, "loss_of_a_guess": verdict.guess}
+        if reading.total.items:
+            found["loss"] = reading.mean
+        if not verdict.is_known:
+            found["loss_repeats_the_trainers"] = 1.0
         if self.ranks.size > 1:
             found["rank_loss_spread"] = reading.spread
+            found.update((f"rank_loss_{rank}", its.mean) for rank, its in enumerate(reading.ranks) if its.items)
         if self._judge.worst is not None:
             found["rank_loss_worst_rank"] = self._judge.worst.rank
             found["rank_loss_worst_in_standard_errors"] = self._judge.worst.unusual
         return found
+
+    def _say_scale(self, verdict: Verdict, mean: float) -> None:
+        if not verdict.is_known and not self._repeats:
+            self._repeats = True
+            if self.ranks.rank == 0:
+                logger.info(
+                    "hf_accum_fix/loss repeats the Trainer's number, weighed by items: this loss could not be computed "
+                    "once more from logits and labels, so that nothing tells whether it is scaled right"
+                )
+        if verdict.factor != 1:
+            self.say(
+                Alarm(
+                    "trainer-loss-scaled",
+                    f"the Trainer counts a micro-batch for {verdict.factor:.3g} times its share of the loss, "
+                    f"{mean:.4g} in the mean over the items, with {self._steps} micro-batches a step and "
+                    f"{self.ranks.size} ranks: its logged loss and its gradient are that much off; "
+                    "look at `hf-accum-fix doctor`",
+                )
+            )
+
+    def _after_forward(self, model: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        if model.training and torch.is_grad_enabled():
+            self._check.forward(output, kwargs.get("labels"))
 
     def _after_step(
         self,
@@ -153,14 +217,16 @@ class LossCallback(MonitorCallback):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        items = self._items(inputs)
+        items, loss = self._items(inputs), loss.detach()
+        self._counted = self._counted + items
         self._number = num_items_in_batch
+        steps = getattr(self.trainer, "current_gradient_accumulation_steps", None)
+        self._steps = steps or self.trainer.args.gradient_accumulation_steps
+        self._of_head.update(self._check.trained(loss, num_items_in_batch, self._steps), items)
         if num_items_in_batch is None:
-            steps = getattr(self.trainer, "current_gradient_accumulation_steps", None)
-            steps = steps or self.trainer.args.gradient_accumulation_steps
-            self._meter.update(loss.detach() * steps, items)
+            self._of_trainer.update(loss * self._steps, items)
         else:
-            self._meter.update_sum(loss.detach() * num_items_in_batch, items)
+            self._of_trainer.update_sum(loss * num_items_in_batch, items)
 
 
 class GradientNormCallback(MonitorCallback):
@@ -221,16 +287,15 @@ class RankGradientsCallback(MonitorCallback):
         self._attached_to: Any = None
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Register with DDP.
-
-        Raises:
-            UnsupportedSetupError: if several ranks train with something else than DDP, or DDP has a hook already.
-        """
+        """Register with DDP; with anything else, and where DDP has a hook already, say that nothing is watched."""
         super().on_train_begin()
         model = self.trainer.model_wrapped
         if self._attached_to is not model and (self.ranks.size > 1 or isinstance(model, DistributedDataParallel)):
-            self._gradients.attach(model)
             self._attached_to = model
+            try:
+                self._gradients.attach(model)
+            except UnsupportedSetupError as error:
+                self._not_watched(error)
 
     def measured(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Jitter of the norms over the ranks, and the most unusual rank."""
@@ -262,15 +327,14 @@ class ReplicasCallback(MonitorCallback):
         self._replicas: Replicas | None = None
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Look at what is to be compared.
-
-        Raises:
-            UnsupportedSetupError: if the model is sharded.
-        """
+        """Look at what is to be compared; of a sharded model, say that nothing is."""
         super().on_train_begin()
         if self.ranks.size > 1:
             model, optimizer = self.trainer.model_wrapped, self.trainer.optimizer
-            self._replicas = Replicas(model, optimizer, self.ranks, self._every)
+            try:
+                self._replicas = Replicas(model, optimizer, self.ranks, self._every)
+            except UnsupportedSetupError as error:
+                self._not_watched(error)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Compare, if it is due."""
@@ -345,6 +409,51 @@ class MemoryCallback(MonitorCallback):
             "memory_peak_mib": max(its.peak for its in reading.ranks) / MIB,
             "memory_growth_mib_per_step": max(slopes, default=math.nan) / MIB,
         }
+
+
+class MonitorsCallback(TrainerCallback):
+    """All of them as one callback: ``trainer.add_callback(MonitorsCallback(trainer))``.
+
+    ``hf_accum_fix/all_alarms`` counts the alarms of all.
+
+    Args:
+        trainer: as in `MonitorCallback`.
+        ranks: as in `MonitorCallback`.
+        on_alarm: as in `Monitor`; "stop" ends training after the step.
+    """
+
+    def __init__(self, trainer: Any, ranks: Ranks | None = None, on_alarm: OnAlarm = "log") -> None:
+        self._parts = all_callbacks(trainer, ranks)
+        self.stop = False
+        for part in self._parts:
+            part.on_alarm = on_alarm
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Begin to listen."""
+        for part in self._parts:
+            part.on_train_begin(*args, **kwargs)
+        # The last to listen, so that every part has counted.
+        _listen(self._parts[0].trainer, "log", self._count, before=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Every part's own, and the end of the run where an alarm is to be one."""
+        for part in self._parts:
+            part.on_step_end(args, state, control, **kwargs)
+        control.should_training_stop = control.should_training_stop or any(part.stop for part in self._parts)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The end of the run where an alarm of this log is to be one."""
+        control.should_training_stop = control.should_training_stop or any(part.stop for part in self._parts)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the Trainer as it was."""
+        _stop_listening(self._parts[0].trainer, "log", self._count)
+        for part in self._parts:
+            part.on_train_end(*args, **kwargs)
+
+    def _count(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs[f"{PREFIX}all_alarms"] = sum(part.alarms.count for part in self._parts)
 
 
 def all_callbacks(trainer: Any, ranks: Ranks | None = None) -> tuple[MonitorCallback, ...]:

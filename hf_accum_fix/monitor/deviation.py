@@ -1,10 +1,10 @@
-"""How far a rank is from the others, and when that is for good."""
+"""Deviation of one rank from the rest, in what the ranks differ by anyway; CUSUM for lasting shifts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_accum_fix.monitor.robust import Cusum, normal_of_student
 
@@ -16,29 +16,102 @@ class Deviation:
     Attributes:
         rank: its number.
         difference: its value minus that of the others, in the unit of what is compared.
-        unusual: the same in its standard errors (a normal deviate).
+        error: standard error of the difference, in the same unit, were its samples independent.
+        freedom: degrees of freedom of the error.
+        tolerance: absolute difference that counts as none; what is beyond it is held against the error.
+        spread: times that the error is larger than that (`Spread`).
     """
 
     rank: int
     difference: float
-    unusual: float
+    error: float
+    freedom: float
+    tolerance: float = 0.0
+    spread: float = 1.0
 
-    @classmethod
-    def of(cls, rank: int, difference: float, error: float, freedom: float, tolerance: float) -> Deviation:
-        """That of a difference whose standard error is told from so many degrees of freedom (Student).
-
-        Args:
-            rank: its number.
-            difference: its value minus that of the others.
-            error: standard error of that, in the same unit.
-            freedom: degrees of freedom of the error.
-            tolerance: absolute difference that counts as none; what is beyond it is held against the error.
-        """
-        beyond = max(abs(difference) - tolerance, 0.0)
+    @property
+    def unusual(self) -> float:
+        """The difference in its standard errors, as a normal deviate (Student)."""
+        beyond = max(abs(self.difference) - self.tolerance, 0.0)
         if beyond == 0:
-            return cls(rank, difference, 0.0)
-        t = math.copysign(beyond / error if error else math.inf, difference)
-        return cls(rank, difference, normal_of_student(t, freedom))
+            return 0.0
+        t = beyond / (self.error * self.spread) if self.error else math.inf
+        return normal_of_student(math.copysign(t, self.difference), self.freedom)
+
+
+class Spread:
+    """How many times further apart the ranks are than their errors say, learned from reading to reading.
+
+    An error that is told from the samples of one reading takes them for independent. Where they hang together
+    (documents in order, difficulty that persists, shards of their own), all ranks wander further, and a mean over
+    several readings does not settle as it should. So the ranks' differences, in their errors, are averaged over blocks
+    of 1, 2, 4 ... 128 readings; a block mean times the root of its length has variance 1 if all is independent. Its
+    variance over the ranks is estimated for every rank from the others alone, so that a rank that is off does not hide
+    itself; of two ranks, from how it changes from one block to the next. The largest counts.
+
+    Source: batch means, Conway 1963; Alexopoulos and Seila 1998, "Output Data Analysis" (Handbook of Simulation, 7.3).
+    """
+
+    def __init__(self) -> None:
+        self._levels = [_Level() for _ in range(_LEVELS)]
+
+    def add(self, differences: Sequence[float]) -> None:
+        """Take one reading's differences of the ranks, in their errors, into account."""
+        block = list(differences)
+        for number, level in enumerate(self._levels):
+            merged = level.add(block, math.sqrt(2.0**number))
+            if merged is None:
+                return
+            block = merged
+
+    def of(self, place: int) -> float:
+        """Times that the errors of the rank at this place are too small; 1 at the least."""
+        return math.sqrt(max(1.0, *(level.variance(place) for level in self._levels)))
+
+
+#: Levels of blocks, each twice as long as the one before; degrees of freedom that a variance of 1 is believed with
+#: beforehand; blocks until what was seen counts for a third.
+_LEVELS, _BELIEF, _FORGETTING = 8, 4.0, 1000.0
+
+
+class _Level:
+    """Blocks of one length."""
+
+    def __init__(self) -> None:
+        self._half: list[float] | None = None
+        self._before: list[float] | None = None
+        self._squares: list[float] = []
+        self._freedom = 0.0
+
+    def add(self, block: list[float], scale: float) -> list[float] | None:
+        """Take the mean of a block into account; the mean of two blocks where it completes a pair."""
+        count = len(block)
+        self._squares = self._squares or [0.0] * count
+        share = count / (count - 1)
+        if count > 2:
+            squares = [(scale * value) ** 2 / share for value in block]
+            found, freedom = [sum(squares) - share * its for its in squares], count - 2
+        elif self._before is not None:
+            change = scale * (block[0] - self._before[0])
+            found, freedom = [change**2 / 2] * 2, 1
+        else:
+            found, freedom = [0.0] * count, 0
+        self._before = block
+        kept = 1 - 1 / _FORGETTING
+        self._squares = [kept * old + new for old, new in zip(self._squares, found, strict=True)]
+        self._freedom = kept * self._freedom + freedom
+        if self._half is None:
+            self._half = block
+            return None
+        merged = [(one + other) / 2 for one, other in zip(self._half, block, strict=True)]
+        self._half = None
+        return merged
+
+    def variance(self, place: int) -> float:
+        """Of a block mean, in what it is if all is independent."""
+        if not self._freedom:
+            return 1.0
+        return (_BELIEF + self._squares[place]) / (_BELIEF + self._freedom)
 
 
 class Shifts:
@@ -46,11 +119,16 @@ class Shifts:
 
     Args:
         readings_per_false_alarm: mean number of readings up to a false alarm of any rank.
+
+    Attributes:
+        worst: the most unusual rank of the last reading; None before the first.
     """
 
     def __init__(self, readings_per_false_alarm: float) -> None:
         self._readings_per_false_alarm = readings_per_false_alarm
         self._cusums: dict[int, Cusum] = {}
+        self._spread, self._ranks = Spread(), list[int]()
+        self.worst: Deviation | None = None
 
     def add(self, reading: Sequence[Deviation], ranks: int) -> Deviation | None:
         """The rank that has shifted, as it is in this reading; None while none has.
@@ -62,18 +140,26 @@ class Shifts:
             reading: the ranks that could be compared.
             ranks: how many there are.
         """
+        named = [each.rank for each in reading]
+        if named != self._ranks:
+            self._spread, self._ranks = Spread(), named
+        if all(each.error for each in reading):
+            self._spread.add([each.difference / each.error for each in reading])
+        reading = [replace(each, spread=self._spread.of(place)) for place, each in enumerate(reading)]
+        self.worst = max(reading, key=lambda each: abs(each.unusual))
         shifted = []
         for each in reading:
             # Any of the ranks may alarm falsely.
-            cusum = self._cusums.setdefault(each.rank, Cusum(self._readings_per_false_alarm * ranks))
-            if cusum.add(each.unusual):
+            if each.rank not in self._cusums:
+                self._cusums[each.rank] = Cusum(self._readings_per_false_alarm * ranks)
+            if self._cusums[each.rank].add(each.unusual):
                 shifted.append(each)
         if not shifted:
             return None
         # Two ranks are equally far from each other: the one above is named.
-        named = max(shifted, key=lambda each: (round(self._cusums[each.rank].level, 6), each.difference))
+        furthest = max(shifted, key=lambda each: (round(self._cusums[each.rank].level, 6), each.difference))
         self._cusums.clear()
-        return named
+        return furthest
 
 
 #: What is added where there are two ranks: each is as far from the other.

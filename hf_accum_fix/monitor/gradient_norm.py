@@ -18,6 +18,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,15 +89,19 @@ class GradientNorm:
         self._unusual, self._factor = unusual, factor
         self._usual: deque[float] = deque(maxlen=window)
         self._finite: deque[bool] = deque(maxlen=window)
-        self._new: list[Tensor] = []
+        self._new: list[Any] = []
 
     def update(self, norm: Tensor | float) -> None:
-        """Take one step's norm into account, before clipping; no device sync."""
-        self._new.append(torch.as_tensor(norm).detach())
+        """Take one step's norm into account, before clipping; no device sync.
+
+        A norm that lies in parts on the ranks (fully_shard's) is put together when it is read, by every rank.
+        """
+        self._new.append(norm if hasattr(norm, "full_tensor") else torch.as_tensor(norm).detach())
 
     def read(self) -> GradientNormReading:
         """What came since the last reading: one device sync."""
-        norms: list[float] = torch.stack([norm.float() for norm in self._new]).tolist() if self._new else []
+        new = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in self._new]
+        norms: list[float] = torch.stack([norm.float().reshape(()) for norm in new]).tolist() if new else []
         self._new.clear()
         spikes = []
         for place, norm in enumerate(norms):
@@ -117,6 +122,15 @@ class GradientNorm:
             clipped=None if max_norm is None or not norms else sum(norm > max_norm for norm in norms) / len(norms),
             not_finite=1 - sum(self._finite) / len(self._finite) if self._finite else 0.0,
         )
+
+    def state_dict(self) -> dict[str, list[float] | list[bool]]:
+        """The window of norms, for JSON; what was not read yet is not in it."""
+        return {"usual": list(self._usual), "finite": list(self._finite)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from that window."""
+        self._usual.extend(state["usual"])
+        self._finite.extend(state["finite"])
 
     def judge(self, reading: GradientNormReading) -> Alarm | None:
         """An alarm for a spike, or where more than 1 in 20 norms of the window are not finite."""

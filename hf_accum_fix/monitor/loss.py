@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
 
 
@@ -133,9 +134,9 @@ class LossReading:
 
     @property
     def spread(self) -> float:
-        """Largest minus smallest mean of a rank that has a loss; nan without one."""
+        """Largest minus smallest mean of a rank that has a loss; nan without one, and where one is nan."""
         means = [moments.mean for moments in self.ranks if moments.items]
-        return max(means) - min(means) if means else math.nan
+        return max(means) - min(means) if means and not any(map(math.isnan, means)) else math.nan
 
     def times(self, factor: float) -> LossReading:
         """The same with every loss multiplied."""
@@ -157,20 +158,23 @@ class LossMeter:
         """Take one micro-batch's mean loss into account; no device sync.
 
         Args:
-            loss: 0-dim, the mean over the items. None says that this rank has no loss: a fact, not a number.
+            loss: one number, the mean over the items. None says that this rank has no loss: a fact, not a number.
             items: number of items; 0 takes nothing into account, even where the loss is 0 / 0 = nan.
+
+        Raises:
+            UnsupportedSetupError: if the loss is more than one number.
         """
         if loss is None:
             return
         loss, items = self._on_device(loss, items)
-        self._add(torch.where(items > 0, loss * items, 0.0), items)
+        self._add(torch.where(items == 0, 0.0, loss * items), items)
 
     def update_sum(self, loss: Tensor | float | None, items: Tensor | float) -> None:
         """The same for a summed loss."""
         if loss is None:
             return
         loss, items = self._on_device(loss, items)
-        self._add(torch.where(items > 0, loss, 0.0), items)
+        self._add(torch.where(items == 0, 0.0, loss), items)
 
     def read(self, *, reset: bool = True) -> LossReading:
         """The loss since the last reset: one device sync, one collective of nine numbers a rank.
@@ -197,6 +201,11 @@ class LossMeter:
             )
         )
 
+    def clear(self) -> None:
+        """Forget what came since the last reading: nothing is communicated."""
+        if self._moments is not None:
+            self._moments.zero_()
+
     def _on_device(self, loss: Tensor | float, items: Tensor | float) -> tuple[Tensor, Tensor]:
         """Both in the precision they are summed in, where the first loss was."""
         if self._moments is None:
@@ -214,5 +223,9 @@ class LossMeter:
 def _like(tensor: Tensor, value: Tensor | float) -> Tensor:
     """The value as a 0-dim tensor there, without a sync: a number is filled in, not copied over."""
     if isinstance(value, Tensor):
-        return value.detach().to(tensor.device, tensor.dtype, non_blocking=True)
+        if value.numel() != 1:
+            raise UnsupportedSetupError(
+                f"got a loss of shape {list(value.shape)}; expected one number, its mean over the items; reduce it"
+            )
+        return value.detach().reshape(()).to(tensor.device, tensor.dtype, non_blocking=True)
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device)

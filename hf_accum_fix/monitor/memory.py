@@ -11,7 +11,7 @@ leak of a few hundred KiB a step looks like noise until it ends the run.
     print(reading.ranks[0])                          # "3.21 GiB, plateau since step 12 ..."
 
 On CUDA the memory that tensors hold is judged, and reserved and peak memory are shown beside it; elsewhere it is the
-resident set of the process.
+resident set of the process, without the pages of files that it has mapped (a dataset that is read through).
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ _ENOUGH, _ENOUGH_FOR_ALARM, _BLOCKS = 40, 250, 24
 #: its first thousand steps), or this share of the level.
 _NO_GROWTH, _NO_GROWTH_SHARE = 16 * MIB, 0.002
 _CONFIDENCE, _RISING = 0.999, 0.4
+#: The later half's pace over the earlier's below which growth comes to rest: what is left of a geometric series is less
+#: than twenty times what the later half grew by.
+_SLOWING = 0.95
+#: Last samples that are looked at by themselves.
+_WINDOWS = (2048, 1024, 512, 256)
 #: Steps that a plateau is to hold for.
 _PLATEAU_STEPS = 1000
 #: Steps until memory is full beyond which nobody would act.
@@ -78,6 +83,57 @@ class Trend:
 
 
 def trend(steps: Sequence[float], sizes: Sequence[float]) -> Trend:
+    """Where memory is going: since the warm-up, else since a late start, else by steps up.
+
+    A leak that starts late is lost in a long plateau, so that the last 256, 512, 1024 and 2048 samples are looked at by
+    themselves where they end above all that was held before, by more than memory wandered then. A leak of some hundreds
+    of MiB every few thousand steps has no slope: it shows as a level that goes up three times or more, never down, and
+    no slower in the later half than in the earlier.
+
+    Args:
+        steps: increasing.
+        sizes: bytes, as many.
+    """
+    whole = _trend(steps, sizes)
+    if whole.kind is TrendKind.GROWS or len(steps) < _ENOUGH:
+        return whole
+    for window in _WINDOWS:
+        if len(steps) > 2 * window and _is_record(sizes, window):
+            late = _trend(steps[-window:], sizes[-window:])
+            if late.kind is TrendKind.GROWS:
+                return late
+    first = _end_of_warm_up(steps, sizes)
+    return _staircase(steps[first:], sizes[first:]) or whole
+
+
+def _is_record(sizes: Sequence[float], window: int) -> bool:
+    """Whether the last samples lie above all blocks before the window, by more than these wandered."""
+    # Blocks as short as the last one: a peak, or the tip of a saw, is to count as held before.
+    parts = blocks(len(sizes) - window, (len(sizes) - window) // (window // 8))
+    before = [median(sizes[part.start : part.stop]) for part in parts]
+    now = median(sizes[-window // 8 :])
+    settled = before[len(before) // 2 :]
+    return now > max(before) + max(_no_growth(now), 2 * (max(settled) - min(settled)))
+
+
+def _staircase(steps: Sequence[float], sizes: Sequence[float]) -> Trend | None:
+    """Growth by steps up; None where there is none."""
+    parts = blocks(len(steps), _BLOCKS)
+    levels = [median(sizes[part.start : part.stop]) for part in parts]
+    none, growth, span = _no_growth(levels[-1]), levels[-1] - levels[0], steps[-1] - steps[0]
+    rises = [place for place in range(1, len(levels)) if levels[place] - levels[place - 1] > none]
+    falls = any(before - after > none for before, after in pairwise(levels))
+    half = len(levels) // 2
+    slowing = levels[-1] - levels[half] < 0.4 * growth
+    # Two neighbouring blocks share a step that falls into one of them.
+    apart = [place for number, place in enumerate(rises) if number == 0 or place > rises[number - 1] + 1]
+    if len(apart) < 3 or growth < 3 * none or falls or slowing or len(steps) < _ENOUGH_FOR_ALARM:
+        return None
+    pace = growth / span
+    return Trend(TrendKind.GROWS, len(steps), steps[0], median(sizes), pace, pace / 2, pace * 2)
+
+
+def _trend(steps: Sequence[float], sizes: Sequence[float]) -> Trend:
     """Warm-up set aside, then plateau, growth, or too few steps to tell them apart.
 
     The warm-up ends where the samples first reach the line through the second half of them, less four robust standard
@@ -88,11 +144,7 @@ def trend(steps: Sequence[float], sizes: Sequence[float]) -> Trend:
     half grows at no less than half that pace, and at least two blocks in five are above the one before (of noise, every
     second is): a few steps up (an evaluation, a longer batch, a heap that settles) are no leak. It is on a *plateau* if
     not even the upper end of the interval makes a growth of that size, over a thousand steps at least. Else it is too
-    early.
-
-    Args:
-        steps: increasing.
-        sizes: bytes, as many.
+    early; so it is where the later half grows surely more slowly than the earlier: a slow warm-up.
     """
     if len(steps) < _ENOUGH:
         return Trend(TrendKind.TOO_FEW_STEPS)
@@ -107,9 +159,11 @@ def trend(steps: Sequence[float], sizes: Sequence[float]) -> Trend:
         kind = TrendKind.PLATEAU
     elif slope.low > 0 and slope.value * span > none:
         half = len(x) // 2
-        paces = (theil_sen(x[:half], y[:half]).value, theil_sen(x[half:], y[half:]).value)
+        early, late = theil_sen(x[:half], y[:half], _CONFIDENCE), theil_sen(x[half:], y[half:], _CONFIDENCE)
         rising = sum(after > before for before, after in pairwise(y)) / (len(y) - 1)
-        kind = TrendKind.GROWS if min(paces) > slope.value / 2 and rising > _RISING else kind
+        slowing = late.high < _SLOWING * early.low
+        if min(early.value, late.value) > slope.value / 2 and rising > _RISING and not slowing:
+            kind = TrendKind.GROWS
     return Trend(kind, len(steps), steps[0], level, slope.value, slope.low, slope.high)
 
 
@@ -133,7 +187,7 @@ def _no_growth(level: float) -> float:
 
 def _medians(steps: Sequence[float], sizes: Sequence[float]) -> tuple[list[float], list[float]]:
     parts = blocks(len(steps), _BLOCKS)
-    return [median(steps[i] for i in part) for part in parts], [median(sizes[i] for i in part) for part in parts]
+    return [median(steps[i.start : i.stop]) for i in parts], [median(sizes[i.start : i.stop]) for i in parts]
 
 
 @dataclass(frozen=True)
@@ -141,7 +195,7 @@ class RankMemory:
     """Memory of one rank.
 
     Attributes:
-        used: held by tensors on CUDA, resident set elsewhere [bytes].
+        used: held by tensors on CUDA, the process's own resident pages elsewhere [bytes].
         reserved: by the caching allocator; as used off CUDA.
         peak: largest used so far (on CUDA since the process's peak was last reset).
         capacity: what used can grow to.
@@ -155,11 +209,16 @@ class RankMemory:
     trend: Trend
 
     @property
+    def room(self) -> float:
+        """Memory left [bytes]."""
+        return max(self.capacity - self.used, 0.0)
+
+    @property
     def steps_until_full(self) -> float:
         """At the slope found; inf where it does not grow."""
         if self.trend.kind is not TrendKind.GROWS:
             return math.inf
-        return max(self.capacity - self.used, 0.0) / self.trend.slope
+        return self.room / self.trend.slope
 
     def __str__(self) -> str:
         """The decision in words."""
@@ -208,6 +267,7 @@ class MemoryMonitor:
         self._sizes: list[float] = []
         self._step, self._stride, self._largest = 0, 1, 0.0
         self._capacity = capacity if capacity is not None else self._total()
+        self._room: dict[int, float] = {}
 
     def sample(self) -> None:
         """Look at this step's memory: no device sync."""
@@ -235,36 +295,51 @@ class MemoryMonitor:
         )
 
     def judge(self, reading: MemoryReading) -> Alarm | None:
-        """An alarm where memory has grown for 250 samples, and would be full in a million steps: for the first rank.
+        """An alarm where memory grows and would be full in a million steps: for the rank that is full first.
 
-        Every rank judges alike.
+        It comes after 250 samples, or as soon as memory would be full within as many steps as were seen; and again each
+        time that half of the room left is taken: a cache that fills up and is emptied is told once. Every rank judges
+        alike.
         """
-        growing = [
-            rank
-            for rank, its in enumerate(reading.ranks)
-            if its.trend.samples >= _ENOUGH_FOR_ALARM and its.steps_until_full < _FAR_AWAY
-        ]
+        growing = [rank for rank, its in enumerate(reading.ranks) if self._is_due(rank, its)]
         if not growing:
             return None
         first = min(growing, key=lambda rank: reading.ranks[rank].steps_until_full)
+        self._room.update((rank, reading.ranks[rank].room) for rank in growing)
         return Alarm(
             f"memory-grows-{first}",
             f"rank {first}: memory {reading.ranks[first]}; look for what is kept from step to step: losses or outputs "
             "appended without detach().item(), caches, hooks that collect",
         )
 
+    def _is_due(self, rank: int, its: RankMemory) -> bool:
+        seen, full = its.trend.samples, its.steps_until_full
+        soon = full < min(seen * self._stride, _FAR_AWAY)
+        return (soon or (seen >= _ENOUGH_FOR_ALARM and full < _FAR_AWAY)) and (
+            its.room < self._room.get(rank, math.inf) / 2
+        )
+
     def _now(self) -> tuple[float, float, float]:
         """Used, reserved and peak [bytes]."""
         if self._device is None:
-            used = float(self._process.memory_info().rss)
+            used = self._resident()
             return used, used, max(self._largest, used)
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         used, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         return float(used["current"]), float(reserved["current"]), float(used["peak"])
 
+    def _resident(self) -> float:
+        """The process's own pages: without those of mapped files, which the system takes back when it needs them."""
+        try:
+            with open(f"/proc/{self._process.pid}/status", "rb") as status:  # noqa: PTH123 - read at every step
+                sizes = dict(line.split(b":", 1) for line in status)
+            return 1024.0 * sum(int(sizes[name].split()[0]) for name in (b"RssAnon", b"RssShmem"))
+        except (OSError, KeyError):
+            return float(self._process.memory_info().rss)  # not Linux
+
     def _total(self) -> float:
         if self._device is None:
-            return float(psutil.virtual_memory().available + self._process.memory_info().rss)
+            return float(psutil.virtual_memory().available + self._resident())
         return float(torch.cuda.get_device_properties(self._device).total_memory)
 
 

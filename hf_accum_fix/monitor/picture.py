@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
+import io
 import math
+import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from hf_accum_fix.monitor.run_logs import LogsError, Run
-from hf_accum_fix.monitor.watch import summarise
+from hf_accum_fix.monitor.watch import short_names, summarise
 
 _PALE = 0.25
 #: Ratio of losses from which on the smaller are not to be told apart on a plain axis.
 _DECADE = 10.0
+#: Flags that make opening a link an error, and keep opening a pipe from waiting; Windows has neither.
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+def drawable() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
 
 
 def write_picture(runs: Sequence[Run], path: Path) -> None:
     """Draw every run's loss with the band that its noise makes, and a panel each for gradient norm and accuracy.
 
     Raises:
-        LogsError: if matplotlib is not installed.
+        LogsError: if the file cannot be written: it is a link, its folder is missing, its ending is no picture's.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise LogsError(
-            'a picture needs matplotlib; pip install "hf-accum-fix[recipes]", or leave it out by --no-picture'
-        ) from error
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     summaries = [summarise(run) for run in runs]
     panels = ["loss"]
     panels += ["gradient norm"] if any(each.gradients for each in summaries) else []
     panels += ["accuracy"] if any(each.accuracy for each in summaries) else []
     figure = Figure(figsize=(8, 1 + 2.6 * len(panels)), layout="constrained")
+    names = short_names([run.name for run in runs])
     axes = dict(zip(panels, figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0], strict=True))
     for number, (run, its) in enumerate(zip(runs, summaries, strict=True)):
         colour = f"C{number % 10}"
-        axes["loss"].plot(its.loss.steps, its.loss.values, color=colour, label=its.run)
+        axes["loss"].plot(its.loss.steps, its.loss.values, color=colour, label=_label(names[number]))
         if not math.isnan(its.noise):
             low = [value - 2 * its.noise * abs(value) for value in its.loss.values]
             high = [value + 2 * its.noise * abs(value) for value in its.loss.values]
             axes["loss"].fill_between(its.loss.steps, low, high, color=colour, alpha=_PALE, linewidth=0)
         for step in sorted({step for _, step in its.alarms.values()}):
             axes["loss"].axvline(step, color=colour, linestyle=":", linewidth=1)
+        if its.not_finite:
+            axes["loss"].axvline(its.not_finite[0], color=colour, linestyle="--", linewidth=1)
         if its.gradients is not None:
             norms = run.series["grad_norm"]
             axes["gradient norm"].plot(norms.steps, norms.values, color=colour, linewidth=1)
@@ -54,7 +64,28 @@ def write_picture(runs: Sequence[Run], path: Path) -> None:
     losses = [value for each in summaries for value in each.loss.values]
     if losses and min(losses) > 0 and max(losses) > _DECADE * min(losses):
         axes["loss"].set_yscale("log")
-    axes["loss"].set_title("loss, twice its noise from log to log; dotted: first alarms", fontsize="small")
-    axes["loss"].legend(fontsize="small")
+    axes["loss"].set_title(
+        "loss, twice its noise from log to log; dotted: first alarms; dashed: no longer finite", fontsize="small"
+    )
+    figure.legend(loc="outside right upper", fontsize="small")
     axes[panels[-1]].set_xlabel("optimizer step")
-    figure.savefig(path, dpi=120)
+    axes[panels[-1]].xaxis.set_major_locator(MaxNLocator(integer=True))
+    drawn = io.BytesIO()
+    try:
+        figure.savefig(drawn, dpi=120, format=path.suffix.removeprefix(".") or "png")
+        # Neither a link nor a pipe is written to: what it leads to is not ours to end.
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | _NO_LINK, 0o666)
+        with open(opened, "wb") as file:  # noqa: PTH123 - a descriptor
+            file.truncate()
+            file.write(drawn.getvalue())
+    except (OSError, ValueError) as error:
+        found = f"{path} is a link" if path.is_symlink() else f"{path} could not be written ({error})"
+        raise LogsError(
+            f"no picture: {found}; expected a place for a new file that ends in .png, .svg or .pdf; "
+            "name one by --output, or leave the picture out by --no-picture"
+        ) from error
+
+
+def _label(name: str) -> str:
+    """A run's name that matplotlib neither reads as a formula nor, for an underscore in front, leaves out."""
+    return f"\u200b{name}".replace("$", r"\$")

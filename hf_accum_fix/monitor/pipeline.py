@@ -20,8 +20,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: A loss is hardly ever the same negative whole number this often.
-_LEAST_TIMES = 3
+#: A loss is hardly ever the same negative whole number this often; -1 is what a stage without a loss reports.
+_LEAST_TIMES, _LEAST_TIMES_OF_MINUS_ONE = 3, 2
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Sentinel:
         if len(self.places) == self.count:
             return (
                 f"all {self.count} losses are {self.value:g}: this is the log of a rank that has no loss (a pipeline "
-                "stage before the last); read the last stage's log, or let a LossMeter bring it to rank 0"
+                "stage before the last); read the log of a rank of the last stage, the highest rank as a rule, or let "
+                "a LossMeter bring its loss to rank 0"
             )
         return (
             f"{len(self.places)} of {self.count} losses are {self.value:g}, which stands for a rank without a loss (a "
@@ -54,13 +55,13 @@ class Sentinel:
 def without_sentinels(losses: Sequence[float]) -> tuple[list[float], Sentinel | None]:
     """The losses that are losses, and what was left out; None where nothing was.
 
-    A sentinel is a negative whole number that occurs at least three times, digit for digit, and that no other value is
-    near: losses that may be negative do not repeat themselves exactly.
+    A sentinel is -1 twice, or another negative whole number three times, digit for digit, that no other value is near:
+    losses that may be negative do not repeat themselves exactly.
     """
     repeated = Counter(loss for loss in losses if loss < 0 and float(loss).is_integer())
     for value, times in repeated.most_common(1):
         near = any(0 < abs(loss - value) < 0.5 for loss in losses)
-        if times >= _LEAST_TIMES and not near:
+        if times >= (_LEAST_TIMES_OF_MINUS_ONE if value == -1 else _LEAST_TIMES) and not near:
             places = tuple(place for place, loss in enumerate(losses) if loss == value)
             kept = [loss for loss in losses if loss != value]
             return kept, Sentinel(value, places, len(losses))

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 #: Steps kept between two readings.
 _KEPT = 64
+#: Steps kept for a judgement that waits for steps in which every rank has a gradient.
+_MOST_CARRIED = 512
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class RankGradients:
         readings_per_false_alarm: mean number of readings up to a false alarm of any rank.
         tolerance: difference of norms, as a share, that nobody would act upon.
         steps: least number of measured steps in a judgement; shorter readings are put together.
+        tolerance_of_first: the same as a share of the first norms: of what is learned by heart nothing is left.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class RankGradients:
         readings_per_false_alarm: float = 20_000,
         tolerance: float = 0.02,
         steps: int = 8,
+        tolerance_of_first: float = 0.01,
     ) -> None:
         self._ranks = ranks or TorchRanks()
         self._every, self._step = every, 0
@@ -87,11 +91,12 @@ class RankGradients:
         self._norms: deque[Tensor] = deque(maxlen=_KEPT)
         self._shifts = Shifts(readings_per_false_alarm)
         self._tolerance, self._steps = tolerance, steps
+        self._tolerance_of_first, self._first = tolerance_of_first, 0.0
         self._carried: list[tuple[float, ...]] = []
         self.worst: Deviation | None = None
 
     def attach(self, model: DistributedDataParallel, hook: Hook | None = None, state: Any = None) -> None:
-        """Register with DDP, once, before its first backward.
+        """Register with DDP, once, before its first backward; nothing on one process without DDP.
 
         Args:
             model: the wrapped model.
@@ -102,8 +107,10 @@ class RankGradients:
             UnsupportedSetupError: if the model has a hook already, or is not wrapped in DDP.
         """
         if not isinstance(model, DistributedDataParallel):
+            if self._ranks.size == 1:
+                return
             raise UnsupportedSetupError(
-                f"{type(model).__name__} shows no gradient before its reduction; needed is DistributedDataParallel; "
+                f"{type(model).__name__} shows no gradient before its reduction; expected DistributedDataParallel; "
                 "for FSDP see the docstring of hf_accum_fix.monitor.rank_gradients"
             )
         if hook is None:
@@ -169,13 +176,31 @@ class RankGradients:
                 f"the gradient of rank {named} is not finite while those of others are, and so spoils the average; "
                 "look at its data (an empty micro-batch, an outlier) and its precision",
             )
-        self._carried += [step for step in zip(*reading.norms, strict=True) if min(step) > 0 and max(step) < math.inf]
+        self._carried += [step for step in zip(*reading.norms, strict=True) if 0 < max(step) < math.inf]
         if len(self._carried) < self._steps:
             return None
-        steps, self._carried = self._carried, []
-        found = deviations(steps, self._tolerance)
-        self.worst = max(found, key=lambda each: abs(each.unusual))
+        zeros = [sum(norm == 0 for norm in column) for column in zip(*self._carried, strict=True)]
+        dead = [rank for rank, count in enumerate(zeros) if 2 * count > len(self._carried)]
+        if dead:
+            count, seen = zeros[dead[0]], len(self._carried)
+            self._carried = []
+            return Alarm(
+                f"rank-gradient-zero-{dead[0]}",
+                f"rank {', '.join(map(str, dead))}: its gradient is zero in {count} of {seen} steps while those of "
+                "others are not; look for a frozen or detached loss, micro-batches without targets, or a step under "
+                "`if rank == 0`",
+            )
+        # A micro-batch without targets, now and then, is a step that says nothing of the ranks' sizes.
+        steps = [step for step in self._carried if min(step) > 0]
+        if len(steps) < self._steps:
+            self._carried = self._carried[-_MOST_CARRIED:]
+            return None
+        self._carried = []
+        norm = median(fmean(step) for step in steps)
+        self._first = self._first or norm
+        found = deviations(steps, max(self._tolerance, self._tolerance_of_first * self._first / norm))
         shifted = self._shifts.add(found, len(reading.norms))
+        self.worst = self._shifts.worst
         if shifted is None:
             return None
         times = math.exp(shifted.difference)
@@ -210,6 +235,5 @@ def deviations(steps: list[tuple[float, ...]], tolerance: float = 0.0) -> list[D
     squares = sum((value - effect) ** 2 for step in centred for value, effect in zip(step, effects, strict=True))
     error = math.sqrt(squares / freedom / count * ranks / (ranks - 1))
     return [
-        Deviation.of(rank, effect * ranks / (ranks - 1), error, freedom, tolerance)
-        for rank, effect in enumerate(effects)
+        Deviation(rank, effect * ranks / (ranks - 1), error, freedom, tolerance) for rank, effect in enumerate(effects)
     ]

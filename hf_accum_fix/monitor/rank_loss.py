@@ -24,12 +24,14 @@ LOOK_AT = "look at this rank's data shard, its seed (sampler, dropout) and its p
 class RankLoss:
     """Judges, reading by reading, whether a rank's loss has shifted against the others' for good.
 
-    A single odd reading is no alarm (`Shifts`). Readings of fewer than ``micro_batches`` a rank are put together until
+    A single odd reading is no alarm (`Shifts`), nor is a difference such as the other ranks have too (`Spread`).
+    Readings of fewer than ``micro_batches`` a rank are put together until
     there are as many, because a deviation needs noise to be held against.
 
     Args:
         readings_per_false_alarm: mean number of readings up to a false alarm of any rank.
         tolerance: difference, as a share of the mean loss, that nobody would act upon.
+        tolerance_of_first: the same as a share of the first mean loss: what is learned by heart differs by any factor.
         micro_batches: a rank's least number of micro-batches in a judgement.
 
     Attributes:
@@ -37,28 +39,36 @@ class RankLoss:
     """
 
     def __init__(
-        self, readings_per_false_alarm: float = 20_000, tolerance: float = 0.01, micro_batches: int = 8
+        self,
+        readings_per_false_alarm: float = 20_000,
+        tolerance: float = 0.01,
+        micro_batches: int = 8,
+        tolerance_of_first: float = 0.002,
     ) -> None:
         self._shifts = Shifts(readings_per_false_alarm)
         self._tolerance, self._micro_batches = tolerance, micro_batches
         self._carried: tuple[Moments, ...] = ()
         self._same = 0
+        self._tolerance_of_first, self._first = tolerance_of_first, 0.0
         self.worst: Deviation | None = None
 
     def judge(self, reading: LossReading) -> Alarm | None:
         """The alarm that this reading completes, if any. Every rank judges alike; nothing is communicated."""
-        if len(reading.ranks) < 2:
-            return None
-        broken = [rank for rank, moments in enumerate(reading.ranks) if not math.isfinite(moments.loss)]
+        measured = [rank for rank, moments in enumerate(reading.ranks) if moments.items]
+        broken = [rank for rank in measured if not math.isfinite(reading.ranks[rank].loss + reading.ranks[rank].items)]
         if broken:
             self._carried = ()
-            return Alarm(
-                f"rank-loss-not-finite-{broken[0]}",
-                f"the loss of rank {_listed(broken)} is not finite, that of the others is; "
-                "look at its data (an empty micro-batch, an outlier) and its precision"
-                if len(broken) < len(reading.ranks)
-                else "the loss is not finite on any rank; look at learning rate and precision",
-            )
+            others = [rank for rank in measured if rank not in broken]
+            if others:
+                return Alarm(
+                    f"rank-loss-not-finite-{broken[0]}",
+                    f"the losses of rank {_listed(broken)} are not finite, those of rank {_listed(others)} are; "
+                    "look at its data (an empty micro-batch, an outlier) and its precision",
+                )
+            of_all = "" if len(reading.ranks) == 1 else f" (of rank {_listed(broken)}, the only ones with a loss)"
+            return Alarm("loss-not-finite", f"the loss is not finite{of_all}; look at learning rate and precision")
+        if len(reading.ranks) < 2:
+            return None
         self._carried = (
             tuple(carried + new for carried, new in zip(self._carried, reading.ranks, strict=True))
             if len(self._carried) == len(reading.ranks)
@@ -75,9 +85,11 @@ class RankLoss:
         groups: dict[tuple[float, ...], list[int]] = {}
         for rank in measured:
             its = moments[rank]
+            if its.deviations_squared <= 1e-9 * its.loss_squared:
+                continue  # always the same loss, such as zero: no fingerprint of its samples
             # Six digits: the same samples give the same loss but for the order that a kernel sums in.
             groups.setdefault((its.items, float(f"{its.loss:.5e}"), float(f"{its.loss_squared:.5e}")), []).append(rank)
-        same = max(groups.values(), key=len)
+        same = max(groups.values(), key=len, default=[])
         self._same = self._same + 1 if len(same) > 1 else 0
         # Twice running, so that a coincidence is none.
         if self._same < 2:
@@ -89,11 +101,13 @@ class RankLoss:
         )
 
     def _shifted(self, moments: tuple[Moments, ...], measured: list[int]) -> Alarm | None:
-        found = deviations(moments, measured, self._tolerance)
+        mean = abs(sum(moments, Moments()).mean)
+        self._first = self._first or mean
+        found = deviations(moments, measured, max(self._tolerance * mean, self._tolerance_of_first * self._first))
         if not found:
             return None
-        self.worst = max(found, key=lambda each: abs(each.unusual))
         named = self._shifts.add(found, len(moments))
+        self.worst = self._shifts.worst
         if named is None:
             return None
         its = moments[named.rank]
@@ -140,7 +154,7 @@ def deviations(moments: tuple[Moments, ...], measured: list[int], tolerance: flo
         its = moments[rank]
         others = total - its
         error = math.sqrt(variance(its) + variance(others))
-        found.append(Deviation.of(rank, its.mean - others.mean, error, freedom, tolerance * abs(total.mean)))
+        found.append(Deviation(rank, its.mean - others.mean, error, freedom, tolerance))
     return found
 
 

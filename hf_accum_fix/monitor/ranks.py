@@ -10,6 +10,7 @@ zeros). An engine needs no more than this to plug in. For Horovod (not run here:
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Protocol
 
 import torch
@@ -82,3 +83,14 @@ def by_rank(ranks: Ranks, row: Tensor) -> Tensor:
     table = row.new_zeros((ranks.size, *row.shape))
     table[ranks.rank] = row
     return ranks.sum(table)
+
+
+def fingerprint(what: object) -> int:
+    """Of a description in Python's words, the same in every process, as int64 holds it."""
+    return int.from_bytes(blake2b(repr(what).encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def alike(ranks: Ranks, what: object) -> bool:
+    """Whether every rank describes what it holds in the same words: one collective of one number a rank."""
+    table: list[int] = by_rank(ranks, torch.tensor(fingerprint(what))).tolist()
+    return len(set(table)) == 1

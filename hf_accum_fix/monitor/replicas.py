@@ -26,11 +26,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.deviation import OF_TWO
-from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank, fingerprint
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Odd and without a pattern, so that a sum over tensors cannot make up for what differs in one (Knuth 1998, 6.4).
 _MULTIPLIER = 2654435769
+_OTHER_PARTS = "where ranks hold other parts of a model by design, give those that hold copies (ranks=) or skip="
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Replicas:
     """Compares parameters, buffers and optimizer state over the ranks, bit for bit, every ``every`` steps.
 
     A check reads every number once: the bits of each tensor are summed as integers, so that no changed element is lost
-    in rounding; one device sync and one collective of two integers a rank. Only where the ranks differ is the
+    in rounding; one device sync and one collective of three integers a rank. Only where the ranks differ is the
     tensor looked for, and sent around. A sum does not see elements that have changed places.
 
     Args:
@@ -96,9 +97,9 @@ class Replicas:
 
     def check(self) -> Alarm | None:
         """Compare now; every rank calls it and gets the same answer."""
-        names, prints = self._fingerprints()
+        layouts, prints = self._fingerprints()
         total = sum((place * _MULTIPLIER | 1) * value for place, value in enumerate(prints, start=1))
-        mine = torch.tensor([_signed(total), len(prints)])
+        mine = torch.tensor([_signed(total), len(prints), fingerprint(layouts)])
         table = by_rank(self._ranks, mine).tolist()
         self.difference = None
         if all(row == table[0] for row in table):
@@ -107,19 +108,36 @@ class Replicas:
             return Alarm(
                 "replicas-differ",
                 f"the ranks hold {[row[1] for row in table]} tensors (parameters, buffers, optimizer state): one of "
-                "them has not stepped as the others have; look for a step, a freeze or a load under `if rank == 0`",
+                "them has not stepped as the others have; look for a step, a freeze or a load under `if rank == 0`; "
+                f"{_OTHER_PARTS}",
             )
-        self.difference = difference = self._find(names, prints)
+        if len({row[2] for row in table}) > 1:
+            return self._not_alike(layouts)
+        self.difference = difference = self._find(list(layouts), prints)
         found = "; ".join(
             f"rank {rank} by up to {largest:.3g} in {elements} elements"
             for rank, largest, elements in zip(difference.ranks, difference.largest, difference.elements, strict=True)
         )
         return Alarm(
             "replicas-differ",
-            f"{difference.name} differs: {found}; {difference.tensors} of {len(names)} tensors differ in all"
+            f"{difference.name} differs: {found}; {difference.tensors} of {len(layouts)} tensors differ in all"
             f"{OF_TWO if self._ranks.size == 2 else ''}; look for "
             "an update, a load or an initialisation under `if rank == 0`, a parameter that DDP does not reduce, or "
             "unreliable memory on that rank; broadcast the weights of a good rank, or go back to a checkpoint",
+        )
+
+    def _not_alike(self, layouts: dict[str, str]) -> Alarm:
+        """As many tensors on every rank, and not the same: they cannot be compared, and adding them up would abort."""
+        table = by_rank(self._ranks, torch.tensor([fingerprint(each) for each in layouts.items()])).tolist()
+        place = next(place for place, column in enumerate(zip(*table, strict=True)) if len(set(column)) > 1)
+        column = [row[place] for row in table]
+        most = Counter(column).most_common(1)[0][0]
+        here = " ".join(list(layouts.items())[place])
+        odd = ", ".join(str(rank) for rank, value in enumerate(column) if value != most)
+        return Alarm(
+            "replicas-not-alike",
+            f"rank {odd} holds another tensor where rank {self._ranks.rank} has {here}"
+            f": names, shapes or types differ, and nothing is compared; {_OTHER_PARTS}",
         )
 
     def _find(self, names: list[str], prints: list[int]) -> Difference:
@@ -144,11 +162,11 @@ class Replicas:
             tensors=len(places),
         )
 
-    def _fingerprints(self) -> tuple[list[str], list[int]]:
-        """Names, and the sum of the bits of each tensor modulo 2^64; one device sync for all of a device."""
-        names, sums = [], []
+    def _fingerprints(self) -> tuple[dict[str, str], list[int]]:
+        """Type and shape by name, and the sum of the bits of each tensor modulo 2^64; one device sync for a device."""
+        layouts, sums = {}, []
         for name, tensor in self._tensors():
-            names.append(name)
+            layouts[name] = f"{tensor.dtype} {list(tensor.shape)}"
             sums.append(_sum_of_bits(tensor))
         of_device: dict[torch.device, list[int]] = {}
         for place, value in enumerate(sums):
@@ -157,7 +175,7 @@ class Replicas:
         for places in of_device.values():
             for place, value in zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True):
                 prints[place] = value
-        return names, prints
+        return layouts, prints
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._all_tensors():

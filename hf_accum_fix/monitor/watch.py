@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations
 from statistics import NormalDist, fmean, median
 
 from hf_accum_fix.monitor.pipeline import Sentinel, without_sentinels
@@ -24,7 +25,7 @@ from hf_accum_fix.monitor.robust import (
     normal_of_student,
     theil_sen,
 )
-from hf_accum_fix.monitor.run_logs import PREFIX, Run, Series
+from hf_accum_fix.monitor.run_logs import GUESS, PREFIX, LogsError, Run, Series
 
 #: Logs without which a trend, or a difference, is not told from noise.
 _ENOUGH = 8
@@ -38,6 +39,13 @@ _SPIKE, _NEIGHBOURS, _SPIKE_TIMES = 9.0, 20, 3.0
 _LOGS_PER_DEGREE = 5
 #: Chance that two runs of the same curve are said to differ.
 _FALSE_DIFFERENCE = 1e-4
+#: Letters of a run's name in a picture and a comparison.
+_LONGEST_NAME = 60
+#: First loss over that of a guess that is too much; last loss over the best that is divergence.
+_OVER_A_GUESS, _OVER_THE_BEST = 1.5, 1.5
+#: A lasting ratio of two losses that is seen without asking how noise hangs together: at least this far from 1, and so
+#: many times its own deviation.
+_PLAIN_FACTOR, _PLAIN_TIMES = 1.25, 5.0
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,7 @@ class Summary:
         gradients: None where no norm was logged.
         accuracy: None where none was logged.
         alarms: by monitor: how many, and by which step the first was told.
+        guess: loss of a guess, ln(classes), where the log or the model beside it says so; else nan.
     """
 
     run: str
@@ -103,6 +112,7 @@ class Summary:
     gradients: GradientNorms | None
     accuracy: Accuracy | None
     alarms: dict[str, tuple[int, float]]
+    guess: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -118,6 +128,9 @@ class Comparison:
         worst: largest difference, of all steps or of a tenth of them, in its standard errors; nan for too few steps.
         at: step in the middle of these.
         differ: whether that is more than noise makes.
+        furthest: the median ratio, of all or of a tenth of the steps, that is furthest from it.
+        norms: ratio of the median gradient norms; nan where one run logged none.
+        not_finite: first step at which one run's loss is not finite and the other's is; nan: none.
     """
 
     run: str
@@ -128,6 +141,9 @@ class Comparison:
     worst: float
     at: float
     differ: bool
+    furthest: float = math.nan
+    norms: float = math.nan
+    not_finite: float = math.nan
 
 
 def summarise(run: Run) -> Summary:
@@ -150,6 +166,7 @@ def summarise(run: Run) -> Summary:
         gradients=_gradients(run),
         accuracy=_accuracy(run),
         alarms=dict(_alarms(run)),
+        guess=run.series[GUESS].values[0] if GUESS in run.series else math.nan,
     )
 
 
@@ -170,13 +187,19 @@ def compare(one: Summary, other: Summary) -> Comparison:
     curves = [[losses[step] for step in steps] for losses in (mine, theirs)]
     ratios = [a / b for a, b in zip(*curves, strict=True) if b]
     ratio, spread = median_and_sigma(ratios) if ratios else (math.nan, math.nan)
-    steady = len(ratios) >= _ENOUGH and spread < 0.05 * abs(ratio)
+    parts = blocks(len(steps), min(10, max(len(steps) // 4, 1)))
+    ratios_by_part = [median(ratios[part.start : part.stop]) for part in blocks(len(ratios), len(parts))]
+    steady = len(ratios) >= _ENOUGH and spread < 0.1 * abs(ratio) and _same_throughout(ratios_by_part)
+    result = Comparison(
+        one.run, other.run, len(steps), ratio, steady, math.nan, math.nan, False,
+        norms=one.gradients.median / other.gradients.median if one.gradients and other.gradients else math.nan,
+        not_finite=_first_not_shared(one, other),
+    )  # fmt: skip
     if len(steps) < _ENOUGH:
-        return Comparison(one.run, other.run, len(steps), ratio, steady, math.nan, math.nan, False)
+        return result
     if all(map(_all_positive, curves)):
         curves = [_scaled(curve) for curve in curves]
     differences = [a - b for a, b in zip(*curves, strict=True)]
-    parts = blocks(len(steps), min(10, len(steps) // 4))
     means = [fmean(differences[place] for place in part) for part in parts]
     curved = [after - 2 * here + before for before, here, after in zip(means, means[1:], means[2:], strict=False)]
     # A second difference of independent means has six times the variance of one.
@@ -191,18 +214,153 @@ def compare(one: Summary, other: Summary) -> Comparison:
     worst, place = max(found, key=lambda each: abs(each[0]))
     worst = normal_of_student(worst, len(steps) / _LOGS_PER_DEGREE)
     threshold = NormalDist().inv_cdf(1 - _FALSE_DIFFERENCE / (2 * len(found)))
-    return Comparison(one.run, other.run, len(steps), ratio, steady, worst, steps[place], abs(worst) > threshold)
+    deviation = median_and_sigma(differences)[1]
+    plain = steady and abs(fmean(differences)) > max(math.log(_PLAIN_FACTOR), _PLAIN_TIMES * deviation)
+    return replace(
+        result, worst=worst, at=steps[place], differ=abs(worst) > threshold or plain,
+        furthest=max(ratios_by_part, key=lambda its: abs(its - ratio)),
+    )  # fmt: skip
 
 
-def report(runs: Sequence[Run]) -> str:
-    """Everything in words: each run, and each held against the first."""
-    summaries = [summarise(run) for run in runs]
-    told = [_told(summary) for summary in summaries]
-    told += [_compared(compare(summary, summaries[0])) for summary in summaries[1:]]
+def _same_throughout(ratios: Sequence[float]) -> bool:
+    return max(map(abs, ratios)) < 1.2 * min(map(abs, ratios))
+
+
+def _first_not_shared(one: Summary, other: Summary) -> float:
+    """The first step at which one loss is not finite and the other's is."""
+    apart = [step for step in one.not_finite if step in set(other.loss.steps)]
+    apart += [step for step in other.not_finite if step in set(one.loss.steps)]
+    return min(apart, default=math.nan)
+
+
+def findings(its: Summary) -> list[str]:
+    """What is wrong with a run; empty where nothing is."""
+    loss, found = its.loss, []
+    if its.not_finite:
+        found.append(f"{len(its.not_finite)} logged losses are not finite, the first at step {its.not_finite[0]:.0f}")
+    if its.sentinel is not None:
+        found.append(str(its.sentinel))
+    if len(loss) and loss.values[0] > _OVER_A_GUESS * its.guess:
+        found.append(
+            f"the first loss, {loss.values[0]:.4g}, is {loss.values[0] / its.guess:.2g} times that of a guess, "
+            f"ln({math.exp(its.guess):.0f}) = {its.guess:.3g}: a mean that is not divided by the accumulation steps "
+            "looks like this; see `hf-accum-fix doctor`"
+        )
+    if len(loss) >= _ENOUGH:
+        means = [fmean(loss.values[place] for place in part) for part in blocks(len(loss), 10)]
+        best = min(means)
+        if best > 0 and means[-1] > _OVER_THE_BEST * best and means[-1] - best > 6 * its.noise * best:
+            at = loss.steps[blocks(len(loss), 10)[means.index(best)].start]
+            found.append(f"the loss diverges: {means[-1]:.4g} at the end, {best:.4g} at its best, around step {at:.0f}")
+        if loss.values[0] > 0 and -1 < min(means) < 0:
+            found.append(
+                "the loss goes below zero and stays above -1: a mean over the stages of a pipeline, of which all but "
+                "the last report -1, looks like this; read the log of a rank of the last stage"
+            )
+    found += [f"{name}: {count} alarms, the first by step {step:.0f}" for name, (count, step) in its.alarms.items()]
+    return found
+
+
+def findings_between(its: Comparison) -> list[str]:
+    """What is wrong with one of two runs; empty where nothing is. That they differ is no finding in itself."""
+    found = []
+    if not math.isnan(its.not_finite):
+        found.append(f"{its.run} against {its.other}: one of the two is not finite from step {its.not_finite:.0f} on")
+    whole = max(its.ratio, 1 / its.ratio) if its.ratio and its.ratio > 0 else 1.0
+    if its.differ and its.steady and round(whole) >= 2 and abs(whole / round(whole) - 1) < 0.05:
+        norms = max(its.norms, 1 / its.norms) if its.norms > 0 else math.nan
+        also = "; the gradient norm is off by the same factor" if abs(norms / whole - 1) < 0.1 else ""
+        found.append(
+            f"{its.run} against {its.other}: {its.ratio:.3g} times the loss throughout, as if it were not divided, or "
+            f"divided twice, by {round(whole)} accumulation steps or ranks{also}"
+        )
+    return found
+
+
+def all_findings(runs: Sequence[Run], against: str | None = None) -> list[str]:
+    """Of every run, and of every run against the one that the others are held against.
+
+    Raises:
+        LogsError: as `report`.
+    """
+    summaries, reference = _held_against(runs, against)
+    found = [f"{its.run}: {line}" for its in summaries for line in findings(its)]
+    others = [its for place, its in enumerate(summaries) if place != reference]
+    return found + [line for its in others for line in findings_between(compare(its, summaries[reference]))]
+
+
+def report(runs: Sequence[Run], against: str | None = None) -> str:
+    """Everything in words: each run, and each held against one of them.
+
+    Args:
+        runs: that were read.
+        against: name of the run that the others are held against, in full or as shortened; None: the one that most
+            others differ from by no more than noise, the first of them.
+
+    Raises:
+        LogsError: if there is no such run.
+    """
+    summaries, reference = _held_against(runs, against)
+    told = [_told(its, run.name) for its, run in zip(summaries, runs, strict=True)]
+    if len(runs) > 2 and against is None:
+        told.append(f"{summaries[reference].run}: the others are held against it, since most agree with it (--against)")
+    others = [its for place, its in enumerate(summaries) if place != reference]
+    told += [_compared(compare(its, summaries[reference])) for its in others]
+    found = all_findings(runs, against)
+    count = f"{len(found)} finding{'s' * (len(found) > 1)}" if found else "nothing wrong was found"
+    told.append("\n".join([count, *(f"  {line}" for line in found)]))
     return "\n\n".join(told)
 
 
-def _told(its: Summary) -> str:
+def _held_against(runs: Sequence[Run], against: str | None) -> tuple[list[Summary], int]:
+    """Every run's summary under its short name, and the place of the one that the others are held against."""
+    names = short_names([run.name for run in runs])
+    summaries = [replace(summarise(run), run=name) for run, name in zip(runs, names, strict=True)]
+    return summaries, _most_agreed_with(summaries) if against is None else _named(against, names, runs)
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Names of runs without the folders that all have in common, of 60 letters at most, and no two alike."""
+    places, labels = zip(*(name.partition(": ")[::2] for name in names), strict=True)
+    parts = [place.rstrip("/").split("/") for place in places]
+    while min(map(len, parts)) > 1 and len({its[0] for its in parts}) == 1:
+        parts = [its[1:] for its in parts]
+    found: list[str] = []
+    for its, label in zip(parts, labels, strict=True):
+        name = short = _cut("/".join(its) + (f": {label}" if label else ""))
+        number = 1
+        while short in found:
+            number += 1
+            short = f"{name} ({number})"
+        found.append(short)
+    return found
+
+
+def _cut(name: str) -> str:
+    kept = _LONGEST_NAME // 2 - 2
+    return name if len(name) <= _LONGEST_NAME else f"{name[:kept]}...{name[-kept:]}"
+
+
+def _most_agreed_with(summaries: Sequence[Summary]) -> int:
+    """The place of the run that differs from the fewest others; the first of several."""
+    agreed = [0] * len(summaries)
+    if len(summaries) > 2:
+        for (place, one), (other_place, other) in combinations(enumerate(summaries), 2):
+            found = compare(one, other)
+            if not (found.differ or math.isnan(found.worst)):
+                agreed[place] += 1
+                agreed[other_place] += 1
+    return agreed.index(max(agreed))
+
+
+def _named(wanted: str, names: Sequence[str], runs: Sequence[Run]) -> int:
+    for place, (name, run) in enumerate(zip(names, runs, strict=True)):
+        if wanted in (name, run.name):
+            return place
+    raise LogsError(f"got {wanted} to hold the others against; expected one of {', '.join(names)}")
+
+
+def _told(its: Summary, full_name: str) -> str:
     loss = its.loss
     rows = [("loss", "none left")]
     if len(loss):
@@ -228,7 +386,7 @@ def _told(its: Summary) -> str:
         rows.append(("gradient norm", f"{words} (steps {where})" if where else words))
     rows += [("alarms", _counted(its.alarms) or "none logged")]
     width = max(len(name) for name, _ in rows)
-    head = f"{its.run}: {len(loss)} logged losses"
+    head = f"{its.run}: {len(loss)} logged losses" + (f" ({full_name})" if full_name != its.run else "")
     return "\n".join([head, *(f"  {name:{width}}  {words}" for name, words in rows)])
 
 
@@ -237,12 +395,15 @@ def _compared(its: Comparison) -> str:
     if math.isnan(its.worst):
         return f"{head}{its.steps} steps in common, too few to tell a difference from noise"
     factor = f"{its.ratio:.4g} times its loss{' throughout' if its.steady else ' in the median'}"
+    broken = "" if math.isnan(its.not_finite) else f"; one of the two is not finite from step {its.not_finite:.0f} on"
     if not its.differ:
-        return f"{head}no more than noise ({abs(its.worst):.1f} standard errors at most; {factor})"
+        return f"{head}no more than noise ({abs(its.worst):.1f} standard errors at most; {factor}){broken}"
     words = f"{head}more than noise: {abs(its.worst):.1f} standard errors around step {its.at:.0f}; {factor}"
+    if not its.steady:
+        words += f", {its.furthest:.2g} times at its furthest"
     if its.steady and abs(its.ratio - 1) > 0.2:
         words += "; one factor throughout points at how the loss is scaled or logged, not at what is learned"
-    return words
+    return words + broken
 
 
 def _where(series: Series, keep: Callable[[float], bool]) -> Series:
@@ -273,7 +434,8 @@ def _gradients(run: Run) -> GradientNorms | None:
     spikes = []
     for place, log in enumerate(logs):
         around = logs[max(place - _NEIGHBOURS, 0) : place] + logs[place + 1 : place + 1 + _NEIGHBOURS]
-        if around and log > median(around) + bar:
+        # In the first logs norms are large as a rule.
+        if len(norms) - place > 1 and place >= _NEIGHBOURS // 2 and around and log > median(around) + bar:
             spikes.append(norms.steps[place])
     return GradientNorms(centre, sigma / SIGMA_PER_MAD, tuple(spikes))
 
@@ -302,7 +464,7 @@ def _alarms(run: Run) -> list[tuple[str, tuple[int, float]]]:
         name = key.removeprefix(PREFIX).removesuffix("_alarms")
         if key == f"{PREFIX}{name}_alarms" and max(series.values) > 0:
             first = next(step for step, count in zip(series.steps, series.values, strict=True) if count > 0)
-            found.append((name.replace("_", " "), (int(max(series.values)), first)))
+            found.append((name.replace("_", " "), (round(min(max(series.values), 1e15)), first)))
     return found
 
 

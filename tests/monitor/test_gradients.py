@@ -71,9 +71,16 @@ def test_a_norm_is_made_of_its_parts_every_so_many_steps() -> None:
     assert gradients.read().norms == ((),)
 
 
+class TwoRanks:
+    rank, size = 0, 2
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
 def test_what_is_not_ddp_is_refused() -> None:
-    with pytest.raises(UnsupportedSetupError, match="needed is DistributedDataParallel"):
-        RankGradients().attach(nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedSetupError, match="expected DistributedDataParallel"):
+        RankGradients(TwoRanks()).attach(nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
 def healthy_norms(draw: numpy.random.Generator, steps: int) -> numpy.ndarray:

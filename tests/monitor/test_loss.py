@@ -122,7 +122,7 @@ def test_sentinels_are_recognised(losses: list[float], kept: int, told: str) -> 
 
 @pytest.mark.parametrize(
     "losses",
-    [[2.0, 1.0, 0.5], [-0.9, -0.99, -1.0, -1.0, -1.0, -0.98], [-1.0, 2.0, 1.5, -1.0], [0.0] * 9, [-0.5] * 9, []],
+    [[2.0, 1.0, 0.5], [-0.9, -0.99, -1.0, -1.0, -1.0, -0.98], [-2.0, 2.0, 1.5, -2.0], [0.0] * 9, [-0.5] * 9, []],
     ids=["plain", "a similarity that saturates", "twice is chance", "zero", "no whole number", "empty"],
 )
 def test_losses_are_no_sentinels(losses: list[float]) -> None:

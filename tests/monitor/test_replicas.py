@@ -43,13 +43,13 @@ class OtherRank:
         return tensor + tensor.flip(0)
 
 
-def test_every_so_many_steps_one_sum_of_two_integers_a_rank() -> None:
+def test_every_so_many_steps_one_sum_of_three_integers_a_rank() -> None:
     model = nn.Linear(3, 4)
     ranks = OtherRank()
     replicas = Replicas(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks, every=3)
     for _ in range(7):
         assert replicas.step() is None
-    assert [tensor.shape for tensor in ranks.sums] == [(2, 2), (2, 2)]
+    assert [tensor.shape for tensor in ranks.sums] == [(2, 3), (2, 3)]
     assert all(tensor.dtype == torch.int64 for tensor in ranks.sums)
 
 

@@ -98,6 +98,11 @@ def test_a_rank_that_has_not_stepped_is_told(found: dict[str, Any]) -> None:
     assert "the ranks hold [24, 21] tensors" in found["replicas_in_step"][0]["state missing on one rank"]
 
 
+def test_ranks_that_hold_other_shapes_train_on(found: dict[str, Any]) -> None:
+    for its in found["other_shapes"]:
+        assert its["replicas"] == "replicas-not-alike" and its["buffers"] is None
+
+
 def test_a_model_converted_after_wrapping_leaves_stale_parameters(found: dict[str, Any]) -> None:
     for its in found["batch_norm"]:
         after, before = its["after"], its["before"]
@@ -109,9 +114,9 @@ def test_a_model_converted_after_wrapping_leaves_stale_parameters(found: dict[st
 
 def test_statistics_of_a_cut_batch_and_of_single_ranks_are_told(found: dict[str, Any]) -> None:
     its = found["batch_norm"][0]["before"]
-    assert its["kinds"] == ["batch-norm-accumulation", "batch-norm-buffers-differ"]
+    # Running statistics differ between two forwards by design: DDP copies rank 0's.
+    assert its["kinds"] == ["batch-norm-accumulation"]
     assert "16 samples, while an optimizer step has 128" in its["told"][0]
-    assert "most in module.2" in its["told"][1] and "DDP copies rank 0's at the next forward" in its["told"][1]
     assert found["batch_norm"][1]["before"]["kinds"] == its["kinds"]
 
 
@@ -146,8 +151,8 @@ def test_the_logged_mean_weighs_tokens_where_the_trainer_averages_steps(found: d
 
 
 def test_nothing_is_summed_but_at_a_log_or_a_check(found: dict[str, Any]) -> None:
-    # Logs at 4, 8 and 12; replicas every 6 steps; BatchNorm, of which there is none, needs no sum.
-    assert found["trainer"][0]["summed_at_steps"] == [4, 6, 8, 12]
+    # Logs at 4, 8 and 12; replicas every 6 steps; whether any rank has BatchNorm, after the first.
+    assert found["trainer"][0]["summed_at_steps"] == [1, 4, 6, 8, 12]
 
 
 def test_the_trainer_is_left_as_it_was(found: dict[str, Any]) -> None:

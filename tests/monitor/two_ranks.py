@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_accum_fix.monitor import LossMeter, RankGradients, Replicas, all_callbacks, check_batch_norm
+from hf_accum_fix.monitor import LossMeter, RankGradients, Replicas, all_callbacks, check_batch_norm, compare_buffers
 from tests.faults.launch import leave_with
 
 RANK_BATCH, EVERY, STEPS = 16, 10, 600
@@ -248,6 +248,13 @@ def replicas_in_step(rank: int) -> dict[str, Any]:
     return found
 
 
+def other_shapes(rank: int) -> dict[str, Any]:
+    """Stages of a pipeline: as many tensors, of other shapes, which gloo cannot add up."""
+    model = nn.Sequential(nn.Linear(3, 4 + rank), nn.BatchNorm1d(4 + rank))
+    alarm = Replicas(model).check()
+    return {"replicas": alarm and alarm.kind, "buffers": compare_buffers(model)}
+
+
 def copying_converter(module: nn.Module) -> nn.Module:
     """A converter that copies: what apex's and older ones do, with a layer that runs on a CPU."""
     result = module
@@ -386,8 +393,8 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 CHECKS = (
-    loss_curves, uneven_readings, gradients_before_reduction, planted_gradient, replicas_in_step, batch_norm, pipeline,
-    trainer,
+    loss_curves, uneven_readings, gradients_before_reduction, planted_gradient, replicas_in_step, other_shapes,
+    batch_norm, pipeline, trainer,
 )  # fmt: skip
 
 

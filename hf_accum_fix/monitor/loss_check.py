@@ -1,0 +1,171 @@
+"""Is the loss that a Trainer logs the mean over the items? Checked against the logits of one micro-batch a log.
+
+A head either returns the mean over its micro-batch's items or divides their sum by the number that it is handed. Which
+one it does, and by which factor the Trainer's number is off, shows where the loss is computed once more from logits and
+labels: cross entropy (shifted or not), mean squared error, binary cross entropy. Another loss cannot be checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_accum_fix.monitor.ranks import Ranks
+
+#: Elements of float32 logits looked at a time: 64 MiB.
+_CHUNK = 2**24
+#: Relative difference of two losses that are the same; of 16-bit ones.
+_SAME, _SAME_16_BIT = 1e-3, 2e-2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a head's loss is, the same on every rank.
+
+    Attributes:
+        is_mean: the head returns the mean over its micro-batch's items.
+        is_share: it divides their sum by the number that it is handed.
+        factor: what the Trainer counts a micro-batch for, over what it should; 1 where that is right.
+        guess: loss of a guess that holds all classes for equally likely, ln(classes); nan where there are none.
+    """
+
+    is_mean: bool
+    is_share: bool
+    factor: float
+    guess: float
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the loss was recognised at all."""
+        return self.is_mean or self.is_share
+
+
+class LossCheck:
+    """Collects one micro-batch's numbers on the device, and judges them when it is asked."""
+
+    def __init__(self) -> None:
+        self._loss: Tensor | None = None
+        self._guesses: list[Tensor] = []
+        self._numbers: Tensor | None = None
+        self._classes, self._same = 0, _SAME
+        self._known = Verdict(False, False, 1.0, math.nan)
+
+    def forward(self, output: Any, labels: Any) -> None:
+        """Look at what the model returned; in the first micro-batch after a verdict, compute its loss once more."""
+        loss = output.get("loss") if hasattr(output, "get") else None
+        self._loss = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
+        logits = output.get("logits") if hasattr(output, "get") else None
+        # Of several forwards in a micro-batch the last counts.
+        if self._numbers is None:
+            self._guesses = []
+        if self._guesses or self._loss is None or not (isinstance(logits, Tensor) and isinstance(labels, Tensor)):
+            return
+        with torch.no_grad():
+            self._guesses = list(_losses(logits.detach(), labels))
+        self._classes = 0 if labels.is_floating_point() else logits.shape[-1]
+        self._same = _SAME if self._loss.dtype.itemsize > 2 else _SAME_16_BIT
+
+    def trained(self, result: Tensor, number: Any, steps: int) -> Tensor | None:
+        """What the Trainer made of the same micro-batch.
+
+        Args:
+            result: what it adds to its logged loss, 0-dim.
+            number: the item count that the step was handed; None: none.
+            steps: micro-batches of the window.
+
+        Returns:
+            The model's own loss of this micro-batch, 0-dim; None where it returned none.
+        """
+        loss, self._loss = self._loss, None
+        if self._numbers is None and self._guesses and loss is not None:
+            its = (loss, result, math.nan if number is None else number, float(steps))
+            on_device = [torch.as_tensor(each, device=result.device).double().reshape(()) for each in its]
+            self._numbers = torch.stack(on_device)
+        return loss
+
+    def judge(self, ranks: Ranks, handed: float, items: float) -> tuple[float, Verdict]:
+        """The last verdict of all ranks, and a number summed over them: one device sync, one collective.
+
+        Args:
+            ranks: that train together.
+            handed: sum of the numbers that this rank's steps were handed.
+            items: of this rank's micro-batches.
+
+        Returns:
+            The sum of ``handed`` over the ranks, and the verdict.
+        """
+        vote = self._vote()
+        self._guesses, self._numbers = [], None
+        row = torch.tensor([handed, items, *([1.0, *vote] if vote else [0.0] * 7)], dtype=torch.float64)
+        handed, items, voters, *votes = ranks.sum(row).tolist()
+        if voters:
+            means, shares, equal, exact, classes, steps = (vote / voters for vote in votes)
+            is_mean = means == 1
+            # A number that counts the items of all ranks is made up for by a loss that is multiplied by them.
+            exact /= _ranks_counted(handed / items if items else 1.0, exact, ranks.size)
+            right = _near(exact, 1.0) or (is_mean and _near(equal, 1.0))
+            factor = 1.0 if right else equal if is_mean else exact
+            wrong = {steps, ranks.size, steps * ranks.size}
+            named = right or any(_near(factor, times) or _near(factor, 1 / times) for times in wrong)
+            # A mean is the truth whatever the Trainer makes of it; a share is had from the Trainer's number alone.
+            if is_mean or (shares == 1 and named):
+                guess = math.log(classes) if classes > 1 else math.nan
+                self._known = Verdict(is_mean, not is_mean, factor if named else 1.0, guess)
+        return handed, self._known
+
+    def _vote(self) -> list[float]:
+        """Whether the loss is a mean, and whether a share; what the Trainer counts it for; classes; micro-batches.
+
+        Counted for are ``r G / loss``, 1 where micro-batches weigh alike, and ``r N / sum``, 1 where items do.
+        """
+        if self._numbers is None:
+            return []
+        loss, result, number, steps = self._numbers.tolist()
+        for total, count in torch.stack(self._guesses).tolist():
+            is_mean, is_share = self._alike(loss * count, total), self._alike(loss * number, total)
+            if (is_mean or is_share) and loss:
+                exact = math.nan if math.isnan(number) else result * number / total
+                return [float(is_mean), float(is_share), result * steps / loss, exact, float(self._classes), steps]
+        return [0.0, 0.0, 1.0, 1.0, 0.0, steps]
+
+    def _alike(self, one: float, other: float) -> bool:
+        return abs(one - other) <= self._same * abs(other)
+
+
+def _near(factor: float, expected: float) -> bool:
+    return abs(factor - expected) <= 0.03 * expected
+
+
+def _ranks_counted(handed_over_items: float, exact: float, size: int) -> int:
+    """Whether the numbers handed over count the items of one rank, 1, or of all of them."""
+    for counted in (1, size):
+        if abs(handed_over_items - counted) < 0.2 * counted:
+            return counted
+    return size if _near(exact, size) else 1  # items were counted in another unit
+
+
+def _losses(logits: Tensor, labels: Tensor) -> Iterator[Tensor]:
+    """The summed loss and the count of items, of every loss that fits the shapes; no device sync."""
+    if labels.is_floating_point():
+        if logits.numel() == labels.numel():
+            predicted, wanted = logits.float().flatten(), labels.float().flatten()
+            for loss in (functional.mse_loss, functional.binary_cross_entropy_with_logits):
+                yield torch.stack([loss(predicted, wanted, reduction="sum"), wanted.new_tensor(float(len(wanted)))])
+    elif logits.ndim == labels.ndim + 1 and logits.shape[:-1] == labels.shape:
+        yield _cross_entropy(logits.flatten(0, -2), labels.flatten())
+        if labels.ndim == 2:
+            yield _cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    rows = max(_CHUNK // logits.shape[-1], 1)
+    total = logits.new_zeros((), dtype=torch.float32)
+    for part, wanted in zip(torch.split(logits, rows), torch.split(labels, rows), strict=True):
+        total += functional.cross_entropy(part.float(), wanted, reduction="sum", ignore_index=-100)
+    return torch.stack([total, (labels != -100).sum().float()])

@@ -1,0 +1,190 @@
+"""Every monitor in one object, for any PyTorch loop.
+
+    monitor = Monitor(model, optimizer)                        # after the model is wrapped, on every rank
+    for step, batch in enumerate(loader, start=1):
+        ...
+        monitor.step(loss, items)                              # before optimizer.step(): no device sync
+        if step % 10 == 0:
+            logger.log(monitor.log())                          # a few collectives and host reads; alarms are warnings
+
+With accumulation, ``monitor.micro_batch(loss, items)`` for every micro-batch but the last of a step. What the setup
+does not allow (replicas of a sharded model, gradients before FSDP's reduction) is said once and left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from hf_accum_fix.errors import AccumFixError, UnsupportedSetupError
+from hf_accum_fix.monitor.alarms import Alarm, Alarms
+from hf_accum_fix.monitor.batch_norm import check_batch_norm
+from hf_accum_fix.monitor.gradient_norm import GradientNorm
+from hf_accum_fix.monitor.loss import LossMeter
+from hf_accum_fix.monitor.memory import MIB, MemoryMonitor
+from hf_accum_fix.monitor.rank_gradients import RankGradients
+from hf_accum_fix.monitor.rank_loss import RankLoss
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
+from hf_accum_fix.monitor.replicas import Replicas
+
+logger = logging.getLogger("hf_accum_fix.monitor")
+
+OnAlarm = Callable[[Alarm], Any] | Literal["log", "stop", "raise"]
+
+
+class MonitorAlarmError(AccumFixError):
+    """An alarm, where alarms are to end the run; raised on every rank at the same log."""
+
+
+class Monitor:
+    """`LossMeter`, `RankLoss`, `RankGradients`, `GradientNorm`, `Replicas`, `check_batch_norm` and `MemoryMonitor`.
+
+    Args:
+        model: that is trained, wrapped where it is.
+        optimizer: whose state is compared over the ranks; None compares none.
+        ranks: the data-parallel ranks; default: those of torch.distributed.
+        on_alarm: "log" alone; "stop" sets `stop`; "raise" raises; a callable is handed every alarm, on every rank.
+        max_norm: norm that gradients are clipped to; None where they are not.
+        per_device_batch: samples of one micro-batch; None leaves the size of BatchNorm's statistics alone.
+        accumulation_steps: micro-batches of one optimizer step on a rank.
+        check_every: steps from one comparison of the replicas to the next.
+
+    Attributes:
+        stop: an alarm was raised, and it is to stop the run; the same on every rank.
+        alarms: counts them.
+
+    Raises:
+        ValueError: if ``on_alarm`` is something else.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        ranks: Ranks | None = None,
+        on_alarm: OnAlarm = "log",
+        max_norm: float | None = None,
+        per_device_batch: int | None = None,
+        accumulation_steps: int = 1,
+        check_every: int = 100,
+    ) -> None:
+        if not callable(on_alarm) and on_alarm not in ("log", "stop", "raise"):
+            raise ValueError(f"got {on_alarm!r}; expected a callable, 'log', 'stop' or 'raise' for on_alarm")
+        self._model, self._optimizer, self._on_alarm = model, optimizer, on_alarm
+        self._ranks = ranks or TorchRanks()
+        self._per_device_batch, self._accumulation_steps = per_device_batch, accumulation_steps
+        self.alarms, self.stop, self._step = Alarms(self._ranks), False, 0
+        self._meter, self._rank_loss = LossMeter(self._ranks), RankLoss()
+        self._norms, self._memory = GradientNorm(max_norm), MemoryMonitor(ranks=self._ranks)
+        self._rank_gradients: RankGradients | None = None
+        self._replicas: Replicas | None = None
+        if self._ranks.size > 1:
+            try:
+                gradients = RankGradients(self._ranks)
+                gradients.attach(model)  # type: ignore[arg-type]
+                self._rank_gradients = gradients
+            except UnsupportedSetupError as error:
+                self._not_watched("gradients of single ranks", error)
+            try:
+                self._replicas = Replicas(model, optimizer, self._ranks, check_every)
+            except UnsupportedSetupError as error:
+                self._not_watched("replicas", error)
+
+    def micro_batch(self, loss: Tensor | float | None, items: Tensor | float = 1) -> None:
+        """Take a micro-batch that is not the last of its step into account; no device sync.
+
+        Args:
+            loss: one number, the mean over its items; None on a rank that has none (an early pipeline stage).
+            items: how many.
+        """
+        self._meter.update(loss, items)
+
+    def step(self, loss: Tensor | float | None, items: Tensor | float = 1, norm: Tensor | float | None = None) -> None:
+        """The last micro-batch of a step, between its backward and the optimizer's step; no device sync.
+
+        Args:
+            loss: one number, the mean over its items; None on a rank that has none.
+            items: how many.
+            norm: the gradient's norm before clipping, as ``clip_grad_norm_`` returns it; None takes it here.
+        """
+        self._step += 1
+        self._meter.update(loss, items)
+        if norm is None:
+            gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+            norm = nn.utils.get_total_norm(gradients) if gradients else None
+        if norm is not None:
+            self._norms.update(norm)
+        self._memory.sample()
+        if self._replicas is not None:
+            self._say(self._replicas.step())
+        if self._step == 2 and self._per_device_batch is not None:
+            for alarm in check_batch_norm(
+                self._model,
+                per_device_batch=self._per_device_batch,
+                accumulation_steps=self._accumulation_steps,
+                optimizer=self._optimizer,
+                ranks=self._ranks,
+            ):
+                self._say(alarm)
+
+    def log(self) -> dict[str, float]:
+        """What came since the last log, as numbers for any tracker; alarms are raised here. Every rank calls it.
+
+        Raises:
+            MonitorAlarmError: for an alarm, where ``on_alarm`` is "raise".
+        """
+        reading, norms, memory = self._meter.read(), self._norms.read(), self._memory.read()
+        found = {
+            "loss": reading.mean,
+            "loss_standard_error": reading.standard_error,
+            "gradient_norm_median": norms.median,
+            "gradient_norm_mad": norms.mad,
+            "gradient_norm_spikes": float(len(norms.spikes)),
+            "memory_mib": max(its.used for its in memory.ranks) / MIB,
+            "memory_peak_mib": max(its.peak for its in memory.ranks) / MIB,
+        }
+        if norms.clipped is not None:
+            found["clipped_steps_share"] = norms.clipped
+        if len(reading.ranks) > 1:
+            found["rank_loss_spread"] = reading.spread
+            found.update((f"rank_loss_{rank}", its.mean) for rank, its in enumerate(reading.ranks) if its.items)
+        for alarm in (self._rank_loss.judge(reading), self._norms.judge(norms), self._memory.judge(memory)):
+            self._say(alarm)
+        if self._rank_gradients is not None:
+            of_ranks = self._rank_gradients.read()
+            found["rank_gradient_norm_jitter"] = of_ranks.jitter
+            self._say(self._rank_gradients.judge(of_ranks))
+        found["alarms"] = float(self.alarms.count)
+        # A number that is not there yet is nan; a loss that is nan was measured.
+        measured = {"loss"} if reading.total.items else set()
+        return {name: value for name, value in found.items() if name in measured or not math.isnan(value)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on from, for JSON: steps, alarms so far, what gradient norms are usual."""
+        return {"step": self._step, "alarms": self.alarms.state_dict(), "gradient_norm": self._norms.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there. Memory and the ranks' spread are those of a process, and are learned anew."""
+        self._step = state["step"]
+        self.alarms.load_state_dict(state["alarms"])
+        self._norms.load_state_dict(state["gradient_norm"])
+
+    def _say(self, alarm: Alarm | None) -> None:
+        if alarm is None:
+            return
+        alarm = Alarm(alarm.kind, f"step {self._step}: {alarm.message}")
+        self.alarms.say(alarm)
+        if callable(self._on_alarm):
+            self._on_alarm(alarm)
+        self.stop = self.stop or self._on_alarm == "stop"
+        if self._on_alarm == "raise":
+            raise MonitorAlarmError(f"{alarm.kind}: {alarm.message}")
+
+    def _not_watched(self, what: str, error: UnsupportedSetupError) -> None:
+        if self._ranks.rank == 0:
+            logger.warning("%s not watched: %s", what, error)

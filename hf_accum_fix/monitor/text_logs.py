@@ -1,0 +1,66 @@
+"""Rows of numbers in what is not JSON: tables with commas, and what trainers print."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+
+_NUMBER = r"([-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|nan|inf|NaN))"
+#: Colours of a terminal.
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_TITAN = re.compile(rf"\bstep:\s*(\d+)\s+loss:\s*{_NUMBER}")
+_TIMM = re.compile(rf"\bTrain: (\d+) \[\s*(\d+)/(\d+) .*?Loss:\s*{_NUMBER}")
+_NANO = re.compile(rf"\biter (\d+): loss {_NUMBER}")
+_MEGATRON = re.compile(r"\biteration\s+(\d+)/\s*\d+ \|.*loss")
+_TRAINER = re.compile(r"\{'(?:loss|eval_loss)': [^{}]*\}")
+#: Numbers beside the loss, where they are printed: of torchtitan, and of timm.
+_BESIDE = {
+    "grad_norm": re.compile(rf"\bgrad_norm:\s*{_NUMBER}"),
+    "memory_gib": re.compile(rf"\bmemory:\s*{_NUMBER}GiB"),
+    "learning_rate": re.compile(rf"\bLR:\s*{_NUMBER}"),
+}
+
+
+def rows_of_csv(text: str) -> list[dict[str, float]]:
+    """A row a line; what is empty or no number is left out."""
+    lines = text.split("\n")
+    whole = lines if text.endswith("\n") else lines[:-1]  # the last line may be being written
+    rows = []
+    for line in csv.DictReader(whole):
+        numbers = {key: _value(value) for key, value in line.items() if isinstance(key, str) and isinstance(value, str)}
+        rows.append({key: value for key, value in numbers.items() if value is not None})
+    return rows
+
+
+def rows_of_console(text: str) -> list[dict[str, float]]:
+    """A row for every line that the Trainer, torchtitan, timm, nanoGPT or Megatron prints of its training."""
+    return [row for line in _COLOUR.sub("", text).split("\n") for row in _rows_of_line(line)]
+
+
+def _rows_of_line(line: str) -> Iterator[dict[str, float]]:
+    for found in _TRAINER.findall(line):
+        pairs = re.findall(rf"'([\w/]+)': '?{_NUMBER}'?", found)
+        yield _numbers([(key, value) for key, value in pairs if key != "epoch"])
+    if match := _MEGATRON.search(line):
+        yield {"step": float(match[1]), **_numbers(re.findall(rf"\| ([a-z][\w ()]*?):\s*{_NUMBER} (?=\|)", line))}
+        return
+    pairs = [(key, match[1]) for key, pattern in _BESIDE.items() if (match := pattern.search(line))]
+    if match := _TITAN.search(line):
+        yield _numbers([("step", match[1]), ("loss", match[2]), *pairs])
+    elif match := _TIMM.search(line):
+        step = int(match[1]) * int(match[3]) + int(match[2])
+        yield _numbers([("step", str(step)), ("loss", match[4]), *pairs])
+    elif match := _NANO.search(line):
+        yield _numbers([("step", match[1]), ("loss", match[2])])
+
+
+def _numbers(pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
+    return {key: value for key, text in pairs if (value := _value(text)) is not None}
+
+
+def _value(text: str) -> float | None:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None

@@ -1,0 +1,315 @@
+"""Simulated runs for `convergence_monitor.py --audit`: how often the monitors cry wolf, and how late they find a fault.
+
+A network of one hidden layer learns overlapping clouds of points on several ranks, ten steps a log, in numpy, several
+runs side by side. Every monitor is shown what it would have measured. The settings of
+`hf_accum_fix.monitor.deviation` were chosen on these very seeds: for an honest rate, change them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+
+import numpy
+import torch
+from numpy import ndarray
+
+from hf_accum_fix.monitor.gradient_norm import GradientNorm
+from hf_accum_fix.monitor.loss import LossReading, Moments
+from hf_accum_fix.monitor.memory import MemoryMonitor
+from hf_accum_fix.monitor.rank_gradients import RankGradients, RankGradientsReading
+from hf_accum_fix.monitor.rank_loss import RankLoss
+
+POINTS, HIDDEN, CLASSES, BATCH, LOG_EVERY = 16, 24, 5, 16, 10
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One kind of run.
+
+    Attributes:
+        ranks: how many.
+        persists: micro-batches of a rank over which its difficulty stays the same.
+        difficulty: deviation of the logarithm of the points' noise, redrawn when it no longer persists.
+        ragged: micro-batches of 1 to 16 points.
+        heavy_tails: some points far away.
+        warm_up: steps over which the learning rate rises.
+        clip: norm that gradients are clipped to.
+        hard: share of micro-batches that are five times as noisy.
+        curriculum: noise grows over the run.
+        samples: points of a rank's fixed shard; 0 draws new ones for ever.
+        fault: what is wrong with the last rank.
+        amount: of the fault.
+    """
+
+    ranks: int = 4
+    persists: int = 1
+    difficulty: float = 0.0
+    ragged: bool = False
+    heavy_tails: bool = False
+    warm_up: int = 0
+    clip: float = math.inf
+    hard: float = 0.0
+    curriculum: bool = False
+    samples: int = 0
+    fault: str = ""
+    amount: float = 0.0
+
+
+HEALTHY = {
+    "plain, 2 ranks": Scenario(2),
+    "plain, 4 ranks": Scenario(4),
+    "plain, 16 ranks": Scenario(16),
+    "ragged, 2 ranks": Scenario(2, ragged=True),
+    "ragged, 4 ranks": Scenario(4, ragged=True),
+    "heavy tails": Scenario(4, heavy_tails=True, difficulty=0.3),
+    "warm-up": Scenario(4, warm_up=500),
+    "clipping": Scenario(4, clip=0.3),
+    "hard batches": Scenario(4, hard=0.05),
+    "curriculum": Scenario(4, curriculum=True),
+    "overfitting": Scenario(4, samples=2000),
+    "difficulty persists for 3 micro-batches": Scenario(4, persists=3, difficulty=0.3),
+    "for 10, mild": Scenario(4, persists=10, difficulty=0.15),
+    "for 20, strong": Scenario(4, persists=20, difficulty=0.4),
+    "for 20, strong, 2 ranks": Scenario(2, persists=20, difficulty=0.4),
+    "for 20, strong, 16 ranks": Scenario(16, persists=20, difficulty=0.4),
+    "for 100, strong": Scenario(4, persists=100, difficulty=0.4),
+    "fixed shards, memorised": Scenario(4, samples=24),
+    "fixed shards, memorised, 2 ranks": Scenario(2, samples=24),
+}
+PLANTED = {
+    "shuffled labels on a rank": Scenario(fault="labels", amount=1.0),
+    "10 % label noise on a rank": Scenario(fault="labels", amount=0.1),
+    "2 % label noise on a rank": Scenario(fault="labels", amount=0.02),
+    "a rank's gradient x2": Scenario(fault="gradient", amount=2.0),
+    "a rank's gradient x1.1": Scenario(fault="gradient", amount=1.1),
+    "a rank's gradient zero": Scenario(fault="gradient", amount=0.0),
+    "a rank's gradient zero, 16 ranks": Scenario(16, fault="gradient", amount=0.0),
+    "exact duplicates": Scenario(fault="duplicates"),
+}
+
+
+def logs(
+    scenario: Scenario, runs: int, count: int, seed: int
+) -> Iterator[list[tuple[LossReading, RankGradientsReading, list[float]]]]:
+    """Log after log: of each run what a LossMeter reads, every rank's gradient norms, and the averaged one's."""
+    its, draw = scenario, numpy.random.default_rng(seed)
+    lead = (runs, its.ranks)
+    centres = draw.normal(size=(runs, 1, CLASSES, POINTS))
+    first = draw.normal(size=(runs, 1, POINTS, HIDDEN)) / math.sqrt(POINTS)
+    second = draw.normal(size=(runs, 1, HIDDEN, CLASSES)) / math.sqrt(HIDDEN)
+    level = its.difficulty * draw.normal(size=lead)
+    if its.samples:
+        shard_labels = draw.integers(CLASSES, size=(*lead, its.samples))
+        shard = take(centres, shard_labels) + 1.5 * draw.normal(size=(*lead, its.samples, POINTS))
+    for log in range(count):
+        table = numpy.zeros((*lead, 3, 3))
+        norms, averaged = numpy.zeros((*lead, LOG_EVERY)), numpy.zeros((runs, LOG_EVERY))
+        for place in range(LOG_EVERY):
+            step = log * LOG_EVERY + place
+            redrawn = draw.random(lead) < 1 / its.persists
+            level = numpy.where(redrawn, its.difficulty * draw.normal(size=lead), level)
+            scale = 1.5 * numpy.exp(level)
+            if its.curriculum:
+                scale = scale * (0.5 + step / (count * LOG_EVERY))
+            if its.hard:
+                scale = scale * numpy.where(draw.random(lead) < its.hard, 5.0, 1.0)
+            if its.samples:
+                chosen = draw.integers(its.samples, size=(*lead, BATCH))
+                labels = numpy.take_along_axis(shard_labels, chosen, -1)
+                points = numpy.take_along_axis(shard, chosen[..., None], -2)
+            else:
+                labels = draw.integers(CLASSES, size=(*lead, BATCH))
+                noise = (
+                    draw.standard_t(3, size=(*lead, BATCH, POINTS))
+                    if its.heavy_tails
+                    else draw.normal(size=(*lead, BATCH, POINTS))
+                )
+                points = take(centres, labels) + scale[..., None, None] * noise
+            if its.fault == "duplicates":
+                labels[:, -1], points[:, -1] = labels[:, 0], points[:, 0]
+            if its.fault == "labels":
+                wrong = draw.random((runs, BATCH)) < its.amount
+                labels[:, -1] = numpy.where(wrong, draw.integers(CLASSES, size=(runs, BATCH)), labels[:, -1])
+            weights = numpy.ones((*lead, BATCH))
+            if its.ragged:
+                weights = (numpy.arange(BATCH) < draw.integers(1, BATCH + 1, size=lead)[..., None]).astype(float)
+            items = weights.sum(-1)
+            inner = numpy.tanh(points @ first)
+            logits = inner @ second
+            logits -= logits.max(-1, keepdims=True)
+            likely = numpy.exp(logits)
+            likely /= likely.sum(-1, keepdims=True)
+            wanted = numpy.eye(CLASSES)[labels]
+            loss = (-numpy.log((likely * wanted).sum(-1) + 1e-12) * weights).sum(-1) / items
+            back = (likely - wanted) * (weights / items[..., None])[..., None]
+            of_second = inner.swapaxes(-1, -2) @ back
+            of_first = points.swapaxes(-1, -2) @ ((back @ second.swapaxes(-1, -2)) * (1 - inner**2))
+            if its.fault == "gradient":
+                of_first[:, -1] *= its.amount
+                of_second[:, -1] *= its.amount
+            norms[..., place] = numpy.sqrt((of_first**2).sum((-1, -2)) + (of_second**2).sum((-1, -2)))
+            mean_first, mean_second = of_first.mean(1, keepdims=True), of_second.mean(1, keepdims=True)
+            norm = numpy.sqrt((mean_first**2).sum((1, 2, 3)) + (mean_second**2).sum((1, 2, 3)))
+            averaged[:, place] = norm
+            rate = 0.2 * min(1.0, (step + 1) / its.warm_up if its.warm_up else 1.0)
+            rate = (rate * numpy.minimum(1.0, its.clip / norm))[:, None, None, None]
+            first, second = first - rate * mean_first, second - rate * mean_second
+            row = numpy.stack([loss * items, items, numpy.ones(lead)], -1)
+            table += row[..., :, None] * row[..., None, :]
+        yield [
+            (LossReading(tuple(moments(of_rank) for of_rank in table[run].tolist())),
+             RankGradientsReading(tuple(map(tuple, norms[run].tolist()))), averaged[run].tolist())
+            for run in range(runs)
+        ]  # fmt: skip
+
+
+def take(centres: ndarray, labels: ndarray) -> ndarray:
+    return numpy.take_along_axis(
+        numpy.broadcast_to(centres, (*labels.shape[:2], CLASSES, POINTS)), labels[..., None], -2
+    )
+
+
+def moments(table: list[list[float]]) -> Moments:
+    return Moments(table[2][2], table[1][2], table[0][2], table[0][0], table[0][1], table[1][1])
+
+
+@dataclass
+class Judged:
+    """Logs of a run's alarms, by monitor."""
+
+    rank_loss: list[int]
+    rank_gradients: list[int]
+    gradient_norm: list[int]
+
+
+def judged(scenario: Scenario, runs: int, count: int, seed: int) -> list[Judged]:
+    """Each run's alarms."""
+    found = [Judged([], [], []) for _ in range(runs)]
+    watching = [(RankLoss(), RankGradients(), GradientNorm()) for _ in range(runs)]
+    for log, of_runs in enumerate(logs(scenario, runs, count, seed), start=1):
+        for its, (loss, gradients, norms), (reading, of_ranks, averaged) in zip(found, watching, of_runs, strict=True):
+            its.rank_loss += [log] * (loss.judge(reading) is not None)
+            its.rank_gradients += [log] * (gradients.judge(of_ranks) is not None)
+            for norm in averaged:
+                norms.update(norm)
+            its.gradient_norm += [log] * (norms.judge(norms.read()) is not None)
+    return found
+
+
+def rank_tables(runs: int = 4, count: int = 250, seeds: int = 8) -> Iterator[str]:
+    """Healthy and planted, a line each."""
+    yield f"False alarms in {runs * count:,} logs ({runs} runs): RankLoss, RankGradients, GradientNorm"
+    for name, scenario in HEALTHY.items():
+        its = judged(scenario, runs, count, 1)
+        counts = [
+            sum(len(getattr(each, kind)) for each in its) for kind in ("rank_loss", "rank_gradients", "gradient_norm")
+        ]
+        yield f"  {name:45}" + "".join(f"{each:6}" for each in counts)
+    yield f"Planted faults, {seeds} runs: found by any, median delay in logs"
+    for name, scenario in PLANTED.items():
+        its = judged(scenario, seeds, 80, 2)
+        firsts = [min(each.rank_loss + each.rank_gradients, default=0) for each in its]
+        found = [first for first in firsts if first]
+        yield f"  {name:45}{len(found)}/{seeds}  {median(found) if found else '-'}"
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+GIB, MIB = 2.0**30, 2.0**20
+STEPS, MEMORY_LOG = 6000, 20
+Draw = numpy.random.Generator
+
+
+def level(draw: Draw, steps: int) -> ndarray:
+    """4 GiB after ten steps, and a little noise."""
+    return 4 * GIB * numpy.minimum(1, (10 + numpy.arange(steps)) / 20) + MIB * draw.normal(size=steps)
+
+
+def autoregressive(draw: Draw, steps: int) -> ndarray:
+    noise = 4 * MIB * draw.normal(size=steps)
+    for place in range(1, steps):
+        noise[place] += 0.9 * noise[place - 1]
+    return noise
+
+
+def after(start: int, pace: float) -> Callable[[Draw, int], ndarray]:
+    return lambda draw, steps: pace * numpy.maximum(numpy.arange(steps) - start, 0)
+
+
+HEALTHY_MEMORY: dict[str, Callable[[Draw, int], ndarray]] = {
+    "plateau": lambda draw, steps: numpy.zeros(steps),
+    "evaluation peaks": lambda draw, steps: 500 * MIB * (numpy.arange(steps) % 500 < 20),
+    "checkpoint peaks": lambda draw, steps: 2000 * MIB * (numpy.arange(steps) % 1000 < 2),
+    "an evaluation that stays": lambda draw, steps: 300 * MIB * (numpy.arange(steps) > 1000),
+    "autoregressive": autoregressive,
+    "ragged": lambda draw, steps: 400 * MIB * draw.random(steps),
+    "a heap that settles": lambda draw, steps: numpy.cumsum(
+        (draw.random(steps) < 1 / (5 + numpy.arange(steps))) * draw.exponential(30 * MIB, size=steps)
+    ),
+    "warm-up over 2,000 steps": lambda draw, steps: 2 * GIB * (1 - numpy.exp(-numpy.arange(steps) / 500)),
+    "saw of 1,000 steps": lambda draw, steps: 0.5 * MIB * (numpy.arange(steps) % 1000),
+    "saw of 3,000 steps": lambda draw, steps: 0.5 * MIB * (numpy.arange(steps) % 3000),
+}
+LEAKS: dict[str, tuple[int, Callable[[Draw, int], ndarray]]] = {
+    "0.1 % a step from the start": (0, after(0, 4 * MIB)),
+    "0.01 % a step from the start": (0, after(0, 0.4 * MIB)),
+    "2 MiB a step from step 1,000": (1000, after(1000, 2 * MIB)),
+    "2 MiB a step from step 3,000": (3000, after(3000, 2 * MIB)),
+    "20 MiB a step from step 3,000": (3000, after(3000, 20 * MIB)),
+    "500 MiB every 2,000 steps": (0, lambda draw, steps: 500 * MIB * (numpy.arange(steps) // 2000)),
+    "40 MiB a step, 6 GiB free": (0, after(0, 40 * MIB)),
+}
+
+
+def memory_alarms(sizes: ndarray, capacity: float) -> list[int]:
+    """Steps at whose logs a MemoryMonitor that is shown these sizes raises an alarm."""
+    shown = {"size": 0.0}
+
+    class Shown(MemoryMonitor):
+        def _now(self) -> tuple[float, float, float]:
+            return (shown["size"],) * 3
+
+    monitor, found = Shown(device=torch.device("cpu"), capacity=capacity), []
+    for step, size in enumerate(sizes.tolist(), start=1):
+        shown["size"] = size
+        monitor.sample()
+        if step % MEMORY_LOG == 0 and monitor.judge(monitor.read()) is not None:
+            found.append(step)
+    return found
+
+
+def memory_tables(healthy_steps: int = 20_000, seeds: int = 3) -> Iterator[str]:
+    """Healthy and leaking, a line each."""
+    yield f"Memory: false alarms in {healthy_steps // MEMORY_LOG:,} logs of {MEMORY_LOG} steps, 80 GiB"
+    for name, curve in HEALTHY_MEMORY.items():
+        draw = numpy.random.default_rng(3)
+        yield f"  {name:45}{len(memory_alarms(level(draw, healthy_steps) + curve(draw, healthy_steps), 80 * GIB)):6}"
+    yield "Leaks: first alarm, median of the runs; memory lost by then, and where it is full"
+    for name, (start, curve) in LEAKS.items():
+        firsts, lost, full = [], 0.0, 0
+        for seed in range(seeds):
+            draw = numpy.random.default_rng(seed)
+            steps = 9000
+            extra = curve(draw, steps)
+            capacity = 4 * GIB + 6 * GIB if "6 GiB" in name else 80 * GIB
+            sizes = level(draw, steps) + extra
+            full = int(numpy.argmax(sizes > capacity)) or steps
+            alarms = memory_alarms(sizes[:full], capacity)
+            firsts += [alarm for alarm in alarms[:1] if alarm > start]
+            lost = extra[alarms[0] - 1] / GIB if alarms else math.nan
+        when = f"step {median(firsts):.0f}, {lost:.1f} GiB lost" if firsts else "-"
+        yield f"  {name:45}{len(firsts)}/{seeds}  {when}" + (f", full at {full}" if full < steps else "")
+
+
+def audit() -> Iterator[str]:
+    """Every table, line by line."""
+    yield from rank_tables()
+    yield from memory_tables()
+
+
+if __name__ == "__main__":
+    for line in audit():
+        print(line, flush=True)

@@ -1,0 +1,135 @@
+"""What the audit found: ranks that wander by design, leaks that start late, steps up, memory that is full soon."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from hf_accum_fix.monitor.deviation import Deviation, Shifts
+from hf_accum_fix.monitor.memory import MIB, MemoryMonitor
+
+GIB = 2.0**30
+
+
+def wandering(draw: numpy.random.Generator, ranks: int, readings: int, persists: int, size: float) -> numpy.ndarray:
+    """Rank means in their errors: a difficulty that persists for so many readings, and independent noise."""
+    levels = numpy.repeat(draw.normal(size=(readings // persists + 1, ranks)), persists, axis=0)[:readings]
+    return size * levels + draw.normal(size=(readings, ranks))
+
+
+def alarms(means: numpy.ndarray) -> list[tuple[int, int]]:
+    """Readings and ranks of the alarms of `Shifts`."""
+    shifts, found = Shifts(20_000), []
+    ranks = means.shape[1]
+    for place, row in enumerate(means.tolist()):
+        others = [(sum(row) - its) / (ranks - 1) for its in row]
+        error = (ranks / (ranks - 1)) ** 0.5
+        differences = [its - other for its, other in zip(row, others, strict=True)]
+        reading = [Deviation(rank, difference, error, 40) for rank, difference in enumerate(differences)]
+        shifted = shifts.add(reading, ranks)
+        if shifted is not None:
+            found.append((place, shifted.rank))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+@pytest.mark.parametrize(("persists", "size"), [(1, 0.0), (2, 2.0), (2, 5.0), (10, 2.0)])
+def test_ranks_that_all_wander_are_learned(ranks: int, persists: int, size: float) -> None:
+    draw = numpy.random.default_rng(ranks * 10 + persists)
+    found = alarms(wandering(draw, ranks, 1000, persists, size))
+    # The first readings cannot know; from there on at most one.
+    assert len([place for place, _ in found if place >= 200]) <= 1
+    assert len(found) <= (0 if size == 0 else 8)
+
+
+def test_a_rank_that_is_off_is_named_among_ranks_that_wander() -> None:
+    draw = numpy.random.default_rng(1)
+    means = wandering(draw, 8, 200, 2, 2.0)
+    means[100:, 3] += 12.0
+    found = [(place, rank) for place, rank in alarms(means) if place >= 100]
+    assert found[0][1] == 3 and found[0][0] < 110
+
+
+def test_a_rank_that_is_off_from_the_start_is_named_as_soon_as_ever() -> None:
+    draw = numpy.random.default_rng(2)
+    means = draw.normal(size=(20, 4))
+    means[:, 3] += 20.0
+    assert alarms(means)[0] == (1, 3)
+
+
+def told(sizes: numpy.ndarray, capacity: float = 80 * GIB) -> list[int]:
+    shown = {"size": 0.0}
+
+    class Shown(MemoryMonitor):
+        def _now(self) -> tuple[float, float, float]:
+            return (shown["size"],) * 3
+
+    monitor, found = Shown(device=torch.device("cpu"), capacity=capacity), []
+    for step, size in enumerate(sizes.tolist(), start=1):
+        shown["size"] = size
+        monitor.sample()
+        if step % 50 == 0 and monitor.judge(monitor.read()) is not None:
+            found.append(step)
+    return found
+
+
+def noisy(steps: int) -> numpy.ndarray:
+    return 4 * GIB + MIB * numpy.random.default_rng(0).normal(size=steps)
+
+
+@pytest.mark.parametrize(
+    ("curve", "at_most"),
+    [
+        (lambda step: 2 * GIB * (1 - numpy.exp(-step / 500)), 0),
+        (lambda step: 0.5 * MIB * (step % 1000), 1),
+        (lambda step: 300 * MIB * (step > 1000), 0),
+        (lambda step: 2000 * MIB * (step % 1000 < 2), 0),
+    ],
+    ids=["slow warm-up", "saw", "an evaluation that stays", "checkpoints"],
+)
+def test_memory_that_grows_and_rests_is_no_leak(curve: Callable[[numpy.ndarray], numpy.ndarray], at_most: int) -> None:
+    steps = numpy.arange(4000)
+    assert len(told(noisy(4000) + curve(steps))) <= at_most
+
+
+@pytest.mark.parametrize(
+    ("start", "curve", "by"),
+    [
+        (3000, lambda step: 2 * MIB * numpy.maximum(step - 3000, 0), 3600),
+        (3000, lambda step: 20 * MIB * numpy.maximum(step - 3000, 0), 3600),
+        (0, lambda step: 500 * MIB * (step // 1000), 4000),
+    ],
+    ids=["2 MiB a step, late", "20 MiB a step, late", "steps up"],
+)
+def test_a_leak_that_starts_late_or_comes_in_steps_is_found(
+    start: int, curve: Callable[[numpy.ndarray], numpy.ndarray], by: int
+) -> None:
+    found = told(noisy(4000) + curve(numpy.arange(4000)))
+    assert found and start < found[0] <= by
+
+
+def test_a_leak_is_told_before_memory_is_full() -> None:
+    sizes = noisy(154) + 40 * MIB * numpy.arange(154)
+    assert told(sizes, capacity=10 * GIB)[0] == 100
+
+
+def test_an_alarm_is_told_again_when_half_of_the_room_is_gone() -> None:
+    sizes = 4 * GIB + 4 * MIB * numpy.arange(2200.0)
+    found = told(sizes, capacity=13 * GIB)
+    assert 2 <= len(found) <= 6
+
+
+def test_pages_of_a_file_that_is_read_through_are_not_the_process_s_own(tmp_path: Path) -> None:
+    size = 64 * 2**20
+    with (tmp_path / "data").open("wb") as file:
+        file.truncate(size)
+    monitor = MemoryMonitor(device=torch.device("cpu"))
+    before = monitor.read().ranks[0].used
+    with (tmp_path / "data").open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as mapped:
+        assert sum(mapped[place] for place in range(0, size, 4096)) == 0
+        assert monitor.read().ranks[0].used < before + 16 * MIB

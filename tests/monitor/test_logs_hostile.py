@@ -1,0 +1,185 @@
+"""Logs and places that nobody meant as logs: told in one line, never a hang, a traceback or a foreign file's end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+
+from hf_accum_fix.cli import main
+from hf_accum_fix.monitor.picture import write_picture
+from hf_accum_fix.monitor.run_logs import LogsError, Run, Series, read_runs
+from hf_accum_fix.monitor.watch import report, short_names
+
+
+@pytest.fixture(autouse=True)
+def no_hang() -> Iterator[None]:
+    """A read of a pipe that nobody writes to ends here, not at the time limit of the whole suite."""
+
+    def ended(*_: object) -> None:
+        raise AssertionError("hangs")
+
+    before = signal.signal(signal.SIGALRM, ended)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def lines(path: Path, count: int = 12, **others: object) -> Path:
+    rows = [{"step": step, "loss": 1.0 / step, **others} for step in range(1, count + 1)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "trainer_state.json", "events.out.tfevents.1"])
+def test_a_pipe_is_no_log(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    for place in (tmp_path, tmp_path / name):
+        with pytest.raises(LogsError):
+            read_runs(place)
+
+
+def test_a_pipe_or_a_folder_beside_logs_is_passed_over(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").mkdir()
+    lines(tmp_path / "c.jsonl")
+    assert [len(run.series["loss"]) for run in read_runs(tmp_path)] == [12]
+
+
+ODD_LINES = {
+    "huge integer as a loss": '{"step": 1, "loss": 1' + "0" * 400 + "}",
+    "integer of more digits than Python reads": '{"step": 1, "loss": 1' + "0" * 5000 + "}",
+    "a loss of 1e400": '{"step": 1, "loss": 1e400}',
+    "huge integer as a step": '{"step": 1' + "0" * 400 + ', "loss": 1}',
+    "a step of 1e400": '{"step": 1e400, "loss": 1}',
+    "a step of nan": '{"step": NaN, "loss": 1}',
+    "no step": '{"step": null, "loss": 1}',
+    "a step in words": '{"step": "first", "loss": 1}',
+    "deep nesting": "[" * 100_000,
+    "a deep nesting that ends": '{"loss": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "a number": "7",
+    "a list": "[1, 2]",
+    "a count of alarms of 1e400": '{"step": 1, "loss": 1, "hf_accum_fix/rank_loss_alarms": 1e400}',
+    "columns in words": '{"losses": "many"}',
+    "a column of 1e400": '{"losses": [1, 1e400, 1' + "0" * 400 + "]}",
+    "no text": "\x00\x01",
+}
+
+
+@pytest.mark.parametrize("line", ODD_LINES.values(), ids=ODD_LINES.keys())
+@pytest.mark.parametrize("many", [1, 12], ids=["once", "twelve times"])
+def test_odd_lines_are_read_or_refused(
+    line: str, many: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.jsonl").write_text(f"{line}\n" * many)
+    assert main(["watch", str(tmp_path), "--no-picture"]) in (0, 1, 3)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'{"loss": 1, "name": "\xff\xfe"}\n')
+    with pytest.raises(LogsError, match="could not be read"):
+        read_runs(tmp_path)
+
+
+ESCAPES = "\x1b]0;owned\x07\x1b[2Jx\r\x9b31m\u202e"
+
+
+def test_what_a_terminal_would_obey_is_spelled_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / ESCAPES
+    folder.mkdir()
+    lines(folder / "a.jsonl", **{f"eval_{ESCAPES}_accuracy": 0.5, f"hf_accum_fix/{ESCAPES}_alarms": 3})
+    (tmp_path / "sweep.jsonl").write_text(json.dumps({"mode": ESCAPES, "losses": [1.0, 2.0]}) + "\n")
+    assert main(["watch", str(folder), str(tmp_path / "sweep.jsonl"), "--no-picture"]) in (0, 1)
+    assert main(["watch", str(tmp_path / f"nowhere{ESCAPES}")]) == 3
+    printed = capsys.readouterr()
+    for text in (printed.out, printed.err):
+        assert not [letter for letter in text if not (letter.isprintable() or letter == "\n")]
+        assert r"\x1b]0;owned\x07" in text
+
+
+def test_a_picture_is_not_written_through_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("mine")
+    (tmp_path / "watch.png").symlink_to(kept)
+    log = lines(tmp_path / "a.jsonl")
+    assert main(["watch", str(log), "--output", str(tmp_path / "watch.png")]) == 3
+    assert kept.read_text() == "mine"
+    assert "watch.png is a link" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["nowhere/watch.png", "folder", "watch.zip", "pipe.png"])
+def test_a_picture_that_cannot_be_written_is_said_in_a_line(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe.png")
+    log = lines(tmp_path / "a.jsonl")
+    assert main(["watch", str(log), "--output", str(tmp_path / place)]) == 3
+    printed = capsys.readouterr()
+    assert "12 logged losses" in printed.out
+    assert "Traceback" not in printed.err and "picture" in printed.err
+
+
+def test_names_that_matplotlib_reads_as_formulas_or_hides(tmp_path: Path) -> None:
+    series = {"loss": Series((1.0, 2.0), (2.0, 1.0))}
+    write_picture([Run("a_$\\frac{$", series), Run("_hidden", series)], tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 5_000
+
+
+def test_without_matplotlib_the_report_is_the_answer(tmp_path: Path) -> None:
+    log = lines(tmp_path / "a.jsonl")
+    script = (
+        "import sys; sys.modules['matplotlib'] = None; sys.modules['matplotlib.figure'] = None;"
+        f"from hf_accum_fix.cli import main; sys.exit(main(['watch', {str(log)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "12 logged losses" in done.stdout and "no picture: matplotlib is not installed" in done.stdout
+
+
+# ---- several runs: their names, and which the others are held against -----------------------------------------------
+
+
+def test_names_are_shortened_to_what_tells_them_apart() -> None:
+    long = "/home/somebody/experiments/2024/llava"
+    names = [f"{long}/stock/results.jsonl: mode stock, G 8", f"{long}/mended/results.jsonl: mode apply, G 8"]
+    assert short_names(names) == ["stock/results.jsonl: mode stock, G 8", "mended/results.jsonl: mode apply, G 8"]
+    assert short_names([f"{long}/results.jsonl: a/b", f"{long}/results.jsonl: a/c"]) == [
+        "results.jsonl: a/b", "results.jsonl: a/c",
+    ]  # fmt: skip
+    assert short_names([f"{long}/runs/one"]) == ["one"]
+    assert short_names(["a/x", "a/x"]) == ["x", "x (2)"]
+    (shortened,) = short_names(["x" * 300])
+    assert len(shortened) <= 60
+    assert len(set(short_names([f"{'x' * 300}{place}{'y' * 300}" for place in range(3)]))) == 3
+
+
+def a_run(name: str, draw: numpy.random.Generator, times: float = 1.0) -> Run:
+    losses = times * (0.5 + 2 * numpy.exp(-numpy.arange(60) / 12) + 0.02 * draw.normal(size=60))
+    return Run(name, {"loss": Series(tuple(map(float, range(60))), tuple(losses.tolist()))})
+
+
+def test_runs_are_held_against_the_one_that_most_agree_with() -> None:
+    draw = numpy.random.default_rng(0)
+    runs = [a_run("off", draw, 8.0), a_run("one", draw), a_run("two", draw), a_run("three", draw)]
+    text = report(runs)
+    assert "off against one: more than noise" in text
+    assert "two against one: no more than noise" in text and "three against one: no more than noise" in text
+    assert "one: the others are held against it" in text
+    assert "off against three: more than noise" in report(runs, against="three")
+
+
+def test_a_reference_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ac":
+        lines(tmp_path / f"{name}.jsonl")
+    assert main(["watch", str(tmp_path), "--no-picture", "--against", "b"]) == 3
+    assert "expected one of a.jsonl, c.jsonl" in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""One object for all monitors: in a plain loop, on one process and on several ranks, and as one callback."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_accum_fix.monitor import Alarm, Monitor, MonitorAlarmError
+from tests.monitor.side_by_side import OneOf, side_by_side
+from tests.monitor.test_callbacks import logged, trainer
+
+
+def network() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_one_line_a_step_and_one_a_log() -> None:
+    model, optimizer = network()
+    monitor = Monitor(model, optimizer)
+    for _ in range(10):
+        monitor.step(torch.tensor(2.0), items=3, norm=torch.tensor(0.5))
+    found = monitor.log()
+    assert found["loss"] == 2.0 and found["gradient_norm_median"] == 0.5 and found["memory_mib"] > 0
+    assert found["alarms"] == 0 and all(isinstance(value, float) for value in found.values())
+    assert not any(math.isnan(value) for value in found.values())
+
+
+def test_several_micro_batches_make_a_step() -> None:
+    monitor = Monitor(*network())
+    for _ in range(5):
+        monitor.micro_batch(torch.tensor(1.0), items=1)
+        monitor.step(torch.tensor(4.0), items=2)
+    assert monitor.log()["loss"] == 3.0
+
+
+def test_the_gradient_s_norm_is_taken_where_none_is_given() -> None:
+    model, optimizer = network()
+    monitor = Monitor(model, optimizer)
+    model(torch.ones(1, 3)).sum().backward()
+    expected = float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    monitor.step(1.0)
+    assert monitor.log()["gradient_norm_median"] == pytest.approx(expected)
+
+
+def test_ranks_alike_log_alike_and_a_rank_that_is_off_is_named() -> None:
+    def work(ranks: OneOf) -> tuple[dict[str, float], list[Alarm]]:
+        told: list[Alarm] = []
+        monitor = Monitor(*network(), ranks=ranks, on_alarm=told.append)
+        draw = torch.Generator().manual_seed(ranks.rank)
+        found: dict[str, float] = {}
+        for step in range(1, 101):
+            monitor.step(1 + 0.1 * torch.randn((), generator=draw) + (ranks.rank == 2), items=8, norm=1.0)
+            found = monitor.log() if step % 10 == 0 else found
+        return found, told
+
+    results = side_by_side(work, 4)
+    assert results[0][0]["rank_loss_2"] == pytest.approx(2.0, abs=0.2)
+    assert {"rank_loss_0", "rank_loss_1", "rank_loss_3", "rank_loss_spread"} <= results[0][0].keys()
+    for _, told in results:
+        assert told and told[0].kind == "rank-loss-2"
+
+
+def test_a_model_that_no_monitor_can_watch_is_watched_by_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    class Shard(nn.Parameter):
+        placements = ()
+
+    def work(ranks: OneOf) -> float:
+        model, optimizer = network()
+        model.weight = Shard(torch.zeros(2, 3))
+        monitor = Monitor(model, optimizer, ranks=ranks)
+        monitor.step(1.0, norm=1.0)
+        return monitor.log()["loss"]
+
+    with caplog.at_level(logging.WARNING, logger="hf_accum_fix.monitor"):
+        assert side_by_side(work) == [1.0, 1.0]
+    assert sum("not watched" in record.message for record in caplog.records) == 2
+
+
+@pytest.mark.parametrize("on_alarm", ["raise", "stop"])
+def test_an_alarm_raises_or_stops_where_it_is_asked_to(on_alarm: Any) -> None:
+    monitor = Monitor(*network(), on_alarm=on_alarm)
+    monitor.step(math.nan, norm=1.0)
+    if on_alarm == "stop":
+        assert not monitor.stop
+        monitor.log()
+        assert monitor.stop
+    else:
+        with pytest.raises(MonitorAlarmError, match="loss-not-finite"):
+            monitor.log()
+
+
+def test_what_to_do_on_an_alarm_is_checked_at_once() -> None:
+    with pytest.raises(ValueError, match="got 'end'; expected a callable"):
+        Monitor(*network(), on_alarm="end")  # type: ignore[arg-type]
+
+
+def test_a_resumed_monitor_goes_on_where_it_was(tmp_path: Path) -> None:
+    def steps(monitor: Monitor, places: range) -> None:
+        for place in places:
+            monitor.step(2.0 - 0.01 * place, norm=1.0 + 0.01 * (place % 7))
+
+    whole, first = Monitor(*network()), Monitor(*network())
+    steps(whole, range(40))
+    steps(first, range(40))
+    assert whole.log()["loss"] == first.log()["loss"]
+    state = json.loads(json.dumps(first.state_dict()))
+    resumed = Monitor(*network())
+    resumed.load_state_dict(state)
+    for each in (whole, resumed):
+        steps(each, range(40, 60))
+        each.step(1.0, norm=90.0)
+    ours, theirs = resumed.log(), whole.log()
+    for name in ("loss", "gradient_norm_median", "gradient_norm_spikes", "alarms"):
+        assert ours[name] == theirs[name]
+    assert ours["gradient_norm_spikes"] == 1.0
+
+
+def test_one_callback_of_a_trainer(tmp_path: Path) -> None:
+    from hf_accum_fix.monitor import MonitorsCallback
+
+    its = trainer(tmp_path)
+    its.add_callback(MonitorsCallback(its))
+    its.train()
+    row = logged(its)[-1]
+    assert {"hf_accum_fix/loss", "hf_accum_fix/gradient_norm_median", "hf_accum_fix/memory_mib"} <= row.keys()
+    assert "hf_accum_fix/all_alarms" in row
+    assert "log" not in vars(its) and "training_step" not in vars(its)
+
+
+def test_a_callback_stops_the_trainer(tmp_path: Path) -> None:
+    from hf_accum_fix.monitor import MonitorsCallback
+
+    its = trainer(tmp_path, max_steps=6, logging_steps=1)
+    with torch.no_grad():
+        its.model.lm_head.weight.fill_(math.nan)
+    its.add_callback(MonitorsCallback(its, on_alarm="stop"))
+    its.train()
+    assert its.state.global_step < 6

@@ -1,0 +1,324 @@
+"""What a monitor may meet in a run that is set up otherwise than it thinks: told or passed over; never its end."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback
+
+from hf_accum_fix import GlobalBatchTrainer
+from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
+from hf_accum_fix.monitor.callbacks import LossCallback, ReplicasCallback, all_callbacks
+from hf_accum_fix.monitor.gradient_norm import GradientNorm
+from hf_accum_fix.monitor.loss import LossMeter, LossReading, Moments
+from hf_accum_fix.monitor.rank_gradients import RankGradients, RankGradientsReading
+from hf_accum_fix.monitor.rank_loss import RankLoss
+from hf_accum_fix.monitor.replicas import Replicas
+from tests.monitor.side_by_side import OneOf, side_by_side
+from tests.monitor.test_callbacks import logged, trainer
+
+# ---- ranks that hold other tensors ---------------------------------------------------------------------------------
+
+
+def stage(rank: int, width: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, width + rank), nn.BatchNorm1d(width + rank))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda rank: stage(rank),
+        lambda rank: nn.Sequential(nn.Linear(3, 4), nn.ReLU()) if rank else nn.Sequential(nn.ReLU(), nn.Linear(3, 4)),
+        lambda rank: nn.Linear(3, 4).double() if rank else nn.Linear(3, 4),
+        lambda rank: nn.Linear(4, 3) if rank else nn.Linear(3, 4),
+    ],
+    ids=["other sizes", "other names", "other types", "other shapes"],
+)
+def test_ranks_that_hold_other_tensors_are_told(model: Any) -> None:
+    alarms = side_by_side(lambda ranks: Replicas(model(ranks.rank), ranks=ranks).check())
+    for alarm in alarms:
+        assert alarm is not None and alarm.kind == "replicas-not-alike"
+        assert "ranks=" in alarm.message
+
+
+def test_the_first_tensor_that_is_another_is_named_with_its_shape() -> None:
+    alarms = side_by_side(lambda ranks: Replicas(stage(int(ranks.rank == 2)), ranks=ranks).check(), 3)
+    assert alarms[0] is not None and "rank 2" in alarms[0].message
+    assert "parameter 0.weight torch.float32 [4, 3]" in alarms[0].message
+
+
+def test_running_statistics_of_other_shapes_are_no_alarm() -> None:
+    assert side_by_side(lambda ranks: compare_buffers(stage(ranks.rank), ranks)) == [None, None]
+
+
+def test_batch_norm_on_one_stage_only_leaves_no_rank_waiting() -> None:
+    def check(ranks: OneOf) -> list[str]:
+        model = stage(0) if ranks.rank else nn.Sequential(nn.Linear(3, 4))
+        return [alarm.kind for alarm in check_batch_norm(model, per_device_batch=32, ranks=ranks)]
+
+    assert side_by_side(check) == [[], []]
+
+
+def test_running_statistics_that_differ_without_ddp_are_told_still() -> None:
+    def check(ranks: OneOf) -> Any:
+        model = stage(0)
+        model[1].running_mean.fill_(float(ranks.rank))
+        return compare_buffers(model, ranks)
+
+    for alarm in side_by_side(check):
+        assert alarm is not None and alarm.kind == "batch-norm-buffers-differ"
+
+
+def test_synchronised_statistics_count_the_ranks_of_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of 16 ranks: statistics of 2 x 4 samples, not of 16 x 4."""
+    group = object()
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda its=None: 2 if its is group else 16)
+
+    class Sixteen:
+        rank, size = 0, 16
+
+        def sum(self, tensor: Tensor) -> Tensor:
+            return tensor * 16 if tensor.ndim == 1 else tensor
+
+    model = nn.Sequential(nn.SyncBatchNorm(4))
+    model[0].process_group = group
+    found = check_batch_norm(model, per_device_batch=4, ranks=Sixteen())
+    assert ["8 samples" in alarm.message for alarm in found if alarm.kind == "batch-norm-small-batch"] == [True]
+
+
+# ---- gradients of zero ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+def test_a_gradient_of_zero_on_one_rank_is_told_by_the_first_judgement(ranks: int) -> None:
+    norms = [[1.0 + 0.1 * rank] * 10 for rank in range(ranks)]
+    norms[1] = [0.0] * 10
+    alarm = RankGradients().judge(RankGradientsReading(tuple(map(tuple, norms))))
+    assert alarm is not None and alarm.kind == "rank-gradient-zero-1"
+    assert "rank 1" in alarm.message and "10 of 10 steps" in alarm.message
+
+
+def test_an_empty_micro_batch_now_and_then_is_no_fault_and_silences_nobody() -> None:
+    draw = torch.Generator().manual_seed(0)
+    gradients = RankGradients()
+    found = []
+    for log in range(200):
+        norms = torch.exp(0.2 * torch.randn(4, 10, generator=draw))
+        norms[torch.rand(4, 10, generator=draw) < 0.05] = 0.0
+        norms[2] *= 3.0 if log >= 100 else 1.0
+        found.append(gradients.judge(RankGradientsReading(tuple(map(tuple, norms.tolist())))))
+    assert not any(found[:100])
+    assert any(alarm is not None and alarm.kind == "rank-gradient-2" for alarm in found[100:110])
+
+
+def test_gradients_of_zero_on_every_rank_are_no_rank_s_fault() -> None:
+    assert RankGradients().judge(RankGradientsReading(((0.0,) * 10, (0.0,) * 10))) is None
+
+
+# ---- nan -----------------------------------------------------------------------------------------------------------
+
+FULL = Moments(10, 100, 200, 4000, 2000, 1000)
+BROKEN = replace(FULL, loss=math.nan)
+
+
+def test_a_nan_on_one_process_is_told() -> None:
+    alarm = RankLoss().judge(LossReading((BROKEN,)))
+    assert alarm is not None and alarm.kind == "loss-not-finite"
+
+
+def test_a_nan_on_the_last_stage_is_said_of_it_alone() -> None:
+    alarm = RankLoss().judge(LossReading((Moments(), Moments(), BROKEN)))
+    assert alarm is not None and "rank 2" in alarm.message and "others" not in alarm.message
+
+
+def test_a_nan_is_held_against_the_ranks_that_have_a_loss() -> None:
+    alarm = RankLoss().judge(LossReading((Moments(), FULL, BROKEN)))
+    assert alarm is not None and alarm.kind == "rank-loss-not-finite-2"
+    assert "rank 2" in alarm.message and "rank 1" in alarm.message
+
+
+def test_a_count_that_is_nan_is_told_too() -> None:
+    meter = LossMeter()
+    meter.update(torch.tensor(1.0), torch.tensor(math.nan))
+    alarm = RankLoss().judge(meter.read())
+    assert alarm is not None and alarm.kind == "loss-not-finite"
+
+
+def test_the_spread_of_a_rank_that_is_nan_is_nan_in_any_order() -> None:
+    assert math.isnan(LossReading((FULL, BROKEN)).spread) and math.isnan(LossReading((BROKEN, FULL)).spread)
+
+
+def test_a_nan_reaches_the_log_where_the_trainer_logs_zero(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    its = trainer(tmp_path, max_steps=2, logging_steps=2, logging_nan_inf_filter=True)
+    its.add_callback(LossCallback(its))
+    with torch.no_grad():
+        its.model.lm_head.weight.fill_(math.nan)
+    with caplog.at_level(logging.WARNING, logger="hf_accum_fix.monitor"):
+        its.train()
+    (row,) = logged(its)
+    assert math.isnan(row["hf_accum_fix/loss"]) and row["loss"] == 0.0
+    assert any("loss-not-finite" in record.message for record in caplog.records)
+
+
+# ---- shapes and zeros of losses ------------------------------------------------------------------------------------
+
+
+def test_a_loss_of_one_element_is_one_number() -> None:
+    meter = LossMeter()
+    meter.update(torch.tensor([2.0]), torch.tensor([3]))
+    meter.update_sum(torch.tensor([[8.0]]), 1)
+    assert meter.read().mean == pytest.approx((6 + 8) / 4)
+
+
+def test_a_loss_of_several_elements_says_what_to_do() -> None:
+    with pytest.raises(UnsupportedSetupError, match=r"got a loss of shape \[4\]; expected one number"):
+        LossMeter().update(torch.ones(4), 4)
+
+
+@pytest.mark.parametrize("loss", [0.0, math.log(2)], ids=["zero", "a constant"])
+def test_losses_that_never_differ_are_not_shared_data(loss: float) -> None:
+    def read(ranks: OneOf) -> list[Any]:
+        meter, judge = LossMeter(ranks), RankLoss()
+        found = []
+        for _ in range(5):
+            for _ in range(10):
+                meter.update(loss, 16)
+            found.append(judge.judge(meter.read()))
+        return found
+
+    assert not any(side_by_side(read)[0])
+
+
+# ---- engines without replicas, and one process ---------------------------------------------------------------------
+
+
+def test_one_process_has_no_rank_gradients_and_needs_none() -> None:
+    gradients = RankGradients()
+    gradients.attach(nn.Linear(1, 1))
+    assert gradients.judge(gradients.read()) is None
+
+
+class Sharded:
+    """Two ranks whose model is sharded, as far as the monitors see it."""
+
+    rank, size = 0, 2
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+
+def test_every_callback_goes_with_a_sharded_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    its = trainer(tmp_path, max_steps=2, logging_steps=1)
+
+    class FlatParameter(nn.Parameter):
+        pass
+
+    class Shard(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            weight = its.model.lm_head.weight
+            its.model.lm_head.weight = FlatParameter(weight.detach().clone())
+
+    its.add_callback(Shard())
+    for callback in all_callbacks(its, Sharded()):
+        its.add_callback(callback)
+    with caplog.at_level(logging.INFO, logger="hf_accum_fix.monitor"):
+        its.train()
+    assert len(logged(its)) == 2
+    said = [record.message for record in caplog.records if "not watched" in record.message]
+    assert len(said) == 2 and any("sharded" in line for line in said)
+
+
+def test_a_replica_check_alone_is_passed_over_too(tmp_path: Path) -> None:
+    its = trainer(tmp_path, max_steps=1, logging_steps=1)
+    its.model.lm_head.weight.placements = ()
+    its.add_callback(ReplicasCallback(its, Sharded(), every=1))
+    its.train()
+
+
+class Partial:
+    """A norm that lies in parts on the ranks, as fully_shard's clipping returns it."""
+
+    def __init__(self, norm: float) -> None:
+        self.norm = norm
+
+    def full_tensor(self) -> Tensor:
+        return torch.tensor(self.norm)
+
+
+def test_a_norm_in_parts_is_put_together_when_it_is_read() -> None:
+    norms = GradientNorm()
+    norms.update(Partial(3.0))  # type: ignore[arg-type]
+    norms.update(2.0)
+    assert norms.read().median == 2.5
+
+
+# ---- the loss that is false ----------------------------------------------------------------------------------------
+
+
+def classifier() -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=2,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=16,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+def classified(folder: Path, kind: type[Trainer], **arguments: Any) -> Trainer:
+    its = trainer(folder, kind, classifier(), **{"gradient_accumulation_steps": 4, **arguments})
+    draw = torch.Generator().manual_seed(0)
+    its.train_dataset = [
+        {"input_ids": torch.randint(1, 32, (12,), generator=draw), "labels": torch.tensor(place % 2)}
+        for place in range(96)
+    ]
+    return its
+
+
+@pytest.mark.parametrize("kind", [Trainer, GlobalBatchTrainer])
+def test_the_mean_over_the_items_is_the_truth_of_a_classifier(
+    kind: type[Trainer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    its = classified(tmp_path, kind, learning_rate=0.0, max_steps=3, logging_steps=3)
+    its.add_callback(LossCallback(its))
+    with caplog.at_level(logging.WARNING, logger="hf_accum_fix.monitor"):
+        its.train()
+    (row,) = logged(its)
+    with torch.no_grad():
+        inputs = torch.stack([sample["input_ids"] for sample in its.train_dataset[:48]])
+    labels = torch.stack([sample["labels"] for sample in its.train_dataset[:48]])
+    assert row["hf_accum_fix/loss"] == pytest.approx(math.log(2), rel=0.1) and len(inputs) == len(labels)
+    said = [record.message for record in caplog.records]
+    if row["loss"] > 2 * row["hf_accum_fix/loss"]:
+        assert any("trainer-loss-scaled" in line and "4 times" in line for line in said)
+    else:
+        assert not said
+
+
+def test_a_loss_that_cannot_be_checked_is_said_to_repeat_the_trainer_s(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    its = classified(tmp_path, Trainer, label_smoothing_factor=0.1, max_steps=2, logging_steps=1)
+    its.add_callback(LossCallback(its))
+    with caplog.at_level(logging.INFO, logger="hf_accum_fix.monitor"):
+        its.train()
+    assert [row["hf_accum_fix/loss_repeats_the_trainers"] for row in logged(its)] == [1.0, 1.0]
+    assert sum("repeats the Trainer's" in record.message for record in caplog.records) == 1
+
+
+def test_a_language_model_s_loss_is_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    its = trainer(tmp_path)
+    its.add_callback(LossCallback(its))
+    with caplog.at_level(logging.WARNING, logger="hf_accum_fix.monitor"):
+        its.train()
+    assert not caplog.records
+    assert all("hf_accum_fix/loss_repeats_the_trainers" not in row for row in logged(its))
+    assert all(row["hf_accum_fix/loss_of_a_guess"] == pytest.approx(math.log(32)) for row in logged(its))
