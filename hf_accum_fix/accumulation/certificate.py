@@ -103,7 +103,7 @@ class Certificate:
             rests, losses = torch.stack(self._rests), torch.stack(self._losses)
             spread = rests.max() - rests.min() if made_of.rest else rests.abs().max()
             # A micro-batch without a finite loss shows nothing.
-            flags.append(spread > made_of.rounding(rests.dtype) * losses.abs().max())
+            flags.append(spread > made_of.rounding(self._losses[0].dtype) * losses.abs().max())
         return torch.stack([flag.reshape(()) for flag in flags]).any() if flags else None
 
     def _remade(self) -> list[Tensor]:
