@@ -1,0 +1,277 @@
+"""Found by reading the code with fresh eyes: stock trains, and so must what is patched; nothing wrong goes unsaid."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import hf_accum_fix
+from tests.attacks import runs
+from tests.attacks.models import Points, points
+from tests.attacks.runs import WHOLE, Ordered, full_batch, run
+from tests.attacks.trainings import Case, Cut, train
+from tests.numerics.heads import Batch, Head, Sample, TokenModel, seeded, shifted_cross_entropy
+from tests.numerics.heads.samples import text
+
+HALVES: Cut = (4, 2)
+
+
+def itself(model: Any, batch: Batch, step: int) -> Tensor:
+    loss: Tensor = model(**batch)["loss"]
+    return loss
+
+
+# --- losses that are exact, or said not to be -------------------------------------------------------------------
+
+
+def class_or_255(index: int, g: torch.Generator) -> Tensor:
+    return torch.tensor(255 if index in (1, 2, 5) else int(torch.randint(0, 3, (), generator=g)))
+
+
+def void_is_255(logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+    """Segmentation's: what is void has an index beyond the classes."""
+    weight = torch.linspace(0.2, 1.0, logits.shape[-1], dtype=logits.dtype)
+    return F.cross_entropy(logits, labels, weight, None, 255)
+
+
+def with_weight(window: int) -> list[Sample]:
+    def label(index: int, g: torch.Generator) -> dict[str, Tensor]:
+        value = torch.randn((), generator=g, dtype=torch.float64)
+        return {"labels": value, "row_weight": torch.tensor(1.0 if window == 0 else 1.0 + index).double()}
+
+    return points(label, window)
+
+
+def weighted_squares(logits: Tensor, labels: Tensor, row_weight: Tensor, **kwargs: Any) -> Tensor:
+    return F.mse_loss(logits[:, 0], labels, weight=row_weight)
+
+
+CASES = [
+    Case("void-is-255", itself, lambda: Points(void_is_255, 3), [points(class_or_255, w) for w in (0, 1)], cuts=[(4, 2)]),
+    Case("squares-weighted-later", itself, lambda: Points(weighted_squares, 1), [with_weight(w) for w in (0, 1)], cuts=[HALVES]),
+    Case("squares-weighted", itself, lambda: Points(weighted_squares, 1), [with_weight(w) for w in (1, 2)], cuts=[HALVES]),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_exact_or_said(case: Case, tmp_path: Path) -> None:
+    with hf_accum_fix.apply():
+        training = train(case, HALVES, tmp_path)
+    print(training)
+    assert not training.silent(case.tolerance), training
+
+
+# --- traces and harm ---------------------------------------------------------------------------------------------
+
+
+class SparseBuffer(TokenModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
+        return {"loss": shifted_cross_entropy(self.logits(input_ids), labels)}
+
+
+class CsrBuffer(SparseBuffer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = torch.eye(3).to_sparse_csr()
+
+
+class MetaBuffer(SparseBuffer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = torch.empty(3, device="meta")
+
+
+class InferenceBuffer(SparseBuffer):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.inference_mode():
+            self.graph = torch.ones(3)
+
+
+class QuantizedBuffer(SparseBuffer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+class LazyBuffer(TokenModel):
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
+        if "level" not in self._buffers:
+            self.register_buffer("level", torch.zeros((), dtype=torch.float64), persistent=False)
+        self.level += 1
+        return {"loss": shifted_cross_entropy(self.logits(input_ids), labels) * self.level}
+
+
+class AverageByData(TokenModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros((), dtype=torch.float64)
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
+        loss = shifted_cross_entropy(self.logits(input_ids), labels)
+        self.mean.data = self.mean.data * 0.9 + loss.detach()
+        return {"loss": loss * self.mean}
+
+
+class CountsInNumpy(TokenModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = np.zeros(64)
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
+        np.add.at(self.seen, input_ids.flatten().numpy() % 64, 1)
+        return {"loss": shifted_cross_entropy(self.logits(input_ids), labels) * float(self.seen.max())}
+
+
+class CountsByIterator(TokenModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = itertools.count(1)
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
+        return {"loss": shifted_cross_entropy(self.logits(input_ids), labels) * next(self.calls)}
+
+
+class Slotted:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class CountsInSlots(TokenModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Slotted()
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
+        self.meter.calls += 1
+        return {"loss": shifted_cross_entropy(self.logits(input_ids), labels) * self.meter.calls}
+
+
+class Named(dict[str, int]):
+    """As there are many, such as EasyDict."""
+
+
+class CountsInNamed(TokenModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Named(calls=0)
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
+        self.meter["calls"] += 1
+        return {"loss": shifted_cross_entropy(self.logits(input_ids), labels) * self.meter["calls"]}
+
+
+class OtherData(Ordered):
+    """Draws from a second loader, as semi-supervised training does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.unlabelled = iter(DataLoader(torch.arange(1.0, 200.0, dtype=torch.float64), batch_size=1))
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return loss * next(self.unlabelled).mean()
+
+
+class ListData(OtherData):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.unlabelled = iter([torch.tensor(float(i)) for i in range(1, 200)])
+
+
+class OneElement(TokenModel):
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
+        return {"loss": shifted_cross_entropy(self.logits(input_ids), labels)[None]}
+
+
+class SparseEmbedding(TokenModel):
+    def __init__(self) -> None:
+        super().__init__()
+        for name, module in list(self.named_modules()):
+            if isinstance(module, nn.Embedding):
+                module.sparse = True
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
+        logits = self.logits(input_ids)
+        weight = torch.linspace(0.2, 1.0, logits.shape[-1], dtype=logits.dtype)
+        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), weight)}
+
+
+def scripted(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels)
+
+
+class ScriptsLate(TokenModel):
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
+        logits = self.logits(input_ids)
+        loss = torch.jit.script(scripted)
+        return {"loss": loss(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+
+class KeepsFunction(TokenModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = F.cross_entropy
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
+        import pickle
+        pickle.dumps(self.loss)
+        logits = self.logits(input_ids)
+        return {"loss": self.loss(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+
+class NestedInside(TokenModel):
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
+        logits = self.logits(input_ids)
+        rows = torch.nested.nested_tensor([row for row in logits.detach()])
+        return {"loss": shifted_cross_entropy(logits, labels) + 0 * rows.to_padded_tensor(0.0).sum()}
+
+
+def _of(model: type[nn.Module]) -> Head:
+    return Head(model.__name__, seeded(model), text())
+
+
+HARM = [
+    *(runs.Case(m.__name__, _of(m), Ordered) for m in (
+        SparseBuffer, CsrBuffer, MetaBuffer, InferenceBuffer, QuantizedBuffer, LazyBuffer, AverageByData, CountsInNumpy,
+        CountsByIterator, CountsInSlots, CountsInNamed, OneElement, SparseEmbedding, ScriptsLate, KeepsFunction, NestedInside,
+    )),
+    runs.Case("other-data", _of(TokenModel if False else SparseBuffer), OtherData),
+]
+class Plain(TokenModel):
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
+        return {"loss": shifted_cross_entropy(self.logits(input_ids), labels)}
+HARM[-1] = runs.Case("other-data", _of(Plain), OtherData)
+HARM.append(runs.Case("list-data", _of(Plain), ListData))
+
+
+@pytest.mark.parametrize("case", HARM, ids=lambda case: case.name)
+def test_three_uncut_steps_are_stocks(case: runs.Case) -> None:
+    stock, patched = (run(case, WHOLE, path, steps=3, learning_rate=0.01, logging_nan_inf_filter=True) for path in ("stock", "apply"))
+    same_bits = patched.same_bits(stock)
+    assert same_bits
+
+
+@pytest.mark.parametrize("case", HARM, ids=lambda case: case.name)
+def test_cut_steps_train(case: runs.Case) -> None:
+    run(case, (2, 4), "stock", steps=2, learning_rate=0.01)
+    patched = run(case, (2, 4), "apply", steps=2, learning_rate=0.01)
+    if patched.raised: raise patched.raised
