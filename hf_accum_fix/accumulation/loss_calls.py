@@ -29,6 +29,8 @@ _LOSSES = (
 )  # fmt: skip
 #: Classes stand beside the samples, so that a mean divides by weights of the targets.
 _BY_CLASS = ("cross_entropy", "nll_loss")
+#: A mean divides by the weights of the elements, where there are any; the other losses' does not.
+_BY_WEIGHT = ("mse_loss", "l1_loss")
 #: One value for each sample whatever the shape of its target.
 _BY_SAMPLE = (
     "ctc_loss", "cosine_embedding_loss", "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss",
@@ -97,13 +99,16 @@ class LossCalls(AbstractContextManager["LossCalls"]):
             items = valid.sum()
             if given.get("weight") is not None:
                 weighted = True
-                items = (given["weight"].detach()[target.clamp(min=0)] * valid).sum()
+                items = (given["weight"].detach()[target.masked_fill(~valid, 0)] * valid).sum()
         elif name in _BY_CLASS:
             items = given["input"].numel() // given["input"].shape[1 if given["input"].ndim > 1 else 0]
         elif name == "ctc_loss":
             items = torch.as_tensor(given["target_lengths"]).numel()
         elif name in _BY_SAMPLE:
             items = len(first) if isinstance(first := next(iter(given.values())), Tensor) and first.ndim else 1
+        elif name in _BY_WEIGHT and given.get("weight") is not None:
+            weighted = True
+            items = torch.broadcast_tensors(given["weight"].detach(), given["input"], given["target"])[0].sum()
         else:
             items = (out if reduction == "none" else next(iter(given.values()))).numel()
         value = out.detach()
