@@ -108,7 +108,7 @@ class LossCalls(AbstractContextManager["LossCalls"]):
             items = len(first) if isinstance(first := next(iter(given.values())), Tensor) and first.ndim else 1
         elif name in _BY_WEIGHT and given.get("weight") is not None:
             weighted = True
-            items = torch.broadcast_tensors(given["weight"].detach(), given["input"], given["target"])[0].sum()
+            items = given["weight"].detach().expand_as(out if reduction == "none" else given["input"]).sum()
         else:
             items = (out if reduction == "none" else next(iter(given.values()))).numel()
         value = out.detach()

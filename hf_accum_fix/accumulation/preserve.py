@@ -4,8 +4,8 @@ Two kinds of state are kept, each in the way that costs least:
 
 - *tensors*, whoever holds them: a dispatch mode sees every in-place operation before it runs and copies the storage it
   is about to write to, unless that storage was made inside. A model that changes nothing is never copied.
-- *Python values*: attributes and containers, slots and arrays reachable from the given objects (modules, a trainer, its meters) are noted
-  before and put back, shallowly, where they differ; generators that are found among them get their state back.
+- *Python values*: attributes, containers, slots and arrays reachable from the given objects (modules, a trainer, its
+  meters) are noted before and put back, shallowly, where they differ; generators among them get their state back.
 
 What stays out of sight: globals and closures of the code that is run, and whatever it sends elsewhere.
 """

@@ -9,7 +9,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.certificate import Certificate
-from hf_accum_fix.overrides.live import data_ranks, head_name
+from hf_accum_fix.overrides.live import data_ranks, head_name, steps_itself
 from hf_accum_fix.overrides.session import Session, Window
 
 
@@ -37,6 +37,9 @@ def end_window(trainer: Any, session: Session, window: Window) -> Tensor | float
                 _tell(trainer, session, f"its loss calls reduced over {seen:g} items, where {predicted:g} were counted")
         return None
     if not (readable or session.corrects):
+        return None
+    if several and steps_itself(trainer):
+        _tell(trainer, session, "a training_step of the trainer's own may leave micro-batches out on one rank alone")
         return None
     sums = certificate.counts(device)
     if several:

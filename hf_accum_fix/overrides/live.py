@@ -81,3 +81,10 @@ def remakes_inputs(trainer: Any) -> bool:
         defining = (next((c for c in kind.__mro__ if name in vars(c)), Trainer) for name in names)
         known = _REMAKES[kind] = any(each.__module__ not in ours for each in defining)
     return known or "compute_loss" in vars(trainer)
+
+
+def steps_itself(trainer: Any) -> bool:
+    """Whether a ``training_step`` of the trainer's own stands around the base's, and may leave it out."""
+    ours = ("hf_accum_fix.trainer", Trainer.__module__)
+    defining = next(each for each in type(trainer).__mro__ if "training_step" in vars(each))
+    return defining.__module__ not in ours or "training_step" in vars(trainer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +18,11 @@ from torch.utils.data import DataLoader
 
 import hf_accum_fix
 from tests.attacks import runs
+from tests.attacks.fresh_eyes_ranks import CASES as ON_RANKS
 from tests.attacks.models import Points, points
 from tests.attacks.runs import WHOLE, Ordered, run
 from tests.attacks.trainings import Case, Cut, train
+from tests.faults.launch import torchrun
 from tests.numerics.heads import Batch, Head, Sample, TokenModel, seeded, shifted_cross_entropy
 from tests.numerics.heads.samples import text
 
@@ -231,3 +234,12 @@ def test_three_uncut_steps_are_stocks(case: runs.Case) -> None:
     stock, patched = (run(case, WHOLE, path, steps=3, learning_rate=0.01) for path in ("stock", "apply"))
     same_bits = patched.same_bits(stock)
     assert same_bits
+
+
+def test_a_rank_that_leaves_micro_batches_out_is_not_waited_for(tmp_path: Path) -> None:
+    """The items of class weights are counted in the loss call, and summed over ranks as a window ends."""
+    done = torchrun("tests.attacks.fresh_eyes_ranks", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["raised"] for row in rows] == [None] * len(ON_RANKS)
+    assert [row["exact"] for row in rows] == [case.right for case in ON_RANKS]
