@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hf_accum_fix
+from hf_accum_fix.accumulation.certificate import Certificate
+from hf_accum_fix.accumulation.contract import Composition, LossContract, Reduction
+from hf_accum_fix.accumulation.share import Cut as WindowCut
+from hf_accum_fix.accumulation.window import Items
+from hf_accum_fix.options import Options
+from hf_accum_fix.overrides.certifying import end_window
+from hf_accum_fix.overrides.session import Session, Window
 from tests.attacks import runs
 from tests.attacks.fresh_eyes_ranks import CASES as ON_RANKS
 from tests.attacks.models import Points, points
@@ -243,3 +251,23 @@ def test_a_rank_that_leaves_micro_batches_out_is_not_waited_for(tmp_path: Path) 
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["raised"] for row in rows] == [None] * len(ON_RANKS)
     assert [row["exact"] for row in rows] == [case.right for case in ON_RANKS]
+
+
+def test_another_number_of_loss_calls_is_said_on_any_device(caplog: pytest.LogCaptureFixture) -> None:
+    """The number of calls is known without waiting for the device."""
+    contract = LossContract(Reduction.MEAN, Items(), made_of=Composition((1.0,)))
+    certificate = Certificate(contract, changed="2 loss calls in a micro-batch, 1 when it was observed")
+    number = torch.ones(())
+    window = Window([{}], [number], number, WindowCut(number, number, 1, 1), certificate=certificate)
+    model = nn.Linear(1, 1)
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(device=torch.device("cuda"), world_size=1, gradient_accumulation_steps=2),
+        accelerator=SimpleNamespace(unwrap_model=lambda model: model),
+        state=SimpleNamespace(global_step=0),
+        model=model,
+        model_wrapped=model,
+    )
+    session = Session(Options(), contract)
+    assert end_window(trainer, session, window) is None
+    assert session.inexact_windows == 1
+    assert "is not exact" in caplog.text
