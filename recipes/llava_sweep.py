@@ -123,21 +123,31 @@ def read_options(argv: list[str] | None) -> argparse.Namespace:
     add("--splits", help="such as 16x2,1x32; default: the published ones that fit the number of processes")
     add("--head", choices=("llava", "bert"), default="llava", help="bert reads digits as 64 words")
     add("--model", help="LLaVA checkpoint, a local folder or a hub id; default: a small one built here")
-    add("--stage", choices=("pretrain", "finetune"), default="finetune", help="train the projector only, or with "
-        "the language model; the vision tower is frozen in both")
+    add(
+        "--stage",
+        choices=("pretrain", "finetune"),
+        default="finetune",
+        help="train the projector only, or with the language model; the vision tower is frozen in both",
+    )
     add("--lora", action="store_true", help="finetune with LoRA on the language model's attention")
     add("--data", type=Path, help="conversations in LLaVA-Instruct or ShareGPT format (JSON)")
     add("--images", type=Path, help="the folder that the image names in --data start from")
-    add("--dtype", choices=("float32", "float64", "bfloat16"), default="float32", help="bfloat16 is mixed "
-        "precision: the weights stay float32")
+    add(
+        "--dtype",
+        choices=("float32", "float64", "bfloat16"),
+        default="float32",
+        help="bfloat16 is mixed precision: the weights stay float32",
+    )
     add("--lr", type=float, default=1e-3, help="constant learning rate of AdamW")
     add("--seed", type=int, default=0, help="of the weights and of the order of the samples")
     add("--output", type=Path, default=Path("results/llava_sweep"), help="folder for the results")
     add("--resume", action="store_true", help="keep the finished cells of an earlier run of the same kind")
     options = parser.parse_args(argv)
     if missing := [name for name in EXTRAS if importlib.util.find_spec(name) is None]:
-        raise BadInputError(f"got no {', '.join(missing)}; expected the packages of the extra 'recipes'; do "
-                            'pip install "hf-accum-fix[recipes]", or pip install ".[recipes]" in a clone')
+        raise BadInputError(
+            f"got no {', '.join(missing)}; expected the packages of the extra 'recipes'; do "
+            'pip install "hf-accum-fix[recipes]", or pip install ".[recipes]" in a clone'
+        )
     options.world = processes_asked_for()
     for name in ("steps", "total_batch", "lr"):
         if not getattr(options, name) > 0:
@@ -174,8 +184,10 @@ def processes_asked_for() -> int:
     launcher = psutil.Process().parent()
     found = re.search(r"--num[_-]processes[ =](\d+)", " ".join(launcher.cmdline()) if launcher else "")
     if found is None and "MASTER_PORT" in os.environ:  # which accelerate sets for more than one process
-        raise BadInputError("accelerate launch --cpu reads its number of processes from a file: give it as "
-                            "--num_processes N, or start by torchrun --nproc_per_node N")
+        raise BadInputError(
+            "accelerate launch --cpu reads its number of processes from a file: give it as "
+            "--num_processes N, or start by torchrun --nproc_per_node N"
+        )
     return int(found[1]) if found else 1
 
 
@@ -194,8 +206,9 @@ def choose_splits(text: str | None, total: int, world: int) -> list[Split]:
             raise BadInputError(f"--splits has '{part}': give PxG, such as 16x2, with commas between")
         splits.append(Split(int(found[1]), int(found[2])))
         if splits[-1].per_device * splits[-1].accumulation != share:
-            raise BadInputError(f"split {part} does not make --total-batch {total} on {world} processes: "
-                                f"give PxG with P x G = {share}")
+            raise BadInputError(
+                f"split {part} does not make --total-batch {total} on {world} processes: give PxG with P x G = {share}"
+            )
     return list(dict.fromkeys(splits))
 
 
@@ -226,8 +239,10 @@ def check_output(options: argparse.Namespace) -> None:
     earlier = json.loads((options.output / "environment.json").read_text())["identity"]
     for name, value in identity(options).items():
         if earlier.get(name) != value:
-            raise BadInputError(f"{options.output} was made with {name} {earlier.get(name)}, this run has {value}: "
-                                "give another --output")
+            raise BadInputError(
+                f"{options.output} was made with {name} {earlier.get(name)}, this run has {value}: "
+                "give another --output"
+            )
 
 
 def identity(options: argparse.Namespace) -> dict[str, str]:
@@ -344,22 +359,34 @@ def converse(pixels: Any, label: int, choose: random.Random) -> tuple[str, str]:
     high, wide = words[(rows > 8).sum()], words[(columns > 8).sum()]
     kind = choose.random()
     if kind < 0.5:
-        question, answer = choose.choice([
-            ("Which digit is this ?", digit), ("Is the digit odd or even ?", parity),
-            ("Which side holds more ink ?", side), ("Is the stroke faint , plain or heavy ?", stroke),
-        ])
+        question, answer = choose.choice(
+            [
+                ("Which digit is this ?", digit),
+                ("Is the digit odd or even ?", parity),
+                ("Which side holds more ink ?", side),
+                ("Is the stroke faint , plain or heavy ?", stroke),
+            ]
+        )
         return f"{question} Answer with one word .", answer
     if kind < 0.65:
         return "What is in the picture ?", choose.choice([f"A handwritten {digit} .", f"The digit {digit} ."])
     sentences = [
-        (f"The picture shows a handwritten {digit} in {stroke} strokes on a dark ground .",
-         f"Somebody has written the digit {digit} with a {stroke} pen , bright on dark ."),
-        (f"It fills {wide} columns and {high} rows of the small field .",
-         f"From side to side it takes {wide} columns , and from top to bottom {high} rows ."),
-        (f"Most of its ink lies in the {half} half and towards the {side} .",
-         f"The {half} half holds more of the ink , and so does the {side} side ."),
-        (f"It is an {parity} number , and {words[label + 1]} would be the next one .",
-         f"Counting on from this {parity} number one comes to {words[label + 1]} ."),
+        (
+            f"The picture shows a handwritten {digit} in {stroke} strokes on a dark ground .",
+            f"Somebody has written the digit {digit} with a {stroke} pen , bright on dark .",
+        ),
+        (
+            f"It fills {wide} columns and {high} rows of the small field .",
+            f"From side to side it takes {wide} columns , and from top to bottom {high} rows .",
+        ),
+        (
+            f"Most of its ink lies in the {half} half and towards the {side} .",
+            f"The {half} half holds more of the ink , and so does the {side} side .",
+        ),
+        (
+            f"It is an {parity} number , and {words[label + 1]} would be the next one .",
+            f"Counting on from this {parity} number one comes to {words[label + 1]} .",
+        ),
     ]
     told = sentences[: choose.choice([2, 3, 4])]
     return "Describe the picture in detail .", " ".join(choose.choice(wordings) for wordings in told)
@@ -376,36 +403,63 @@ def build_llava(conversations: list[dict[str, Any]], folder: Path, seed: int) ->
 
     prompts, answers = zip(*(turn for record in conversations for turn in record["turns"]), strict=True)
     words = pre_tokenizers.Whitespace()
-    counts = Counter(word for text in ("USER: ASSISTANT:", *prompts, *answers)
-                     for word, _ in words.pre_tokenize_str(text.replace("<image>", " ")))
+    counts = Counter(
+        word
+        for text in ("USER: ASSISTANT:", *prompts, *answers)
+        for word, _ in words.pre_tokenize_str(text.replace("<image>", " "))
+    )
     special = ["<unk>", "<pad>", "<s>", "</s>", "<image>"]
     vocabulary = special + [word for word, _ in counts.most_common(32000 - len(special))]
     ids = {word: place for place, word in enumerate(vocabulary)}
     model_of_words = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     model_of_words.pre_tokenizer = words
     tokenizer = hf.PreTrainedTokenizerFast(
-        tokenizer_object=model_of_words, unk_token="<unk>", pad_token="<pad>", bos_token="<s>",
-        eos_token="</s>", additional_special_tokens=["<image>"],
+        tokenizer_object=model_of_words,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=["<image>"],
     )
     square = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
     processor = hf.LlavaProcessor(
-        hf.CLIPImageProcessor(size=square, crop_size=square), tokenizer, patch_size=PATCH_SIZE,
-        vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        hf.CLIPImageProcessor(size=square, crop_size=square),
+        tokenizer,
+        patch_size=PATCH_SIZE,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
     )
 
     torch.manual_seed(seed)
     tower = hf.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, projection_dim=32,
-        image_size=IMAGE_SIZE, patch_size=PATCH_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        projection_dim=32,
+        image_size=IMAGE_SIZE,
+        patch_size=PATCH_SIZE,
     )
     language = hf.LlamaConfig(
-        vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=2048, pad_token_id=1, bos_token_id=2, eos_token_id=3,
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=2048,
+        pad_token_id=1,
+        bos_token_id=2,
+        eos_token_id=3,
     )
-    model = hf.LlavaForConditionalGeneration(hf.LlavaConfig(
-        vision_config=tower, text_config=language, image_token_index=ids["<image>"], pad_token_id=1,
-        image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2,
-    ))
+    model = hf.LlavaForConditionalGeneration(
+        hf.LlavaConfig(
+            vision_config=tower,
+            text_config=language,
+            image_token_index=ids["<image>"],
+            pad_token_id=1,
+            image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2,
+        )
+    )
 
     mean = sum(map(len, answers)) / len(answers)
     long = [f"<s> {answer} </s>" for answer in answers if len(answer) >= mean]
@@ -430,10 +484,19 @@ def initial_model(options: argparse.Namespace, checkpoint: str) -> torch.nn.Modu
     torch.manual_seed(options.seed)
     dtype = torch.float64 if options.dtype == "float64" else torch.float32
     if options.head == "bert":
-        return hf.BertForSequenceClassification(hf.BertConfig(
-            vocab_size=18, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-            max_position_embeddings=65, num_labels=10, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
-        )).to(dtype)
+        return hf.BertForSequenceClassification(
+            hf.BertConfig(
+                vocab_size=18,
+                hidden_size=64,
+                intermediate_size=128,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                max_position_embeddings=65,
+                num_labels=10,
+                hidden_dropout_prob=0,
+                attention_probs_dropout_prob=0,
+            )
+        ).to(dtype)
     model = hf.LlavaForConditionalGeneration.from_pretrained(checkpoint).to(dtype)
     if options.lora:
         from peft import LoraConfig, get_peft_model
@@ -499,8 +562,10 @@ def bert_samples(options: argparse.Namespace) -> tuple[Dataset, Collator]:
 
     digits = load_digits()
     order = sample_order(len(digits.target), options)
-    rows = [{"input_ids": [17, *map(int, digits.data[index])], "labels": int(digits.target[index]), "place": place}
-            for place, index in enumerate(order)]
+    rows = [
+        {"input_ids": [17, *map(int, digits.data[index])], "labels": int(digits.target[index]), "place": place}
+        for place, index in enumerate(order)
+    ]
     return Dataset.from_list(rows), Collator(0, None)
 
 
@@ -607,8 +672,13 @@ class Recorder:
 
 
 def run_cell(
-    mode: str, split: Split, options: argparse.Namespace, checkpoint: str, dataset: Dataset,
-    collate: Collator, on_step: Callable[[], None],
+    mode: str,
+    split: Split,
+    options: argparse.Namespace,
+    checkpoint: str,
+    dataset: Dataset,
+    collate: Collator,
+    on_step: Callable[[], None],
 ) -> dict[str, Any]:
     """Trains one cell from the initial weights and returns its line of results.jsonl."""
     import transformers as hf
@@ -623,20 +693,35 @@ def run_cell(
     collate.clear()
     started = time.perf_counter()
     arguments = hf.TrainingArguments(  # new ones for every cell: one release writes into those it is given
-        output_dir=str(options.output), per_device_train_batch_size=split.per_device,
-        gradient_accumulation_steps=split.accumulation, max_steps=options.steps, learning_rate=options.lr,
-        lr_scheduler_type="constant", optim="adamw_torch", bf16=options.dtype == "bfloat16", seed=options.seed,
+        output_dir=str(options.output),
+        per_device_train_batch_size=split.per_device,
+        gradient_accumulation_steps=split.accumulation,
+        max_steps=options.steps,
+        learning_rate=options.lr,
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        bf16=options.dtype == "bfloat16",
+        seed=options.seed,
         max_grad_norm=1e9,  # the norm is measured, nothing is clipped: clipping would hide a factor
-        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, log_level="error",
-        use_cpu=on_cpu(), dataloader_pin_memory=False, remove_unused_columns=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+        use_cpu=on_cpu(),
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
         ddp_find_unused_parameters=False,
     )
     base = hf_accum_fix.GlobalBatchTrainer if mode == "trainer" else hf.Trainer
     patched = mode in ("apply", "balanced")
     with hf_accum_fix.apply(balance_windows=mode == "balanced") if patched else contextlib.nullcontext():
         trainer = type("Cell", (Recorder, base), {})(
-            model=initial_model(options, checkpoint), args=arguments, train_dataset=dataset,
-            data_collator=collate, on_step=on_step,
+            model=initial_model(options, checkpoint),
+            args=arguments,
+            train_dataset=dataset,
+            data_collator=collate,
+            on_step=on_step,
         )
         trainer.remove_callback(hf.PrinterCallback)
         if mode == "hotfix":
@@ -644,9 +729,13 @@ def run_cell(
         trainer.train()
     check_samples(collate.seen, split.accumulation, options)
     return {
-        "mode": mode, "processes": options.world, **split._asdict(),
-        "seconds": round(time.perf_counter() - started, 1), "padded_over_real": collate.padded / collate.real,
-        "losses": trainer.losses, "grad_norms": trainer.grad_norms,
+        "mode": mode,
+        "processes": options.world,
+        **split._asdict(),
+        "seconds": round(time.perf_counter() - started, 1),
+        "padded_over_real": collate.padded / collate.real,
+        "losses": trainer.losses,
+        "grad_norms": trainer.grad_norms,
     }
 
 
@@ -688,8 +777,14 @@ def show_table(rows: list[dict[str, Any]], reference: dict[str, float], options:
     console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
     title = f"{describe(options)}\nfull batch at step 1: loss {reference['loss']:.4f}, gradient norm "
     table = Table(title=f"{title}{reference['grad_norm']:.4f}, {reference['items']} items", box=box.SIMPLE)
-    for heading in ("mode", "split", "loss at\nstep 1", "times the\nfull batch's", "gradient norm,\ntimes full batch's",
-                    f"loss at\nstep {options.steps}"):
+    for heading in (
+        "mode",
+        "split",
+        "loss at\nstep 1",
+        "times the\nfull batch's",
+        "gradient norm,\ntimes full batch's",
+        f"loss at\nstep {options.steps}",
+    ):
         table.add_column(heading, justify="right")
     comparable = options.head == "llava" and options.total_batch == 128 and "stock" in by_mode(rows)
     if comparable and importlib.metadata.version("transformers") == PUBLISHED_ON:
@@ -701,8 +796,12 @@ def show_table(rows: list[dict[str, Any]], reference: dict[str, float], options:
         table.add_section()
         for row in of_mode:
             table.add_row(
-                mode, str(split_of(row)), f"{row['losses'][0]:.4f}", f"{row['losses'][0] / reference['loss']:.6f}",
-                f"{row['grad_norms'][0] / reference['grad_norm']:.6f}", f"{row['losses'][-1]:.4f}",
+                mode,
+                str(split_of(row)),
+                f"{row['losses'][0]:.4f}",
+                f"{row['losses'][0] / reference['loss']:.6f}",
+                f"{row['grad_norms'][0] / reference['grad_norm']:.6f}",
+                f"{row['losses'][-1]:.4f}",
             )
     console.print(table)
     verdicts = Table.grid(padding=(0, 1))
@@ -771,9 +870,14 @@ def draw_curves(
         for place, (row, colour) in enumerate(zip(of_mode, itertools.cycle(COLOURS))):
             # thinner from line to line: where they lie on one another all of them show
             panel.plot(
-                range(1, options.steps + 1), row["losses"], label=str(split_of(row)).replace("x", " x "),
-                color=colour, linewidth=7.5 / 2**place, marker="o" if options.steps < 5 else "",
-                markersize=14 / 1.6**place, solid_capstyle="round",
+                range(1, options.steps + 1),
+                row["losses"],
+                label=str(split_of(row)).replace("x", " x "),
+                color=colour,
+                linewidth=7.5 / 2**place,
+                marker="o" if options.steps < 5 else "",
+                markersize=14 / 1.6**place,
+                solid_capstyle="round",
             )
         panel.axhline(reference["loss"], color="black", linewidth=1, linestyle=":", label="full batch at step 1")
         panel.set_title(f"{mode}\n{PANELS[mode]}", fontsize="medium")
@@ -792,8 +896,12 @@ def draw_curves(
     named = {label: line for panel in panels[0] for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     named["full batch at step 1"] = named.pop("full batch at step 1")  # the last one of the legend
     figure.legend(
-        named.values(), named, title="samples per device x micro-batches of a step", loc="outside lower center",
-        ncols=len(named), frameon=False,
+        named.values(),
+        named,
+        title="samples per device x micro-batches of a step",
+        loc="outside lower center",
+        ncols=len(named),
+        frameon=False,
     )
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
@@ -812,8 +920,10 @@ class LineAMinute:
         if now - self.told >= 60:
             self.told, spent = now, now - self.started
             left = spent / self.done * (self.total - self.done)
-            print(f"{self.done} of {self.total} steps in {minutes(spent)}, about {minutes(left)} to go; now {cell}",
-                  flush=True)
+            print(
+                f"{self.done} of {self.total} steps in {minutes(spent)}, about {minutes(left)} to go; now {cell}",
+                flush=True,
+            )
 
 
 def announce(options: argparse.Namespace) -> None:
@@ -838,9 +948,14 @@ def environment(options: argparse.Namespace, reference: dict[str, float]) -> dic
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return {
-        "identity": identity(options), "reference": reference, "versions": versions,
-        "python": platform.python_version(), "platform": platform.platform(), "cpu_count": os.cpu_count(),
-        "device": "cpu" if on_cpu() else torch.cuda.get_device_name(), "processes": options.world,
+        "identity": identity(options),
+        "reference": reference,
+        "versions": versions,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "device": "cpu" if on_cpu() else torch.cuda.get_device_name(),
+        "processes": options.world,
         "arguments": {name: str(value) for name, value in vars(options).items()},
     }
 

@@ -1,7 +1,7 @@
 """See the loss functions of torch that a forward calls: their value, and the items that they reduced over.
 
-Inside `watchable` the loss functions of ``torch.nn.functional`` are thin wrappers that tell a listening `LossCalls` of
-each call. Nothing is read from the device, and no other operation is looked at. Heads, ``nn.CrossEntropyLoss`` and the
+While a `LossCalls` listens, the loss functions of ``torch.nn.functional`` are thin wrappers that tell it of each call.
+Nothing is read from the device, and no other operation is looked at. Heads, ``nn.CrossEntropyLoss`` and the
 library's ``fixed_cross_entropy`` look these functions up in that module whenever they call them. What a forward calls
 under torch.compile, inside of ``torch.func`` or by a name of its own is not seen.
 """
@@ -9,8 +9,8 @@ under torch.compile, inside of ``torch.func`` or by a name of its own is not see
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import wraps
 from threading import local
@@ -31,6 +31,8 @@ _LOSSES = (
 )  # fmt: skip
 #: Classes stand beside the samples, so that a mean divides by weights of the targets.
 _BY_CLASS = ("cross_entropy", "nll_loss")
+#: A mean divides by the weights of the elements, where there are any; the other losses' does not.
+_BY_WEIGHT = ("mse_loss", "l1_loss")
 #: One value for each sample whatever the shape of its target.
 _BY_SAMPLE = (
     "ctc_loss", "cosine_embedding_loss", "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss",
@@ -59,7 +61,7 @@ class LossCall:
 
 
 class LossCalls(AbstractContextManager["LossCalls"]):
-    """Note the loss calls that this thread makes inside a ``with`` block; `watchable` has to be around it.
+    """Note the loss calls that this thread makes inside a ``with`` block.
 
     Attributes:
         seen: the calls, in order.
@@ -69,13 +71,22 @@ class LossCalls(AbstractContextManager["LossCalls"]):
         self.seen: list[LossCall] = []
 
     def __enter__(self) -> LossCalls:
-        """Listen, instead of whoever listens outside."""
+        """Listen, instead of whoever listens outside, and put the wrappers in the place of the functions."""
         self._outer = getattr(_THREAD, "listener", None)
         _THREAD.listener = self
+        self._replaced = []
+        for name in _LOSSES:
+            function = _NAMESPACE[name]
+            if function not in _OURS:
+                _NAMESPACE[name] = _WRAPPERS.get(function) or _noted(name, function)
+                self._replaced.append((name, function))
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let whoever listens outside go on."""
+        """Put the functions back, unless others have put theirs around, and let whoever listens outside go on."""
+        for name, function in self._replaced:
+            if _NAMESPACE[name] in _OURS:
+                _NAMESPACE[name] = function
         _THREAD.listener = self._outer
 
     def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
@@ -99,13 +110,16 @@ class LossCalls(AbstractContextManager["LossCalls"]):
             items = valid.sum(dtype=count_dtype(valid.device))
             if given.get("weight") is not None:
                 weighted = True
-                items = (given["weight"].detach()[target.clamp(min=0)] * valid).sum()
+                items = (given["weight"].detach()[target.masked_fill(~valid, 0)] * valid).sum()
         elif name in _BY_CLASS:
             items = given["input"].numel() // given["input"].shape[1 if given["input"].ndim > 1 else 0]
         elif name == "ctc_loss":
             items = torch.as_tensor(given["target_lengths"]).numel()
         elif name in _BY_SAMPLE:
             items = len(first) if isinstance(first := next(iter(given.values())), Tensor) and first.ndim else 1
+        elif name in _BY_WEIGHT and given.get("weight") is not None:
+            weighted = True
+            items = given["weight"].detach().expand_as(out if reduction == "none" else given["input"]).sum()
         else:
             items = (out if reduction == "none" else next(iter(given.values()))).numel()
         # A copy: heads add a router's loss to it in place.
@@ -114,28 +128,8 @@ class LossCalls(AbstractContextManager["LossCalls"]):
         self.seen.append(LossCall(reduction, value, items, weighted, ignore_index))
 
 
-@contextmanager
-def watchable() -> Iterator[None]:
-    """Put thin wrappers in the place of torch's loss functions, so that `LossCalls` can note them.
-
-    Inside another such block nothing happens. A wrapper that somebody else puts around ours stays.
-    """
-    before = {name: getattr(F, name) for name in _LOSSES}
-    ours = {name: _noted(name, function) for name, function in before.items() if function not in _WRAPPERS.values()}
-    try:
-        for name, wrapper in ours.items():
-            setattr(F, name, wrapper)
-        yield
-    finally:
-        for name, wrapper in ours.items():
-            if getattr(F, name) is wrapper:
-                setattr(F, name, before[name])
-
-
 def _noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The wrapper of a function: always the same one, so that a compiled caller's guard on it holds."""
-    if function in _WRAPPERS:
-        return _WRAPPERS[function]
 
     @wraps(function)
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -157,11 +151,14 @@ def _noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     _WRAPPERS[function] = noted
+    _OURS.add(noted)
     return noted
 
 
 _THREAD = local()
+_NAMESPACE = vars(F)
 _WRAPPERS: dict[Callable[..., Any], Callable[..., Any]] = {}
+_OURS: set[Callable[..., Any]] = set()
 _SIGNATURES = {name: inspect.signature(getattr(F, name)) for name in _LOSSES}
 _NAMES = {name: tuple(signature.parameters) for name, signature in _SIGNATURES.items()}
 _DEFAULTS = {

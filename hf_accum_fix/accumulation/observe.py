@@ -32,7 +32,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from hf_accum_fix.accumulation.contract import Composition, Coupling, Divides, LossContract, Reduction, router_loss
-from hf_accum_fix.accumulation.loss_calls import LossCall, LossCalls, watchable
+from hf_accum_fix.accumulation.loss_calls import LossCall, LossCalls
 from hf_accum_fix.accumulation.preserve import Preserved
 from hf_accum_fix.accumulation.random_states import random_states_kept
 from hf_accum_fix.accumulation.window import Items, sample_count
@@ -121,7 +121,6 @@ def undisturbed(
         torch.no_grad(),
         eager,
         warnings.catch_warnings(),
-        watchable(),
         Preserved(model, *others, leave=leave, sharded=sharded) as state,
     ):
         warnings.filterwarnings("ignore", message=".*None of the inputs have requires_grad.*")

@@ -4,8 +4,8 @@ Two kinds of state are kept, each in the way that costs least:
 
 - *tensors*, whoever holds them: a dispatch mode sees every in-place operation before it runs and copies the storage it
   is about to write to, unless that storage was made inside. A model that changes nothing is never copied.
-- *Python values*: attributes and containers reachable from the given objects (modules, a trainer, its meters) are noted
-  before and put back, shallowly, where they differ; generators that are found among them get their state back.
+- *Python values*: attributes, containers, slots and arrays reachable from the given objects (modules, a trainer, its
+  meters) are noted before and put back, shallowly, where they differ; generators among them get their state back.
 
 What stays out of sight: globals and closures of the code that is run, and whatever it sends elsewhere.
 """
@@ -18,8 +18,9 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from copy import copy
+from functools import partial
 from itertools import tee
-from types import GeneratorType
+from types import MemberDescriptorType
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,9 @@ from torch.utils._pytree import tree_leaves
 
 #: Containers with more elements than this hold data: their elements are not followed.
 _MOST_ELEMENTS = 1000
+
+#: Arrays with more numbers than this hold data.
+_MOST_NUMBERS = 1 << 24
 
 _ABSENT = object()
 _DICTS = (dict, defaultdict, OrderedDict, Counter)
@@ -105,7 +109,7 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for holder, name, buffer, before in self._buffers:
                 holder[name] = buffer
                 # BatchNorm changes its statistics by an operation that does not say so.
-                if not torch.equal(buffer, before):
+                if buffer.layout is not torch.strided or not torch.equal(buffer, before):
                     buffer.copy_(before)
             for parameter, data in self._data:
                 if parameter.data_ptr() != data.data_ptr():
@@ -160,16 +164,26 @@ def _noted(
     rooted = {id(root) for root in pending}
     while pending:
         each: Any = pending.pop()
-        if isinstance(each, (str, int, float, bool, bytes, type(None), Tensor)) or id(each) in seen:
+        if isinstance(each, (str, int, float, bool, bytes, type(None))) or id(each) in seen:
             continue
         seen.add(id(each))
         kind = type(each)
-        if kind in _DICTS:
+        if isinstance(each, Tensor):
+            if kind is Tensor and each.layout is torch.strided and not each.is_nested:
+                undo.append(_data_kept(each))
+        elif kind is np.ndarray:
+            if each.size <= _MOST_NUMBERS and each.flags.writeable:
+                undo.append(_array_kept(each))
+        elif kind in _DICTS or (isinstance(each, dict) and not _is_machinery(kind)):
+            if kind not in _DICTS:
+                pending.append(vars(each))
             streams = _streams_kept(each)
             undo.extend([_dict_kept(each), *streams])
             if len(each) <= _MOST_ELEMENTS:
                 pending.extend(each.values())
-        elif kind in _SEQUENCES:
+        elif kind in _SEQUENCES or (isinstance(each, _SEQUENCES) and not _is_machinery(kind)):
+            if kind not in _SEQUENCES:
+                pending.append(vars(each))
             undo.append(_sequence_kept(each))
             if len(each) <= _MOST_ELEMENTS:
                 pending.extend(each)
@@ -184,18 +198,29 @@ def _noted(
             streams = _streams_kept(attributes)
             undo.extend([_dict_kept(attributes), *streams])
             pending.extend(attributes.values())
+        if not (isinstance(each, type) or _is_machinery(kind)):
+            undo.extend(_slots_kept(each, pending))
     return undo
+
+
+def _is_machinery(kind: type) -> bool:
+    return kind.__name__ not in _NOTED_ON and kind.__module__.partition(".")[0] in _MACHINERY
 
 
 def _holds_state(value: object) -> bool:
     kind = type(value)
     if isinstance(value, type) or not hasattr(value, "__dict__") or callable(getattr(kind, "__get__", None)):
         return False
-    return kind.__name__ in _NOTED_ON or kind.__module__.partition(".")[0] not in _MACHINERY
+    return not _is_machinery(kind)
+
+
+def _is_stream(value: object) -> bool:
+    known = type(value).__module__ in ("builtins", "itertools", "torch.utils.data.dataloader")
+    return known and isinstance(value, Iterator)
 
 
 def _streams_kept(holder: dict[Any, Any]) -> list[Callable[[], object]]:
-    """Generators and Python's own iterators that a dict holds: what is drawn from one is drawn again afterwards.
+    """Generators and iterators, a loader's too, that a dict holds: what is drawn from one is drawn again afterwards.
 
     One that was drawn from is replaced for good, by an iterator over the same values: it cannot be wound back.
     """
@@ -218,20 +243,48 @@ def _streams_kept(holder: dict[Any, Any]) -> list[Callable[[], object]]:
     return undo
 
 
-def _is_stream(value: object) -> bool:
-    own = type(value).__module__ in ("builtins", "itertools")
-    return isinstance(value, GeneratorType) or (own and isinstance(value, Iterator))
-
-
 def _dict_kept(value: dict[Any, Any]) -> Callable[[], object]:
     before = dict(value)
 
     def undo() -> None:
         same = len(value) == len(before) and all(value.get(key, _ABSENT) is kept for key, kept in before.items())
         if not same:
-            value.clear()
-            value.update(before)
+            # Whatever a class of its own makes of them.
+            methods: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+            methods.clear(value)
+            methods.update(value, before)
 
+    return undo
+
+
+def _data_kept(value: Tensor) -> Callable[[], object]:
+    """What ``.data = ...`` puts elsewhere; what is written in place is seen by the dispatch mode."""
+    data = value.data
+
+    def undo() -> None:
+        if value.data_ptr() != data.data_ptr():
+            value.data = data
+
+    return undo
+
+
+def _array_kept(value: np.ndarray[Any, Any]) -> Callable[[], object]:
+    before = value.copy()
+    return lambda: np.copyto(value, before)
+
+
+def _slots_kept(value: object, pending: list[Any]) -> list[Callable[[], object]]:
+    """What puts back the slots of an object; what they hold is followed."""
+    undo: list[Callable[[], object]] = []
+    for kind in type(value).__mro__:
+        slots = vars(kind).values() if "__slots__" in vars(kind) else ()
+        for slot in (each for each in slots if isinstance(each, MemberDescriptorType)):
+            try:
+                before = slot.__get__(value, kind)
+            except AttributeError:
+                continue
+            pending.append(before)
+            undo.append(partial(slot.__set__, value, before))
     return undo
 
 

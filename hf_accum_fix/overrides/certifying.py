@@ -31,14 +31,15 @@ def end_window(trainer: Any, session: Session, window: Window) -> Tensor | float
     device, several = trainer.args.device, data_ranks(trainer) > 1
     readable = device.type == "cpu"
     _hold(trainer, session, certificate, readable=readable)
-    if several and not session.corrects:
-        if readable:
-            seen, predicted = certificate.counts(device).tolist()
-            if abs(seen - predicted) > 1e-6 * predicted:
-                session.differs = True
-                _tell(trainer, session, f"its loss calls reduced over {seen:g} items, where {predicted:g} were counted")
-        return None
-    if not (readable or session.corrects):
+    if not session.corrects and (several or not readable):
+        sums = certificate.counts(device)
+        if not readable:
+            _read_later(session, (sums[0] - sums[1]).abs() > 1e-6 * sums[1])
+            return None
+        seen, predicted = sums.tolist()
+        if abs(seen - predicted) > 1e-6 * predicted:
+            session.differs = True
+            _tell(trainer, session, f"its loss calls reduced over {seen:g} items, where {predicted:g} were counted")
         return None
     sums = certificate.counts(device)
     if several:
@@ -79,8 +80,14 @@ def gradient_versions(model: nn.Module) -> int:
 def read_certificates(trainer: Any, session: Session) -> None:
     """Read what was found on the device since the last log: the Trainer has just waited for it to log the loss."""
     if session.unread is not None and bool(session.unread):
-        _tell(trainer, session, _BESIDE)
+        _tell(trainer, session, f"{_BESIDE}, or reduces over other items than were counted")
+        # From here on what is counted otherwise is corrected, unread; ranks would have to agree on it.
+        session.corrects = session.corrects or data_ranks(trainer) == 1
     session.unread = None
+
+
+def _read_later(session: Session, flag: Tensor) -> None:
+    session.unread = flag if session.unread is None else session.unread | flag
 
 
 def _hold(trainer: Any, session: Session, certificate: Certificate, *, readable: bool) -> None:
@@ -91,7 +98,7 @@ def _hold(trainer: Any, session: Session, certificate: Certificate, *, readable:
     elif broken is None:
         return
     elif not readable:
-        session.unread = broken if session.unread is None else session.unread | broken
+        _read_later(session, broken)
     elif bool(broken):
         _tell(trainer, session, _BESIDE)
 

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from typing import Any
 
 from hf_accum_fix import observations
-from hf_accum_fix.accumulation.loss_calls import watchable
 from hf_accum_fix.bypass import no_bypass
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.loss_log import LossLog
@@ -44,7 +43,6 @@ def train(
             counted_as_returned(trainer, options),
             mark_passed_over(trainer),
             shadow(trainer.accelerator, "backward", _listened(trainer, session, trainer.accelerator.backward)),
-            watchable(),
             logged,
         ):
             result = wrapped(*args, **kwargs)
