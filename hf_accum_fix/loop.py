@@ -167,7 +167,9 @@ class AccumulationWindow:
         contract = windows._settle(self, model)
         device = windows._device_beside(beside)
         if contract.items is not None:
-            self._counts, total = total_items(contract.items, self.batches, device)
+            self._counts, total = total_items(
+                contract.items, self.batches, device, several_ranks=windows.world_size > 1
+            )
         else:
             total = torch.zeros((), dtype=count_dtype(device), device=device)
         runs = len(self) if windows._in_step else min(len(self), 1)

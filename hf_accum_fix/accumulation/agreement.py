@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hf_accum_fix.accumulation.contract import Composition, Divides, LossContract, Reduction
 from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN
+from hf_accum_fix.errors import ContractError
 
 
 def agree(ranks: Sequence[LossContract]) -> LossContract:
@@ -14,6 +15,9 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
 
     Args:
         ranks: what each rank observed, in the order of ranks; empty: nobody had a micro-batch.
+
+    Raises:
+        ContractError: if conclusive ranks observed losses that are reduced in different ways.
     """
     if not ranks:
         return LossContract(Reduction.PLAIN, conclusive=False, reason=NO_TARGET_SEEN)
@@ -43,6 +47,11 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     if not conclusive:
         return replace(first, conclusive=False)
     told = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(ranks))
+    if not same_kind:
+        raise ContractError(
+            f"the ranks observed different losses ({told}); expected one kind of loss on all of them: look at what "
+            "differs between the ranks, or give the contract by hand: contract=LossContract(...)"
+        )
     return LossContract(
         Reduction.PLAIN,
         owned_by_trainer=any(each.owned_by_trainer for each in pool),

@@ -89,6 +89,11 @@ class Certificate:
         """
         self._made.append((loss.detach(), base.detach(), factor, constant))
 
+    @property
+    def counted(self) -> bool:
+        """Whether items of a micro-batch were taken."""
+        return bool(self._seen)
+
     def counts(self, device: torch.device) -> Tensor:
         """Items seen, and items predicted, of this rank's window: [2] on ``device``."""
         if not self._seen:

@@ -156,12 +156,17 @@ def count_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def total_items(items: Items, window: Sequence[Mapping[str, Any]], device: torch.device) -> tuple[list[Tensor], Tensor]:
+def total_items(
+    items: Items, window: Sequence[Mapping[str, Any]], device: torch.device, *, several_ranks: bool = False
+) -> tuple[list[Tensor], Tensor]:
     """Items of each micro-batch of a window and their sum, 0-dim tensors on ``device``; no device sync.
 
     A micro-batch without the counted input, whose loss is another task's, counts as much as the mean of the others.
+
+    Raises:
+        ContractError: on several ranks, where such a micro-batch might fail on one and leave the others waiting.
     """
-    counted = [items.count(inputs, device) if items.has_targets(inputs) else None for inputs in window]
+    counted = [items.count(inputs, device) if several_ranks or items.has_targets(inputs) else None for inputs in window]
     known = [count for count in counted if count is not None]
     mean = torch.stack(known).mean() if known else torch.ones((), dtype=count_dtype(device), device=device)
     counts = [mean if count is None else count for count in counted]

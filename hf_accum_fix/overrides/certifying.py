@@ -31,6 +31,11 @@ def end_window(trainer: Any, session: Session, window: Window) -> Tensor | float
     device, several = trainer.args.device, data_ranks(trainer) > 1
     readable = device.type == "cpu"
     _hold(trainer, session, certificate, readable=readable)
+    left_out = len(window.batches) - window.steps_run
+    if left_out:
+        _tell(trainer, session, f"{left_out} of its {len(window.batches)} micro-batches were left out")
+    if not session.corrects and not certificate.counted:
+        return None
     if not session.corrects and (several or not readable):
         sums = certificate.counts(device)
         if not readable:

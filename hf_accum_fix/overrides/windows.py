@@ -159,7 +159,7 @@ def _counted(
     total = zero
     try:
         if contract.items is not None:
-            counts, total = total_items(contract.items, batches, device)
+            counts, total = total_items(contract.items, batches, device, several_ranks=world_size > 1)
     except Exception as error:
         trouble = trouble or error
     number = zero if upstream_number is None else torch.as_tensor(upstream_number).to(zero)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,12 +206,13 @@ class ScriptsLate(TokenModel):
 
 
 class KeepsFunction(TokenModel):
+    """A loss function that is kept from before is not seen as it is called."""
+
     def __init__(self) -> None:
         super().__init__()
         self.loss = F.cross_entropy
 
     def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
-        pickle.dumps(self.loss)
         logits = self.logits(input_ids)
         return {"loss": self.loss(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
 
