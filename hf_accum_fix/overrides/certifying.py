@@ -32,7 +32,7 @@ def end_window(trainer: Any, session: Session, window: Window) -> Tensor | float
     readable = device.type == "cpu"
     _hold(trainer, session, certificate, readable=readable)
     left_out = len(window.batches) - window.steps_run
-    if left_out:
+    if left_out and not (several and session.corrects):
         _tell(trainer, session, f"{left_out} of its {len(window.batches)} micro-batches were left out")
     if not session.corrects and not certificate.counted:
         return None
@@ -48,7 +48,10 @@ def end_window(trainer: Any, session: Session, window: Window) -> Tensor | float
         return None
     sums = certificate.counts(device)
     if several:
-        sums = trainer.accelerator.reduce(sums, reduction="sum")
+        sums = trainer.accelerator.reduce(torch.cat([sums, sums.new_full((1,), left_out)]), reduction="sum")
+        if readable and float(sums[2]):
+            _tell(trainer, session, f"{float(sums[2]):g} micro-batches of its ranks were left out")
+        sums = sums[:2]
     times: Tensor | float
     if readable:
         seen, predicted = sums.tolist()

@@ -28,7 +28,7 @@ from hf_accum_fix.accumulation.observe import ATTEMPTS, HIGH, NO_TARGET_SEEN, Fo
 from hf_accum_fix.accumulation.share import loss_among
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.engine import is_sharded
-from hf_accum_fix.errors import ContractError
+from hf_accum_fix.errors import ContractError, RankError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.live import (
     accepts_number,
@@ -152,10 +152,17 @@ def _warn(trainer: Any, session: Session, found: LossContract) -> None:
 
 
 def _check_fetched(trainer: Any, window: list[Any], trouble: Exception | None) -> None:
-    """Before the ranks run forwards together: each has fetched its window."""
-    lengths = ranks.agreed(len(window), trouble, **place(trainer))
-    if len({bool(length) for length in lengths}) > 1:
-        raise ranks.uneven(dict(enumerate(lengths)))
+    """Before the ranks run forwards together: each has fetched its window, and all hold labels or none does."""
+    labels = {key for batch in window if isinstance(batch, Mapping) for key in batch if "label" in key}
+    told = f"{len(window)} micro-batches with {sorted(labels) or 'no labels'}" if window else None
+    gathered = ranks.agreed((len(window), bool(labels), told), trouble, **place(trainer))
+    if len({bool(length) for length, _, _ in gathered}) > 1:
+        raise ranks.uneven({rank: length for rank, (length, _, _) in enumerate(gathered)})
+    if len({labelled for _, labelled, _ in gathered}) > 1:
+        raise RankError(
+            f"got {ranks.by_rank([each for _, _, each in gathered])}; expected labels on every rank or on none; look "
+            "at the collator, and at what it was given on the rank without"
+        )
 
 
 def _given(trainer: Any, session: Session, contract: LossContract) -> LossContract:
