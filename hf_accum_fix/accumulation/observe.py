@@ -628,8 +628,10 @@ def _counted_at_the_call(
     by_rule = {rule: [_counts(rule, batch) for batch in evidence.batches] for rule in rules}
 
     def per_item(rule: Items) -> float | None:
-        ratios = {round(c / n, 9) if n else None for c, n in zip(counts, by_rule[rule], strict=True)}
-        return ratios.pop() if len(ratios) == 1 else None
+        if 0.0 in by_rule[rule]:
+            return None
+        ratios = [count / items for count, items in zip(counts, by_rule[rule], strict=True)]
+        return ratios[0] if all(_close(ratio, ratios[0], 1e-9) for ratio in ratios) else None
 
     alike = [rule for rule in rules if by_rule[rule] == list(counts)]
     scaled = [rule for rule in rules if per_item(rule) is not None]

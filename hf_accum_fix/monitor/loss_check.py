@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from hf_accum_fix.monitor.ranks import Ranks
 
@@ -155,7 +155,7 @@ def _losses(logits: Tensor, labels: Tensor) -> Iterator[Tensor]:
     if labels.is_floating_point():
         if logits.numel() == labels.numel():
             predicted, wanted = logits.float().flatten(), labels.float().flatten()
-            for loss in (functional.mse_loss, functional.binary_cross_entropy_with_logits):
+            for loss in (mse_loss, binary_cross_entropy_with_logits):
                 yield torch.stack([loss(predicted, wanted, reduction="sum"), wanted.new_tensor(float(len(wanted)))])
     elif logits.ndim == labels.ndim + 1 and logits.shape[:-1] == labels.shape:
         yield _cross_entropy(logits.flatten(0, -2), labels.flatten())
@@ -167,5 +167,5 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     rows = max(_CHUNK // logits.shape[-1], 1)
     total = logits.new_zeros((), dtype=torch.float32)
     for part, wanted in zip(torch.split(logits, rows), torch.split(labels, rows), strict=True):
-        total += functional.cross_entropy(part.float(), wanted, reduction="sum", ignore_index=-100)
+        total += cross_entropy(part.float(), wanted, reduction="sum", ignore_index=-100)
     return torch.stack([total, (labels != -100).sum().float()])
