@@ -560,9 +560,9 @@ def test_a_rank_without_a_micro_batch_is_an_error_on_every_rank(monkeypatch: pyt
             windows._counted(_rank([5.0, 0.0, 1.0, 1.0, 0.0]), reduction, [], None)
         # At the end of the data no rank has one, and there is nothing to say.
         assert windows._counted(_rank([0.0] * 5), reduction, [], None).batches == []
-    monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, (3, True, "3")), *said])
+    monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, (3, ["labels"], "3")), *said])
     with pytest.raises(RankError, match=r"rank 0 has 3, rank 1 has 0.*even_batches=True"):
-        settling._check_fetched(_rank([]), [], None)
+        settling._check_alike(_rank([]), [], None)
     monkeypatch.setattr(ranks, "gather_object", lambda said: [*said, *said])
     assert not settling._agreed(_rank([]), None).conclusive
 

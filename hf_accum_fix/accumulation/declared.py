@@ -70,6 +70,14 @@ def is_compiled(model: nn.Module) -> bool:
     )
 
 
+def holds_shards(model: nn.Module) -> bool:
+    """Whether an engine (FSDP, DeepSpeed, tensor parallelism) moves the parameters, and keeps notes on the modules."""
+    engines = ("torch.distributed.fsdp", "deepspeed")
+    return any(
+        hasattr(parameter, "to_local") or hasattr(parameter, "ds_id") for parameter in model.parameters()
+    ) or any(base.__module__.startswith(engines) for module in model.modules() for base in type(module).__mro__)
+
+
 def _innermost(model: nn.Module) -> nn.Module:
     while isinstance(inner := getattr(model, "_orig_mod", None) or inside_ddp(model), nn.Module):
         model = inner

@@ -32,6 +32,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from hf_accum_fix.accumulation.contract import Composition, Coupling, Divides, LossContract, Reduction, router_loss
+from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.loss_calls import LossCall, LossCalls
 from hf_accum_fix.accumulation.preserve import Preserved
 from hf_accum_fix.accumulation.random_states import random_states_kept
@@ -166,7 +167,6 @@ def observe(
     low_precision: bool = False,
     others: Sequence[object] = (),
     leave: Sequence[object] = (),
-    sharded: bool = False,
     doubled: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> LossContract:
     """Observe the contract of a loss on samples of one window.
@@ -188,11 +188,11 @@ def observe(
         low_precision: matrix products keep fewer than float32's digits, so two batch sizes agree to 2 % only.
         others: objects beside the model whose attributes are put back, such as the trainer.
         leave: objects that nothing is noted on, such as data sets.
-        sharded: the ranks meet in every forward.
         doubled: a context in which the trainer says twice the accumulation steps; None: no ``compute_loss`` of its own
             could look.
     """
     inputs, stacked = _probe(window)
+    sharded = holds_shards(model)
 
     with undisturbed(model, *others, leave=leave, sharded=sharded) as state:
 

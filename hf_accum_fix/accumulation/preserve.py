@@ -147,9 +147,9 @@ def _address(tensor: Tensor) -> int:
 
 
 def python_state_kept(*roots: object, leave: Iterable[object] = ()) -> ExitStack:
-    """A context that puts back the attributes and containers reachable from some objects; tensors are not looked at."""
+    """A context that puts back attributes and containers of some objects; tensors and modules are not looked at."""
     stack = ExitStack()
-    for undo in _noted(roots, leave):
+    for undo in _noted(roots, leave, follow_modules=False):
         stack.callback(undo)
     return stack
 

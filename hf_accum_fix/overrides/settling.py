@@ -27,7 +27,6 @@ from hf_accum_fix.accumulation.declared import (
 from hf_accum_fix.accumulation.observe import ATTEMPTS, HIGH, NO_TARGET_SEEN, Forward, observe
 from hf_accum_fix.accumulation.share import loss_among
 from hf_accum_fix.accumulation.window import Items
-from hf_accum_fix.engine import is_sharded
 from hf_accum_fix.errors import ContractError, RankError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.live import (
@@ -70,7 +69,7 @@ def settle_contract(
     if options.contract is not None:
         found = _given(trainer, session, options.contract)
     else:
-        _check_fetched(trainer, window, trouble)
+        _check_alike(trainer, window, trouble)
         seen = None
         try:
             # The loop notes the length of a window once it was fetched; a loss of one's own may divide a term by it.
@@ -151,7 +150,7 @@ def _warn(trainer: Any, session: Session, found: LossContract) -> None:
         session.warn_once("inexact", f"{head}: {told}.")
 
 
-def _check_fetched(trainer: Any, window: list[Any], trouble: Exception | None) -> None:
+def _check_alike(trainer: Any, window: list[Any], trouble: Exception | None) -> None:
     """Before the ranks run forwards together: each has fetched its window, and all hold labels or none does."""
     labels = {key for batch in window if isinstance(batch, Mapping) for key in batch if "label" in key}
     told = f"{len(window)} micro-batches with {sorted(labels) or 'no labels'}" if window else None
@@ -189,7 +188,6 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
     if not all(isinstance(batch, Mapping) for batch in window):
         reason = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
         return LossContract(Reduction.PLAIN, owned_by_trainer=compute_loss is not None, reason=reason)
-    sharded = is_sharded(trainer.accelerator)
 
     def observed(owned: bool) -> tuple[LossContract, list[_Asked]]:
         responses: list[_Asked] = []
@@ -218,7 +216,6 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
             low_precision=trainer.accelerator.mixed_precision != "no" or products_are_rounded(module),
             others=(trainer,),
             leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator),
-            sharded=sharded,
             doubled=None if compute_loss is None else lambda: _doubled_steps(trainer, session),
         )
         return found, responses
