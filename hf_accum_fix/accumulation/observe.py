@@ -515,7 +515,10 @@ def _reduced(
         if made_of is not None:
             counts = _call_counts(evidence, made_of.factors)
             assert counts is not None
-            return _counted_at_the_call(evidence, made_of, counts, rules, fitting)
+            found = _counted_at_the_call(evidence, made_of, counts, rules, fitting)
+            # Factors that were estimated may fit by chance where no rule counts as the calls do.
+            if found is not None:
+                return found
         if not fitting and named and (whole.random or not evidence.sliced):
             # Noise differs from part to part, and masked labels may be inputs too (a decoder's): the call decides.
             reason = "the loss call is the mean over these items"
@@ -623,7 +626,7 @@ def _counted_at_the_call(
     counts: Sequence[float],
     rules: Sequence[Items],
     fitting: Sequence[Items],
-) -> LossContract:
+) -> LossContract | None:
     """A mean whose loss calls tell what it is made of: which rule counts their items before a window is run."""
     by_rule = {rule: [_counts(rule, batch) for batch in evidence.batches] for rule in rules}
 
@@ -640,6 +643,8 @@ def _counted_at_the_call(
         reason = "the losses of two parts compose to the whole's as the mean over these items"
         made_of = replace(made_of, per_item=1.0 if alike else per_item(agreed[0]) or 1.0)
         return LossContract(Reduction.MEAN, agreed[0], alternatives=agreed, made_of=made_of, reason=reason)
+    if made_of.rest or any(factor not in (0.0, 1.0) for factor in made_of.factors):
+        return None
     return LossContract(
         Reduction.MEAN,
         (list(fitting) or list(rules))[0],

@@ -109,7 +109,8 @@ def _loss_in_window(
         if not alone:
             at_its_place = window.counts[min(window.steps_run, len(window.counts) - 1)]
             known = items if cut is not window.cut else at_its_place if predicted is None else predicted
-            micro_batch.seen = (seen, known) if micro_batch.base_calls == 1 else (known, known)
+            as_counted = micro_batch.base_calls == 1 and not micro_batch.weightless
+            micro_batch.seen = (seen if as_counted else known, known)
         if contract.reduction is Reduction.MEAN and not alone:
             share = replace(share, ratio=seen / cut.mean)
     if share.ratio is not None:

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from tests.numerics.heads.experts import ROUTED
-from tests.numerics.heads.head import FLOAT64, NO_DROPOUT, VOCABULARY, Batch, Head, Sample, collate, of_class
+from tests.numerics.heads.head import FLOAT64, NO_DROPOUT, VOCABULARY, Head, Sample, of_class
 from tests.numerics.heads.multimodal import CLIP, VILT, pictured
 from tests.numerics.heads.samples import (
     boxes,
-    choices,
     images,
     masked_tokens,
     next_sentence,
@@ -28,7 +26,7 @@ from tests.numerics.heads.samples import (
 )
 from tests.numerics.heads.seq2seq import BART
 from tests.numerics.heads.signals import WAV2VEC2
-from tests.numerics.heads.text import ENCODER, GPT2
+from tests.numerics.heads.text import ENCODER
 from tests.numerics.heads.vision import DPT, frozen_batch_norm
 
 
@@ -95,27 +93,6 @@ VITDET = {
 }  # fmt: skip
 
 
-def double() -> list[Sample]:
-    """Choices of which one is right, each of them a text to be predicted."""
-    samples = []
-    for sample in choices():
-        ids = sample["input_ids"]
-        last = torch.full((2,), ids.shape[1] - 1)
-        samples.append({"input_ids": ids, "labels": ids.clone(), "mc_labels": sample["labels"], "mc_token_ids": last})
-    return samples
-
-
-def with_padded_texts(samples: Sequence[Sample]) -> Batch:
-    width = max(sample["input_ids"].shape[1] for sample in samples)
-
-    def padded(key: str, fill: int) -> torch.Tensor:
-        rows = [nn.functional.pad(s[key], (0, width - s[key].shape[1]), value=fill) for s in samples]
-        return torch.stack(rows)
-
-    rest = collate([{key: sample[key] for key in ("mc_labels", "mc_token_ids")} for sample in samples])
-    return {**rest, "input_ids": padded("input_ids", 0), "labels": padded("labels", -100)}
-
-
 def not_decomposable() -> list[LeftOut]:
     """Losses that are no weighted mean over items: each must be recognised as such."""
     mlm = with_labels(masked_tokens)
@@ -138,13 +115,6 @@ def not_decomposable() -> list[LeftOut]:
         *(
             LeftOut(tried(f"{family}ForPreTraining", {**pretraining, "num_labels": 2}, next_sentence(mlm)), TWO_TERMS)
             for family in ("Ernie", "MegatronBert", "MobileBert", "FNet", "BigBird")
-        ),
-        *(
-            LeftOut(
-                tried(f"{family}DoubleHeadsModel", {**GPT2, "num_labels": 1}, double(), collate=with_padded_texts),
-                "next tokens and right choices are two terms with different counts",
-            )
-            for family in ("GPT2", "OpenAIGPT")
         ),
         LeftOut(tried("SiglipModel", SIGLIP, pairs(), collate=with_return_loss), NEGATIVES),
         LeftOut(tried("LevitForImageClassification", LEVIT, labelled), BATCH_NORM),

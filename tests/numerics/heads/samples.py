@@ -230,3 +230,24 @@ def boxes(index: int, g: torch.Generator) -> dict[str, Tensor]:
 
 def next_sentence(samples: Sequence[Sample]) -> list[Sample]:
     return [{**sample, "next_sentence_label": torch.tensor(index % 2)} for index, sample in enumerate(samples)]
+
+
+def double() -> list[Sample]:
+    """Choices of which one is right, each of them a text to be predicted."""
+    samples = []
+    for sample in choices():
+        ids = sample["input_ids"]
+        last = torch.full((2,), ids.shape[1] - 1)
+        samples.append({"input_ids": ids, "labels": ids.clone(), "mc_labels": sample["labels"], "mc_token_ids": last})
+    return samples
+
+
+def with_padded_texts(samples: Sequence[Sample]) -> Batch:
+    width = max(sample["input_ids"].shape[1] for sample in samples)
+
+    def padded(key: str, fill: int) -> torch.Tensor:
+        rows = [torch.nn.functional.pad(s[key], (0, width - s[key].shape[1]), value=fill) for s in samples]
+        return torch.stack(rows)
+
+    rest = collate([{key: sample[key] for key in ("mc_labels", "mc_token_ids")} for sample in samples])
+    return {**rest, "input_ids": padded("input_ids", 0), "labels": padded("labels", -100)}

@@ -15,6 +15,7 @@ from tests.numerics.heads.samples import (
     alike,
     answers,
     choices,
+    double,
     first_is_target,
     masked_tokens,
     next_sentence,
@@ -27,6 +28,7 @@ from tests.numerics.heads.samples import (
     with_boxes,
     with_labels,
     with_padded_choices,
+    with_padded_texts,
     with_shift_labels,
 )
 
@@ -257,5 +259,12 @@ def heads() -> list[Head]:
         of_class("BertLMHeadModel", {**ENCODER, "is_decoder": True}, first, **position_0),
         of_class("BertGenerationDecoder", {**ENCODER, "is_decoder": True}, first, **position_0),
         of_class("OpenAIGPTLMHeadModel", GPT2, first, **position_0),
+        # Three axes of labels, which no rule counts: the loss call does. The loss of the choices stands beside it.
+        *(
+            of_class(
+                f"{family}DoubleHeadsModel", {**GPT2, "num_labels": 1}, double(), FLOAT64, collate=with_padded_texts
+            )
+            for family in ("GPT2", "OpenAIGPT")
+        ),
         of_class("CTRLLMHeadModel", ctrl, first, **position_0),
     ]
