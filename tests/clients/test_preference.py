@@ -54,7 +54,9 @@ def test_left_as_it_is_and_reported_as_a_mean_over_micro_batches(
     assert len(observations.recorded()) == 2
     for run in observations.recorded():
         assert run["reduction"] == "is averaged over micro-batches" and not run["exact"]
-    assert sum(record.name == "hf_accum_fix" for record in caplog.records) == 2
+    # Uncut there is nothing to warn of.
+    warned = sum(record.name == "hf_accum_fix" for record in caplog.records)
+    assert warned == (0 if split == WHOLE else 2)
 
 
 @pytest.mark.parametrize("name", [name for name, kind in PREFERENCES.items() if not kind.sampled])
