@@ -35,7 +35,7 @@ class Certificate:
     _seen: list[Tensor] = field(default_factory=list)
     _predicted: list[Tensor] = field(default_factory=list)
     _rests: list[Tensor] = field(default_factory=list)
-    _losses: list[Tensor] = field(default_factory=list)
+    _values: list[Tensor] = field(default_factory=list)
     _unequal: list[Tensor] = field(default_factory=list)
     _made: list[tuple[Tensor, Tensor, float, bool]] = field(default_factory=list)
 
@@ -80,7 +80,7 @@ class Certificate:
                     value = value if number is None else value / number
                     rest = rest - (value if factor == 1.0 else value * factor)
         self._rests.append(rest)
-        self._losses.append(value)
+        self._values.append(value)
 
     def note_override(self, loss: Tensor, base: Tensor, factor: float, *, constant: bool) -> None:
         """Take what a trainer's own ``compute_loss`` made of the base's loss: ``factor`` times it, and a constant.
@@ -105,10 +105,10 @@ class Certificate:
         flags = [flag.any() for flag in (*self._unequal, *self._remade())]
         made_of = self.contract.made_of
         if self._rests and made_of is not None:
-            rests, losses = torch.stack(self._rests), torch.stack(self._losses)
+            rests, values = torch.stack(self._rests), torch.stack(self._values)
             spread = rests.max() - rests.min() if made_of.rest else rests.abs().max()
             # A micro-batch without a finite loss shows nothing.
-            flags.append(spread > made_of.rounding(self._losses[0].dtype) * losses.abs().max())
+            flags.append(spread > made_of.rounding(self._values[0].dtype) * values.abs().max())
         return torch.stack([flag.reshape(()) for flag in flags]).any() if flags else None
 
     def _remade(self) -> list[Tensor]:
