@@ -21,23 +21,33 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderStateMixin
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.agreement import agree
+from hf_accum_fix.accumulation.certificate import Certificate
+from hf_accum_fix.accumulation.closing import Closing, scale_gradients
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.declared import inside_ddp, products_are_rounded, router_coefficients, wants_number
+from hf_accum_fix.accumulation.declared import (
+    inside_ddp,
+    is_compiled,
+    products_are_rounded,
+    router_coefficients,
+    wants_number,
+)
+from hf_accum_fix.accumulation.micro_batch import run_micro_batch
 from hf_accum_fix.accumulation.observe import ATTEMPTS, NO_TARGET_SEEN, observe
 from hf_accum_fix.accumulation.router_loss import Convention, Form, RouterLoss, one_form
-from hf_accum_fix.accumulation.share import Cut, Share, loss_among, share_of
-from hf_accum_fix.accumulation.window import Weightless, count_dtype, total_items
+from hf_accum_fix.accumulation.share import Cut, loss_among, share_of
+from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules, count_dtype
 from hf_accum_fix.duplicates import WithoutDuplicates
 from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, reducing, waits_every_micro_batch
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
@@ -60,8 +70,9 @@ class AccumulationWindow:
         self.batches = batches
         self._windows = windows
         self._begun = 0
-        self._counts: list[Tensor] = []
+        self._counts: list[dict[Items, Tensor]] = []
         self._cut: Cut | None = None
+        self._certificate: Certificate | None = None
         self._loss: Tensor | None = None
 
     def __len__(self) -> int:
@@ -88,8 +99,11 @@ class AccumulationWindow:
                 f"micro_batch() was entered {self._begun} times in a window of {len(self.batches)} micro-batches; "
                 "needed is once for each"
             )
-        with self._windows._reducing(model, last=self._begun == len(self.batches)):
+        last = self._begun == len(self.batches)
+        with self._windows._reducing(model, last=last):
             yield
+        if last and self._certificate is not None:
+            self._end(model, self._certificate)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of one micro-batch by the model's own head, to be handed to ``backward``.
@@ -106,11 +120,20 @@ class AccumulationWindow:
             SeamError: if the ranks' dataloaders ended at different times.
         """
         contract = self._open(model, next(iter(model.parameters())).device)
-        share = self._share(contract, batch, own_loss=False)
+        assert self._cut is not None
+
+        def run(inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:
+            outputs = model(**self._windows._handed(inputs, number))
+            return loss_among(outputs, batch, model), outputs
+
+        batch, counts = self._counted(contract, batch)
         with self._windows._router.micro_batch(max(self._begun - 1, 0)):
-            outputs = model(**self._windows._handed(share.inputs, share.number))
-        loss = loss_among(outputs, batch, model)
-        return self._add(share.of(loss, contract.carried(outputs)))
+            ran = run_micro_batch(
+                contract, batch, counts, self._cut, run, self._certificate, rounded=self._windows._rounds()
+            )
+        if ran.items is not None and self._certificate is not None and contract.items is not None:
+            self._certificate.note_items(ran.items, counts[contract.items])
+        return self._add(ran.loss)
 
     def scale(self, loss: Tensor, batch: Batch) -> Tensor:
         """The same for a loss that you computed yourself, reduced as the contract given by hand says.
@@ -126,7 +149,11 @@ class AccumulationWindow:
             ContractError: if no contract was given.
         """
         contract = self._open(None, loss.device)
-        return self._add(self._share(contract, batch, own_loss=True).of(loss))
+        assert self._cut is not None
+        batch, counts = self._counted(contract, batch)
+        items = counts.get(contract.items) if contract.items is not None else None
+        share = share_of(contract, batch, items, self._cut, own_loss=True, rounded=self._windows._rounds())
+        return self._add(share.of(loss))
 
     @property
     def mean_items(self) -> Tensor:
@@ -166,34 +193,50 @@ class AccumulationWindow:
             raise windows._uneven()
         contract = windows._settle(self, model)
         device = windows._device_beside(beside)
-        if contract.items is not None:
-            self._counts, total = total_items(
-                contract.items, self.batches, device, several_ranks=windows.world_size > 1
+        totals = [torch.zeros((), dtype=count_dtype(device), device=device)]
+        if contract.rules:
+            self._counts, totals = count_by_rules(
+                contract.rules, self.batches, device, several_ranks=windows.world_size > 1
             )
-        else:
-            total = torch.zeros((), dtype=count_dtype(device), device=device)
         runs = len(self) if windows._in_step else min(len(self), 1)
-        numbers = torch.stack([total, *(torch.full_like(total, each) for each in (runs, runs * runs))])
-        sums = windows._summed(torch.cat([numbers, windows._count_routing(self.batches, model, contract, device)]))
+        marks = [torch.full_like(totals[0], each) for each in (runs, runs * runs)]
+        numbers = torch.stack([totals[0], *marks, *totals[1:]])
+        routing = windows._count_routing(self.batches, model, contract, device)
+        sums = windows._summed(torch.cat([numbers, routing, torch.full_like(marks[0], windows._closing.differs)[None]]))
         # Read where that waits for no device, and by the rank that would else be waited for.
         told = windows.world_size > 1 and (device.type == "cpu" or runs < (windows.steps if windows._in_step else 1))
         # By Cauchy and Schwarz, equality holds where all are alike.
         if told and float(sums[1]) ** 2 != windows.world_size * float(sums[2]):
             raise windows._uneven()
-        self._cut = cut = Cut.of(contract, sums[0], len(self.batches), windows.world_size)
-        windows._router.settle(sums[3:], cut.micro_batches, cut.world_size)
+        if windows.world_size > 1:
+            windows._closing.corrects |= device.type == "cpu" and bool(sums[-1])
+        terms, routing = sums[3 : 2 + len(totals)], sums[2 + len(totals) : -1]
+        self._cut = cut = Cut.of(contract, sums[0], len(self.batches), windows.world_size, [*terms])
+        windows._router.settle(routing, cut.micro_batches, cut.world_size)
+        if contract.made_of is not None and self.batches:
+            self._certificate = Certificate(contract)
         if contract.items is not None and self.batches:
             windows._note_empty(sums[0] == 0)
         return contract
 
-    def _share(self, contract: LossContract, batch: Batch, *, own_loss: bool) -> Share:
+    def _counted(self, contract: LossContract, batch: Batch) -> tuple[Batch, dict[Items, Tensor]]:
+        """A micro-batch as it is to be run, and its items by every rule."""
         assert self._cut is not None
         counted = zip(self.batches, self._counts, strict=False)
         # None: it was put on another device, or made anew; then it is counted again.
-        count = next((count for each, count in counted if each is batch), None)
-        if count is None and self._begun and isinstance(self.batches[self._begun - 1], Weightless):
+        counts = next((each for fetched, each in counted if fetched is batch), None)
+        if counts is None and self._begun and isinstance(self.batches[self._begun - 1], Weightless):
             batch = Weightless(batch)
-        return share_of(contract, batch, count, self._cut, own_loss=own_loss, rounded=self._windows._rounds())
+        if counts is None:
+            counts = count_by_rules(contract.rules, [batch], self._cut.mean.device)[0][0]
+        return batch, counts
+
+    def _end(self, model: nn.Module, certificate: Certificate) -> None:
+        """Correct the gradient of a window whose loss calls counted otherwise than its rule; say what changed."""
+        times = self._windows._closing.end(_Loop(self._windows), certificate)
+        if times is not None:
+            scale_gradients(model, times)
+            self._loss = None if self._loss is None else self._loss * times
 
     def _add(self, share: Tensor) -> Tensor:
         part = share.detach() / len(self.batches)
@@ -207,6 +250,32 @@ class AccumulationWindow:
                 f"{self._begun} of the {len(self.batches)} micro-batches of a window were run inside micro_batch(); "
                 "needed is every one, since the ranks reduce their gradients in the last"
             )
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """A hand-written loop, as `closing.Run` asks for it."""
+
+    windows: AccumulationWindows
+
+    @property
+    def device(self) -> torch.device:
+        return self.windows._device_beside(None)
+
+    @property
+    def several(self) -> bool:
+        return self.windows.world_size > 1
+
+    @property
+    def steps_in_backward(self) -> bool:
+        accelerator = self.windows._accelerator
+        return accelerator is not None and accelerator.distributed_type == DistributedType.DEEPSPEED
+
+    def summed(self, numbers: Tensor) -> Tensor:
+        return self.windows._summed(numbers)
+
+    def tell(self, why: str) -> None:
+        self.windows._tell_inexact(why)
 
 
 class AccumulationWindows:
@@ -239,6 +308,9 @@ class AccumulationWindows:
         self._passes_number = False
         self._device: torch.device | None = None if accelerator is None else accelerator.device
         self._empty: Tensor | None = None
+        self._closing = Closing()
+        self._opened = 0
+        self._inexact = 0
         self._said: set[str] = set()
         self._recorded = False
         self._repeated: dict[str, Any] = {}
@@ -274,9 +346,11 @@ class AccumulationWindows:
                         f"a batch is {type(batch).__name__}; items are counted by name: let the collate function "
                         "return a dict"
                     )
+            self._opened += 1
             window = AccumulationWindow(self, fetched)
             yield window
             window._check_run()
+        self._closing.read(_Loop(self))
         if self.world_size > 1:
             # A rank that has more joins this with its next window, so that it is told instead of waiting for ever.
             AccumulationWindow(self, [])._open(None, None)
@@ -316,7 +390,8 @@ class AccumulationWindows:
             raise self._uneven()
         if not ranks and known is not None:
             return known
-        found = self.contract = _counted_by_rule(agree(ranks))
+        found = self.contract = agree(ranks)
+        self._closing.corrects = found.made_of is not None and not found.made_of.counted
         self._attempts += found.reason != NO_TARGET_SEEN
         if model is not None and (found.conclusive or self._attempts >= ATTEMPTS):
             self._say(self._name(model), len(window), found)
@@ -333,7 +408,7 @@ class AccumulationWindows:
             outputs = module(**self._handed(inputs, number))
             return loss_among(outputs, inputs, model), outputs
 
-        return observe(
+        found = observe(
             call,
             batches,
             module,
@@ -343,6 +418,7 @@ class AccumulationWindows:
             world_size=self.world_size,
             low_precision=products_are_rounded(module) or getattr(self._accelerator, "mixed_precision", "no") != "no",
         )
+        return found.without_calls() if is_compiled(module) else found
 
     def _count_routing(
         self, batches: list[Batch], model: nn.Module | None, contract: LossContract, device: torch.device
@@ -410,6 +486,16 @@ class AccumulationWindows:
             self._warn_once("inexact", f"{head}: the loss {contract}, as far as {ATTEMPTS} windows tell.")
         if contract.reduction is Reduction.SUM:
             self._warn_once("sum", f"{head}: the loss is a sum over the global batch, and grows with it.")
+
+    def _tell_inexact(self, why: str) -> None:
+        self._inexact += 1
+        if self._recorded:
+            observations.amend({"exact": False, "inexact_windows": self._inexact})
+        if self.steps * self.world_size > 1:
+            self._warn_once(
+                "certificate",
+                f"window {self._opened} is not exact: {why}. Every window is checked; report() has how many were not.",
+            )
 
     def _tell_repeated(self, samples: int) -> None:
         if self._repeated:
@@ -483,13 +569,6 @@ class AccumulationWindows:
 
     def _note_empty(self, empty: Tensor) -> None:
         self._empty = empty.long() if self._empty is None else self._empty + empty
-
-
-def _counted_by_rule(found: LossContract) -> LossContract:
-    """A loss whose items no rule counts before the window is run gets the plain mean."""
-    if found.made_of is None or found.made_of.counted:
-        return found
-    return replace(found, reduction=Reduction.PLAIN, items=None, made_of=None)
 
 
 def accumulation_windows(

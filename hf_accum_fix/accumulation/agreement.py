@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hf_accum_fix.accumulation.contract import Composition, Divides, LossContract, Reduction
 from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN
+from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.errors import ContractError
 
 
@@ -66,4 +67,19 @@ def _composed_alike(pool: Sequence[LossContract]) -> Composition | None:
     first = composed[0]
     if first is None or any(each is None or len(each.factors) != len(first.factors) for each in composed):
         return None
-    return replace(first, counted=all(each is not None and each.counted for each in composed))
+    several = [each for each in composed if each is not None]
+    if any(
+        bool(each.terms) != bool(first.terms) or bool(each.rest_terms) != bool(first.rest_terms) for each in several
+    ):
+        return None
+    return replace(
+        first,
+        counted=all(each.counted for each in several),
+        terms=tuple(_common([each.terms[place] for each in several]) for place in range(len(first.terms))),
+        rest_terms=_common([each.rest_terms for each in several]),
+    )
+
+
+def _common(rules: Sequence[tuple[Items, ...]]) -> tuple[Items, ...]:
+    """The rules that every rank found; the first rank's first, which windows are held against, where there is none."""
+    return tuple(rule for rule in rules[0] if all(rule in each for each in rules)) or rules[0][:1]

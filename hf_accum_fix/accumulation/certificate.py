@@ -9,15 +9,15 @@ divided by that before the optimizer sees it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.contract import Composition, LossContract
 from hf_accum_fix.accumulation.loss_calls import LossCall
-from hf_accum_fix.accumulation.window import count_dtype
+from hf_accum_fix.accumulation.window import Items, count_dtype
 
 
 @dataclass
@@ -39,22 +39,41 @@ class Certificate:
     _unequal: list[Tensor] = field(default_factory=list)
     _made: list[tuple[Tensor, Tensor, float, bool]] = field(default_factory=list)
 
-    def items(self, calls: Sequence[LossCall], predicted: Tensor) -> Tensor:
-        """Items that the calls of one micro-batch reduced over, 0-dim; ``predicted`` where they do not tell."""
-        made_of = self.contract.made_of
+    def items(self, calls: Sequence[LossCall], counts: Mapping[Items, Tensor]) -> Tensor:
+        """Items that the calls of one micro-batch reduced over, 0-dim; as predicted where they do not tell.
+
+        Args:
+            calls: of its forward.
+            counts: n by each of the contract's rules, as predicted.
+        """
+        made_of, items = self.contract.made_of, self.contract.items
+        assert items is not None
+        predicted = counts[items]
         if made_of is None or len(calls) != len(made_of.factors):
             if made_of is not None:
                 self.changed = f"{len(calls)} loss calls in a micro-batch, {len(made_of.factors)} when it was observed"
             return predicted
-        counts = [
+        if made_of.has_terms:
+            self._hold_terms(calls, made_of, counts)
+            return predicted
+        found = [
             torch.as_tensor(call.items, device=predicted.device).to(predicted.dtype)
             for call, factor in zip(calls, made_of.factors, strict=True)
             if factor
         ]
-        self._unequal.extend(count != counts[0] for count in counts[1:])
-        items = counts[0] if made_of.per_item == 1.0 else counts[0] / made_of.per_item
+        self._unequal.extend(each != found[0] for each in found[1:])
+        seen = found[0] if made_of.per_item == 1.0 else found[0] / made_of.per_item
         # Without a target one dummy is run, and weighs nothing.
-        return items if self.contract.by_number else items * (predicted > 0)
+        return seen if self.contract.by_number else seen * (predicted > 0)
+
+    def _hold_terms(self, calls: Sequence[LossCall], made_of: Composition, counts: Mapping[Items, Tensor]) -> None:
+        """Hold what each term's call counted against its rule; one gradient cannot be corrected for several."""
+        for call, factor, rules in zip(calls, made_of.factors, made_of.terms, strict=True):
+            if factor and rules:
+                predicted = counts[rules[0]]
+                seen = torch.as_tensor(call.items, device=predicted.device).to(predicted.dtype)
+                # Without a target one dummy is run, and weighs nothing.
+                self._unequal.append((seen - predicted).abs() > 1e-6 * predicted + (predicted == 0))
 
     def note_items(self, seen: Tensor, predicted: Tensor) -> None:
         """Take the items of one micro-batch, as its loss and as the rule counted them."""
@@ -76,11 +95,11 @@ class Certificate:
             rest = loss
             for call, factor in zip(calls, made_of.factors, strict=True):
                 if factor:
-                    value = call.value if call.reduction != "none" else call.value / call.items
-                    value = value if number is None else value / number
+                    value = call.mean.detach() if number is None else call.value.detach() / number
                     rest = rest - (value if factor == 1.0 else value * factor)
-        self._rests.append(rest)
-        self._values.append(value)
+        if not made_of.rest_terms:
+            self._rests.append(rest)
+            self._values.append(value)
 
     def note_override(self, loss: Tensor, base: Tensor, factor: float, *, constant: bool) -> None:
         """Take what a trainer's own ``compute_loss`` made of the base's loss: ``factor`` times it, and a constant.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -67,12 +67,22 @@ class Composition:
         rest: whether something beside the calls is in the loss, the same for every micro-batch (a weight penalty).
         counted: whether a rule counts from the inputs what the calls reduced over.
         per_item: elements that the calls reduced over for each item of that rule.
+        terms: where the calls reduce over different items, for each the rules that count them, the first in use; no
+            rule for a call with factor 0.0. Empty: they all reduce over the contract's items.
+        rest_terms: the rules of a rest that is a mean over items of its own; empty: it is nothing, or a constant.
     """
 
     factors: tuple[float, ...]
     rest: bool = False
     counted: bool = True
     per_item: float = 1.0
+    terms: tuple[tuple[Items, ...], ...] = ()
+    rest_terms: tuple[Items, ...] = ()
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether its terms count items of their own."""
+        return bool(self.terms or self.rest_terms)
 
     def rounding(self, dtype: torch.dtype) -> float:
         """Relative error of a loss that is made so: a few units in the last place, where factors were not estimated."""
@@ -151,6 +161,23 @@ class LossContract:
     def as_number(self, value: Tensor) -> Tensor:
         """A number as the loss is handed it, which knows float64 only where it is in float64 itself."""
         return value if self.dtype is torch.float64 else value.float()
+
+    def without_calls(self) -> LossContract:
+        """The same where loss calls are not seen in training (compiled code): what only they count is not counted."""
+        made_of = self.made_of
+        if made_of is None:
+            return self
+        if made_of.has_terms:
+            reason = "its terms count items of their own, and its loss calls are compiled, and so not seen"
+            return replace(self, reduction=Reduction.PLAIN, items=None, made_of=None, reason=reason)
+        return replace(self, made_of=None, beside=not made_of.counted)
+
+    @property
+    def rules(self) -> tuple[Items, ...]:
+        """Every way of counting that its terms need, that of ``items`` first."""
+        main = () if self.items is None else (self.items,)
+        terms = () if self.made_of is None else (*self.made_of.terms, self.made_of.rest_terms)
+        return tuple(dict.fromkeys((*main, *(rules[0] for rules in terms if rules))))
 
     @property
     def has_router_loss(self) -> bool:

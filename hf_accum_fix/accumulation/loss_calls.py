@@ -46,7 +46,7 @@ class LossCall:
 
     Attributes:
         reduction: "mean" or "sum"; "none" where it returned a loss for each item, whose sum is ``value``.
-        value: 0-dim, what it returned, without gradient.
+        value: 0-dim, what it returned.
         items: what a mean divides by: valid targets, samples or elements; the sum of the targets' weights where
             classes are weighted. A tensor is 0-dim, and not read.
         weighted: whether classes are weighted.
@@ -58,6 +58,11 @@ class LossCall:
     items: Tensor | int
     weighted: bool
     ignore_index: int | None
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean over its items, where it took it itself or returned a loss for each of them."""
+        return self.value / self.items if self.reduction == "none" else self.value
 
 
 class LossCalls(AbstractContextManager["LossCalls"]):
@@ -123,8 +128,7 @@ class LossCalls(AbstractContextManager["LossCalls"]):
         else:
             items = (out if reduction == "none" else next(iter(given.values()))).numel()
         # A copy: heads add a router's loss to it in place.
-        with torch.no_grad():
-            value = out.sum() if out.ndim else out.clone()
+        value = out.sum() if out.ndim else out.clone()
         self.seen.append(LossCall(reduction, value, items, weighted, ignore_index))
 
 

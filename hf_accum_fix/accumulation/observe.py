@@ -75,7 +75,7 @@ class WatchedLoss:
     @classmethod
     def read(cls, call: LossCall) -> WatchedLoss:
         """Wait for the device, and read it."""
-        return cls(call.reduction, float(call.value), float(call.items), call.weighted, call.ignore_index)
+        return cls(call.reduction, float(call.value.detach()), float(call.items), call.weighted, call.ignore_index)
 
     @property
     def mean(self) -> bool:
@@ -519,6 +519,8 @@ def _reduced(
             # Factors that were estimated may fit by chance where no rule counts as the calls do.
             if found is not None:
                 return found
+        if (of_terms := _of_terms(evidence, losses, rules)) is not None:
+            return of_terms
         if not fitting and named and (whole.random or not evidence.sliced):
             # Noise differs from part to part, and masked labels may be inputs too (a decoder's): the call decides.
             reason = "the loss call is the mean over these items"
@@ -567,6 +569,86 @@ def _of_means(evidence: _Evidence, losses: Sequence[float]) -> Composition | Non
             continue
         return replace(made_of, rest=abs(rest) > limit)
     return None
+
+
+def _of_terms(evidence: _Evidence, losses: Sequence[float], rules: Sequence[Items]) -> LossContract | None:
+    """A loss as a sum of mean calls over items of their own, and perhaps of a mean that no call shows.
+
+    Each call has to compose by what it counts, a rule has to count that before a window is run, and a rest has to
+    compose by a rule. None: it is no such sum.
+    """
+    calls = len(evidence.whole.calls)
+    if not calls or {len(each.calls) for each in evidence.seen} != {calls} or evidence.whole.random:
+        return None
+    values = np.array([[_mean_of(call) for call in each.calls] for each in evidence.seen])
+    wanted = np.array(losses)
+    limit = evidence.tolerance * max(map(abs, losses))
+    terms = [_rules_of_call(evidence, place, rules) for place in range(calls)]
+    for factors, rest_composes in _sums_of_calls(values, wanted, [bool(each) for each in terms]):
+        made_of = Composition(tuple(map(float, factors)), terms=tuple(terms))
+        rests = wanted - np.where(factors == 0, 0, values) @ factors
+        near = made_of.rounding(evidence.whole.dtype) * max(map(abs, losses))
+        if np.abs(rests - rests[0]).max() <= near:
+            made_of = replace(made_of, rest=abs(rests[0]) > near)
+        elif rest_composes and evidence.sliced and np.abs(rests).min() > limit:
+            made_of = replace(made_of, rest_terms=_composing(evidence, list(rests), rules))
+            if not made_of.rest_terms:
+                continue
+        else:
+            continue
+        used = tuple(each if factor else () for each, factor in zip(terms, factors, strict=True))
+        main = next(each for each in used if each)
+        return LossContract(
+            Reduction.MEAN,
+            main[0],
+            alternatives=main,
+            made_of=replace(made_of, terms=used),
+            reason="the loss is a sum of terms, each a mean over items of its own",
+        )
+    return None
+
+
+def _sums_of_calls(values: Any, wanted: Any, countable: Sequence[bool]) -> Iterator[tuple[Any, bool]]:
+    """Factors of the calls that might make the losses, and whether a rest may stand beside them; the fullest first.
+
+    Args:
+        values: of the calls, a row for each forward.
+        wanted: the losses.
+        countable: whether a rule counts what a call reduces over.
+    """
+    places = [place for place, each in enumerate(countable) if each and np.isfinite(values[:, place]).all()]
+    if not places:
+        return
+    several = values.shape[1] > 1
+    subsets = [set(places), *({place} for place in places if several)]
+    for beside in (False, True):
+        for subset in subsets:
+            yield np.array([float(place in subset) for place in range(values.shape[1])]), beside
+    if len(places) < len(wanted):
+        factors = np.zeros(values.shape[1])
+        factors[places] = np.linalg.lstsq(values[:, places], wanted, rcond=None)[0]
+        if np.abs(factors).max() < 1e6:
+            yield np.where(np.abs(factors) < 1e-9, 0.0, factors), False
+
+
+def _rules_of_call(evidence: _Evidence, place: int, rules: Sequence[Items]) -> tuple[Items, ...]:
+    """The rules that count what a mean call reduces over, where it composes by that."""
+    calls = [each.calls[place] for each in evidence.seen]
+    counts = [call.items for call in calls]
+    if not _weighs_up([_mean_of(call) for call in calls], counts, evidence.tolerance):
+        return ()
+    return tuple(rule for rule in rules if [_counts(rule, batch) for batch in evidence.batches] == counts)
+
+
+def _composing(evidence: _Evidence, losses: Sequence[float], rules: Sequence[Items]) -> tuple[Items, ...]:
+    """The rules by which losses compose, positions of text among them."""
+    positions = [
+        Items((key,), ignore_index=None)
+        for key, value in evidence.batches[0].items()
+        if isinstance(value, Tensor) and value.ndim > 1 and not value.is_floating_point()
+    ]
+    every = dict.fromkeys((*rules, *positions))
+    return tuple(rule for rule in every if _composes(rule, evidence.batches, losses, evidence.tolerance))
 
 
 def _combinations(values: Any, wanted: Any) -> Iterator[tuple[Any, float]]:

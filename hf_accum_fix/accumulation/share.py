@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.window import Weightless, mean_item_count, share_of_mean
+from hf_accum_fix.accumulation.window import Items, Weightless, mean_item_count, share_of_mean
 from hf_accum_fix.errors import ContractError
 
 
@@ -22,19 +22,37 @@ class Cut:
         number: the same, as a loss is handed it.
         micro_batches: G, of this rank's window; 1 where it has none.
         world_size: W.
+        means: n_mean by each of the contract's rules, where its loss has terms with items of their own.
     """
 
     mean: Tensor
     number: Tensor
     micro_batches: int
     world_size: int
+    means: Mapping[Items, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, contract: LossContract, total: Tensor, micro_batches: int, world_size: int) -> Cut:
-        """That of N items, ``total``, 0-dim."""
+    def of(
+        cls,
+        contract: LossContract,
+        total: Tensor,
+        micro_batches: int,
+        world_size: int,
+        beside: Sequence[Tensor] = (),
+    ) -> Cut:
+        """A global batch of N items.
+
+        Args:
+            contract: how the loss is reduced.
+            total: N, 0-dim.
+            micro_batches: G.
+            world_size: W.
+            beside: N by each rule of the contract but the first.
+        """
         steps = max(micro_batches, 1)
-        mean = mean_item_count(total, steps, world_size)
-        return cls(mean, contract.as_number(mean), steps, world_size)
+        means = [mean_item_count(each, steps, world_size) for each in (total, *beside)]
+        by_rule = dict(zip(contract.rules, means, strict=True)) if beside else {}
+        return cls(means[0], contract.as_number(means[0]), steps, world_size, by_rule)
 
 
 @dataclass(frozen=True)
@@ -65,6 +83,7 @@ def share_of(
     own_loss: bool = False,
     rounded: bool = False,
     weighed: bool = True,
+    counts: Mapping[Items, Tensor] | None = None,
 ) -> Share:
     """The share of one micro-batch; of a `Weightless` one it is zero, but for router terms.
 
@@ -77,9 +96,10 @@ def share_of(
             finds no target: it is always given one.
         rounded: the engine rounds floating-point inputs to 16 bits: the number goes past it as an integer.
         weighed: False: a mean is weighed by the items that its loss calls will have counted.
+        counts: n by each of the contract's rules.
     """
     if isinstance(inputs, Weightless):
-        counted = share_of(contract, dict(inputs), items, cut, own_loss=own_loss, rounded=rounded)
+        counted = share_of(contract, dict(inputs), items, cut, own_loss=own_loss, rounded=rounded, counts=counts)
         return replace(counted, ratio=0.0)
     mean, number = cut.mean, cut.number
     if contract.reduction is Reduction.NUMBER and not own_loss:
@@ -98,7 +118,10 @@ def share_of(
         ratio = (items > 0) * 1.0
     elif weighed:
         ratio = items / mean
-    return Share(contract.items.with_target(inputs, items), number, ratio)
+    inputs = contract.items.with_target(inputs, items)
+    for rule in contract.rules[1:]:
+        inputs = rule.with_target(inputs, None if counts is None else counts.get(rule))
+    return Share(inputs, number, ratio)
 
 
 def loss_among(outputs: Any, inputs: Mapping[str, Any], model: object) -> Tensor:

@@ -173,6 +173,17 @@ def total_items(
     return counts, torch.stack(counts).sum() if counts else torch.zeros((), dtype=count_dtype(device), device=device)
 
 
+def count_by_rules(
+    rules: Sequence[Items], window: Sequence[Mapping[str, Any]], device: torch.device, *, several_ranks: bool = False
+) -> tuple[list[dict[Items, Tensor]], list[Tensor]]:
+    """Items of each micro-batch of a window by every rule, and their sums by every rule, as `total_items` counts."""
+    counted = [total_items(rule, window, device, several_ranks=several_ranks) for rule in rules]
+    each = [
+        {rule: counts[place] for rule, (counts, _) in zip(rules, counted, strict=True)} for place in range(len(window))
+    ]
+    return each, [total for _, total in counted]
+
+
 def mean_item_count(total: Tensor, micro_batches: int, world_size: int) -> Tensor:
     """``n_mean = N / (G * W)``; a global batch without items counts as one, so that its zero loss stays zero.
 

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.certificate import Certificate
+from hf_accum_fix.accumulation.closing import Closing
 from hf_accum_fix.accumulation.contract import Divides, LossContract
 from hf_accum_fix.accumulation.router_loss import RouterLoss
 from hf_accum_fix.accumulation.share import Cut
+from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.loss_log import LossLog
 from hf_accum_fix.options import Options
 
@@ -29,7 +31,7 @@ class MicroBatch:
     """One forward and backward, while it runs.
 
     Attributes:
-        items: of it, 0-dim, as the rule counts them; None: it is not one of the window's, and is counted again.
+        counts: items of it, 0-dim, by each rule; None: it is not one of the window's, and is counted again.
         base: the loss that the base handed to a ``compute_loss`` of the trainer's own; of several calls the sum.
         base_calls: how often that asked for it.
         seen: its items as its loss counted them, and as the rule did.
@@ -38,7 +40,7 @@ class MicroBatch:
         reported: that without its graph, once it was handed to the engine.
     """
 
-    items: Tensor | None
+    counts: dict[Items, Tensor] | None
     weightless: bool = False
     share: Tensor | None = None
     base: Tensor | None = None
@@ -55,6 +57,7 @@ class Window:
     Attributes:
         batches: as the loop will hand them to ``training_step``.
         counts: items of each, 0-dim, on the training device; empty where the contract counts none.
+        by_rule: the same by each of the contract's rules.
         total: N over all ranks.
         cut: n_mean, G and W.
         upstream_number: what the installed release counted, over all ranks; None: nothing.
@@ -76,10 +79,11 @@ class Window:
     reported: Tensor | None = None
     gradients: int | None = None
     ended: bool = False
+    by_rule: list[dict[Items, Tensor]] = field(default_factory=list)
 
-    def items_of(self, inputs: Any) -> Tensor | None:
+    def counts_of(self, inputs: Any) -> dict[Items, Tensor] | None:
         """Items of this micro-batch, told by identity; None where somebody handed over another object."""
-        return next((count for batch, count in zip(self.batches, self.counts, strict=False) if batch is inputs), None)
+        return next((each for batch, each in zip(self.batches, self.by_rule, strict=False) if batch is inputs), None)
 
 
 @dataclass(frozen=True)
@@ -106,9 +110,7 @@ class Session:
         base_factor: what the base's loss is multiplied by meanwhile, to see what an override makes of it.
         response: what it makes of it.
         doubled: the trainer says twice the accumulation steps, to see what an override makes of them.
-        corrects: the gradient is divided by what the loss calls counted more than the rule, in every window.
-        differs: a window of this rank counted otherwise than the rule; the others are told with the next.
-        unread: on a device, whether a window since the last log was made in another way than observed, 0-dim bool.
+        closing: what ends its windows.
         inexact_windows: found to be made in another way than observed.
         deferred: the window as a ``get_batch_samples`` of the trainer's own was given it, before it is counted.
     """
@@ -128,9 +130,7 @@ class Session:
     doubled: bool = False
     base_loss: tuple[Tensor, Any] | None = None
     response: Response = Response()
-    corrects: bool = False
-    differs: bool = False
-    unread: Tensor | None = None
+    closing: Closing = field(default_factory=Closing)
     inexact_windows: int = 0
     deferred: list[Any] | None = None
     busy: set[str] = field(default_factory=set)

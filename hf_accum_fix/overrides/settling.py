@@ -61,7 +61,7 @@ def settle_contract(
     if session.observed_for != computed_by:
         session.contract, session.observed_for, session.attempts = None, computed_by, 0
         session.passes_number = accepts_number(trainer) and takes_number(trainer.model_wrapped)
-        session.response, session.corrects = Response(), False
+        session.response, session.closing.corrects = Response(), False
     known = session.contract
     settled = known is not None and (known.conclusive or session.attempts >= ATTEMPTS)
     if settled and known is not None and not _looked_at_again(session, known, options):
@@ -87,17 +87,22 @@ def settle_contract(
             _warn(trainer, session, found)
         return found
     check_dealing(trainer, found, options)
-    session.corrects = found.made_of is not None and not found.made_of.counted
+    session.closing.corrects = found.made_of is not None and not found.made_of.counted
     _warn(trainer, session, found)
     return found
 
 
 def _looked_at_again(session: Session, known: LossContract, options: Options) -> bool:
     """Whether a loss that no call shows is observed once more: in windows 2, 3, 4, 8, 16 and so on."""
-    if options.contract is not None or known.made_of is not None or known.reduction is Reduction.PLAIN:
+    if options.contract is not None or _is_certified(known) or known.reduction is Reduction.PLAIN:
         return False
     number = session.windows
     return number in (2, 3) or number & (number - 1) == 0
+
+
+def _is_certified(known: LossContract) -> bool:
+    """Whether its loss calls show in every micro-batch that the loss is made as it was observed."""
+    return known.made_of is not None and not known.made_of.rest_terms
 
 
 def _still(trainer: Any, session: Session, known: LossContract, found: LossContract) -> LossContract:
@@ -247,9 +252,8 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
     session.response = response or Response()
     if response is None:
         found = replace(found, changed_by_trainer=True)
-    if found.made_of is not None and is_compiled(module):
-        # Its loss calls are not seen in training; what no rule counts cannot be counted.
-        found = replace(found, made_of=None, beside=not found.made_of.counted)
+    if is_compiled(module):
+        found = found.without_calls()
     smoothed = trainer.label_smoother is not None and loss_func(trainer) is None
     if smoothed and found.reduction is not Reduction.PLAIN:
         shift = found.items is not None and found.items.shift

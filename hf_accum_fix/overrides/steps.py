@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +12,12 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_accum_fix.accumulation.certificate import Certificate
-from hf_accum_fix.accumulation.contract import Divides, LossContract, Reduction
-from hf_accum_fix.accumulation.loss_calls import LossCalls
+from hf_accum_fix.accumulation.contract import Divides
+from hf_accum_fix.accumulation.micro_batch import run_micro_batch
 from hf_accum_fix.accumulation.observe import ATTEMPTS
-from hf_accum_fix.accumulation.share import Cut, Share, share_of
+from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.accumulation.whole_windows import Blank
-from hf_accum_fix.accumulation.window import Weightless, total_items
+from hf_accum_fix.accumulation.window import Weightless, count_by_rules
 from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, tell_last
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
@@ -82,63 +80,35 @@ def _loss_in_window(
 ) -> tuple[Tensor, Any]:
     contract, window = session.contract, session.window
     assert contract is not None and window is not None
-    cut, predicted, watched = window.cut, micro_batch.items, window.certificate
-    items = predicted
-    if contract.items is not None and not micro_batch.weightless and (predicted is None or remakes_inputs(trainer)):
+    cut, predicted = window.cut, micro_batch.counts
+    counts = predicted or {}
+    if contract.rules and not micro_batch.weightless and (predicted is None or remakes_inputs(trainer)):
         # What is run is counted, whatever was fetched.
-        items = total_items(contract.items, [inputs], cut.mean.device)[0][0]
+        counts = count_by_rules(contract.rules, [inputs], cut.mean.device)[0][0]
         if cut.micro_batches * cut.world_size == 1:
-            cut = Cut.of(contract, items, 1, 1)
-    # The mean of the only micro-batch is right, whatever it is over.
-    alone = cut.micro_batches * cut.world_size == 1 and contract.reduction is Reduction.MEAN
-    share = share_of(
+            total, *beside = counts.values()
+            cut = Cut.of(contract, total, 1, 1, beside)
+    ran = run_micro_batch(
         contract,
         inputs,
-        items,
+        counts,
         cut,
+        lambda given, number: base_loss(trainer, model, given, number),
+        window.certificate,
         own_loss=loss_func(trainer) is not None,
         rounded=inputs_are_rounded(trainer.accelerator),
-        weighed=watched is None or items is None or alone,
+        smoothed=trainer.label_smoother is not None and loss_func(trainer) is None,
     )
-    with LossCalls() if watched is not None else nullcontext() as calls:
-        loss, outputs = base_loss(trainer, model, share.inputs, share.number)
-    if watched is not None and items is not None:
-        _certify(contract, watched, share, loss, outputs, calls, items)
-        seen = items if calls is None else watched.items(calls.seen, items)
-        micro_batch.base_calls += 1
-        if not alone:
-            at_its_place = window.counts[min(window.steps_run, len(window.counts) - 1)]
-            known = items if cut is not window.cut else at_its_place if predicted is None else predicted
-            as_counted = micro_batch.base_calls == 1 and not micro_batch.weightless
-            micro_batch.seen = (seen if as_counted else known, known)
-        if contract.reduction is Reduction.MEAN and not alone:
-            share = replace(share, ratio=seen / cut.mean)
-    if share.ratio is not None:
-        carried = contract.carried(outputs)
-        if carried is not None:
-            carried = carried.to(loss.device)
-            if trainer.label_smoother is not None and loss_func(trainer) is None:
-                loss = loss + carried
-        loss = share.of(loss, carried)
+    loss = ran.loss
+    micro_batch.base_calls += 1
+    if ran.items is not None and contract.items is not None:
+        at_its_place = window.counts[min(window.steps_run, len(window.counts) - 1)]
+        items = counts[contract.items]
+        known = items if cut is not window.cut else at_its_place if predicted is None else predicted[contract.items]
+        as_counted = micro_batch.base_calls == 1 and not micro_batch.weightless
+        micro_batch.seen = (ran.items if as_counted else known, known)
     micro_batch.base = loss if micro_batch.base is None else micro_batch.base + loss
-    return loss, outputs
-
-
-def _certify(
-    contract: LossContract,
-    watched: Certificate,
-    share: Share,
-    loss: Tensor,
-    outputs: Any,
-    calls: LossCalls | None,
-    items: Tensor,
-) -> None:
-    """Note what of a micro-batch's loss is not made of the loss calls that it was observed to be made of."""
-    if calls is None or contract.made_of is None or share.ratio == 0.0:
-        return
-    carried = contract.carried(outputs)
-    plain = loss if carried is None else loss - carried.to(loss.device)
-    watched.note_loss(plain, calls.seen, share.number if contract.by_number else None)
+    return loss, ran.outputs
 
 
 def training_step(
@@ -172,7 +142,7 @@ def training_step(
             f"{type(trainer).__name__} changes gradients between the micro-batches of a window (clips them?), so that "
             "the step is not called exact",
         )
-    micro_batch = session.micro_batch = MicroBatch(window.items_of(inputs), isinstance(inputs, Weightless))
+    micro_batch = session.micro_batch = MicroBatch(window.counts_of(inputs), isinstance(inputs, Weightless))
     accelerator = trainer.accelerator
     original_loss, original_backward = trainer.compute_loss, accelerator.backward
     depth = 0

@@ -16,7 +16,7 @@ from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.router_loss import RouterLoss
 from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.accumulation.whole_windows import without_blanks
-from hf_accum_fix.accumulation.window import count_dtype, total_items
+from hf_accum_fix.accumulation.window import Items, count_by_rules, count_dtype
 from hf_accum_fix.engine import is_sharded
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.certifying import read_certificates
@@ -112,11 +112,11 @@ def open_window(
     session.windows += bool(batches)
     contract = settle_contract(trainer, session, batches, options, trouble)
     routing, trouble = count_routing(trainer, session, contract, batches, options, trouble)
-    flag = session.differs if contract.made_of is not None and not session.corrects else None
+    flag = session.closing.differs if contract.made_of is not None and not session.closing.corrects else None
     session.window = window = _counted(
         trainer, contract, batches, upstream_number, trouble, session.router, routing, differs=flag
     )
-    session.corrects = session.corrects or window.differs
+    session.closing.corrects = session.closing.corrects or window.differs
     if contract.made_of is not None or remakes_inputs(trainer):
         window.certificate = Certificate(contract)
     if len(batches) > trainer.args.gradient_accumulation_steps:
@@ -155,18 +155,18 @@ def _counted(
     """
     device, world_size, data = trainer.args.device, trainer.args.world_size, data_ranks(trainer)
     zero = torch.zeros((), dtype=count_dtype(device), device=device)
-    counts: list[Tensor] = []
-    total = zero
+    by_rule: list[dict[Items, Tensor]] = []
+    totals = [zero] * max(len(contract.rules), 1)
     try:
-        if contract.items is not None:
-            counts, total = total_items(contract.items, batches, device, several_ranks=world_size > 1)
+        if contract.rules:
+            by_rule, totals = count_by_rules(contract.rules, batches, device, several_ranks=world_size > 1)
     except Exception as error:
         trouble = trouble or error
     number = zero if upstream_number is None else torch.as_tensor(upstream_number).to(zero)
     if world_size > 1:
         # Sharded models meet in every forward, others only when a step is taken.
         runs = len(batches) if is_sharded(trainer.accelerator) else min(len(batches), 1)
-        sums = torch.stack([total, number, *ranks.marks(runs, trouble, zero)])
+        sums = torch.stack([totals[0], number, *ranks.marks(runs, trouble, zero), *totals[1:]])
         if routing is not None:
             sums = torch.cat([sums, routing])
         if differs is not None:
@@ -179,14 +179,17 @@ def _counted(
         if differs is not None:
             # Read only where that waits for no device: there it is never set on another.
             differs, sums = device.type == "cpu" and bool(sums[-1]), sums[:-1]
-        total, number, routing = sums[0] / copies, sums[1], sums[5:] / copies
+        last = 4 + len(totals)
+        totals = [sums[0] / copies, *(sums[5:last] / copies)]
+        number, routing = sums[1], sums[last:] / copies
     elif trouble is not None:
         raise trouble
-    cut = Cut.of(contract, total, len(batches), data)
+    cut = Cut.of(contract, totals[0], len(batches), data, totals[1:])
     if router is not None and routing is not None:
         router.settle(routing, cut.micro_batches, cut.world_size)
     counted = None if upstream_number is None else number
-    return Window(batches, counts, total, cut, counted, differs=bool(differs) and world_size > 1)
+    counts = [each[contract.items] for each in by_rule] if contract.items is not None else []
+    return Window(batches, counts, totals[0], cut, counted, differs=bool(differs) and world_size > 1, by_rule=by_rule)
 
 
 def _mark_state(trainer: Any, session: Session) -> None:

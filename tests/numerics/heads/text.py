@@ -204,7 +204,7 @@ def heads() -> list[Head]:
         of_class("BertForSequenceClassification", three, classes, FLOAT64, name="bert-classes"),
         of_class("BertForSequenceClassification", three, multi, FLOAT64, name="bert-multi-label"),
         of_class("BertForQuestionAnswering", ENCODER, answers(), FLOAT64, name="bert-answers"),
-        of_class("BertForPreTraining", ENCODER, next_sentence(mlm), FLOAT64, name="bert-pretraining", exact=False),
+        of_class("BertForPreTraining", ENCODER, next_sentence(mlm), FLOAT64, name="bert-pretraining"),
         of_class(
             "ElectraForPreTraining", {**ENCODER, "embedding_size": 16}, with_labels(replaced_tokens), name="electra"
         ),

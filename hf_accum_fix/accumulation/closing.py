@@ -1,0 +1,132 @@
+"""End a window: hold what its micro-batches have shown against what was observed, and correct the gradient.
+
+Where the loss calls of a window counted ``N seen`` items and its rule ``N predicted``, its gradient is
+``N seen / N predicted`` times the right one, and is divided by that before the optimizer looks at it. Numbers are read
+where that waits for no device; on another one a window is corrected unread, where its loss was observed to need it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hf_accum_fix.accumulation.certificate import Certificate
+
+_BESIDE = "the loss holds something beside the loss calls that it was observed to be made of"
+
+
+class Run(Protocol):
+    """The training that a window is of: the Trainer's, or a hand-written loop's."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where counts are."""
+
+    @property
+    def several(self) -> bool:
+        """Whether several ranks hold samples of their own."""
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether the engine has taken the step within the backward."""
+
+    def summed(self, numbers: Tensor) -> Tensor:
+        """Numbers summed over ranks: a collective."""
+
+    def tell(self, why: str) -> None:
+        """Say that the window is not exact."""
+
+
+@dataclass
+class Closing:
+    """What ends the windows of one training.
+
+    Attributes:
+        corrects: the gradient is divided by what the loss calls counted more than the rule, in every window.
+        differs: a window of this rank counted otherwise than the rule; the others learn of it with the next.
+        unread: on a device, whether a window since the last log was made in another way than observed, 0-dim bool.
+    """
+
+    corrects: bool = False
+    differs: bool = False
+    unread: Tensor | None = None
+
+    def end(self, run: Run, certificate: Certificate, left_out: int = 0) -> Tensor | float | None:
+        """What gradient and logged loss of a window are to be multiplied by; None: they are right, or cannot be.
+
+        Args:
+            run: the training.
+            certificate: of the window.
+            left_out: micro-batches of it that this rank did not run.
+        """
+        readable = run.device.type == "cpu"
+        self._hold(run, certificate, readable=readable)
+        if left_out and not (run.several and self.corrects):
+            run.tell(f"{left_out} of its micro-batches were left out")
+        if not self.corrects and not certificate.counted:
+            return None
+        sums = certificate.counts(run.device)
+        if not self.corrects and (run.several or not readable):
+            if not readable:
+                self._read_later((sums[0] - sums[1]).abs() > 1e-6 * sums[1])
+                return None
+            seen, predicted = sums.tolist()
+            if abs(seen - predicted) > 1e-6 * predicted:
+                self.differs = True
+                run.tell(f"its loss calls reduced over {seen:g} items, where {predicted:g} were counted")
+            return None
+        if run.several:
+            sums = run.summed(torch.cat([sums, sums.new_full((1,), left_out)]))
+            if readable and float(sums[2]):
+                run.tell(f"{float(sums[2]):g} micro-batches of its ranks were left out")
+            sums = sums[:2]
+        times: Tensor | float
+        if readable:
+            seen, predicted = sums.tolist()
+            times = predicted / seen if seen else 1.0
+            if abs(times - 1) <= 1e-12:
+                return None
+        else:
+            times = torch.where(sums[0] > 0, sums[1] / sums[0], torch.ones_like(sums[0]))
+        if run.steps_in_backward:
+            run.tell("DeepSpeed keeps the gradients, so that they are not divided by the items seen")
+            return None
+        return times
+
+    def read(self, run: Run) -> None:
+        """Read what was found on the device since the last log, when the log has just waited for it."""
+        if self.unread is not None and bool(self.unread):
+            run.tell(f"{_BESIDE}, or reduces over other items than were counted")
+            # From here on what is counted otherwise is corrected, unread; ranks would have to agree on it.
+            self.corrects = self.corrects or not run.several
+        self.unread = None
+
+    def _read_later(self, flag: Tensor) -> None:
+        self.unread = flag if self.unread is None else self.unread | flag
+
+    def _hold(self, run: Run, certificate: Certificate, *, readable: bool) -> None:
+        """Hold a window against what was observed."""
+        broken = certificate.broken()
+        if certificate.changed:
+            run.tell(certificate.changed)
+        elif broken is None:
+            return
+        elif not readable:
+            self._read_later(broken)
+        elif bool(broken):
+            run.tell(_BESIDE)
+
+
+def scale_gradients(model: nn.Module, times: Tensor | float) -> None:
+    """Multiply every gradient there is, a shard by its local part; no device sync."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            grad = parameter.grad
+            local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
+            by_device.setdefault(local.device, []).append(local)
+    for device, grads in by_device.items():
+        torch._foreach_mul_(grads, times.to(device) if isinstance(times, Tensor) else times)
