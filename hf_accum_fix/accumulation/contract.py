@@ -111,6 +111,8 @@ class LossContract:
         coupling: what another cut does to a loss that gets the plain mean over micro-batches.
         takes_world_size: an owned loss that divides by the number multiplies by the number of ranks; None: not seen.
         beside: an owned or changed loss, or a head's, holds a term that depends on the cut in another way.
+        extra: what a trainer's own ``compute_loss`` adds to the base's loss is a mean over items of its own: the rules
+            that count them, the first in use.
         conclusive: False: settled by the loss call as watched alone, to be observed again in the next window.
         reason: one sentence on how it was found out.
     """
@@ -128,6 +130,7 @@ class LossContract:
     coupling: Coupling = Coupling.UNKNOWN
     takes_world_size: bool | None = None
     beside: bool = False
+    extra: tuple[Items, ...] = ()
     conclusive: bool = True
     reason: str = "given by hand"
 
@@ -177,7 +180,7 @@ class LossContract:
         """Every way of counting that its terms need, that of ``items`` first."""
         main = () if self.items is None else (self.items,)
         terms = () if self.made_of is None else (*self.made_of.terms, self.made_of.rest_terms)
-        return tuple(dict.fromkeys((*main, *(rules[0] for rules in terms if rules))))
+        return tuple(dict.fromkeys((*main, *(rules[0] for rules in (*terms, self.extra) if rules))))
 
     @property
     def has_router_loss(self) -> bool:

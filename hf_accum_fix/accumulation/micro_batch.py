@@ -20,8 +20,8 @@ from torch import Tensor
 from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.loss_calls import LossCall, LossCalls
-from hf_accum_fix.accumulation.share import Cut, share_of
-from hf_accum_fix.accumulation.window import Items, Weightless, share_of_mean
+from hf_accum_fix.accumulation.share import Cut, Share, share_of
+from hf_accum_fix.accumulation.window import Items, share_of_mean
 
 #: (inputs, the number a loss divides by, or None) -> (loss, outputs).
 Run = Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]]
@@ -68,8 +68,6 @@ def run_micro_batch(
         smoothed: the loss was made from the logits alone, so that a router's loss is added to it.
     """
     items = counts.get(contract.items) if contract.items is not None else None
-    # The mean of the only micro-batch is right, whatever it is over.
-    alone = cut.micro_batches * cut.world_size == 1 and contract.reduction is Reduction.MEAN
     share = share_of(
         contract,
         inputs,
@@ -77,67 +75,90 @@ def run_micro_batch(
         cut,
         own_loss=own_loss,
         rounded=rounded,
-        weighed=certificate is None or items is None or alone,
+        weighed=certificate is None or items is None or cut.is_whole,
         counts=counts,
     )
     with LossCalls() if certificate is not None else nullcontext() as calls:
         loss, outputs = run(share.inputs, share.number)
-    carried, ratio, seen = None, share.ratio, None
-    if ratio is not None or contract.made_of is not None:
+    carried = None
+    if share.ratio is not None or certificate is not None:
         carried = contract.carried(outputs)
-        carried = None if carried is None else carried.to(loss.device)
-    if carried is not None and smoothed:
-        loss = loss + carried
-    if certificate is not None and calls is not None and items is not None:
-        if contract.made_of is not None and ratio != 0.0:
-            number = share.number if contract.by_number else None
-            certificate.note_loss(loss if carried is None else loss - carried, calls.seen, number)
-        seen = certificate.items(calls.seen, counts)
-        if contract.reduction is Reduction.MEAN and not alone:
-            ratio = seen / cut.mean
-        if not alone and contract.made_of is not None and contract.made_of.has_terms and not certificate.changed:
-            terms = _terms(contract, calls.seen, counts, cut, share.number, isinstance(inputs, Weightless))
-            return MicroBatchLoss(_weighed(loss, carried, *terms), outputs, None)
-    weighed = loss if ratio is None else share_of_mean(loss, ratio, carried)
-    return MicroBatchLoss(weighed, outputs, None if alone else seen)
+    if carried is not None:
+        carried = carried.to(loss.device)
+        loss = loss + carried if smoothed else loss
+    seen = None if calls is None or items is None else calls.seen
+    weighed, shown = weigh(contract, loss, seen, counts, cut, share, certificate, carried)
+    return MicroBatchLoss(weighed, outputs, shown)
+
+
+def weigh(
+    contract: LossContract,
+    loss: Tensor,
+    calls: Sequence[LossCall] | None,
+    counts: Mapping[Items, Tensor],
+    cut: Cut,
+    share: Share,
+    certificate: Certificate | None = None,
+    carried: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """A micro-batch's share of the global batch's loss, and its items as its loss calls counted.
+
+    Args:
+        contract: how the loss is reduced.
+        loss: 0-dim, as it was computed.
+        calls: of its forward; None: they were not listened to.
+        counts: n by each of the contract's rules, 0-dim.
+        cut: of the global batch.
+        share: as the micro-batch was run.
+        certificate: takes what the loss calls show.
+        carried: the router's loss inside it, as in `share_of_mean`.
+    """
+    if certificate is None or calls is None:
+        return share.of(loss, carried), None
+    made_of = contract.made_of
+    if made_of is not None and not share.is_weightless:
+        number = share.number if contract.by_number else None
+        certificate.note_loss(loss if carried is None else loss - carried, calls, number)
+    seen = certificate.items(calls, counts)
+    # The mean of the only micro-batch is right, whatever it is over.
+    if contract.reduction is Reduction.MEAN and cut.is_whole:
+        return share.of(loss, carried), None
+    if made_of is not None and made_of.has_terms and not certificate.changed:
+        rest, terms = _terms(contract, calls, counts, cut, share)
+        return weighed_terms(loss, rest, terms if carried is None else [*terms, (carried, 1.0)]), None
+    if contract.reduction is Reduction.MEAN:
+        return share_of_mean(loss, seen / cut.mean, carried), seen
+    return share.of(loss, carried), seen
 
 
 def _terms(
-    contract: LossContract,
-    calls: Sequence[LossCall],
-    counts: Mapping[Items, Tensor],
-    cut: Cut,
-    number: Tensor | None,
-    weightless: bool,
+    contract: LossContract, calls: Sequence[LossCall], counts: Mapping[Items, Tensor], cut: Cut, share: Share
 ) -> tuple[Tensor | float, list[tuple[Tensor, Tensor | float]]]:
     """The ratio of what stands beside the loss calls, and each call's term and ratio."""
     made_of = contract.made_of
     assert made_of is not None
-    nothing = 0.0 if weightless else None
-    rest: Tensor | float = 1.0
-    if made_of.rest_terms:
-        rule = made_of.rest_terms[0]
-        rest = counts[rule] / cut.means[rule] if nothing is None else nothing
+
+    def ratio(rules: tuple[Items, ...]) -> Tensor | float:
+        return 0.0 if share.is_weightless else counts[rules[0]] / cut.means[rules[0]]
+
     terms: list[tuple[Tensor, Tensor | float]] = []
     for call, factor, rules in zip(calls, made_of.factors, made_of.terms, strict=True):
-        if not factor:
-            continue
-        if contract.by_number:
-            assert number is not None
-            terms.append((call.value / number * factor, 1.0 if nothing is None else nothing))
-        else:
-            ratio = counts[rules[0]] / cut.means[rules[0]] if nothing is None else nothing
-            terms.append((call.mean * factor, ratio))
-    return rest, terms
+        if factor and contract.by_number:
+            assert share.number is not None
+            terms.append((call.value / share.number * factor, 1.0 if share.ratio is None else share.ratio))
+        elif factor:
+            terms.append((call.mean * factor, ratio(rules)))
+    return ratio(made_of.rest_terms) if made_of.rest_terms else 1.0, terms
 
 
-def _weighed(
-    loss: Tensor,
-    carried: Tensor | None,
-    rest: Tensor | float,
-    terms: Sequence[tuple[Tensor, Tensor | float]],
-) -> Tensor:
-    """``loss * rest + sum of term * (ratio - rest)``, in the loss's own precision, at least float32."""
+def weighed_terms(loss: Tensor, rest: Tensor | float, terms: Sequence[tuple[Tensor, Tensor | float]]) -> Tensor:
+    """``loss * rest + sum of term * (ratio - rest)``, in the loss's own precision, at least float32.
+
+    Args:
+        loss: 0-dim.
+        rest: the ratio of what stands beside the terms.
+        terms: each 0-dim, inside the loss, and its ratio.
+    """
     dtype = torch.promote_types(loss.dtype, torch.float32)
 
     def cast(ratio: Tensor | float) -> Tensor | float:
@@ -145,6 +166,6 @@ def _weighed(
 
     rest = cast(rest)
     total = loss.to(dtype) * rest
-    for term, ratio in (*terms, *([(carried, 1.0)] if carried is not None else [])):
+    for term, ratio in terms:
         total = total + term.to(device=loss.device, dtype=dtype) * (cast(ratio) - rest)
     return total

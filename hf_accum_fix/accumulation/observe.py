@@ -350,8 +350,21 @@ def _owned(evidence: _Evidence, steps: int, doubled: _Seen | None, without_numbe
         divides = Divides.ALWAYS if _close(2 * doubled.loss, seen.loss, 1e-3) else Divides.UNKNOWN
     elif steps > 1 and any(_close(call.value, seen.loss * steps) for call in seen.calls if call.mean):
         divides = Divides.ALWAYS
+    if divides is not Divides.UNKNOWN and (found := _owned_mean(evidence)) is not None:
+        return replace(found, divides=divides)
     reason = "the trainer computes the loss by itself and takes no item count"
     return LossContract(Reduction.PLAIN, divides=divides, coupling=_coupling(evidence), reason=reason)
+
+
+def _owned_mean(evidence: _Evidence) -> LossContract | None:
+    """A trainer's own loss as a mean over items, or a sum of such means; None: it is none, or not for certain."""
+    if not (evidence.in_parts and evidence.sliced) or evidence.whole.random:
+        return None
+    losses = [each.loss for each in evidence.seen]
+    rules = list(_rules(evidence.batches[0], evidence.whole.calls))
+    fitting = [rule for rule in rules if _composes(rule, evidence.batches, losses, evidence.tolerance)]
+    found = _reduced(evidence, losses, rules, fitting)
+    return found if found.reduction is Reduction.MEAN and found.conclusive else None
 
 
 def _coupling(evidence: _Evidence) -> Coupling:
@@ -450,6 +463,8 @@ def _by_number(
             return replace(
                 found, reduction=found.reduction if first.own else Reduction.PLAIN, beside=True, reason=reason
             )
+        if (with_rest := _with_rest(evidence, called[0][0] if called else None, found, losses, rules)) is not None:
+            return with_rest
         reason = "a term beside the sum that the number divides is no function of single items"
         return replace(found, beside=True, reason=reason)
     if beside and (first.own or not comparable or (called and found.made_of is None)):
@@ -471,6 +486,29 @@ def _of_sums(evidence: _Evidence, call: WatchedLoss | None, router: RouterPair, 
     if not all(abs(rest - rests[0]) <= limit for rest in rests):
         return None
     return replace(made_of, rest=abs(rests[0]) > limit, counted=_counts(rule, evidence.batches[0]) == call.items)
+
+
+def _with_rest(
+    evidence: _Evidence,
+    call: WatchedLoss | None,
+    found: LossContract,
+    losses: Sequence[float],
+    rules: Sequence[Items],
+) -> LossContract | None:
+    """A sum that the number divides, as a call shows it, beside a mean over items of its own; None: it is no such."""
+    whole = evidence.whole
+    if call is None or call.reduction != "sum" or whole.own or len({len(each.calls) for each in evidence.seen}) > 1:
+        return None
+    place = whole.calls.index(call)
+    rests = [each - seen.calls[place].value / _NUMBERS[0] for each, seen in zip(losses, evidence.seen, strict=True)]
+    rest_terms = composing_rules(evidence.batches, rests, rules, evidence.tolerance)
+    if not rest_terms or found.items is None:
+        return None
+    factors = tuple(float(at == place) for at in range(len(whole.calls)))
+    terms = tuple(found.alternatives if factor else () for factor in factors)
+    counted = _counts(found.items, evidence.batches[0]) == call.items
+    made_of = Composition(factors, counted=counted, terms=terms, rest_terms=rest_terms)
+    return replace(found, made_of=made_of, reason="a sum that the number divides, beside a mean over other items")
 
 
 def _by_parts(evidence: _Evidence) -> LossContract:
@@ -591,7 +629,8 @@ def _of_terms(evidence: _Evidence, losses: Sequence[float], rules: Sequence[Item
         if np.abs(rests - rests[0]).max() <= near:
             made_of = replace(made_of, rest=abs(rests[0]) > near)
         elif rest_composes and evidence.sliced and np.abs(rests).min() > limit:
-            made_of = replace(made_of, rest_terms=_composing(evidence, list(rests), rules))
+            found = composing_rules(evidence.batches, list(rests), rules, evidence.tolerance)
+            made_of = replace(made_of, rest_terms=found)
             if not made_of.rest_terms:
                 continue
         else:
@@ -640,15 +679,27 @@ def _rules_of_call(evidence: _Evidence, place: int, rules: Sequence[Items]) -> t
     return tuple(rule for rule in rules if [_counts(rule, batch) for batch in evidence.batches] == counts)
 
 
-def _composing(evidence: _Evidence, losses: Sequence[float], rules: Sequence[Items]) -> tuple[Items, ...]:
-    """The rules by which losses compose, positions of text among them."""
+def composing_rules(
+    batches: Sequence[Mapping[str, Any]],
+    losses: Sequence[float],
+    rules: Sequence[Items] | None = None,
+    tolerance: float = 1e-5,
+) -> tuple[Items, ...]:
+    """The rules by which the loss of a batch is the mean of its two parts' losses, positions of text among them.
+
+    Args:
+        batches: the batch and its parts.
+        losses: of the three.
+        rules: the ways of counting; None: all that the inputs offer.
+        tolerance: relative, of two losses that are the same.
+    """
     positions = [
         Items((key,), ignore_index=None)
-        for key, value in evidence.batches[0].items()
+        for key, value in batches[0].items()
         if isinstance(value, Tensor) and value.ndim > 1 and not value.is_floating_point()
     ]
-    every = dict.fromkeys((*rules, *positions))
-    return tuple(rule for rule in every if _composes(rule, evidence.batches, losses, evidence.tolerance))
+    every = dict.fromkeys((*(_rules(batches[0], ()) if rules is None else rules), *positions))
+    return tuple(rule for rule in every if _composes(rule, batches, losses, tolerance))
 
 
 def _combinations(values: Any, wanted: Any) -> Iterator[tuple[Any, float]]:
@@ -830,7 +881,7 @@ def _nearest(rules: Sequence[Items], inputs: Mapping[str, Any], count: float) ->
 
 def _composes(
     rule: Items,
-    batches: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]],
+    batches: Sequence[Mapping[str, Any]],
     losses: Sequence[float],
     tolerance: float,
 ) -> bool:

@@ -31,6 +31,11 @@ class Cut:
     world_size: int
     means: Mapping[Items, Tensor] = field(default_factory=dict)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether one micro-batch is the global batch."""
+        return self.micro_batches * self.world_size == 1
+
     @classmethod
     def of(
         cls,
@@ -68,6 +73,11 @@ class Share:
     inputs: Mapping[str, Any]
     number: Tensor | None
     ratio: Tensor | float | None
+
+    @property
+    def is_weightless(self) -> bool:
+        """Whether the micro-batch counts nothing."""
+        return isinstance(self.ratio, float) and self.ratio == 0.0
 
     def of(self, loss: Tensor, carried: Tensor | None = None) -> Tensor:
         """The share that a loss makes, 0-dim; ``carried`` as in `share_of_mean`."""

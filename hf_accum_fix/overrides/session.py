@@ -32,6 +32,7 @@ class MicroBatch:
 
     Attributes:
         counts: items of it, 0-dim, by each rule; None: it is not one of the window's, and is counted again.
+        run_counts: the same of the inputs that its loss was computed from.
         base: the loss that the base handed to a ``compute_loss`` of the trainer's own; of several calls the sum.
         base_calls: how often that asked for it.
         seen: its items as its loss counted them, and as the rule did.
@@ -43,6 +44,7 @@ class MicroBatch:
     counts: dict[Items, Tensor] | None
     weightless: bool = False
     share: Tensor | None = None
+    run_counts: dict[Items, Tensor] = field(default_factory=dict)
     base: Tensor | None = None
     base_calls: int = 0
     seen: tuple[Tensor, Tensor] | None = None
@@ -91,11 +93,13 @@ class Response:
     """What a trainer's ``compute_loss`` makes of the base's loss: ``factor`` times it, and perhaps a constant.
 
     Attributes:
+        extra: the rules that count what is added, where that is a mean over items of its own.
         divides: when it divides it for the accumulation window.
     """
 
     factor: float = 1.0
     constant: bool = False
+    extra: tuple[Items, ...] = ()
     divides: Divides = Divides.NEVER
 
 

@@ -24,9 +24,9 @@ from hf_accum_fix.accumulation.declared import (
     router_coefficients,
     takes_number,
 )
-from hf_accum_fix.accumulation.observe import ATTEMPTS, HIGH, NO_TARGET_SEEN, Forward, observe
+from hf_accum_fix.accumulation.observe import ATTEMPTS, HIGH, NO_TARGET_SEEN, Forward, composing_rules, observe
 from hf_accum_fix.accumulation.share import loss_among
-from hf_accum_fix.accumulation.window import Items
+from hf_accum_fix.accumulation.window import Items, sample_count
 from hf_accum_fix.errors import ContractError, RankError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.live import (
@@ -102,7 +102,7 @@ def _looked_at_again(session: Session, known: LossContract, options: Options) ->
 
 def _is_certified(known: LossContract) -> bool:
     """Whether its loss calls show in every micro-batch that the loss is made as it was observed."""
-    return known.made_of is not None and not known.made_of.rest_terms
+    return known.made_of is not None and not (known.made_of.rest_terms or known.extra)
 
 
 def _still(trainer: Any, session: Session, known: LossContract, found: LossContract) -> LossContract:
@@ -206,7 +206,7 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
                 return loss, None if compute_loss is not None else outputs
             base, outputs = session.base_loss
             asked = (session.base_factor * float(base.detach()), float(loss.detach()))
-            responses.append(_Asked(*asked, doubled=session.doubled, number_came=number is not None))
+            responses.append(_Asked(inputs, *asked, doubled=session.doubled, number_came=number is not None))
             return base, outputs
 
         found = observe(
@@ -252,6 +252,8 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
     session.response = response or Response()
     if response is None:
         found = replace(found, changed_by_trainer=True)
+    elif response.extra:
+        found = replace(found, extra=response.extra)
     if is_compiled(module):
         found = found.without_calls()
     smoothed = trainer.label_smoother is not None and loss_func(trainer) is None
@@ -266,6 +268,7 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
 class _Asked:
     """One forward of a ``compute_loss`` that asked the base: the base's loss, and what was made of it."""
 
+    inputs: Mapping[str, Any]
     base: float
     loss: float
     doubled: bool
@@ -294,12 +297,23 @@ def _response_of(responses: Sequence[_Asked], steps: int) -> Response | None:
     if abs(factor) < 1e-9:
         return Response(0.0)
     if any(abs(each.loss - factor * each.base - added) > limit for each in plain):
-        return None
+        extra = _extra(plain, factor)
+        return Response(round(factor, 12), extra=extra, divides=_divides(seen, factor, added, steps)) if extra else None
     # Seen on other samples too, it is a constant.
     constant = abs(added) > limit
     if constant and len(plain) < 3:
         return None
-    return Response(round(factor, 12), constant, _divides(seen, factor, added, steps))
+    return Response(round(factor, 12), constant, divides=_divides(seen, factor, added, steps))
+
+
+def _extra(plain: Sequence[_Asked], factor: float) -> tuple[Items, ...]:
+    """The rules by which what is added to the base's loss composes from the parts of a batch; none: it does not."""
+    whole, *parts = (plain[0], *plain[-2:])
+    rows = [sample_count(each.inputs) for each in (whole, *parts)]
+    if len(plain) < 4 or rows[0] != rows[1] + rows[2]:
+        return ()
+    added = [each.loss - factor * each.base for each in (whole, *parts)]
+    return composing_rules([each.inputs for each in (whole, *parts)], added)
 
 
 def _divides(seen: Sequence[_Asked], factor: float, added: float, steps: int) -> Divides:

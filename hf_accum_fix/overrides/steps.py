@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,10 +12,11 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_accum_fix.accumulation.contract import Divides
-from hf_accum_fix.accumulation.micro_batch import run_micro_batch
+from hf_accum_fix.accumulation.contract import Divides, LossContract, Reduction
+from hf_accum_fix.accumulation.loss_calls import LossCall, LossCalls
+from hf_accum_fix.accumulation.micro_batch import run_micro_batch, weigh, weighed_terms
 from hf_accum_fix.accumulation.observe import ATTEMPTS
-from hf_accum_fix.accumulation.share import Cut
+from hf_accum_fix.accumulation.share import Cut, Share
 from hf_accum_fix.accumulation.whole_windows import Blank
 from hf_accum_fix.accumulation.window import Weightless, count_by_rules
 from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, tell_last
@@ -80,6 +81,9 @@ def _loss_in_window(
 ) -> tuple[Tensor, Any]:
     contract, window = session.contract, session.window
     assert contract is not None and window is not None
+    if contract.owned_by_trainer and not contract.by_number:
+        # What it makes of the base's answer is weighed as a whole.
+        return base_loss(trainer, model, inputs, None)
     cut, predicted = window.cut, micro_batch.counts
     counts = predicted or {}
     if contract.rules and not micro_batch.weightless and (predicted is None or remakes_inputs(trainer)):
@@ -100,6 +104,7 @@ def _loss_in_window(
         smoothed=trainer.label_smoother is not None and loss_func(trainer) is None,
     )
     loss = ran.loss
+    micro_batch.run_counts = counts
     micro_batch.base_calls += 1
     if ran.items is not None and contract.items is not None:
         at_its_place = window.counts[min(window.steps_run, len(window.counts) - 1)]
@@ -143,7 +148,8 @@ def training_step(
             "the step is not called exact",
         )
     micro_batch = session.micro_batch = MicroBatch(window.counts_of(inputs), isinstance(inputs, Weightless))
-    accelerator = trainer.accelerator
+    accelerator, contract = trainer.accelerator, session.contract
+    assert contract is not None
     original_loss, original_backward = trainer.compute_loss, accelerator.backward
     depth = 0
 
@@ -153,8 +159,13 @@ def training_step(
         if depth == 1:
             given = loss_kwargs.get("num_items_in_batch", loss_args[3] if len(loss_args) > 3 else None)
             micro_batch.number_came = given is not None
+            _count_own(session, window, micro_batch, loss_kwargs["inputs"] if "inputs" in loss_kwargs else loss_args[1])
+        listens = depth == 1 and contract.owned_by_trainer and contract.made_of is not None
         try:
-            with in_the_window(session, window) if depth == 1 else nullcontext():
+            with (
+                in_the_window(session, window) if depth == 1 else nullcontext(),
+                LossCalls() if listens else nullcontext() as calls,
+            ):
                 result = original_loss(*loss_args, **loss_kwargs)
         finally:
             depth -= 1
@@ -162,7 +173,8 @@ def training_step(
             loss = result[0] if isinstance(result, tuple) else result
             # Now: 4.46.0 scales in place what it is handed. And never the model's output itself: DeepSpeed hangs hooks
             # on that, which divide once more (stage 0).
-            micro_batch.share = _share_of_window(trainer, session, micro_batch, window, loss)
+            seen = None if calls is None else calls.seen
+            micro_batch.share = _share_of_window(trainer, session, micro_batch, window, loss, seen)
         return result
 
     def set_loss(loss: Tensor, **backward_kwargs: Any) -> Any:
@@ -227,8 +239,37 @@ def _reduced_in_the_last(trainer: Any, window: Window, model: nn.Module) -> Abst
     return shadow(model, "require_backward_grad_sync", last)
 
 
+def _count_own(session: Session, window: Window, micro_batch: MicroBatch, inputs: Any) -> None:
+    """Count what a trainer's own loss is about to be computed from, before it takes labels out of it."""
+    contract = session.contract
+    assert contract is not None
+    if contract.owned_by_trainer and contract.reduction is Reduction.MEAN and not micro_batch.weightless:
+        micro_batch.run_counts = count_by_rules(contract.rules, [inputs], window.cut.mean.device)[0][0]
+
+
+def _own_mean(
+    contract: LossContract, micro_batch: MicroBatch, window: Window, loss: Tensor, calls: Sequence[LossCall] | None
+) -> Tensor:
+    """The share of the global batch's loss of a mean that a trainer computed by itself."""
+    assert contract.items is not None
+    cut, counts = window.cut, micro_batch.run_counts
+    items = counts[contract.items]
+    share = Share({}, None, None if cut.is_whole else items / cut.mean)
+    certificate = window.certificate
+    loss, seen = weigh(contract, loss, calls, counts, cut, share, certificate)
+    if certificate is not None and not cut.is_whole and window.counts:
+        predicted = window.counts[min(window.steps_run, len(window.counts) - 1)]
+        certificate.note_items(items if seen is None else seen, predicted)
+    return loss
+
+
 def _share_of_window(
-    trainer: Any, session: Session, micro_batch: MicroBatch, window: Window, loss: Tensor
+    trainer: Any,
+    session: Session,
+    micro_batch: MicroBatch,
+    window: Window,
+    loss: Tensor,
+    calls: Sequence[LossCall] | None = None,
 ) -> Tensor | None:
     """What a micro-batch's loss adds to the window's; averaged over ranks the sum is the global batch's loss.
 
@@ -243,11 +284,17 @@ def _share_of_window(
         if window.certificate is not None:
             if micro_batch.seen is not None:
                 window.certificate.note_items(*micro_batch.seen)
-            if loss is not micro_batch.base:
+            if loss is not micro_batch.base and not contract.extra:
                 window.certificate.note_override(loss, micro_batch.base, response.factor, constant=response.constant)
+        if contract.extra and not window.cut.is_whole:
+            rule = contract.extra[0]
+            ratio = 0.0 if micro_batch.weightless else micro_batch.run_counts[rule] / window.cut.means[rule]
+            loss = weighed_terms(loss, ratio, [(micro_batch.base * response.factor, 1.0)])
         return loss * 1.0 if _divided(response.divides, micro_batch) else loss / steps
     if micro_batch.weightless:
         return loss * 0.0
+    if contract.owned_by_trainer and contract.reduction is Reduction.MEAN:
+        loss = _own_mean(contract, micro_batch, window, loss, calls)
     if contract.owned_by_trainer and contract.by_number:
         return loss * 1.0
     if contract.divides is Divides.UNKNOWN and not scales_itself(trainer):

@@ -58,7 +58,7 @@ def _number_of(trainer: Any, session: Session, window: Window, upstream_number: 
     """What a ``compute_loss`` is handed as the number of items."""
     contract = session.contract
     assert contract is not None
-    if contract.items is None:
+    if contract.items is None or (contract.owned_by_trainer and not contract.by_number):
         return upstream_number
     if not contract.owned_by_trainer:
         return window.total.long()
