@@ -364,7 +364,12 @@ def _owned_mean(evidence: _Evidence) -> LossContract | None:
     rules = list(_rules(evidence.batches[0], evidence.whole.calls))
     fitting = [rule for rule in rules if _composes(rule, evidence.batches, losses, evidence.tolerance)]
     found = _reduced(evidence, losses, rules, fitting)
-    return found if found.reduction is Reduction.MEAN and found.conclusive else None
+    if found.reduction is not Reduction.MEAN or not found.conclusive:
+        return None
+    if found.made_of is None:
+        told = _told_apart(fitting, evidence.batches, losses, evidence.tolerance)
+        return replace(found, items=told[0], alternatives=told) if told else None
+    return found
 
 
 def _coupling(evidence: _Evidence) -> Coupling:
@@ -699,7 +704,19 @@ def composing_rules(
         if isinstance(value, Tensor) and value.ndim > 1 and not value.is_floating_point()
     ]
     every = dict.fromkeys((*(_rules(batches[0], ()) if rules is None else rules), *positions))
-    return tuple(rule for rule in every if _composes(rule, batches, losses, tolerance))
+    return _told_apart(
+        [rule for rule in every if _composes(rule, batches, losses, tolerance)], batches, losses, tolerance
+    )
+
+
+def _told_apart(
+    rules: Sequence[Items], batches: Sequence[Mapping[str, Any]], losses: Sequence[float], tolerance: float
+) -> tuple[Items, ...]:
+    """The rules by which losses compose, if that tells them from others: two parts that are alike fit any rule."""
+    if 0.01 * abs(losses[1] - losses[2]) <= tolerance * max(map(abs, losses)):
+        return ()
+    shares = [_counts(rule, batches[1]) / _counts(rule, batches[0]) for rule in rules]
+    return tuple(rules) if all(abs(share - shares[0]) <= 1e-9 for share in shares) else ()
 
 
 def _combinations(values: Any, wanted: Any) -> Iterator[tuple[Any, float]]:

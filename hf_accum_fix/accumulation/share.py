@@ -56,7 +56,7 @@ class Cut:
         """
         steps = max(micro_batches, 1)
         means = [mean_item_count(each, steps, world_size) for each in (total, *beside)]
-        by_rule = dict(zip(contract.rules, means, strict=True)) if beside else {}
+        by_rule = dict(zip(contract.rules, means, strict=bool(beside)))
         return cls(means[0], contract.as_number(means[0]), steps, world_size, by_rule)
 
 

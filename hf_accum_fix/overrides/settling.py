@@ -81,6 +81,17 @@ def settle_contract(
         if settled and known is not None:
             return _still(trainer, session, known, found)
         session.attempts += found.reason != NO_TARGET_SEEN
+    if (
+        known is not None
+        and known.reason != NO_TARGET_SEEN
+        and (known.reduction, known.rules)
+        != (
+            found.reduction,
+            found.rules,
+        )
+    ):
+        # The windows before were trained by what they showed.
+        session.note_inexact()
     session.contract = found
     if not found.conclusive and session.attempts < ATTEMPTS:
         if found.reason != NO_TARGET_SEEN:
@@ -248,6 +259,9 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
         found = replace(found, beside=True, reason=reason)
     if found.owned_by_trainer:
         session.response = Response()
+        if found.reduction is Reduction.MEAN and scales_itself(trainer):
+            reason = "the trainer says that it scales the loss by itself"
+            return replace(found, reduction=Reduction.PLAIN, items=None, made_of=None, reason=reason)
         return found
     session.response = response or Response()
     if response is None:
