@@ -54,6 +54,9 @@ _RANDOM_IN_PLACE = {Tensor.uniform_, Tensor.normal_, Tensor.bernoulli_}
 #: Why a contract could not be observed yet: nothing was there to be learnt from.
 NO_TARGET_SEEN = "no target was seen yet"
 
+#: Why a loss is not weighed yet: its samples' losses are the same (a policy that is still its reference).
+ALIKE = "the samples seen have one loss, which does not tell by what it is weighed"
+
 #: Windows that are observed before an inconclusive contract is taken as it is.
 ATTEMPTS = 3
 
@@ -263,6 +266,10 @@ def observe(
             parts = (first, first)
         elif not by_hand or first.own or world_size == 1:
             parts = (tried(one, number), tried(other, number))
+        if first.own and None in parts and not sharded and (pairs := _pairs(inputs)) is not None:
+            # The chosen rows may stand before the rejected ones.
+            (one, other), sliced = pairs, True
+            parts = (tried(one, number), tried(other, number))
         if None in parts and sliced and world_size == 1 and not by_hand:
             # What looks like rows may be none (three axes of positions beside three samples).
             one, other, sliced = _masked_parts(inputs, first, router_coefficients)
@@ -282,6 +289,11 @@ def observe(
             found = _by_number(evidence, second, *others_seen, needs_number)
         elif first.own:
             found = _owned(evidence, len(window), *others_seen)
+            if found.reason == ALIKE and not sharded:
+                moved = [tried(batch, number, lambda: _moved(model)) for batch in evidence.batches]
+                seen = tuple(each for each in moved if each is not None)
+                again = _owned_mean(replace(evidence, seen=seen)) if len(seen) == len(moved) else None
+                found = found if again is None else replace(again, divides=found.divides)
         else:
             found = _by_parts(evidence)
     if batch_norm is not None and found.by_number:
@@ -352,6 +364,9 @@ def _owned(evidence: _Evidence, steps: int, doubled: _Seen | None, without_numbe
         divides = Divides.ALWAYS
     if divides is not Divides.UNKNOWN and (found := _owned_mean(evidence)) is not None:
         return replace(found, divides=divides)
+    losses = [each.loss for each in evidence.seen]
+    if evidence.in_parts and evidence.sliced and not evidence.whole.random and _alike(losses, evidence.tolerance):
+        return LossContract(Reduction.PLAIN, divides=divides, conclusive=False, reason=ALIKE)
     reason = "the trainer computes the loss by itself and takes no item count"
     return LossContract(Reduction.PLAIN, divides=divides, coupling=_coupling(evidence), reason=reason)
 
@@ -370,6 +385,20 @@ def _owned_mean(evidence: _Evidence) -> LossContract | None:
         told = _told_apart(fitting, evidence.batches, losses, evidence.tolerance)
         return replace(found, items=told[0], alternatives=told) if told else None
     return found
+
+
+@contextmanager
+def _moved(model: nn.Module) -> Iterator[None]:
+    """Move small parameters that train, so that samples with one loss get different ones; `Preserved` undoes it."""
+    generator = torch.Generator().manual_seed(0)
+    left = 2**22
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.numel() <= min(left, 2**20):
+                left -= parameter.numel()
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                parameter.add_(noise * (0.1 + 0.1 * parameter.abs().mean()))
+    yield
 
 
 def _coupling(evidence: _Evidence) -> Coupling:
@@ -709,11 +738,16 @@ def composing_rules(
     )
 
 
+def _alike(losses: Sequence[float], tolerance: float) -> bool:
+    """Whether the losses of a batch and its parts are too near to tell to 1 % by what they are weighed."""
+    return 0.01 * (max(losses) - min(losses)) <= tolerance * max(map(abs, losses))
+
+
 def _told_apart(
     rules: Sequence[Items], batches: Sequence[Mapping[str, Any]], losses: Sequence[float], tolerance: float
 ) -> tuple[Items, ...]:
     """The rules by which losses compose, if that tells them from others: two parts that are alike fit any rule."""
-    if 0.01 * abs(losses[1] - losses[2]) <= tolerance * max(map(abs, losses)):
+    if _alike(losses, tolerance):
         return ()
     shares = [_counts(rule, batches[1]) / _counts(rule, batches[0]) for rule in rules]
     return tuple(rules) if all(abs(share - shares[0]) <= 1e-9 for share in shares) else ()
@@ -1035,6 +1069,29 @@ def _parts(
         others = [row for row in range(sample_count(inputs)) if row != least]
         return _rows(inputs, [least]), _rows(inputs, others), True
     return _masked_parts(inputs, whole, configured)
+
+
+def _pairs(inputs: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """Two parts of a batch whose second half stands beside its first, row by row; None: it has too few rows."""
+    half, odd = divmod(sample_count(inputs), 2)
+    if odd or half < 2:
+        return None
+    rows = [*range(1, half), *range(half + 1, 2 * half)]
+
+    def taken(rows: list[int]) -> dict[str, Any]:
+        # What has a row for each pair is taken by pairs.
+        each = {key: value for key, value in inputs.items() if _length(value) == half}
+        every = {key: value for key, value in inputs.items() if key not in each}
+        return {**_rows(every, rows), **_rows(each, [row for row in rows if row < half])}
+
+    return taken([0, half]), taken(rows)
+
+
+def _length(value: Any) -> int | None:
+    """Rows of a value; None: it has none."""
+    if isinstance(value, (list, tuple)) or (isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0):
+        return len(value)
+    return None
 
 
 def _masked_parts(

@@ -105,7 +105,9 @@ def settle_contract(
 
 def _looked_at_again(session: Session, known: LossContract, options: Options) -> bool:
     """Whether a loss that no call shows is observed once more: in windows 2, 3, 4, 8, 16 and so on."""
-    if options.contract is not None or _is_certified(known) or known.reduction is Reduction.PLAIN:
+    if options.contract is not None or _is_certified(known):
+        return False
+    if known.reduction is Reduction.PLAIN and known.conclusive:
         return False
     number = session.windows
     return number in (2, 3) or number & (number - 1) == 0
@@ -120,6 +122,10 @@ def _still(trainer: Any, session: Session, known: LossContract, found: LossContr
     """The contract after a later window was observed too: as it was, narrowed down, or with a warning another one."""
     if found.reason == NO_TARGET_SEEN or not found.conclusive:
         return known
+    if known.reduction is Reduction.PLAIN:
+        session.note_inexact()
+        session.contract = found
+        return found
     common = tuple(rule for rule in known.alternatives if rule in found.alternatives)
     if found.reduction is known.reduction and (known.items is None or common):
         session.contract = replace(known, items=common[0] if common else known.items, alternatives=common)

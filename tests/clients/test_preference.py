@@ -1,19 +1,20 @@
-"""TRL's DPO, KTO, Reward, GRPO and RLOO trainers: left, bit for bit, as TRL means them, and never called exact.
+"""TRL's preference trainers, exact where the last micro-batch is short; GRPO and RLOO, left as TRL means them.
 
-Each computes a loss by itself and takes no item count. All but GRPO return the mean of a micro-batch, of which upstream
-takes the mean; GRPO divides by the window itself and says so. Over full micro-batches that is the full batch's step;
-where the last one is short it is not, with hf_accum_fix or without.
+Each computes a loss by itself and takes no item count. DPO, KTO and Reward return the mean over a micro-batch's samples,
+of which upstream takes the mean: over full micro-batches the full batch's step, where the last one is short 0.15 to 0.22
+off it. GRPO and RLOO sample their answers in whole groups; GRPO divides by the window itself and says so.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from hf_accum_fix import observations
-from tests.clients.preference import PREFERENCES, preference_step
+from tests.clients.preference import LLAMA, PREFERENCES, preference_step
 from tests.numerics.heads import FLOAT32_LOSS
 from tests.numerics.parity import Step
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 WHOLE = (8, 1)
 EVERYDAY = (2, 4)
 WITH_SHORT_MICRO_BATCH = (3, 3)
+MEANS = [name for name, kind in PREFERENCES.items() if not kind.sampled]
 splits = pytest.mark.parametrize(
     "split",
     [pytest.param(split, marks=() if split == EVERYDAY else pytest.mark.clients, id="x".join(map(str, split)))
@@ -40,7 +42,7 @@ def assert_left_alone(step: Step, stock: Step) -> None:
 
 
 @splits
-@pytest.mark.parametrize("name", PREFERENCES)
+@pytest.mark.parametrize("name", [name for name, kind in PREFERENCES.items() if kind.sampled])
 def test_left_as_it_is_and_reported_as_a_mean_over_micro_batches(
     name: str, split: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -59,18 +61,43 @@ def test_left_as_it_is_and_reported_as_a_mean_over_micro_batches(
     assert warned == (0 if split == WHOLE else 2)
 
 
-@pytest.mark.parametrize("name", [name for name, kind in PREFERENCES.items() if not kind.sampled])
-def test_a_short_micro_batch_weighs_as_much_as_a_full_one_with_or_without(name: str, tmp_path: Path) -> None:
-    """Three, three and two samples: TRL's own 0.15 to 0.22 off the full batch, which is not ours to change."""
+@splits
+@pytest.mark.parametrize("name", MEANS)
+def test_full_micro_batches_take_stocks_step(name: str, split: tuple[int, int], tmp_path: Path) -> None:
     kind = PREFERENCES[name]
-    stock = preference_step(kind, "stock", *WITH_SHORT_MICRO_BATCH, tmp_path)
-    assert stock.error(preference_step(kind, "stock", *WHOLE, tmp_path)) > 0.1
-    assert_left_alone(preference_step(kind, "apply", *WITH_SHORT_MICRO_BATCH, tmp_path), stock)
+    stock = preference_step(kind, "stock", *split, tmp_path)
+    assert_left_alone(preference_step(kind, "apply", *split, tmp_path), stock)
 
 
-@pytest.mark.parametrize("name", [name for name, kind in PREFERENCES.items() if not kind.sampled])
+@pytest.mark.parametrize("path", ["apply", "trainer"])
+@pytest.mark.parametrize("name", MEANS)
+def test_a_short_micro_batch_weighs_as_its_samples(
+    name: str, path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three, three and two samples."""
+    kind = PREFERENCES[name]
+    whole = preference_step(kind, "stock", *WHOLE, tmp_path)
+    assert preference_step(kind, "stock", *WITH_SHORT_MICRO_BATCH, tmp_path).error(whole) > 0.1
+    observations.clear()
+    with caplog.at_level("WARNING", logger="hf_accum_fix"):
+        ours = preference_step(kind, path, *WITH_SHORT_MICRO_BATCH, tmp_path)
+    assert ours.error(whole) <= FLOAT32_LOSS
+    assert ours.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert observations.recorded()[-1]["exact"]
+    assert not [record for record in caplog.records if record.name == "hf_accum_fix"]
+
+
+def test_a_policy_that_is_still_its_reference_shows_what_it_averages_over(tmp_path: Path) -> None:
+    """Every pair's loss is log 2 then, by whatever it is weighed; the gradient is not alike."""
+    kind = replace(PREFERENCES["DPO"], given=lambda: {"ref_model": LLAMA()})
+    whole = preference_step(kind, "stock", *WHOLE, tmp_path)
+    assert preference_step(kind, "stock", *WITH_SHORT_MICRO_BATCH, tmp_path).error(whole) > 0.1
+    assert preference_step(kind, "apply", *WITH_SHORT_MICRO_BATCH, tmp_path).error(whole) <= FLOAT32_LOSS
+
+
+@pytest.mark.parametrize("name", MEANS)
 def test_a_short_last_window_is_left_as_it_is(name: str, tmp_path: Path) -> None:
-    """Windows of three micro-batches and of one."""
+    """Windows of three micro-batches and of one, all of them full."""
     kind, two = PREFERENCES[name], {"max_steps": 2, "learning_rate": 1e-2}
     stock = preference_step(kind, "stock", 2, 3, tmp_path, **two)
     assert_left_alone(preference_step(kind, "apply", 2, 3, tmp_path, **two), stock)
