@@ -139,7 +139,7 @@ def _terms(
     assert made_of is not None
 
     def ratio(rules: tuple[Items, ...]) -> Tensor | float:
-        return 0.0 if share.is_weightless else counts[rules[0]] / cut.means[rules[0]]
+        return 0.0 if share.is_weightless else rules[0].divisor(counts[rules[0]]) / cut.means[rules[0]]
 
     terms: list[tuple[Tensor, Tensor | float]] = []
     for call, factor, rules in zip(calls, made_of.factors, made_of.terms, strict=True):

@@ -656,21 +656,24 @@ def _of_terms(evidence: _Evidence, losses: Sequence[float], rules: Sequence[Item
     wanted = np.array(losses)
     limit = evidence.tolerance * max(map(abs, losses))
     terms = [_rules_of_call(evidence, place, rules) for place in range(calls)]
-    for factors, rest_composes in _sums_of_calls(values, wanted, [bool(each) for each in terms]):
+    listed = tuple(rule for rule in rules if rule.entry is not None)
+    for factors, rest_composes in _sums_of_calls(values, wanted, [bool(each) for each in terms], bool(listed)):
         made_of = Composition(tuple(map(float, factors)), terms=tuple(terms))
         rests = wanted - np.where(factors == 0, 0, values) @ factors
         near = made_of.rounding(evidence.whole.dtype) * max(map(abs, losses))
         if np.abs(rests - rests[0]).max() <= near:
             made_of = replace(made_of, rest=abs(rests[0]) > near)
         elif rest_composes and evidence.sliced and np.abs(rests).min() > limit:
-            found = composing_rules(evidence.batches, list(rests), rules, evidence.tolerance)
+            # What is not made of any call is taken for a mean only where a list of targets is counted.
+            offered = rules if factors.any() else listed
+            found = composing_rules(evidence.batches, list(rests), offered, evidence.tolerance)
             made_of = replace(made_of, rest_terms=found)
             if not made_of.rest_terms:
                 continue
         else:
             continue
         used = tuple(each if factor else () for each, factor in zip(terms, factors, strict=True))
-        main = next(each for each in used if each)
+        main = next((each for each in used if each), made_of.rest_terms)
         return LossContract(
             Reduction.MEAN,
             main[0],
@@ -681,23 +684,24 @@ def _of_terms(evidence: _Evidence, losses: Sequence[float], rules: Sequence[Item
     return None
 
 
-def _sums_of_calls(values: Any, wanted: Any, countable: Sequence[bool]) -> Iterator[tuple[Any, bool]]:
+def _sums_of_calls(values: Any, wanted: Any, countable: Sequence[bool], alone: bool) -> Iterator[tuple[Any, bool]]:
     """Factors of the calls that might make the losses, and whether a rest may stand beside them; the fullest first.
 
     Args:
         values: of the calls, a row for each forward.
         wanted: the losses.
         countable: whether a rule counts what a call reduces over.
+        alone: a rest may be all there is.
     """
     places = [place for place, each in enumerate(countable) if each and np.isfinite(values[:, place]).all()]
-    if not places:
-        return
     several = values.shape[1] > 1
-    subsets = [set(places), *({place} for place in places if several)]
+    subsets = [set(places), *({place} for place in places if several)] if places else []
     for beside in (False, True):
         for subset in subsets:
             yield np.array([float(place in subset) for place in range(values.shape[1])]), beside
-    if len(places) < len(wanted):
+    if alone:
+        yield np.zeros(values.shape[1]), True
+    if 0 < len(places) < len(wanted):
         factors = np.zeros(values.shape[1])
         factors[places] = np.linalg.lstsq(values[:, places], wanted, rcond=None)[0]
         if np.abs(factors).max() < 1e6:
@@ -710,7 +714,26 @@ def _rules_of_call(evidence: _Evidence, place: int, rules: Sequence[Items]) -> t
     counts = [call.items for call in calls]
     if not _weighs_up([_mean_of(call) for call in calls], counts, evidence.tolerance):
         return ()
-    return tuple(rule for rule in rules if [_counts(rule, batch) for batch in evidence.batches] == counts)
+    by_rule = {rule: [_counts(rule, batch) for batch in evidence.batches] for rule in rules}
+    found = tuple(rule for rule in rules if by_rule[rule] == counts)
+    if found or not calls[0].weighted:
+        return found
+    return tuple(_mixed(by_rule, counts))
+
+
+def _mixed(by_rule: Mapping[Items, Sequence[float]], weights: Sequence[float]) -> Iterator[Items]:
+    """What a call weighs its targets by, as a sum of rows listed for each sample and of samples.
+
+    Every target of a list is matched, and has a weight of its own kind; the others share what is left of a sample's.
+    """
+    for rule, counts in by_rule.items():
+        if rule.entry is None:
+            continue
+        rows = np.array([counts, by_rule[Items()]]).T
+        factors, _, rank, _ = np.linalg.lstsq(rows, np.array(weights), rcond=None)
+        # Samples with as many rows each do not tell the two apart.
+        if rank == 2 and np.abs(rows @ factors - weights).max() <= 1e-5 * max(weights):
+            yield Items(mix=((float(factors[0]), rule), (float(factors[1]), Items())))
 
 
 def composing_rules(
@@ -769,11 +792,8 @@ def _combinations(values: Any, wanted: Any) -> Iterator[tuple[Any, float]]:
         yield mask * (wanted[0] / (values[0] @ mask)), 0.0
     if 1 < calls < runs and np.isfinite(values).all():
         yield np.linalg.lstsq(values, wanted, rcond=None)[0], 0.0
-    for mask in usable:
-        line = values @ mask
-        if runs > 2 and line[0] != line[1]:
-            slope = (wanted[0] - wanted[1]) / (line[0] - line[1])
-            yield mask * slope, float(wanted[0] - slope * line[0])
+    # A factor estimated beside a constant would fit whatever composes by the same items.
+    yield from ((mask, float(wanted[0] - values[0] @ mask)) for mask in usable)
 
 
 def _mean_of(call: WatchedLoss) -> float:
@@ -898,8 +918,20 @@ def _rules(inputs: Mapping[str, Any], calls: Sequence[WatchedLoss]) -> Iterator[
     masks = [key for key in tensors if "mask" in key and (_is_mask(tensors[key]) or "observed" in key)]
     telling = [key for key in masks if "attention" not in key]
     yield from (Items((key,), ignore_index=0) for key in sorted(telling, key=lambda key: "past" in key))
+    yield from _listed(inputs)
     yield Items()
     yield from (Items((key,), ignore_index=0) for key in masks if key not in telling)
+
+
+def _listed(inputs: Mapping[str, Any]) -> Iterator[Items]:
+    """Ways of counting the rows of what is listed for each sample: the boxes of an image, or its masks."""
+    for key, value in inputs.items():
+        if "label" not in key or not isinstance(value, (list, tuple)) or not value:
+            continue
+        if isinstance(value[0], Tensor):
+            yield Items((key,), None, entry="")
+        elif isinstance(value[0], Mapping):
+            yield from (Items((key,), None, entry=each) for each in value[0] if "label" in each)
 
 
 def _is_mask(value: Tensor) -> bool:

@@ -66,6 +66,9 @@ class Items:
         mask: an input whose zeros take positions out of the loss as well (LLaVA's attention mask up to 4.51).
         width_of: an input [batch, width, ...]; targets at or beyond its width are no targets (question answering
             clamps answers outside the text to that width and ignores it).
+        entry: the counted input is a list with an entry for each sample, and the items are the rows of those, or of
+            what they hold under this name (the boxes of an image); "": of the entries themselves. None: it is a tensor.
+        mix: the items are weights: a sum of other counts, each times a factor (boxes, and queries without one).
     """
 
     keys: tuple[str, ...] = ()
@@ -73,6 +76,8 @@ class Items:
     shift: bool = False
     mask: str | None = None
     width_of: str | None = None
+    entry: str | None = None
+    mix: tuple[tuple[float, Items], ...] = ()
 
     def has_targets(self, inputs: Mapping[str, Any]) -> bool:
         """Whether a micro-batch holds what is counted."""
@@ -102,6 +107,12 @@ class Items:
 
     def count(self, inputs: Mapping[str, Any], device: torch.device | None = None) -> Tensor:
         """Items of one micro-batch: 0-dim tensor on ``device`` (default: the targets'); no device sync."""
+        if self.mix:
+            return torch.stack([factor * rule.count(inputs, device) for factor, rule in self.mix]).sum()
+        if self.entry is not None and not isinstance(inputs, Weightless):
+            rows = sum(len(each[self.entry] if self.entry else each) for each in inputs[self.keys[0]])
+            device = device or torch.device("cpu")
+            return torch.full((), rows, dtype=count_dtype(device), device=device)
         if not self.keys or isinstance(inputs, Weightless):
             device = device or torch.device("cpu")
             samples = 0 if isinstance(inputs, Weightless) else sample_count(inputs)
@@ -116,7 +127,12 @@ class Items:
         still an exact zero, and every parameter is still touched. Decided on the device, without a sync.
         """
         result = dict(inputs)
-        if not self.keys or self.keys[0] not in result or (self.ignore_index is None and self.width_of is None):
+        if (
+            self.entry is not None
+            or not self.keys
+            or self.keys[0] not in result
+            or (self.ignore_index is None and self.width_of is None)
+        ):
             return result
         if result[self.keys[0]].is_floating_point() or result[self.keys[0]].dtype is torch.bool:
             return result
@@ -141,7 +157,15 @@ class Items:
             allowed[..., 0] = False
         return allowed.flatten().to(torch.uint8).argmax(dim=0, keepdim=True)
 
+    def divisor(self, count: Tensor) -> Tensor:
+        """What a mean over ``count`` items divides by: heads with a list of targets divide by 1 where it is empty."""
+        return count if self.entry is None else count.clamp(min=1)
+
     def __str__(self) -> str:
+        if self.mix:
+            return " + ".join(f"{factor:.4g} x {rule}" for factor, rule in self.mix)
+        if self.entry is not None:
+            return f"rows of {self.entry or self.keys[0]!r}"
         if not self.keys:
             return "samples"
         words = ["shifted" if self.shift else "", f"{self.keys[0]!r}"]
