@@ -264,6 +264,7 @@ def apply(
     drop_duplicates: bool = False,
     router_loss: str = "mean",
     balance_windows: bool | BalanceOptions = False,
+    per_sample: bool = False,
     quiet: bool = False,
 ) -> PatchHandle:
     """Patch transformers.Trainer, for every subclass there is or will be.
@@ -283,6 +284,8 @@ def apply(
             "window", by the running counts of the window; "exact", that of the whole global batch, by one more forward.
         balance_windows: deal the samples of a global batch into micro-batches by length: the same gradient, with
             almost nothing padded. True, or `BalanceOptions`; off by default.
+        per_sample: train the mean of sample means, so that every sample weighs as much however many targets it has;
+            off by default, because stock weighs every target alike.
         quiet: leave out the line on stderr that says, once a job, that the patch is on; HF_ACCUM_FIX_QUIET=1 does, too.
 
     Returns:
@@ -301,7 +304,7 @@ def apply(
     from hf_accum_fix.upstream.plan import make_plan
     from hf_accum_fix.upstream.seams import GUARD, TRAINER_MODULE
 
-    options = Options(contract, allow_foreign, eval_loss, drop_duplicates, router_loss, balance_windows)
+    options = Options(contract, allow_foreign, eval_loss, drop_duplicates, router_loss, balance_windows, per_sample)
     if not enabled():
         _LOG.info("hf-accum-fix is switched off by %s: transformers.Trainer stays as it is", SWITCH)
         return PatchHandle(options, make_plan(detect(), options), off=True)

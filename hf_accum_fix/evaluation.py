@@ -58,7 +58,8 @@ def evaluation_loop(
         if _is_filled_up(trainer, inputs):
             counted, again = _without_filling(contract.items, inputs, _real_rows(trainer, inputs)), True
         items = torch.zeros_like(sums[0]) if not counted else _items(contract).count(counted, sums.device)
-        if again or contract.has_router_loss:
+        by_sample = contract.items is not None and contract.items.per_sample
+        if again or contract.has_router_loss or by_sample:
             loss = _loss(trainer, model, contract, counted or dict(inputs))
         if loss is None:
             refused.append("prediction_step returned no loss")

@@ -45,6 +45,7 @@ from hf_accum_fix.accumulation.declared import (
 )
 from hf_accum_fix.accumulation.micro_batch import run_micro_batch
 from hf_accum_fix.accumulation.observe import ATTEMPTS, NO_TARGET_SEEN, observe
+from hf_accum_fix.accumulation.per_sample import by_sample
 from hf_accum_fix.accumulation.router_loss import Convention, Form, RouterLoss, one_form
 from hf_accum_fix.accumulation.share import Cut, loss_among, share_of
 from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules, count_dtype
@@ -294,12 +295,14 @@ class AccumulationWindows:
         contract: LossContract | None,
         drop_duplicates: bool,
         router_loss: str,
+        per_sample: bool,
     ) -> None:
         """Made by `accumulation_windows` alone."""
         self.contract = contract
         self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._dataloader = dataloader
         self._drop_duplicates = drop_duplicates
+        self._per_sample = per_sample
         self._accelerator = accelerator
         self._router = RouterLoss(Convention(router_loss))
         self._steps = steps
@@ -390,7 +393,7 @@ class AccumulationWindows:
             raise self._uneven()
         if not ranks and known is not None:
             return known
-        found = self.contract = agree(ranks)
+        found = self.contract = by_sample(agree(ranks)) if self._per_sample else agree(ranks)
         self._closing.corrects = found.made_of is not None and not found.made_of.counted
         self._attempts += found.reason != NO_TARGET_SEEN
         if model is not None and (found.conclusive or self._attempts >= ATTEMPTS):
@@ -579,6 +582,7 @@ def accumulation_windows(
     contract: LossContract | None = None,
     drop_duplicates: bool = False,
     router_loss: str = "mean",
+    per_sample: bool = False,
 ) -> AccumulationWindows:
     """The epochs of a dataloader as accumulation windows, exact for every cut into micro-batches and ranks.
 
@@ -593,6 +597,7 @@ def accumulation_windows(
         drop_duplicates: leave out the samples that accelerate repeats at the end of an epoch so that every rank has as
             many; a micro-batch of nothing else is run and counts nothing.
         router_loss: what the load-balancing loss of a mixture of experts is, as in `Options`.
+        per_sample: train the mean of sample means, as in `Options`.
 
     Raises:
         OptionsError: if neither an accelerator nor steps are given, or steps is no positive integer.
@@ -607,6 +612,8 @@ def accumulation_windows(
     split = {kind: getattr(config, f"{kind}_size", 1) or 1 for kind in ("tp", "cp", "sp")}
     if any(size > 1 for size in split.values()):
         raise UnsupportedSetupError(f"ranks split samples {split}; only data-parallel ranks are supported")
+    if per_sample and contract is not None:
+        raise OptionsError("got per_sample=True and a contract; expected one of them: the loss has to be observed")
     if router_loss not in ROUTER_LOSSES:
         raise OptionsError(f"router_loss is {router_loss!r}; needed is one of {', '.join(map(repr, ROUTER_LOSSES))}")
-    return AccumulationWindows(dataloader, accelerator, steps, contract, drop_duplicates, router_loss)
+    return AccumulationWindows(dataloader, accelerator, steps, contract, drop_duplicates, router_loss, per_sample)

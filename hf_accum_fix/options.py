@@ -73,6 +73,8 @@ class Options:
         router_loss: what the load-balancing loss of a mixture of experts is: "mean", over micro-batches and ranks;
             "window", by the running counts of the window; "exact", that of the whole global batch, by one more forward.
         balance_windows: deal the samples of a global batch into micro-batches by length; True is `BalanceOptions()`.
+        per_sample: train the mean of sample means, so that every sample weighs as much however many targets it has;
+            off, because stock weighs every target alike.
 
     Raises:
         OptionsError: if allow_foreign is not a tuple of "module.qualname" strings, a switch is no bool, router_loss
@@ -85,6 +87,7 @@ class Options:
     drop_duplicates: bool = False
     router_loss: str = "mean"
     balance_windows: bool | BalanceOptions = False
+    per_sample: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what would be misread later, such as a bare string taken for a sequence of names."""
@@ -99,9 +102,11 @@ class Options:
                 f'allow_foreign is {names!r}; needed is a tuple of "module.qualname" strings, such as '
                 'allow_foreign=("unsloth_zoo.loss_utils._unsloth_get_batch_samples",)'
             )
-        for switch in ("eval_loss", "drop_duplicates"):
+        for switch in ("eval_loss", "drop_duplicates", "per_sample"):
             if not isinstance(getattr(self, switch), bool):
                 raise OptionsError(f"{switch} is {getattr(self, switch)!r}; needed is True or False")
+        if self.per_sample and self.contract is not None:
+            raise OptionsError("got per_sample=True and a contract; expected one of them: the loss has to be observed")
         if self.router_loss not in ROUTER_LOSSES:
             known = ", ".join(map(repr, ROUTER_LOSSES))
             raise OptionsError(f"router_loss is {self.router_loss!r}; needed is one of {known}")

@@ -9,8 +9,8 @@ under torch.compile, inside of ``torch.func`` or by a name of its own is not see
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from threading import local
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_accum_fix.accumulation.window import count_dtype
+from hf_accum_fix.errors import ContractError
 
 #: The functions that are seen; what a mean divides by is `_divisor`.
 _LOSSES = (
@@ -76,38 +77,31 @@ class LossCalls(AbstractContextManager["LossCalls"]):
         self.seen: list[LossCall] = []
 
     def __enter__(self) -> LossCalls:
-        """Listen, instead of whoever listens outside, and put the wrappers in the place of the functions."""
+        """Listen, instead of whoever listens outside."""
         self._outer = getattr(_THREAD, "listener", None)
         _THREAD.listener = self
-        self._replaced = []
-        for name in _LOSSES:
-            function = _NAMESPACE[name]
-            if function not in _OURS:
-                _NAMESPACE[name] = _WRAPPERS.get(function) or _noted(name, function)
-                self._replaced.append((name, function))
+        self._replaced = _put_wrappers()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Put the functions back, unless others have put theirs around, and let whoever listens outside go on."""
-        for name, function in self._replaced:
-            if _NAMESPACE[name] in _OURS:
-                _NAMESPACE[name] = function
+        """Let whoever listens outside go on."""
+        _put_back(self._replaced)
         _THREAD.listener = self._outer
 
-    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
-        given = {**_DEFAULTS[name], **dict(zip(_NAMES[name], args, strict=False)), **kwargs}
-        reduction = given.get("reduction", "mean")
-        size_average, reduce = given.get("size_average"), given.get("reduce")
-        if size_average is not None or reduce is not None:
-            # The spelling of torch before 1.0, which the function itself translates.
-            reduction = "none" if reduce is False else ("mean" if size_average in (None, True) else "sum")
+    def _note(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, weights: Tensor | None
+    ) -> None:
+        given = _given(name, args, kwargs)
+        reduction = given["reduction"]
         if out.ndim > 0 and reduction != "none":
             return
         items: Tensor | int
         target = given.get("target")
         ignore_index: int | None = None
         weighted = False
-        if reduction == "batchmean":
+        if weights is not None:
+            ignore_index, items = given["ignore_index"], weights.sum()
+        elif reduction == "batchmean":
             reduction, items = "mean", len(given["input"])
         elif name in _BY_CLASS and isinstance(target, Tensor) and not target.is_floating_point():
             ignore_index = given["ignore_index"]
@@ -132,6 +126,68 @@ class LossCalls(AbstractContextManager["LossCalls"]):
         self.seen.append(LossCall(reduction, value, items, weighted, ignore_index))
 
 
+@contextmanager
+def weighing(weights: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let cross entropies multiply each target's loss by a weight of its own; a mean divides by the weights.
+
+    Args:
+        weights: flat, by the number of targets that a call is handed.
+    """
+    outer, _THREAD.weights = getattr(_THREAD, "weights", None), weights
+    replaced = _put_wrappers()
+    try:
+        yield
+    finally:
+        _put_back(replaced)
+        _THREAD.weights = outer
+
+
+def _weighed(
+    function: Callable[..., Any], name: str, given: dict[str, Any], weights: Mapping[int, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """A loss call with a weight for each target, and the weights of those that are no ignored ones."""
+    target, reduction = given["target"], given["reduction"]
+    found = weights.get(target.numel())
+    if found is None or target.is_floating_point() or reduction == "none":
+        raise ContractError(
+            f"got {name} over {target.numel()} targets, reduced by {reduction!r}; expected a mean or sum over the "
+            f"{' or '.join(map(str, weights))} labels of its micro-batch: leave per_sample out"
+        )
+    used = found.to(target.device) * (target != given["ignore_index"]).flatten()
+    losses = function(**{**given, "reduction": "none"})
+    total = (losses.flatten().to(used.dtype) * used).sum()
+    return (total / used.sum() if reduction == "mean" else total).to(losses.dtype), used
+
+
+def _given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a loss call by name, its reduction as torch spells it today."""
+    given = {**_DEFAULTS[name], **dict(zip(_NAMES[name], args, strict=False)), **kwargs}
+    size_average, reduce = given.pop("size_average", None), given.pop("reduce", None)
+    given.setdefault("reduction", "mean")
+    if size_average is not None or reduce is not None:
+        # The spelling of torch before 1.0, which the function itself translates.
+        given["reduction"] = "none" if reduce is False else ("mean" if size_average in (None, True) else "sum")
+    return given
+
+
+def _put_wrappers() -> list[tuple[str, Callable[..., Any]]]:
+    """Put the wrappers in the place of the functions."""
+    replaced = []
+    for name in _LOSSES:
+        function = _NAMESPACE[name]
+        if function not in _OURS:
+            _NAMESPACE[name] = _WRAPPERS.get(function) or _noted(name, function)
+            replaced.append((name, function))
+    return replaced
+
+
+def _put_back(replaced: Sequence[tuple[str, Callable[..., Any]]]) -> None:
+    """Put the functions back, unless others have put theirs around."""
+    for name, function in replaced:
+        if _NAMESPACE[name] in _OURS:
+            _NAMESPACE[name] = function
+
+
 def _noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The wrapper of a function: always the same one, so that a compiled caller's guard on it holds."""
 
@@ -140,18 +196,22 @@ def _noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         # A compiled caller must not be broken in two: what it calls is not seen.
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        listener = getattr(_THREAD, "listener", None)
-        if listener is None:
+        listener, weights = getattr(_THREAD, "listener", None), getattr(_THREAD, "weights", None)
+        if listener is None and weights is None:
             return function(*args, **kwargs)
         # Under a function mode the call comes back to us once more, by its name.
-        _THREAD.listener = None
+        _THREAD.listener, _THREAD.weights = None, None
         try:
-            out = function(*args, **kwargs)
+            if weights is not None and name in _BY_CLASS:
+                out, used = _weighed(function, name, _given(name, args, kwargs), weights)
+            else:
+                out, used = function(*args, **kwargs), None
         finally:
-            _THREAD.listener = listener
+            _THREAD.listener, _THREAD.weights = listener, weights
         # Inside of torch.func there is a value for each row, which has no number outside.
-        if isinstance(out, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(out):
-            listener._note(name, args, kwargs, out)
+        heard = isinstance(out, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(out)
+        if listener is not None and heard:
+            listener._note(name, args, kwargs, out, used)
         return out
 
     _WRAPPERS[function] = noted

@@ -20,6 +20,7 @@ from torch import Tensor
 from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.loss_calls import LossCall, LossCalls
+from hf_accum_fix.accumulation.per_sample import weighed_by_sample
 from hf_accum_fix.accumulation.share import Cut, Share, share_of
 from hf_accum_fix.accumulation.window import Items, share_of_mean
 
@@ -78,7 +79,10 @@ def run_micro_batch(
         weighed=certificate is None or items is None or cut.is_whole,
         counts=counts,
     )
-    with LossCalls() if certificate is not None else nullcontext() as calls:
+    with (
+        weighed_by_sample(contract.items, share.inputs),
+        LossCalls() if certificate is not None else nullcontext() as calls,
+    ):
         loss, outputs = run(share.inputs, share.number)
     carried = None
     if share.ratio is not None or certificate is not None:

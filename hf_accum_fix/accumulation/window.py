@@ -17,7 +17,7 @@ multiplied by ``n / n_mean``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ class Items:
             clamps answers outside the text to that width and ignores it).
         entry: the counted input is a list with an entry for each sample, and the items are the rows of those, or of
             what they hold under this name (the boxes of an image); "": of the entries themselves. None: it is a tensor.
+        per_sample: the items are the samples with a target, each of which weighs as much (see `per_sample`).
         mix: the items are weights: a sum of other counts, each times a factor (boxes, and queries without one).
     """
 
@@ -77,6 +78,7 @@ class Items:
     mask: str | None = None
     width_of: str | None = None
     entry: str | None = None
+    per_sample: bool = False
     mix: tuple[tuple[float, Items], ...] = ()
 
     def has_targets(self, inputs: Mapping[str, Any]) -> bool:
@@ -118,7 +120,29 @@ class Items:
             samples = 0 if isinstance(inputs, Weightless) else sample_count(inputs)
             return torch.full((), samples, dtype=count_dtype(device), device=device)
         found = self.targets(inputs)
+        if self.per_sample:
+            found = self._by_sample(inputs, found)[1] > 0
         return found.sum(dtype=count_dtype(device or found.device)).to(device)
+
+    def sample_weights(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Of each position: 1 / the targets of its sample where it is one, else 0; shaped like the counted input."""
+        targets = self.targets(inputs)
+        samples, counts = self._by_sample(inputs, targets)
+        return (
+            (targets.flatten(1) / counts[samples].clamp(min=1)).view_as(targets) if targets.ndim > 1 else targets * 1.0
+        )
+
+    def _by_sample(self, inputs: Mapping[str, Any], targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each position the sample that it is of, [rows, positions], and the targets of every sample, 1-dim."""
+        flat = targets.flatten(1) if targets.ndim > 1 else targets[:, None]
+        rows, width = flat.shape
+        samples = torch.arange(rows, device=flat.device)[:, None].expand(rows, width) * (width + 1)
+        positions = inputs.get("position_ids")
+        if isinstance(positions, Tensor) and positions.shape == targets.shape:
+            # A packed row: its samples begin at position 0.
+            samples = samples + (positions == 0).cumsum(dim=1)
+        counts = torch.zeros(rows * (width + 1), dtype=count_dtype(flat.device), device=flat.device)
+        return samples, counts.scatter_add(0, samples.flatten(), flat.flatten().to(counts.dtype))
 
     def with_target(self, inputs: Mapping[str, Any], count: Tensor | None = None) -> dict[str, Any]:
         """The same inputs, with one dummy target where there is none; ``count``, if known, is that of its items.
@@ -168,6 +192,8 @@ class Items:
             return f"rows of {self.entry or self.keys[0]!r}"
         if not self.keys:
             return "samples"
+        if self.per_sample:
+            return f"samples, by {replace(self, per_sample=False)}"
         words = ["shifted" if self.shift else "", f"{self.keys[0]!r}"]
         words.append("elements" if self.ignore_index is None else f"other than {self.ignore_index}")
         words.append(f"where {self.mask!r} is set" if self.mask else "")

@@ -53,6 +53,7 @@ def _travelling(options: Options) -> dict[str, Any]:
         "drop_duplicates": options.drop_duplicates,
         "router_loss": options.router_loss,
         "balance_windows": bool(options.balance_windows),
+        "per_sample": options.per_sample,
     }
 
 

@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drop-duplicates", action="store_true", help="leave out samples that accelerate repeats")
     parser.add_argument("--router-loss", choices=ROUTER_LOSSES, default="mean", help="of a mixture of experts")
     parser.add_argument("--balance-windows", action="store_true", help="deal samples into micro-batches by length")
+    parser.add_argument("--per-sample", action="store_true", help="train the mean of sample means")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="CMD ...", help="the command and its arguments")
 
 
@@ -81,6 +82,7 @@ def execute(arguments: argparse.Namespace) -> int:
         drop_duplicates=arguments.drop_duplicates,
         router_loss=arguments.router_loss,
         balance_windows=arguments.balance_windows,
+        per_sample=arguments.per_sample,
     )
     command = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if not command or not command[0]:

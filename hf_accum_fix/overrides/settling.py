@@ -25,6 +25,7 @@ from hf_accum_fix.accumulation.declared import (
     takes_number,
 )
 from hf_accum_fix.accumulation.observe import ATTEMPTS, HIGH, NO_TARGET_SEEN, Forward, composing_rules, observe
+from hf_accum_fix.accumulation.per_sample import by_sample, weighed_by_sample
 from hf_accum_fix.accumulation.share import loss_among
 from hf_accum_fix.accumulation.window import Items, sample_count
 from hf_accum_fix.errors import ContractError, RankError
@@ -78,6 +79,8 @@ def settle_contract(
         except Exception as error:
             trouble = error
         found = _agreed(trainer, seen, trouble, window)
+        if options.per_sample:
+            found = by_sample(found)
         if settled and known is not None:
             return _still(trainer, session, known, found)
         session.attempts += found.reason != NO_TARGET_SEEN
@@ -444,7 +447,11 @@ def loss_alone(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> tup
     assert contract is not None
     inputs = trainer._prepare_inputs(inputs)
     compute_loss = compute_loss_of(trainer)
-    with trainer.accelerator.autocast(), trainer.compute_loss_context_manager():
+    with (
+        trainer.accelerator.autocast(),
+        trainer.compute_loss_context_manager(),
+        weighed_by_sample(contract.items, inputs),
+    ):
         if compute_loss is not None:
             own: dict[str, Any] = {}
             if contract.by_number and contract.items is not None and hands_number(compute_loss):
