@@ -31,7 +31,8 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
         return plain[0]
     seeing = [each for each in ranks if each.reason != NO_TARGET_SEEN]
     pool = conclusive or [each for each in seeing if each.reduction is not Reduction.PLAIN] or seeing or list(ranks)
-    first = pool[0]
+    # A term that is the same for all samples of one rank is a constant there; every window tells if it is none.
+    first = next((each for each in pool if each.made_of is not None and each.made_of.has_terms), pool[0])
     common = tuple(rule for rule in first.alternatives if all(rule in each.alternatives for each in pool))
     same_kind = len({(each.reduction, each.owned_by_trainer) for each in pool}) == 1
     if same_kind and (first.items is None or common):
@@ -39,7 +40,7 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
             first,
             items=common[0] if common else None,
             alternatives=common,
-            made_of=_composed_alike(pool),
+            made_of=_composed_alike(first, pool),
             divides=first.divides if len({each.divides for each in pool}) == 1 else Divides.UNKNOWN,
             takes_world_size=next((each.takes_world_size for each in pool if each.takes_world_size is not None), None),
             beside=any(each.beside for each in pool),
@@ -62,25 +63,20 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     )
 
 
-def _composed_alike(pool: Sequence[LossContract]) -> Composition | None:
-    """The first rank's composition, where all have one of as many calls; counted by a rule if all are."""
-    composed = [each.made_of for each in pool]
-    first = composed[0]
-    if first is None or any(each is None or len(each.factors) != len(first.factors) for each in composed):
+def _composed_alike(one: LossContract, pool: Sequence[LossContract]) -> Composition | None:
+    """One rank's composition, where all have one of as many calls; counted by a rule if all are."""
+    first, several = one.made_of, [each.made_of for each in pool if each.made_of is not None]
+    if first is None or len(several) < len(pool) or len({len(each.factors) for each in several}) > 1:
         return None
-    several = [each for each in composed if each is not None]
-    if any(
-        bool(each.terms) != bool(first.terms) or bool(each.rest_terms) != bool(first.rest_terms) for each in several
-    ):
-        return None
+    alike = [each for each in several if each.has_terms == first.has_terms]
     return replace(
         first,
         counted=all(each.counted for each in several),
-        terms=tuple(_common([each.terms[place] for each in several]) for place in range(len(first.terms))),
-        rest_terms=_common([each.rest_terms for each in several]),
+        terms=tuple(_common([each.terms[place] for each in alike if each.terms]) for place in range(len(first.terms))),
+        rest_terms=_common([each.rest_terms for each in alike if bool(each.rest_terms) == bool(first.rest_terms)]),
     )
 
 
 def _common(rules: Sequence[tuple[Items, ...]]) -> tuple[Items, ...]:
     """The rules that every rank found; the first rank's first, which windows are held against, where there is none."""
-    return tuple(rule for rule in rules[0] if all(rule in each for each in rules)) or rules[0][:1]
+    return tuple(rule for rule in rules[0] if all(rule in each for each in rules)) or rules[0][:1] if rules else ()

@@ -88,6 +88,20 @@ class LossCalls(AbstractContextManager["LossCalls"]):
         _put_back(self._replaced)
         _THREAD.listener = self._outer
 
+    @staticmethod
+    def listening() -> LossCalls | None:
+        """Whoever listens in this thread."""
+        return getattr(_THREAD, "listener", None)
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Listen again, inside of a block in which another one does."""
+        outer, _THREAD.listener = _THREAD.listener, self
+        try:
+            yield
+        finally:
+            _THREAD.listener = outer
+
     def _note(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, weights: Tensor | None
     ) -> None:

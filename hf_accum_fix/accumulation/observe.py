@@ -87,12 +87,23 @@ class WatchedLoss:
 
 
 class WithoutNoise(TorchFunctionMode):
-    """Make the forward a function of its inputs: no dropout, one noise for all rows."""
+    """Make the forward a function of its inputs: no dropout, one noise for all rows.
+
+    Args:
+        dropout: let it drop, the same of every row: a term that is zero without it (R-Drop's) is then seen.
+    """
+
+    def __init__(self, *, dropout: bool = False) -> None:
+        super().__init__()
+        self.dropout = dropout
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if self.dropout and func is F.dropout and args[0].ndim > 1:
+            kept = func(torch.ones_like(args[0][:1]), *args[1:], **{**kwargs, "inplace": False})
+            return args[0] * kept
         if func in _DROPOUTS:
             args, kwargs = _without_dropout(args, kwargs, position=1, name="p")
         elif func is F.scaled_dot_product_attention:
@@ -171,6 +182,7 @@ def observe(
     others: Sequence[object] = (),
     leave: Sequence[object] = (),
     doubled: Callable[[], AbstractContextManager[Any]] | None = None,
+    dropout: bool = False,
 ) -> LossContract:
     """Observe the contract of a loss on samples of one window.
 
@@ -193,6 +205,7 @@ def observe(
         leave: objects that nothing is noted on, such as data sets.
         doubled: a context in which the trainer says twice the accumulation steps; None: no ``compute_loss`` of its own
             could look.
+        dropout: as for `WithoutNoise`.
     """
     inputs, stacked = _probe(window)
     sharded = holds_shards(model)
@@ -206,7 +219,12 @@ def observe(
             before = _rng_state()
             handed = None if number is None else torch.tensor(number, device=device)
             try:
-                with WithoutNoise(), LossCalls() as calls, setting(), torch.set_grad_enabled(with_gradient):
+                with (
+                    WithoutNoise(dropout=dropout),
+                    LossCalls() as calls,
+                    setting(),
+                    torch.set_grad_enabled(with_gradient),
+                ):
                     loss, outputs = call(dict(batch), handed)
                 aux, z = (router_loss(outputs, kind) for kind in ("aux_loss", "z_loss"))
                 return _Seen(
@@ -264,7 +282,7 @@ def observe(
         parts: tuple[_Seen | None, _Seen | None] = (None, None)
         if world_size == 1 and one is inputs:
             parts = (first, first)
-        elif not by_hand or first.own or world_size == 1:
+        elif not by_hand or needs_number or world_size == 1:
             parts = (tried(one, number), tried(other, number))
         if first.own and None in parts and not sharded and (pairs := _pairs(inputs)) is not None:
             # The chosen rows may stand before the rejected ones.
@@ -662,7 +680,7 @@ def _of_terms(evidence: _Evidence, losses: Sequence[float], rules: Sequence[Item
         rests = wanted - np.where(factors == 0, 0, values) @ factors
         near = made_of.rounding(evidence.whole.dtype) * max(map(abs, losses))
         if np.abs(rests - rests[0]).max() <= near:
-            made_of = replace(made_of, rest=abs(rests[0]) > near)
+            made_of = replace(made_of, rest=bool(abs(rests[0]) > near))
         elif rest_composes and evidence.sliced and np.abs(rests).min() > limit:
             # What is not made of any call is taken for a mean only where a list of targets is counted.
             offered = rules if factors.any() else listed

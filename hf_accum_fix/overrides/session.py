@@ -14,6 +14,7 @@ from hf_accum_fix import observations
 from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.closing import Closing
 from hf_accum_fix.accumulation.contract import Divides, LossContract
+from hf_accum_fix.accumulation.loss_calls import LossCalls
 from hf_accum_fix.accumulation.router_loss import RouterLoss
 from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.accumulation.window import Items
@@ -111,6 +112,7 @@ class Session:
         windows: opened so far.
         entered: whether a micro-batch of this training came through ``training_step``.
         observed_number: what the base hands its model while the loss is observed.
+        base_calls: listens to the base's own loss calls meanwhile, and to no others.
         base_factor: what the base's loss is multiplied by meanwhile, to see what an override makes of it.
         response: what it makes of it.
         doubled: the trainer says twice the accumulation steps, to see what an override makes of them.
@@ -130,6 +132,7 @@ class Session:
     entered: bool = False
     observing: bool = False
     observed_number: Tensor | None = None
+    base_calls: LossCalls | None = None
     base_factor: float = 1.0
     doubled: bool = False
     base_loss: tuple[Tensor, Any] | None = None

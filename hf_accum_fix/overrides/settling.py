@@ -7,7 +7,7 @@ import logging
 import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from hf_accum_fix.accumulation.declared import (
     router_coefficients,
     takes_number,
 )
+from hf_accum_fix.accumulation.loss_calls import LossCalls
 from hf_accum_fix.accumulation.observe import ATTEMPTS, HIGH, NO_TARGET_SEEN, Forward, composing_rules, observe
 from hf_accum_fix.accumulation.per_sample import by_sample, weighed_by_sample
 from hf_accum_fix.accumulation.share import loss_among
@@ -214,14 +215,19 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
         reason = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
         return LossContract(Reduction.PLAIN, owned_by_trainer=compute_loss is not None, reason=reason)
 
-    def observed(owned: bool) -> tuple[LossContract, list[_Asked]]:
+    def observed(owned: bool, dropout: bool = False) -> tuple[LossContract, list[_Asked]]:
         responses: list[_Asked] = []
         forward = as_in_training(trainer, module, compute_loss)
 
         def call(inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
             session.base_loss, session.observed_number = None, number
             session.base_factor = _FACTOR if number is not None and float(number) == HIGH and not owned else 1.0
-            loss, outputs = forward(inputs, number)
+            listens = None if owned or compute_loss is None else LossCalls.listening()
+            session.base_calls = listens
+            with LossCalls() if listens is not None else nullcontext() as beside:
+                loss, outputs = forward(inputs, number)
+            if listens is not None and beside is not None and session.base_loss is None:
+                listens.seen.extend(beside.seen)
             if session.base_loss is None or owned:
                 return loss, None if compute_loss is not None else outputs
             base, outputs = session.base_loss
@@ -242,6 +248,7 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
             others=(trainer,),
             leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator),
             doubled=None if compute_loss is None else lambda: _doubled_steps(trainer, session),
+            dropout=dropout,
         )
         return found, responses
 
@@ -254,6 +261,9 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
             if response is not None and response.factor == 0.0:
                 # The base is asked, but the loss is not made of its answer.
                 found, _ = observed(owned=True)
+            if _shows_no_call(found, response):
+                again, answers = observed(owned=found.owned_by_trainer, dropout=True)
+                found, response = _with_dropout(found, response, again, _response_of(answers, len(window)))
     except Exception:
         logger.error(
             "%s: its loss could not be run to be observed. Where training itself would run, give the contract by hand: "
@@ -263,6 +273,7 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
         raise
     finally:
         session.observing, session.base_loss, session.observed_number, session.base_factor = False, None, None, 1.0
+        session.base_calls = None
     if any(parameter._backward_hooks for parameter in module.parameters()):
         reason = "hooks on gradients run in every micro-batch, and one that is not linear makes another sum of them"
         found = replace(found, beside=True, reason=reason)
@@ -285,6 +296,28 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
         items = Items(("labels",), trainer.label_smoother.ignore_index, shift=shift)
         return replace(found, reduction=Reduction.MEAN, items=items, alternatives=(items,), made_of=None)
     return found
+
+
+def _shows_no_call(found: LossContract, response: Response | None) -> bool:
+    """Whether something in the loss is weighed by its items that no loss call shows in training."""
+    if response is not None and response.extra:
+        return True
+    if found.made_of is not None:
+        return bool(found.made_of.rest_terms)
+    return found.owned_by_trainer and found.reduction is Reduction.MEAN
+
+
+def _with_dropout(
+    found: LossContract, response: Response | None, again: LossContract, answer: Response | None
+) -> tuple[LossContract, Response | None]:
+    """What was observed without dropout, if it is the same with it; a term that only dropout shows makes it another."""
+    reason = "a term that no loss call shows is another one under dropout"
+    if response is not None and response.extra:
+        common = () if answer is None else tuple(rule for rule in response.extra if rule in answer.extra)
+        return found, replace(response, extra=common) if common else None
+    if again.reduction is found.reduction and set(again.rules) == set(found.rules):
+        return found, response
+    return replace(found, reduction=Reduction.PLAIN, items=None, made_of=None, reason=reason), response
 
 
 @dataclass(frozen=True)
@@ -322,11 +355,16 @@ def _response_of(responses: Sequence[_Asked], steps: int) -> Response | None:
     if any(abs(each.loss - factor * each.base - added) > limit for each in plain):
         extra = _extra(plain, factor)
         return Response(round(factor, 12), extra=extra, divides=_divides(seen, factor, added, steps)) if extra else None
-    # Seen on other samples too, it is a constant.
     constant = abs(added) > limit
-    if constant and len(plain) < 3:
+    if constant and all(_alike(each.inputs, plain[0].inputs) for each in plain):
+        # Seen on other samples too, it would be a constant.
         return None
     return Response(round(factor, 12), constant, divides=_divides(seen, factor, added, steps))
+
+
+def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two forwards were of the same samples."""
+    return all(one[key] is other.get(key) for key in one)
 
 
 def _extra(plain: Sequence[_Asked], factor: float) -> tuple[Items, ...]:

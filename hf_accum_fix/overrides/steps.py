@@ -52,7 +52,8 @@ def compute_loss(
         if session.observing:
             # Whatever number an override hands on: in training the base's own goes to the model.
             number = num_items_in_batch if session.observed_number is None else session.observed_number
-            loss, outputs = base_loss(trainer, model, inputs, number, smooth=False)
+            with session.base_calls.resumed() if session.base_calls is not None else nullcontext():
+                loss, outputs = base_loss(trainer, model, inputs, number, smooth=False)
             before = session.base_loss
             session.base_loss = (loss if before is None else before[0] + loss, outputs)
             loss = loss * session.base_factor

@@ -14,7 +14,7 @@ from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.observe import observe
 from tests.attacks.runs import FLOOR
-from tests.attacks.two_ranks import ROWS
+from tests.attacks.two_ranks import EXACT, ROWS
 from tests.faults.launch import torchrun
 from tests.numerics.heads.head import collate
 from tests.numerics.heads.samples import text
@@ -45,6 +45,12 @@ def test_two_ranks_are_never_further_off_than_stock(case: str, rows: Mapping[str
 def test_what_is_called_exact_on_two_ranks_is_exact(case: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
     row = rows[case]
     assert not row["exact"] or row["apply"] <= FLOOR
+
+
+@pytest.mark.parametrize("case", [row for row in ROWS if row.split()[0] in EXACT])
+def test_terms_are_exact_on_two_ranks(case: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    assert rows[case]["apply"] <= FLOOR
+    assert rows[case]["exact"]
 
 
 def _observed(rounding: float) -> LossContract:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.attacks import wild
+from tests.attacks import terms, wild
 from tests.attacks.runs import Case, Cut, Ordered, Run, full_batch, run
 from tests.faults.launch import leave_with
 from tests.numerics.heads import Batch, Sample, TokenModel, seeded
@@ -83,7 +83,10 @@ CASES = [
     _tasks("other-keys-on-each-rank", "class_labels", "token_labels"),
     _tasks("other-tasks-on-each-rank", "labels", "labels"),
     *(Case(c.name, c.head, c.trainer, cuts=((4, 1), (2, 2))) for c in wild.OWN_STEPS),
+    *(Case(c.name, c.head, c.trainer, c.loss, cuts=CUTS) for c in (*terms.EXACT, *terms.SAID)),
 ]
+#: That of these every one is exact, is held as well.
+EXACT = {case.name for case in terms.EXACT}
 ROWS = [f"{case.name} {cut[0]}x{cut[1]}" for case in CASES for cut in case.cuts]
 #: Whatever waits for the other rank longer than that waits for ever [s].
 PATIENCE = 20
