@@ -44,7 +44,7 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
             divides=first.divides if len({each.divides for each in pool}) == 1 else Divides.UNKNOWN,
             takes_world_size=next((each.takes_world_size for each in pool if each.takes_world_size is not None), None),
             beside=any(each.beside for each in pool),
-            extra=_common([each.extra for each in pool]),
+            extra=() if any(each.changed_by_trainer for each in pool) else _common([each.extra for each in pool]),
             changed_by_trainer=any(each.changed_by_trainer for each in pool),
         )
     if not conclusive:

@@ -566,7 +566,8 @@ def _with_rest(
 def _by_parts(evidence: _Evidence) -> LossContract:
     """The loss does not move with the number: a mean over something, a sum, or neither."""
     inputs, whole, configured = evidence.batches[0], evidence.whole, evidence.configured
-    rules = list(_rules(inputs, whole.calls))
+    # Heads with lists of targets divide by their number averaged over ranks, which one rank's samples do not show.
+    rules = [rule for rule in _rules(inputs, whole.calls) if rule.entry is None or evidence.world_size == 1]
     if not np.isfinite(whole.loss) or _close(whole.loss, _weighed(configured, whole.router), 1e-6):
         # Weighed by its items, of which there are none, such a window is an exact zero whatever the loss does.
         aux, z = (c if value else 0.0 for c, value in zip(configured, whole.router, strict=True))

@@ -72,28 +72,21 @@ def settle_contract(
         found = _given(trainer, session, options.contract)
     else:
         _check_alike(trainer, window, trouble)
-        seen = None
-        try:
-            # The loop notes the length of a window once it was fetched; a loss of one's own may divide a term by it.
-            with shadow(trainer, "current_gradient_accumulation_steps", len(window)):
-                seen = _observe(trainer, session, window) if window else None
-        except Exception as error:
-            trouble = error
+        seen, trouble = _observed(trainer, session, window)
+        # Ranks may meet in every forward, and run as many.
+        if any(ranks.agreed(_shows_no_call(seen), trouble, **place(trainer))):
+            response = session.response
+            again, trouble = _observed(trainer, session, window, dropout=True)
+            session.response = response
+            seen = seen if seen is None or again is None else _with_dropout(seen, again)
         found = _agreed(trainer, seen, trouble, window)
         if options.per_sample:
             found = by_sample(found)
         if settled and known is not None:
             return _still(trainer, session, known, found)
         session.attempts += found.reason != NO_TARGET_SEEN
-    if (
-        known is not None
-        and known.reason != NO_TARGET_SEEN
-        and (known.reduction, known.rules)
-        != (
-            found.reduction,
-            found.rules,
-        )
-    ):
+    changed = known is not None and (known.reduction, known.rules) != (found.reduction, found.rules)
+    if changed and known is not None and known.reason != NO_TARGET_SEEN:
         # The windows before were trained by what they showed.
         session.note_inexact()
     session.contract = found
@@ -105,6 +98,20 @@ def settle_contract(
     session.closing.corrects = found.made_of is not None and not found.made_of.counted
     _warn(trainer, session, found)
     return found
+
+
+def _observed(
+    trainer: Any, session: Session, window: list[Any], *, dropout: bool = False
+) -> tuple[LossContract | None, Exception | None]:
+    """What this rank sees of the loss; None: it has no window, or the trouble that it met."""
+    if not window:
+        return None, None
+    try:
+        # The loop notes the length of a window once it was fetched; a loss of one's own may divide a term by it.
+        with shadow(trainer, "current_gradient_accumulation_steps", len(window)):
+            return _observe(trainer, session, window, dropout=dropout), None
+    except Exception as error:
+        return None, error
 
 
 def _looked_at_again(session: Session, known: LossContract, options: Options) -> bool:
@@ -203,7 +210,7 @@ def _given(trainer: Any, session: Session, contract: LossContract) -> LossContra
     return contract
 
 
-def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
+def _observe(trainer: Any, session: Session, window: list[Any], *, dropout: bool = False) -> LossContract:
     """Observe the loss through the very call that training makes."""
     model = trainer.model_wrapped
     # A forward through DDP without gradient would switch off the next one's buffer sync.
@@ -215,7 +222,7 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
         reason = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
         return LossContract(Reduction.PLAIN, owned_by_trainer=compute_loss is not None, reason=reason)
 
-    def observed(owned: bool, dropout: bool = False) -> tuple[LossContract, list[_Asked]]:
+    def observed(owned: bool) -> tuple[LossContract, list[_Asked]]:
         responses: list[_Asked] = []
         forward = as_in_training(trainer, module, compute_loss)
 
@@ -261,9 +268,6 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
             if response is not None and response.factor == 0.0:
                 # The base is asked, but the loss is not made of its answer.
                 found, _ = observed(owned=True)
-            if _shows_no_call(found, response):
-                again, answers = observed(owned=found.owned_by_trainer, dropout=True)
-                found, response = _with_dropout(found, response, again, _response_of(answers, len(window)))
     except Exception:
         logger.error(
             "%s: its loss could not be run to be observed. Where training itself would run, give the contract by hand: "
@@ -298,26 +302,24 @@ def _observe(trainer: Any, session: Session, window: list[Any]) -> LossContract:
     return found
 
 
-def _shows_no_call(found: LossContract, response: Response | None) -> bool:
+def _shows_no_call(found: LossContract | None) -> bool:
     """Whether something in the loss is weighed by its items that no loss call shows in training."""
-    if response is not None and response.extra:
-        return True
+    if found is None or found.extra:
+        return found is not None
     if found.made_of is not None:
         return bool(found.made_of.rest_terms)
     return found.owned_by_trainer and found.reduction is Reduction.MEAN
 
 
-def _with_dropout(
-    found: LossContract, response: Response | None, again: LossContract, answer: Response | None
-) -> tuple[LossContract, Response | None]:
+def _with_dropout(found: LossContract, again: LossContract) -> LossContract:
     """What was observed without dropout, if it is the same with it; a term that only dropout shows makes it another."""
-    reason = "a term that no loss call shows is another one under dropout"
-    if response is not None and response.extra:
-        common = () if answer is None else tuple(rule for rule in response.extra if rule in answer.extra)
-        return found, replace(response, extra=common) if common else None
+    if found.extra:
+        common = tuple(rule for rule in found.extra if rule in again.extra)
+        return replace(found, extra=common, changed_by_trainer=not common)
     if again.reduction is found.reduction and set(again.rules) == set(found.rules):
-        return found, response
-    return replace(found, reduction=Reduction.PLAIN, items=None, made_of=None, reason=reason), response
+        return found
+    reason = "a term that no loss call shows is another one under dropout"
+    return replace(found, reduction=Reduction.PLAIN, items=None, made_of=None, reason=reason)
 
 
 @dataclass(frozen=True)
