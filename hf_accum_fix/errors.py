@@ -53,5 +53,9 @@ class RankError(AccumFixError):
     """Another rank failed, or has not the micro-batches or the kind of loss that this one has."""
 
 
+class UnevenRanksError(RankError, SeamError):
+    """The ranks of a hand-written loop do not have the same micro-batches; a `SeamError` too, as it was before 0.2."""
+
+
 class OptionsError(AccumFixError):
     """An option or the environment variable has a value that means nothing here."""

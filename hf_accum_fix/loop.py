@@ -31,7 +31,7 @@ from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from hf_accum_fix import observations
+from hf_accum_fix import observations, ranks
 from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.closing import Closing, scale_gradients
@@ -51,7 +51,7 @@ from hf_accum_fix.accumulation.share import Cut, loss_among, share_of
 from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules, count_dtype
 from hf_accum_fix.duplicates import WithoutDuplicates
 from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, reducing, waits_every_micro_batch
-from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
+from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnevenRanksError, UnsupportedSetupError
 from hf_accum_fix.options import ROUTER_LOSSES
 
 logger = logging.getLogger("hf_accum_fix")
@@ -118,7 +118,7 @@ class AccumulationWindow:
 
         Raises:
             ContractError: if the model returned no loss, or how it reduces it could not be settled.
-            SeamError: if the ranks' dataloaders ended at different times.
+            RankError: if the ranks' dataloaders ended at different times, or another rank failed.
         """
         contract = self._open(model, next(iter(model.parameters())).device)
         assert self._cut is not None
@@ -339,7 +339,8 @@ class AccumulationWindows:
 
         Raises:
             ContractError: if a batch is no mapping.
-            SeamError: if a micro-batch was not run, or the ranks' dataloaders end at different times.
+            SeamError: if a micro-batch was not run.
+            RankError: if the ranks' dataloaders end at different times.
         """
         batches = iter(self._dataloader)
         while fetched := list(islice(batches, self.steps)):
@@ -386,14 +387,21 @@ class AccumulationWindows:
                 "a loss of your own cannot be observed; needed is how it is reduced and what it counts: "
                 "accumulation_windows(..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
             )
-        seen = None if model is None else self._observe(model, window.batches)
-        gathered = self._gathered(seen)
-        ranks = [each for each in gathered if each is not None]
-        if ranks and len(ranks) < len(gathered):
+        seen, trouble = None, None
+        try:
+            seen = None if model is None else self._observe(model, window.batches)
+        except Exception as error:
+            # Raised as soon as the other ranks know.
+            trouble = error
+        gathered = ranks.agreed_by(
+            lambda said: self._gathered(said[0]), seen, trouble, rank=self._rank, world_size=self.world_size
+        )
+        observed = [each for each in gathered if each is not None]
+        if observed and len(observed) < len(gathered):
             raise self._uneven()
-        if not ranks and known is not None:
+        if not observed and known is not None:
             return known
-        found = self.contract = by_sample(agree(ranks)) if self._per_sample else agree(ranks)
+        found = self.contract = by_sample(agree(observed)) if self._per_sample else agree(observed)
         self._closing.corrects = found.made_of is not None and not found.made_of.counted
         self._attempts += found.reason != NO_TARGET_SEEN
         if model is not None and (found.conclusive or self._attempts >= ATTEMPTS):
@@ -552,14 +560,18 @@ class AccumulationWindows:
         known = self.contract
         return self._given or (known is not None and (known.conclusive or self._attempts >= ATTEMPTS))
 
-    def _uneven(self) -> SeamError:
-        rank = dist.get_rank() if dist.is_initialized() else 0
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+    def _uneven(self) -> UnevenRanksError:
         found, needed = "some ranks have a micro-batch in this window and others have none", "every rank needs one"
         if self._in_step:
             found = "the ranks do not have the same number of micro-batches in this window"
             needed = "under FSDP and ZeRO-2 and -3, which meet in each, every rank needs as many"
-        return SeamError(
-            f"rank {rank}: {found}; {needed}: let accelerate even the batches out (even_batches=True), or drop the rest"
+        return UnevenRanksError(
+            f"rank {self._rank}: {found}; {needed}: let accelerate even the batches out (even_batches=True), or drop "
+            "the rest"
         )
 
     def _bare(self, model: nn.Module) -> nn.Module:

@@ -7,8 +7,8 @@ raise a `RankError` that names it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import gather_object
@@ -34,12 +34,19 @@ def agreed(said: Said, trouble: Exception | None, *, rank: int, world_size: int)
         Exception: ``trouble`` itself.
         RankError: on the other ranks, where one is in trouble.
     """
+    return agreed_by(gather_object, said, trouble, rank=rank, world_size=world_size)
+
+
+def agreed_by(
+    gather: Callable[[list[Any]], list[Any]], said: Said, trouble: Exception | None, *, rank: int, world_size: int
+) -> list[Said]:
+    """The same where accelerate is not at hand; ``gather`` makes one list of the ranks' lists, in their order."""
     if world_size == 1:
         if trouble is not None:
             raise trouble
         return [said]
     told = None if trouble is None else f"{type(trouble).__name__}: {trouble}"
-    gathered: list[tuple[str | None, Said]] = gather_object([(told, said)])
+    gathered: list[tuple[str | None, Said]] = gather([(told, said)])
     failed = by_rank([each for each, _ in gathered])
     if trouble is not None:
         # The others' messages name this rank; its own error is what it was.

@@ -24,14 +24,17 @@ from hf_accum_fix.accumulation.window import count_dtype
 from hf_accum_fix.errors import ContractError
 
 #: The functions that are seen; what a mean divides by is `_divisor`.
-_LOSSES = (
-    "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "ctc_loss", "kl_div",
+_KNOWN = (
+    "cross_entropy", "linear_cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
+    "ctc_loss", "kl_div",
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "gaussian_nll_loss", "poisson_nll_loss",
     "cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss", "multi_margin_loss",
     "multilabel_margin_loss", "multilabel_soft_margin_loss", "soft_margin_loss", "triplet_margin_loss",
 )  # fmt: skip
 #: Classes stand beside the samples, so that a mean divides by weights of the targets.
-_BY_CLASS = ("cross_entropy", "nll_loss")
+_BY_CLASS = ("cross_entropy", "nll_loss", "linear_cross_entropy")
+#: Older releases of torch do not know them all.
+_LOSSES = tuple(name for name in _KNOWN if hasattr(F, name))
 #: A mean divides by the weights of the elements, where there are any; the other losses' does not.
 _BY_WEIGHT = ("mse_loss", "l1_loss")
 #: One value for each sample whatever the shape of its target.
@@ -118,7 +121,7 @@ class LossCalls(AbstractContextManager["LossCalls"]):
         elif reduction == "batchmean":
             reduction, items = "mean", len(given["input"])
         elif name in _BY_CLASS and isinstance(target, Tensor) and not target.is_floating_point():
-            ignore_index = given["ignore_index"]
+            ignore_index = -100 if given["ignore_index"] is None else given["ignore_index"]
             valid = target != ignore_index
             items = valid.sum(dtype=count_dtype(valid.device))
             if given.get("weight") is not None:

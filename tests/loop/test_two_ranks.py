@@ -44,6 +44,13 @@ def test_ranks_that_end_apart_are_told_on_both(found: dict[str, Any]) -> None:
             assert raised.startswith(f"rank {rank}: some ranks have a micro-batch in this window"), ranks
 
 
+def test_a_rank_that_fails_as_it_is_observed_is_told_on_both_at_once(found: dict[str, Any]) -> None:
+    (one, waited), (other, _) = found["failing"]
+    assert one.startswith("RankError: rank 0 stops, because of rank 1: ValueError: no forward here")
+    assert other == "ValueError: no forward here"
+    assert waited < 5
+
+
 def test_repeated_samples_are_left_out_where_that_is_asked(found: dict[str, Any]) -> None:
     for count in (7, 5):
         assert found["repeated"][f"{count} dropped"] <= 1e-6

@@ -6,6 +6,7 @@ torchrun --nproc_per_node 2 -m tests.loop.two_ranks OUTPUT.json
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -124,11 +125,39 @@ def uneven() -> list[str]:
         raised = ""
         try:
             take_steps(head, head.samples, 1, 2, "plain", batches=mine)
-        except hf_accum_fix.SeamError as refusal:
+        except hf_accum_fix.RankError as refusal:
             raised = str(refusal)
         ranks = [""] * 2
         dist.all_gather_object(ranks, raised)
         found[place] = ranks
+    return found
+
+
+class Broken(torch.nn.Module):
+    """Fails on one rank, in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise ValueError("no forward here")
+        return {"loss": self.scale * input_ids.double().mean()}
+
+
+def failing() -> list[tuple[str, float]]:
+    """What each rank raises where the second one fails as its loss is observed, and after how long [s]."""
+    head = HEADS["bert-mlm"]
+    windows = accumulation_windows(own_batches(head, head.samples, 1), steps=2)
+    raised, began = "", time.monotonic()
+    try:
+        window = next(iter(windows))
+        window.loss(Broken(), window.batches[0])
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+    found: list[Any] = [None] * 2
+    dist.all_gather_object(found, (raised, time.monotonic() - began))
     return found
 
 
@@ -139,6 +168,7 @@ def main(output: Path) -> None:
         "cases": cases(),
         "unequal": unequal(HEADS["bert-mlm"].samples),
         "uneven": uneven(),
+        "failing": failing(),
         "repeated": repeated(),
         "collectives": collectives(),
     }
