@@ -1,4 +1,4 @@
-"""The errors of this package: each says what was found, what is needed and what to do."""
+"""The errors of this package: each says what was found, what is expected and what to do."""
 
 from __future__ import annotations
 
