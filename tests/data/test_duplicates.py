@@ -122,7 +122,7 @@ def test_it_is_taken_for_the_loader_it_holds() -> None:
 
 
 def test_the_option_is_a_switch() -> None:
-    with pytest.raises(OptionsError, match="drop_duplicates is 'yes'"):
+    with pytest.raises(OptionsError, match="got drop_duplicates='yes'; expected True or False"):
         Options(drop_duplicates="yes")  # type: ignore[arg-type]
     with apply(drop_duplicates=True) as handle:
         assert handle.options.drop_duplicates
