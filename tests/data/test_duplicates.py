@@ -70,7 +70,7 @@ def test_what_has_no_row_for_each_sample_cannot_be_taken_out() -> None:
     packed = DataLoaderShard(
         list(range(3)), batch_sampler=shard, collate_fn=lambda samples: {"input_ids": torch.tensor([samples])}
     )
-    with pytest.raises(UnsupportedSetupError, match="a row for each sample"):
+    with pytest.raises(UnsupportedSetupError, match="expected one row for each sample"):
         list(WithoutDuplicates(packed, True, lambda samples: None))
 
 
