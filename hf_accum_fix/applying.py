@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from hf_accum_fix.upstream.plan import Plan
 
 _LOG = logging.getLogger("hf_accum_fix")
-# Never held while transformers.trainer may be imported: its import runs our hook, which takes this lock.
+# Never hold it while transformers.trainer may be imported: that import runs our hook, which takes this lock.
 _LOCK = RLock()
 #: Holds the one live handle of the process; it outlives a reload of this package, or an import of it anew.
 _MEMORY: Final[dict[str, Any]] = vars(sys.modules.setdefault("_hf_accum_fix_memory", ModuleType("memory")))
 
 QUIET: Final = "HF_ACCUM_FIX_QUIET"
-#: Set by the first process of a job that says on stderr that the patch is on, for those it starts.
+#: Set by the first process of a job that prints "is on", for the processes it starts.
 _SAID: Final = "PYTHON_HF_ACCUM_FIX_SAID"
 
 
 def _renew_lock() -> None:
-    """In the child of a fork nobody is left to release a lock that another thread held."""
+    """Make a new lock in the child of a fork: nobody is left there to release one that another thread held."""
     global _LOCK
     _LOCK = RLock()
 
@@ -59,12 +59,12 @@ class _State(str, Enum):
 
 
 class PatchHandle:
-    """One application of the patch, to be taken back by revert() or at the end of a with block.
+    """One application of the patch; revert(), or the end of a with block, takes it back.
 
     Attributes:
         options: what the user decided.
-        plan: what was decided about every defect; made again, with the methods known, when a pending handle
-            is applied.
+        plan: what was decided about every defect; a pending handle makes it again when it is applied, with the methods
+            known.
     """
 
     def __init__(self, options: Options, plan: Plan, *, off: bool = False, quiet: bool = False) -> None:
@@ -91,14 +91,14 @@ class PatchHandle:
         return self._state == _State.PENDING
 
     def missing(self) -> tuple[str, ...]:
-        """Names of the methods that somebody else replaced since, so that they no longer lead to us."""
+        """Names of the methods that somebody else has replaced since, so that they no longer lead to us."""
         with _LOCK:
             if self._installation is None:
                 return ()
             return self._installation.names if self._is_stale() else tuple(self._installation.replacements())
 
     def _is_stale(self) -> bool:
-        """Whether transformers.trainer was loaded anew since, so that another class is the Trainer now."""
+        """Whether transformers.trainer has been loaded anew since, so that another class is the Trainer now."""
         from hf_accum_fix.upstream.environment import imported_trainer
 
         return self.active and imported_trainer() not in (None, self._trainer)
@@ -142,7 +142,7 @@ class PatchHandle:
         """Wrap the methods if this handle still waits for it: the hook at the Trainer's import."""
         if not self.pending:
             return
-        # Another thread may be in the midst of that import. This waits for it; in the hook itself it is done.
+        # Another thread may be importing it now: wait for that. In the hook itself the import is done.
         import_module("transformers.trainer")
         from hf_accum_fix.evaluation import evaluation_loop
         from hf_accum_fix.overrides import OVERRIDES
@@ -161,8 +161,8 @@ class PatchHandle:
             trainer = imported_trainer()
             if trainer is None:
                 raise SeamError(
-                    "transformers.trainer holds no class Trainer; needed is that class; apply before or "
-                    "after that module is imported, not while it is"
+                    "got transformers.trainer without a class Trainer; expected that class; call apply() before or "
+                    "after that module is imported, not while it is being imported"
                 )
             names = [state.seam.name for state in environment.seams]
             patches = [Patch(trainer, name, self._wrapper(name, OVERRIDES[name])) for name in names]
@@ -177,7 +177,7 @@ class PatchHandle:
             _say_once_a_job(on_line(environment, self.plan))
 
     def _watch(self, _: ModuleType) -> None:
-        """Look at the methods wherever a Trainer begins to train: the hook at the import of its callbacks."""
+        """Check the methods whenever a Trainer begins to train: the hook at the import of its callbacks."""
         from hf_accum_fix.upstream.patch import Patch, install
         from hf_accum_fix.upstream.seams import GUARD
 
@@ -189,7 +189,7 @@ class PatchHandle:
             handler = getattr(module, GUARD.owner, None)
             if handler is None or not hasattr(handler, GUARD.name):
                 _LOG.warning(
-                    "%s has no %s.%s: what replaces or reloads the Trainer after apply() is not seen",
+                    "%s has no %s.%s: a replacement or reload of the Trainer after apply() will not be noticed",
                     *(GUARD.module, GUARD.owner, GUARD.name),
                 )
                 return
@@ -197,13 +197,13 @@ class PatchHandle:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Remember what refuses the patch: whoever catches it and imports again finds it as training begins."""
+        """Remember the refusal: whoever catches it and imports again meets it when training begins."""
         try:
             yield
         except Exception as error:
             self._state, self._refusal = _State.REFUSED, error
             if self._deferred and not self._quiet:
-                # transformers makes "are this object's requirements defined correctly?" of an error in its imports.
+                # transformers turns an error in its imports into "are this object's requirements defined correctly?".
                 _say(f"NOT on: {error}")
             raise
 
@@ -217,20 +217,20 @@ class PatchHandle:
                 raise self._refusal
             if self.pending or (self.active and base is not self._trainer):
                 raise SeamError(
-                    f"{type(trainer).__name__} begins to train by {base.__module__}.{base.__qualname__}, which is not "
+                    f"got a {type(trainer).__name__} that trains by {base.__module__}.{base.__qualname__}; expected "
                     "the class that apply() patched: transformers.trainer was loaded anew, or the class has moved; "
-                    "make the trainer by the class that is imported now, after revert() and apply()"
+                    "call revert() and apply(), then make the trainer from the class that is imported now"
                 )
             self._check_nothing_was_dropped()
         return wrapped(*args, **kwargs)
 
     def _say_it_never_came(self) -> None:
-        """At the end of a process that used transformers, and never the class that waits to be patched."""
+        """Warn at the end of a process that used transformers, but never the class that waits to be patched."""
         if self.pending and not self._quiet and "transformers" in sys.modules:
             _say_once_a_job("NOT on: transformers.trainer was never imported, so apply() had no effect in this process")
 
     def _check_nothing_was_dropped(self) -> None:
-        """Some patchers run the original source again and so drop wrappers silently; training must not start so."""
+        """Refuse to train where a patcher has run the original source again and so dropped our wrappers silently."""
         from hf_accum_fix.upstream.chain import author
         from hf_accum_fix.upstream.patchers import known_patcher
 
@@ -246,7 +246,7 @@ class PatchHandle:
 
     def _wrapper(self, name: str, override: Callable[..., Any]) -> Wrapper:
         def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            # A bound method or a foreign wrapper may keep ours beyond revert(): then it is the original.
+            # A bound method or a foreign wrapper may keep ours beyond revert(): then ours acts as the original.
             if not self.active:
                 return wrapped(*args, **kwargs)
             if name == "train":
@@ -276,12 +276,12 @@ def apply(
         contract: how the model reduces its loss, where it must not be observed.
         allow_foreign: names ("module.qualname") of other people's replacements of Trainer methods to wrap
             around.
-        eval_loss: whether ``eval_loss`` becomes the mean over the items of the evaluation set, whatever the eval batch
-            size and the ranks; off by default, because it changes a reported number.
-        drop_duplicates: whether the samples are left out that accelerate repeats at the end of an epoch so that every
-            rank has as many; off by default, because stock counts them twice, too.
+        eval_loss: report ``eval_loss`` as the mean over the items of the evaluation set, whatever the eval batch size
+            and the ranks; off by default, because it changes a number that may have been reported.
+        drop_duplicates: leave out the samples that accelerate repeats at the end of an epoch so that every rank has as
+            many; off by default, because stock counts them twice, too.
         router_loss: what the load-balancing loss of a mixture of experts is: "mean", over micro-batches and ranks;
-            "window", by the running counts of the window; "exact", that of the whole global batch, by one more forward.
+            "window", by the running counts of the window; "exact", over the whole global batch, by one more forward.
         balance_windows: deal the samples of a global batch into micro-batches by length: the same gradient, with
             almost nothing padded. True, or `BalanceOptions`; off by default.
         per_sample: train the mean of sample means, so that every sample weighs as much however many targets it has;
@@ -317,7 +317,7 @@ def apply(
                 register_post_import_hook(handle._watch, GUARD.module)
                 register_post_import_hook(handle._install, TRAINER_MODULE)
             except AccumFixError:
-                handle.revert()  # told to the caller of apply() itself, who decides how to go on
+                handle.revert()  # The caller of apply() itself gets the error, and decides how to go on.
                 raise
             if handle.pending and not handle._deferred:
                 handle._deferred = True
@@ -327,7 +327,7 @@ def apply(
 
 
 def revert() -> None:
-    """Take the live patch back, whoever applied it, or let train as it is what was refused; else nothing happens."""
+    """Take the live patch back, whoever applied it, or forget a refusal; without either, do nothing."""
     handle = _MEMORY.get("handle")
     if handle is not None:
         handle.revert()
@@ -367,7 +367,7 @@ def _claim(options: Options, quiet: bool) -> PatchHandle:
 
     with _LOCK:
         handle = active_handle()
-        # Left by a refusal, by this package before it was loaded anew, or on a Trainer that was loaded anew.
+        # Left by a refusal, by an earlier load of this package, or on a Trainer that was loaded anew.
         if handle is None or not isinstance(handle, PatchHandle) or handle._is_stale():
             revert()
             plan = make_plan(detect(), options)
@@ -377,8 +377,8 @@ def _claim(options: Options, quiet: bool) -> PatchHandle:
             return handle
         if handle.options != options:
             raise OptionsError(
-                f"already applied with {handle.options}, now asked for {options}; needed are the same; "
-                "revert() first to change them"
+                f"got {options}; expected {handle.options}, which are applied already; call revert() first to change "
+                "them"
             )
         handle._applications += 1
         return handle
@@ -403,7 +403,7 @@ def _say_once_a_job(line: str) -> None:
 
 
 def _say(line: str) -> None:
-    """Say a line on stderr, if this is the first rank."""
+    """Print a line on stderr, if this is the first rank."""
     if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
         sys.stderr.write(f"hf-accum-fix: {line}\n")
 

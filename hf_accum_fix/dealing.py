@@ -1,12 +1,12 @@
 """A train dataloader whose accumulation windows are dealt into micro-batches by length.
 
-Knows dataloaders as accelerate prepares them, and no Trainer. Two ways, both of which leave the loader's order, seed,
-epochs and number of micro-batches as they are, so that a window holds the same samples and resumes at the same place:
+Knows dataloaders as accelerate prepares them, and no Trainer. Both ways keep the loader's order, seed, epochs and
+number of micro-batches, so that a window holds the same samples and resumes at the same place:
 
-    dealt     Lengths are read beforehand: the batch sampler is read a window at a time, with the batches of all ranks,
-              and each rank is handed its share of the plan. Samples move between ranks.
-    redealt   They are not (streams): the loader hands out the samples themselves, and each rank deals and collates its
-              own window. Samples stay on their rank.
+    dealt     Where lengths are read beforehand: read the batch sampler a window at a time, with the batches of all
+              ranks, and hand each rank its part of the plan. Samples move between ranks.
+    redealt   Where they are not (streams): the loader hands out the samples themselves, and each rank deals and
+              collates its own window. Samples stay on their rank.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from hf_accum_fix.options import BalanceOptions
 
 logger = logging.getLogger("hf_accum_fix")
 
-#: Rows of a column that are read at once.
+#: Rows of a column to read at once.
 _ROWS_AT_ONCE = 10_000
 
 
 def unfit(contract: LossContract) -> str | None:
-    """Why a loss must not be dealt by length, in words; None: it may."""
+    """Why windows of this loss must not be dealt by length, in words; None: they may."""
     if contract.reduction is Reduction.PLAIN and contract.conclusive:
         return contract.reason
     return None
@@ -49,7 +49,7 @@ def is_dealt(loader: Any) -> bool:
 
 
 class Dealer:
-    """Deals the windows of a training's dataloaders; reads lengths once and keeps them.
+    """Deal the windows of a training's dataloaders; read lengths once and keep them.
 
     Args:
         options: what the user decided.
@@ -87,12 +87,12 @@ class Dealer:
 
         Raises:
             UnsupportedSetupError: if the loader dispatches, or hands out batches that its dataset made.
-            OptionsError: if the length of a sample cannot be told.
+            OptionsError: if the length of a sample cannot be read.
         """
         if isinstance(loader, DataLoaderDispatcher):
             raise UnsupportedSetupError(
-                "balance_windows: the dataloader dispatches (one process reads the batches of all and cuts them up), "
-                "and would cut samples too; needed is dispatch_batches=False: in the Trainer "
+                "balance_windows: got a dataloader that dispatches (one process reads the batches of all ranks and "
+                "cuts them up), which would cut samples too; expected dispatch_batches=False: in the Trainer "
                 'accelerator_config={"dispatch_batches": False}, in accelerate DataLoaderConfiguration(...)'
             )
         base = vars(loader).get("base_dataloader", loader)
@@ -105,15 +105,15 @@ class Dealer:
         sampler = getattr(loader, name)
         if sampler is None:
             raise UnsupportedSetupError(
-                f"balance_windows: this {type(loader).__name__} has no batch sampler, its dataset makes the batches; "
-                "needed is a loader that is given a batch size or a batch sampler, or balance_windows=False"
+                f"balance_windows: got a {type(loader).__name__} without a batch sampler, whose dataset makes the "
+                "batches; expected a loader with a batch size or a batch sampler; give one, or balance_windows=False"
             )
         if isinstance(sampler, DealtBatches):
             sampler = sampler.__wrapped__
         multiple = _padded_to(loader.collate_fn)
         lengths = [_rounded(length, multiple) for length in self._lengths(loader.dataset, columns, length_column)]
         dealt = DealtBatches(sampler, lengths, steps, self, lockstep)
-        # torch forbids it, lest something derived from the old sampler go stale; this one is the old one in all else.
+        # torch forbids this, because something derived from the old sampler could go stale; nothing does here.
         object.__setattr__(base, name, dealt)
         return loader
 
@@ -150,7 +150,7 @@ class Dealer:
         return plan
 
     def length_of(self, sample: Any) -> int:
-        """Tokens of one sample, as the options tell them."""
+        """Tokens of one sample, by the rule of the options."""
         named = self.options.lengths
         try:
             if callable(named):
@@ -163,7 +163,7 @@ class Dealer:
             what = sorted(sample) if isinstance(sample, dict) else type(sample).__name__
             wanted = f"lengths={named!r}" if named is not None else "its input_ids"
             raise OptionsError(
-                f"balance_windows: the length of a sample cannot be told by {wanted}; it holds {what}. Name the column "
+                f"balance_windows: got a sample that holds {what}; expected its length by {wanted}; name the column, "
                 "or give a function of a sample: BalanceOptions(lengths=...)"
             ) from error
         return self._cut(length)
@@ -202,7 +202,7 @@ class Dealer:
         return lengths
 
     def _sample_by_sample(self, dataset: Any) -> list[int]:
-        """Every rank reads its share: together they are faster, and agree even where a dataset draws its samples."""
+        """Read a part on every rank: faster, and the ranks agree even where a dataset draws its samples at random."""
         state = PartialState()
         read: list[int] = []
         with self._bar(len(dataset)) as bar:
@@ -222,7 +222,7 @@ class Dealer:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two datasets are one; a `datasets.Dataset` is made anew for every loader, but keeps its fingerprint."""
+    """Whether two datasets are the same; every loader makes a new `datasets.Dataset`, with the same fingerprint."""
     return one is other or getattr(one, "_fingerprint", one) == getattr(other, "_fingerprint", None)
 
 
@@ -243,10 +243,10 @@ def _padded_to(collate: Any) -> int:
 
 
 class DealtBatches(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """A batch sampler as it is, except that the batches of a window are dealt anew, among all ranks it shards for.
+    """A batch sampler whose windows are dealt anew, among all ranks it shards for.
 
-    What it is asked for besides (its length, sampler, epoch) the sampler behind it answers. It stands around
-    `BatchSamplerShard`, not inside: that one loses samples of batches that vary in size.
+    The sampler behind it answers everything else (length, sampler, epoch). It wraps `BatchSamplerShard` from outside,
+    because that class loses samples of batches that vary in size.
 
     Args:
         sampler: a batch sampler of indices, or accelerate's shard of one.
@@ -274,7 +274,7 @@ class DealtBatches(wrapt.ObjectProxy):  # type: ignore[type-arg]
                 lengths = [self._self_lengths[row] for row in rows]
                 plan = self._self_dealer.deal(lengths, batches, len(whole[0]), lockstep=self._self_lockstep)
                 yield from ([rows[place] for place in micro_batch] for micro_batch in plan[rank])
-            # Where nobody evens out the last batches of an epoch, a slot that not every rank has stays as it is.
+            # Without even_batches, a slot at the end of an epoch that not every rank has stays as it is.
             rest = [slot[rank] for slot in window[len(whole) :]]
             yield from (batch for batch in rest if batch is not None)
 
@@ -282,8 +282,7 @@ class DealtBatches(wrapt.ObjectProxy):  # type: ignore[type-arg]
 def _slots(sampler: Any) -> tuple[int, Iterator[tuple[list[int] | None, ...]]]:
     """This rank, and slot by slot the batches that each rank would have got; None: a rank has no more.
 
-    What every rank gets is asked of accelerate's own shard. The sampler that is sharded is read once, as it counts its
-    epochs itself.
+    accelerate's own shard decides what every rank gets. Read the sampler behind it once, since it counts its epochs.
     """
     if not isinstance(sampler, BatchSamplerShard) or sampler.num_processes == 1:
         return 0, ((batch,) for batch in sampler)
@@ -296,7 +295,7 @@ def _slots(sampler: Any) -> tuple[int, Iterator[tuple[list[int] | None, ...]]]:
 
 
 class _ReadOnce(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """A batch sampler whose epoch is being read already; each batch is a list of its own, as shards add to them."""
+    """A batch sampler whose epoch is being read already; each batch is a new list, because shards append to it."""
 
     def __init__(self, sampler: Any, batches: Iterator[Sequence[int]]) -> None:
         super().__init__(sampler)
@@ -319,7 +318,7 @@ class Samples:
 
 
 class Uncollated:
-    """What stands in the place of a collator that is called later.
+    """Stand in for a collator that is called later.
 
     Args:
         collate: the collator.
@@ -334,7 +333,7 @@ class Uncollated:
 
 
 class RedealtLoader(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """A dataloader that hands out `Samples`, as one that hands out the micro-batches they are dealt into.
+    """Deal the `Samples` that a dataloader hands out into micro-batches.
 
     Args:
         loader: the dataloader; its collator is `Uncollated`.
@@ -348,7 +347,7 @@ class RedealtLoader(wrapt.ObjectProxy):  # type: ignore[type-arg]
         self._self_dealer = dealer
 
     def around(self, loader: Any) -> RedealtLoader:
-        """The same for another loader: what is left of an epoch that is resumed."""
+        """The same for another loader: the rest of a resumed epoch."""
         return RedealtLoader(loader, self._self_steps, self._self_dealer)
 
     def __iter__(self) -> Iterator[Any]:

@@ -115,7 +115,7 @@ class WithoutDuplicates(wrapt.ObjectProxy):  # type: ignore[type-arg]
         if isinstance(self.dataset, IterableDatasetShard) and self.num_workers > 0:
             raise UnsupportedSetupError(
                 f"drop_duplicates with a stream that {self.num_workers} workers read: how often it repeats samples is "
-                "not seen here; needed is dataloader_num_workers=0, or dispatch_batches=True"
+                "not seen here; expected dataloader_num_workers=0, or dispatch_batches=True"
             )
         shard = _batch_sampler_shard(self.__wrapped__)
         if shard is not None and not hasattr(shard.batch_sampler, "sampler"):
@@ -164,8 +164,8 @@ def _own_rows(batch: Any, last: LastRound) -> Any:
     if set(sized.values()) != {last.rows}:
         raise UnsupportedSetupError(
             f"drop_duplicates: the last {last.rows - last.own} of {last.rows} samples of a micro-batch are repeated, "
-            f"but its inputs have {sized or type(batch).__name__} rows, so that they cannot be taken out; needed is a "
-            "row for each sample: leave the option out, or use dataloader_drop_last=True"
+            f"but its inputs have {sized or type(batch).__name__} rows, so that they cannot be taken out; expected one "
+            "row for each sample; leave the option out, or use dataloader_drop_last=True"
         )
     # Of repetitions alone one is kept: every rank has to run a micro-batch.
     kept = {key: value[: max(last.own, 1)] if _has_rows(value) else value for key, value in batch.items()}

@@ -1,4 +1,4 @@
-"""The errors of this package: each says what was found, what is needed and what to do."""
+"""The errors of this package: each says what was found, what is expected and what to do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ForeignPatchError(AccumFixError):
         """The refusal to wrap a method, such as "Trainer.compute_loss", that author has replaced."""
         advice = advice or "apply before that package patches"
         return cls(
-            f"{method} was replaced by {author}, which does not lead to the original; needed is the "
+            f"{method} was replaced by {author}, which does not lead to the original; expected the "
             f"original; {advice}, or wrap around it by allow_foreign=({author!r},)"
         )
 
@@ -50,7 +50,7 @@ class ContractError(AccumFixError):
 
 
 class RankError(AccumFixError):
-    """Another rank failed, or has not the micro-batches or the kind of loss that this one has."""
+    """Another rank failed, or has other micro-batches or another kind of loss than this one."""
 
 
 class UnevenRanksError(RankError, SeamError):
@@ -58,4 +58,4 @@ class UnevenRanksError(RankError, SeamError):
 
 
 class OptionsError(AccumFixError):
-    """An option or the environment variable has a value that means nothing here."""
+    """An option or the environment variable has an invalid value."""

@@ -1,11 +1,11 @@
 """``eval_loss`` as the mean over the items of the evaluation set, asked for by ``eval_loss=True``.
 
 The Trainer repeats the mean of each batch once for each of its samples and averages those, so that the number depends
-on the eval batch size: short texts weigh as much as long ones, and what else a batch holds decides by how much. Here
-each batch's mean is weighted by its items, over all ranks; samples that were only put in to fill up the ranks' last
-batches do not count, nor does a router's loss, which is a term of training and has no mean over items. The releases
-that hand the evaluated model the number of items multiply its loss by the ranks, whether or not it divides by that
-number (5.23.0 reports W times the loss of a BERT classifier); here it gets none, and returns its own mean.
+on the eval batch size: short texts weigh as much as long ones of the same batch. Here each batch's mean is weighted by
+its items, over all ranks. Samples that only fill up the ranks' last batches do not count, nor does a router loss, which
+is a term of training and has no mean over items. Releases that hand the evaluated model the number of items multiply
+its loss by the ranks, whether or not it divides by that number (5.23.0 reports W times the loss of a BERT classifier);
+here the model gets no number, and returns its own mean.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def evaluation_loop(
 ) -> Any:
     """Run the original loop, and put the item mean in the place of its loss.
 
-    The contract of the loss is that of training; where there was none yet it is observed on the first batch.
+    The contract of the loss comes from training; before any training it is observed on the first batch.
     """
     session = session_of(trainer, options)
     if not options.eval_loss or not enabled() or "evaluation_loop" in session.busy:
@@ -49,7 +49,7 @@ def evaluation_loop(
         if reason:
             refused.append(reason)
             return original_step(model, inputs, *rest, **step_kwargs)
-        # The loss may take the labels out of the inputs it is handed.
+        # The loss may remove the labels from the inputs it is handed.
         own_func = getattr(trainer, "compute_loss_func", None) is not None
         number = _items(contract).count(inputs, sums.device) if own_func else None
         with shadow(trainer, "compute_loss", _handed(trainer.compute_loss, number)):
@@ -79,7 +79,7 @@ def evaluation_loop(
 
 
 def _handed(compute_loss: Callable[..., Any], number: Tensor | None) -> Callable[..., Any]:
-    """The same, handed this number of items: none, so that a head returns the mean over its own."""
+    """The same with no number of items, so that a head returns the mean over its own."""
 
     def call(model: Any, inputs: Any, return_outputs: bool = False, *rest: Any, **kwargs: Any) -> Any:
         given = {**kwargs, "num_items_in_batch": number}
@@ -103,7 +103,7 @@ def _items(contract: LossContract) -> Items:
 
 
 def _is_filled_up(trainer: Any, inputs: Mapping[str, Any]) -> bool:
-    """Whether the ranks' last batches hold samples twice, so that all are of one size."""
+    """Whether the ranks' last batches repeat samples to be of one size."""
     state = trainer.accelerator.gradient_state
     if trainer.args.world_size == 1 or not state.end_of_dataloader:
         return False
@@ -112,14 +112,14 @@ def _is_filled_up(trainer: Any, inputs: Mapping[str, Any]) -> bool:
 
 
 def _real_rows(trainer: Any, inputs: Mapping[str, Any]) -> int:
-    """Samples of this rank's last batch that are in no other: the ranks' batches, one after the other, are cut."""
+    """Samples of this rank's last batch that no other batch holds."""
     rows = sample_count(inputs)
     left = int(trainer.accelerator.gradient_state.remainder) - int(trainer.args.process_index) * rows
     return min(rows, max(0, left))
 
 
 def _without_filling(items: Items | None, inputs: Mapping[str, Any], real: int) -> dict[str, Any]:
-    """The batch with the first ``real`` samples' targets alone; empty where none is left."""
+    """The batch with the targets of its first ``real`` samples alone; empty where none is left."""
     if real == 0:
         return {}
     assert items is not None

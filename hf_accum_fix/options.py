@@ -26,16 +26,17 @@ class BalanceOptions:
     """How the samples of a global batch are dealt into micro-batches by length.
 
     Attributes:
-        lengths: what a sample's length is: the name of a column that holds it, or a function of a sample as the
-            collator gets it (for a vision-language model: text and image tokens together); None: the number of its
+        lengths: where a sample's length comes from: the name of a column that holds it, or a function of a sample as
+            the collator gets it (for a vision-language model: text and image tokens together); None: the number of its
             ``input_ids``, or the column that ``length_column_name`` of the training arguments names, if there is one.
         truncated_to: tokens that the collator cuts a sample to; None: it cuts nothing.
         read_ahead: read every length once before training. Off: the samples are dealt as they are fetched, on each rank
             among its own alone, and collated in the main process. Streams are always dealt so.
-        max_rows_per_micro_batch: samples of a micro-batch at most, for rows that cost memory whatever their length
+        max_rows_per_micro_batch: most samples in a micro-batch, for rows that cost memory whatever their length
             (images); None: as many as fit.
-        max_tokens_per_micro_batch: samples times the longest of them at most; where a window does not fit, as little
-            above it as it needs. None, or a larger one: the per-device batch size times the window's longest sample.
+        max_tokens_per_micro_batch: limit of samples times the longest of them; a window that does not fit exceeds it
+            by as little as possible. None, or a larger limit: the per-device batch size times the window's longest
+            sample.
 
     Raises:
         OptionsError: if a limit is no positive number, or lengths neither a name nor a function.
@@ -49,13 +50,13 @@ class BalanceOptions:
 
     def __post_init__(self) -> None:
         if not (self.lengths is None or isinstance(self.lengths, str) or callable(self.lengths)):
-            raise OptionsError(f"lengths is {self.lengths!r}; needed is a column, a function of a sample, or None")
+            raise OptionsError(f"got lengths={self.lengths!r}; expected a column, a function of a sample, or None")
         if not isinstance(self.read_ahead, bool):
-            raise OptionsError(f"read_ahead is {self.read_ahead!r}; needed is True or False")
+            raise OptionsError(f"got read_ahead={self.read_ahead!r}; expected True or False")
         for name in ("truncated_to", "max_rows_per_micro_batch", "max_tokens_per_micro_batch"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise OptionsError(f"{name} is {value!r}; needed is a whole number of at least 1, or None")
+                raise OptionsError(f"got {name}={value!r}; expected an integer of at least 1, or None")
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,11 @@ class Options:
         allow_foreign: names ("module.qualname") of other people's replacements of Trainer methods to wrap
             around instead of refusing them.
         eval_loss: report ``eval_loss`` as the mean over the items of the evaluation set; off, because it changes a
-            reported number.
+            number that may have been reported.
         drop_duplicates: leave out the samples that accelerate repeats at the end of an epoch so that every rank has as
             many; off, because stock counts them twice, too.
         router_loss: what the load-balancing loss of a mixture of experts is: "mean", over micro-batches and ranks;
-            "window", by the running counts of the window; "exact", that of the whole global batch, by one more forward.
+            "window", by the running counts of the window; "exact", over the whole global batch, by one more forward.
         balance_windows: deal the samples of a global batch into micro-batches by length; True is `BalanceOptions()`.
         per_sample: train the mean of sample means, so that every sample weighs as much however many targets it has;
             off, because stock weighs every target alike.
@@ -90,7 +91,7 @@ class Options:
     per_sample: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what would be misread later, such as a bare string taken for a sequence of names."""
+        """Refuse values that would be misread later, such as a bare string taken for a sequence of names."""
         if self.contract is not None and type(self.contract).__name__ != "LossContract":
             raise OptionsError(
                 f"got contract={self.contract!r}; expected a LossContract, such as "
@@ -99,27 +100,27 @@ class Options:
         names = self.allow_foreign
         if not isinstance(names, tuple) or not all(isinstance(name, str) and "." in name for name in names):
             raise OptionsError(
-                f'allow_foreign is {names!r}; needed is a tuple of "module.qualname" strings, such as '
+                f'got allow_foreign={names!r}; expected a tuple of "module.qualname" strings, such as '
                 'allow_foreign=("unsloth_zoo.loss_utils._unsloth_get_batch_samples",)'
             )
         for switch in ("eval_loss", "drop_duplicates", "per_sample"):
             if not isinstance(getattr(self, switch), bool):
-                raise OptionsError(f"{switch} is {getattr(self, switch)!r}; needed is True or False")
+                raise OptionsError(f"got {switch}={getattr(self, switch)!r}; expected True or False")
         if self.per_sample and self.contract is not None:
             raise OptionsError("got per_sample=True and a contract; expected one of them: the loss has to be observed")
         if self.router_loss not in ROUTER_LOSSES:
             known = ", ".join(map(repr, ROUTER_LOSSES))
-            raise OptionsError(f"router_loss is {self.router_loss!r}; needed is one of {known}")
+            raise OptionsError(f"got router_loss={self.router_loss!r}; expected one of {known}")
         if self.balance_windows is True:
             object.__setattr__(self, "balance_windows", BalanceOptions())
         if self.balance_windows is not False and not isinstance(self.balance_windows, BalanceOptions):
             raise OptionsError(
-                f"balance_windows is {self.balance_windows!r}; needed is True, False or BalanceOptions(...)"
+                f"got balance_windows={self.balance_windows!r}; expected True, False or BalanceOptions(...)"
             )
 
 
 def enabled() -> bool:
-    """Whether the environment lets the fix be applied: HF_ACCUM_FIX=0 switches it off; empty, it is as unset.
+    """Whether the environment lets the fix be applied: HF_ACCUM_FIX=0 switches it off; empty counts as unset.
 
     Raises:
         OptionsError: if the variable is set to something that is neither on nor off.
@@ -129,4 +130,4 @@ def enabled() -> bool:
         return True
     if value.strip().lower() in _OFF:
         return False
-    raise OptionsError(f"{SWITCH}={value!r}; needed is one of {', '.join(_ON + _OFF)}, or the variable unset")
+    raise OptionsError(f"got {SWITCH}={value!r}; expected one of {', '.join(_ON + _OFF)}, or the variable unset")

@@ -12,11 +12,11 @@ from hf_accum_fix.upstream.environment import Environment, SeamState
 from hf_accum_fix.upstream.plan import Action, Decision, Plan
 
 WIDTH: Final = 80
-"""Columns of a report, but for links."""
+"""Width of a report in columns; links may be longer."""
 
 _LETTERS: Final = "(G: gradient_accumulation_steps, W: data-parallel ranks, N: targets of a step)"
 
-#: Terms of ours in what was observed, and what everybody calls them.
+#: Our terms in what was observed, and what everybody calls them.
 _PLAIN: Final = (
     ("the number handed in, cut to an integer", "the count of targets that it is given, as an integer"),
     ("the number handed in", "the count of targets that it is given"),
@@ -55,12 +55,12 @@ class Report:
 
     @property
     def present(self) -> tuple[Decision, ...]:
-        """What is decided about each defect that the installed release has."""
+        """The decision about each defect that the installed release has."""
         return tuple(decision for decision in self.plan.decisions if decision.action not in _ABSENT)
 
     @property
     def answer(self) -> str:
-        """What became of the runs seen or, before the first, whether the installed release needs the patch."""
+        """The verdict on the runs seen or, before the first, whether the installed release is affected."""
         if self.runs:
             exact = sum(bool(run.get("exact")) for run in self.runs)
             verdict = {len(self.runs): "exact", 0: "not exact"}.get(
@@ -76,7 +76,7 @@ class Report:
         return f"{about}: affected, {'no longer mended' if self.missing else _STATES[self.state]}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as values that JSON knows."""
+        """Everything, as data for JSON."""
         return {
             "hf_accum_fix": self.version,
             "state": self.state,
@@ -109,7 +109,7 @@ class Report:
         ]
         for decision in self.plan.decisions:
             defect, action = decision.defect, decision.action
-            # The refusal, the same for all, stands above.
+            # The refusal is the same for all, and stands above.
             reason = "see above" if action is Action.REFUSE else decision.reason
             facts = [f"{action.value}: {reason}", f"releases: {defect.range}"]
             facts += [f"gradient: {defect.gradient} times the right one"] * bool(defect.gradient)
@@ -141,7 +141,7 @@ class Report:
 
 
 def plain(words: str) -> str:
-    """What was observed of a loss, in words that everybody knows."""
+    """What was observed of a loss, without our own terms."""
     for ours, everybodys in _PLAIN:
         words = words.replace(ours, everybodys)
     return words

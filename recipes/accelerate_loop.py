@@ -9,13 +9,13 @@ A split PxG is P samples per device and G micro-batches per optimizer step; the 
 the split, and an epoch ends in a short window of half as many. Every cell starts from the same weights:
 
     accumulate  ``with accelerator.accumulate(model)``, the first page of accelerate's guide
-    count       its recipe for language models: count the labels that are no -100, hand the number to the model
+    count       its recipe for language models: count the labels other than -100, hand the number to the model
     windows     hf_accum_fix.accumulation_windows
 
-Shown is how far the gradients of the first and of the short window of the first epoch are from the float64 gradient of
-that window's samples in one forward. ``accumulate`` averages the means of micro-batches, and divides the short window
-by the full G. ``count`` counts the label at position 0 of every text, which no causal model learns (llama), or hands
-its number to a head that ignores it (bert: G x W times the right gradient).
+The table compares the gradients of two windows of the first epoch, the first and the short one, with the float64
+gradient of their samples in one forward. ``accumulate`` averages the means of micro-batches, and divides the short
+window by the full G. ``count`` counts the label at position 0 of every text, which no causal model learns (llama), or
+hands its number to a head that ignores it (bert: G x W times the right gradient).
 
 The text is the Python reference that every Python carries in pydoc_data: a sample is a paragraph, a token a byte. The
 output folder gets results.jsonl (a line per cell), environment.json and curves.png. Bad input: exit code 2.
@@ -46,7 +46,7 @@ IGNORED, LONGEST, MASK, VOCABULARY = -100, 192, 256, 257
 
 
 class BadInputError(ValueError):
-    """The command line can't be used; says what was found and what is needed."""
+    """The command line can't be used; says what was given and what is expected."""
 
 
 class Split(NamedTuple):
@@ -59,7 +59,7 @@ class Split(NamedTuple):
         return f"{self.per_device}x{self.accumulation}"
 
 
-# ---- 1. What is asked for ---------------------------------------------------------------------------------
+# ---- 1. The options ---------------------------------------------------------------------------------------
 
 
 def read_options(argv: list[str] | None) -> argparse.Namespace:
@@ -77,20 +77,20 @@ def read_options(argv: list[str] | None) -> argparse.Namespace:
     options.world = int(os.environ.get("WORLD_SIZE", "1"))
     for name in ("total_batch", "windows", "epochs"):
         if getattr(options, name) < 1:
-            raise BadInputError(f"--{name.replace('_', '-')} is {getattr(options, name)}: give 1 or more")
+            raise BadInputError(f"got --{name.replace('_', '-')} {getattr(options, name)}; expected 1 or more")
     options.modes = options.modes.split(",")
     if unknown := set(options.modes) - set(MODES):
-        raise BadInputError(f"unknown modes {sorted(unknown)}: --modes takes some of {','.join(MODES)}")
+        raise BadInputError(f"got modes {sorted(unknown)}; expected some of --modes {','.join(MODES)}")
     share = options.total_batch // options.world
     if options.splits is None:
         splits = [Split(each, share // each) for each in (16, 4, 1) if share % each == 0]
     else:
         found = [re.fullmatch(r"(\d+)x(\d+)", part) for part in options.splits.split(",")]
         if None in found:
-            raise BadInputError(f"--splits is '{options.splits}': give PxG, such as 16x2, with commas between")
+            raise BadInputError(f"got --splits '{options.splits}'; expected PxG, such as 16x2, with commas between")
         splits = [Split(int(each[1]), int(each[2])) for each in found]
     for split in splits:
-        # The short window holds whole micro-batches of every rank, so that no sample is repeated to even them out.
+        # The short window holds whole micro-batches of every rank, so that accelerate repeats no sample.
         if split.per_device * split.accumulation * options.world != options.total_batch or split.accumulation % 2:
             raise BadInputError(
                 f"split {split} does not make --total-batch {options.total_batch} on {options.world} "
@@ -121,7 +121,7 @@ def read_samples(options: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
             tokens, labels = tokens.masked_fill(hidden, MASK), tokens.masked_fill(~hidden, IGNORED)
         samples.append({"input_ids": tokens, "labels": labels, "attention_mask": torch.ones_like(tokens)})
     if len(samples) < needed:
-        raise BadInputError(f"the text has {len(samples)} paragraphs, and {needed} are asked for: fewer --windows")
+        raise BadInputError(f"got a text of {len(samples)} paragraphs; expected {needed}; give fewer --windows")
     return samples
 
 
@@ -203,7 +203,7 @@ def by_count(epochs: int, loader: Any, model: Any, optimizer: Any, accelerator: 
         for place, batch in enumerate(window):
             waiting = ranks > 1 and place < len(window) - 1
             with model.no_sync() if waiting else contextlib.nullcontext():
-                # DDP averages over ranks and accelerate over micro-batches, the number divides by both already
+                # DDP averages over ranks and accelerate over micro-batches; the number divides by both already
                 loss = model(**batch, num_items_in_batch=number).loss * steps * ranks
                 accelerator.backward(loss)
                 losses.append(loss.detach())
@@ -244,7 +244,7 @@ def run_cell(mode: str, split: Split, options: argparse.Namespace, samples: list
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
-    # accelerate keeps these for the whole process; the process group below them stays
+    # accelerate keeps these for the whole process; the process group below stays
     AcceleratorState._reset_state()
     GradientState._reset_state()
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=split.accumulation)
@@ -275,7 +275,7 @@ def run_cell(mode: str, split: Split, options: argparse.Namespace, samples: list
     }
 
 
-# ---- 4. What came out -------------------------------------------------------------------------------------
+# ---- 4. The results ---------------------------------------------------------------------------------------
 
 
 def show_table(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
@@ -325,7 +325,7 @@ def draw_curves(rows: list[dict[str, Any]], options: argparse.Namespace, path: P
     for panel, mode in zip(panels[0], modes, strict=True):
         for place, row in enumerate(each for each in rows if each["mode"] == mode):
             label = f"{row['processes']} x {row['per_device']} x {row['accumulation']}"
-            # thinner from line to line: where they lie on one another all of them show
+            # each line thinner than the one before, so that lines that coincide all show
             panel.plot(range(1, len(row["losses"]) + 1), row["losses"], label=label, linewidth=3.6 / (place + 1))
         panel.set(title=mode, xlabel="optimizer step", yscale="log")
     panels[0][0].set_ylabel("logged loss")
@@ -380,7 +380,7 @@ def main(argv: list[str] | None = None) -> int:
         import torch
 
         torch.distributed.barrier()
-        # The threads of gloo may hold tensors of that still: tearing it down may abort, or wait for ever.
+        # Do not destroy the process group: gloo's threads may still hold tensors, so that it could abort or hang.
         sys.stdout.flush()
         os._exit(0)
     return 0

@@ -1,4 +1,4 @@
-r"""Plain DistributedDataParallel training with every monitor on, and one planted fault to see what they say.
+r"""Plain DistributedDataParallel training with every monitor on, and one planted fault for them to find.
 
     torchrun --nproc_per_node 2 recipes/convergence_monitor.py                  # healthy; half a minute on 2 cores
     torchrun --nproc_per_node 4 recipes/convergence_monitor.py --fault data     # one rank learns from wrong labels
@@ -39,14 +39,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# A wrong option is answered at once: nothing heavy is imported before the options are read.
+# Answer a wrong option at once: import nothing heavy before the options are read.
 
 STEPS, ACCUMULATION, BATCH, LOG_EVERY, CHECK_EVERY = 400, 2, 32, 10, 50
 LEARNING_RATE, MAX_NORM = 2e-3, 5.0
 FAULTS = ("none", "data", "seed", "scale", "replica", "batch-norm", "leak", "spike")
 LEAK = 400 * 1024
 
-#: The transformer that the cost is measured on: 11 million parameters, 512 tokens a micro-batch.
+#: The transformer for measuring the cost: 11 million parameters, 512 tokens a micro-batch.
 WIDTH, LAYERS, VOCABULARY, SAMPLES, TOKENS = 384, 6, 1000, 8, 64
 
 
@@ -87,7 +87,7 @@ def main() -> int:
     else:
         train(options, device)
     dist.barrier()
-    # The threads of gloo may hold tensors of that still: tearing it down may abort, or wait for ever.
+    # Do not destroy the process group: gloo's threads may still hold tensors, so that it could abort or hang.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -167,7 +167,7 @@ def train(options: argparse.Namespace, device: Any) -> None:
         alarms.say(gradients.judge(rank_norms))
         alarms.say(norms.judge(norm_reading))
         alarms.say(memory.judge(held))
-        # As most logs show it: the last micro-batch alone.
+        # The last micro-batch alone, as most logs show it.
         sampled = loss.detach().clone()
         dist.all_reduce(sampled)
         rows.append({
@@ -200,7 +200,7 @@ def start_log(folder: Path, rank: int) -> None:
 
 
 def digits(device: Any, rank: int, ranks: int, *, same: bool) -> tuple[Iterator[tuple[Any, Any]], tuple[Any, Any]]:
-    """Endless micro-batches of this rank's own samples, and 297 digits that nobody learns from."""
+    """Endless micro-batches of this rank's own samples, and 297 held-out digits."""
     import torch
     from sklearn.datasets import load_digits
 
@@ -231,7 +231,7 @@ def digit_network(normalisation: Callable[[int], Any]) -> Any:
 
 
 def copying_converter(module: Any) -> Any:
-    """What apex's converter and older ones do, with layers that run on a CPU too: parameters are copied."""
+    """Copy parameters, as apex's converter and older ones do, with layers that run on a CPU too."""
     from torch import nn
 
     result = module
@@ -276,9 +276,9 @@ def draw_curves(rows: list[dict[str, float]], path: Path) -> None:
 
 
 def measure_overhead(options: argparse.Namespace, device: Any) -> None:
-    """Prints what each monitor takes of a step of a transformer, and whole steps with and without them in turns.
+    """Print the cost of each monitor in a step of a transformer, and of whole steps with and without them in turns.
 
-    Clocks on a busy machine are noisy, so a second arm without monitors shows by how much.
+    Clocks on a busy machine are noisy; a second arm without monitors shows how noisy.
     """
     import torch.distributed as dist
 
@@ -352,7 +352,7 @@ class Arm:
             self.gradients.attach(self.model)
 
     def run(self, steps: int) -> None:
-        """So many steps and one log."""
+        """Run so many steps and one log."""
         from torch import nn
         from torch.nn.functional import cross_entropy
 
@@ -389,7 +389,7 @@ class Arm:
         loss = norm = torch.ones((), device=gradient.device)
 
         def measure_gradient() -> None:
-            # As the hook does on a CPU, where the division is a pass of its own too.
+            # As the hook does on a CPU, where the division is a separate pass, too.
             self.gradients.add(gradient)
             self.gradients.end_of_step()
             gradient.div_(1.0)

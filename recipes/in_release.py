@@ -5,11 +5,10 @@
         --output results/{release}
 
 The first call makes a virtual environment with torch, the newest release and this package with its extras in
-.environments/; every further release gets a small one that looks there for whatever it does not hold itself. An
-environment is made whole or not at all, and is made once: delete .environments/ to start again. While one is made,
-its steps and their time are shown; what pip says is in pip.log in its folder. ``{release}`` in the command is replaced
-by the release. Adding a release is naming it; what it shall run beside is pinned after an @:
-4.46.3@accelerate==0.26.0@peft==0.13.2.
+.environments/; every further release gets a small one that takes everything else from there. An environment is made
+whole or not at all, and is made once: delete .environments/ to start again. The recipe shows its steps and their time;
+pip's output is in pip.log in its folder. ``{release}`` in the command is replaced by the release. To add a release,
+name it; to pin packages beside it, add them after an @: 4.46.3@accelerate==0.26.0@peft==0.13.2.
 
 Needs nothing but Python 3.10 or newer. Exit code: the first that is not 0; 1 where an environment can't be made; 2 for
 a wrong call.
@@ -35,11 +34,11 @@ TORCH = "torch==2.13.0"
 RELEASE = re.compile(r"\d+\.\d+\.\d+(@[\w-]+[<>=]=[\w.]+)*")
 BIN = "Scripts" if os.name == "nt" else "bin"
 MINUTE = 60.0
-#: The lines of pip that say what it is doing.
+#: Lines of pip that show its progress.
 DOING = re.compile(r"^ *((?:Collecting|Downloading|Using cached|Building|Installing) .*)", re.MULTILINE)
-#: What a release's own resolver may have to pin lower than the newest environment holds.
+#: Packages that a release may require in older versions than the newest environment holds.
 BESIDE_TRANSFORMERS = ("accelerate", "datasets", "peft")
-#: What a minor release needs older than its metadata says: newer ones do not import or run beside it.
+#: Packages that a minor release needs older than its metadata says: newer ones fail beside it.
 OLDER = {
     "4.38": ("accelerate<1", "peft<0.12"),
     "4.41": ("peft<0.14",),
@@ -48,7 +47,7 @@ OLDER = {
 
 
 class NotMadeError(SystemExit):
-    """An environment can't be made; where nobody catches it, the program ends with its message and exit code 1."""
+    """An environment can't be made; uncaught, it ends the program with its message and exit code 1."""
 
 
 def main(arguments: list[str]) -> int:
@@ -61,7 +60,7 @@ def main(arguments: list[str]) -> int:
         scripts = environment(release) / BIN
         words = [word.replace("{release}", release) for word in command]
         print(f"transformers {release}: {' '.join(words)}", flush=True)
-        # A script that only the newest environment holds is run by this release's Python all the same.
+        # Run a script that only the newest environment holds by this release's Python, too.
         script = next((s for s in (scripts / words[0], ENVIRONMENTS / NEWEST / BIN / words[0]) if s.exists()), None)
         if script is not None and not words[0].startswith("python"):
             written_in_python = script.read_bytes()[:2] == b"#!"
@@ -81,7 +80,7 @@ def folder_of(release: str) -> Path:
 def environment(release: str) -> Path:
     """The folder of a release's environment, made if it is not there."""
     if release == NEWEST:
-        # torch first and alone: a range would take the newest build there is, with its CUDA packages.
+        # torch first and alone: a range would take the newest build, with its CUDA packages.
         return made(NEWEST, [TORCH], [f"transformers=={release}", "-e", f"{ROOT}[dev,recipes]"])
     version, *pins = release.split("@")
     older = OLDER.get(version.rpartition(".")[0], ())
@@ -95,10 +94,10 @@ def made(name: str, *installs: Sequence[str], shared: Path | None = None) -> Pat
     Args:
         name: of its folder in .environments/.
         installs: requirements, installed one list after the other.
-        shared: an environment that lends what this one does not hold, its pip among it.
+        shared: an environment that provides everything else, pip included.
 
     Raises:
-        NotMadeError: pip failed; the message has the end of what it said, and where the rest is.
+        NotMadeError: pip failed; the message has the end of its output, and the path of the rest.
     """
     folder = ENVIRONMENTS / name
     if (folder / "complete").exists():
@@ -124,9 +123,9 @@ def made(name: str, *installs: Sequence[str], shared: Path | None = None) -> Pat
 
 
 def _logged(command: list[str], log: Path) -> int:
-    """The exit code of a command that writes into a log; its time and what pip does are shown every minute.
+    """The exit code of a command that writes into a log; show its time and pip's progress every minute.
 
-    On a terminal every second, in one line that is written over.
+    On a terminal every second, in one line that is overwritten.
     """
     started, terminal = time.monotonic(), sys.stdout.isatty()
     with log.open("ab") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as running:

@@ -6,7 +6,7 @@ r"""The real `llamafactory-cli train`, stock and mended: one global batch, cut i
 Three cases, each a tiny model and 16 samples written to disk: a text model (`text`), a LLaVA (`llava`), and the text
 model under `use_asft_loss` (`asft`), a loss that LLaMA-Factory averages over micro-batches, so its answers are of one
 length. Every split P x G of the 16 samples takes one step of plain SGD. The whole batch in one micro-batch on one
-process is the reference, and every other split should log its loss and its gradient norm. The stock Trainer runs the
+process is the reference, and every other split should log the same loss and gradient norm. The stock Trainer runs the
 first and the last split, `hf-accum-fix run` all of them: llamafactory-cli starts itself again through torchrun, and
 the patch reaches those processes too.
 
@@ -31,7 +31,7 @@ import in_release
 
 RELEASE = "0.9.5"
 ENVIRONMENT = f"llamafactory-{RELEASE}"
-#: The three are built for one another; LLaMA-Factory asks for each as a range only.
+#: These three fit together; LLaMA-Factory requires each as a range only.
 TORCH = ("torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0")
 TRANSFORMERS = "transformers==5.6.0"
 
@@ -63,7 +63,7 @@ TRAINING = {
     "use_cpu": True,
     "disable_gradient_checkpointing": True,
 }
-#: What LLaVA needs under LLaMA-Factory on two ranks, stock or not, besides the checkpointing disabled above.
+#: LLaVA under LLaMA-Factory on two ranks requires this, stock or not, besides disabled checkpointing.
 TWO_RANKS = {"ddp_backend": "gloo", "ddp_find_unused_parameters": True}
 
 
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
         return 0
     cases, processes = options.cases.split(","), options.processes.split(",")
     if not set(cases) <= CASES.keys() or not set(processes) <= set(map(str, PROCESSES)):
-        parser.error(f"cases are {', '.join(CASES)}; processes are {', '.join(map(str, PROCESSES))}")
+        parser.error(f"expected --cases from {', '.join(CASES)} and --processes from {', '.join(map(str, PROCESSES))}")
     install = [f"llamafactory=={RELEASE}", TRANSFORMERS, "-e", str(in_release.ROOT)]
     python = in_release.made(ENVIRONMENT, TORCH, install) / in_release.BIN / "python"
     options.output.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> int:
 
 
 def runs(work: Path, python: Path, cases: Sequence[str], processes: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """One row a run: what it logged, and how far that is off the whole batch in one micro-batch."""
+    """One row a run: its log, and the difference from the whole batch in one micro-batch."""
     for case in cases:
         reference = trained(work, python, case, "stock", 1, TOTAL)
         yield {**reference, "off": {"loss": 0.0, "grad_norm": 0.0}}
@@ -176,7 +176,7 @@ def write_models(folder: Path) -> None:
     core.decoder = decoders.ByteLevel()
     names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=core, **names, additional_special_tokens=["<image>"])
-    # Logits that are spread make the loss of one token another's, as they are where a model has learnt something.
+    # Spread the logits, so that losses differ from token to token as in a trained model.
     language = hf.LlamaConfig(
         vocab_size=len(vocabulary),
         hidden_size=32,

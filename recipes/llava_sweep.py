@@ -19,9 +19,9 @@ Every split runs in every mode, from the same weights, over the same samples, wi
     trainer  hf_accum_fix.GlobalBatchTrainer
     balanced apply(balance_windows=True), if --modes names it: the same steps, each dealt into micro-batches by length
 
-Two errors are on show. transformers 4.49.0 adds up the means of the G micro-batches: loss and gradient come out
+The sweep shows two errors. transformers 4.49.0 adds up the means of the G micro-batches: loss and gradient come out
 G times too large. Dividing by G leaves the mean of the micro-batch means, where a one-word answer alone in its
-micro-batch weighs as much as a long one: a rest that depends on the per-device batch (published: 138/32 = 4.31
+micro-batch counts as much as a long one: a rest that depends on the per-device batch (published: 138/32 = 4.31
 with one sample, 6.4/2 = 3.20 with sixteen).
 
 For the rest to show, the loss of a token must depend on the length of its answer, as it does where training
@@ -59,7 +59,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-if TYPE_CHECKING:  # a wrong option is answered at once: nothing heavy is imported before the options are read
+if TYPE_CHECKING:  # answer a wrong option at once: import nothing heavy before the options are read
     from collections.abc import Callable
 
     import torch
@@ -75,30 +75,30 @@ PUBLISHED = {
     (8, 1, 16): (69, 16.5),
 }
 PUBLISHED_ON = "4.49.0"
-PANELS = {  # what a panel of the picture shows
+PANELS = {  # titles of the picture's panels
     "stock": "the installed Trainer",
     "hotfix": "LLaMA-Factory's",
     "apply": "hf_accum_fix.apply()",
     "trainer": "GlobalBatchTrainer",
     "balanced": "apply(balance_windows=True)",
 }
-COLOURS = ("#56B4E9", "#E69F00", "#7A0177", "#009E73")  # told apart by the colour-blind, too
+COLOURS = ("#56B4E9", "#E69F00", "#7A0177", "#009E73")  # distinct for the colour-blind, too
 OTHER_PER_DEVICE = (16, 8, 1)  # where no published split fits
-EXTRAS = ("datasets", "matplotlib", "peft", "PIL", "rich", "sklearn")  # imported names of the extra "recipes"
+EXTRAS = ("datasets", "matplotlib", "peft", "PIL", "rich", "sklearn")  # import names of the extra "recipes"
 
 WARM_UP_STEPS = 12
 IMAGE_SIZE, PATCH_SIZE = 32, 8  # [pixels]; 4 x 4 patches, 16 image tokens
 IGNORED = -100
 
-# ---- 1. What is asked for ---------------------------------------------------------------------------------
+# ---- 1. The options ---------------------------------------------------------------------------------------
 
 
 class BadInputError(ValueError):
-    """The command line or the data can't be used; says what was found and what is needed."""
+    """The command line or the data can't be used; says what was given and what is expected."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage on every rank."""
+    """Raise where argparse would print its usage on every rank."""
 
     def error(self, message: str) -> NoReturn:
         raise BadInputError(message)
@@ -172,8 +172,8 @@ def read_options(argv: list[str] | None) -> argparse.Namespace:
 def processes_asked_for() -> int:
     """The number of processes of this run, this one included.
 
-    `accelerate launch --cpu --num_processes N` starts one process and does not tell it N, so N is read from the
-    launcher's command line; `main` then starts the N processes.
+    `accelerate launch --cpu --num_processes N` starts one process that does not know N, so read N from the launcher's
+    command line; `main` then starts the N processes.
 
     Source: https://github.com/huggingface/accelerate/issues/2741
     """
@@ -224,7 +224,7 @@ def check_model(name: str) -> None:
 
 
 def check_output(options: argparse.Namespace) -> None:
-    """Refuses a folder that can't be written, and one with results that this run may not add to."""
+    """Refuse a folder that can't be written, and one with results of another run."""
     try:
         options.output.mkdir(parents=True, exist_ok=True)
         probe = options.output / f".writable-{os.getpid()}"
@@ -246,7 +246,7 @@ def check_output(options: argparse.Namespace) -> None:
 
 
 def identity(options: argparse.Namespace) -> dict[str, str]:
-    """What must be equal in two runs whose cells stand in one table."""
+    """The settings that all cells of one table share."""
     versions = {name: importlib.metadata.version(name) for name in ("transformers", "accelerate", "torch")}
     free = ("modes", "splits", "output", "resume")
     return versions | {name: str(value) for name, value in vars(options).items() if name not in free}
@@ -288,7 +288,7 @@ def read_conversations(path: Path, folder: Path) -> list[dict[str, Any]]:
 def read_images(record: dict[str, Any], folder: Path) -> list[str]:
     names = record.get("images", record.get("image"))
     names = [names] if isinstance(names, str) else names
-    # where a whole micro-batch has no picture the projector gets no gradient, and DDP waits for it
+    # a whole micro-batch without a picture gives the projector no gradient, and DDP waits for it
     if not isinstance(names, list) or not names:
         raise BadInputError("has no 'image' or 'images': this sweep needs a picture in every record")
     for name in names:
@@ -526,7 +526,7 @@ def sample_order(records: int, options: argparse.Namespace) -> list[int]:
 def llava_samples(
     conversations: list[dict[str, Any]], options: argparse.Namespace, checkpoint: str
 ) -> tuple[Dataset, Collator]:
-    """Tokenised conversations in the order of the run, and what makes micro-batches of them."""
+    """Tokenised conversations in the order of the run, and their collator."""
     from datasets import Dataset
     from transformers import AutoConfig, AutoProcessor
 
@@ -570,7 +570,7 @@ def bert_samples(options: argparse.Namespace) -> tuple[Dataset, Collator]:
 
 
 class Collator:
-    """Makes a micro-batch of samples, padded on the right, and remembers which ones this rank was given.
+    """Make a micro-batch of samples, padded on the right, and remember which ones this rank got.
 
     Attributes:
         seen: places in the dataset, micro-batch by micro-batch.
@@ -638,7 +638,7 @@ def full_batch(model: torch.nn.Module, samples: list[dict[str, Any]], collate: C
 
 
 class Recorder:
-    """Put before a Trainer: takes the samples in order, keeps losses and gradient norms as they are.
+    """Mixin before a Trainer: take the samples in order, keep losses and gradient norms unrounded.
 
     The loss of a step is what the Trainer would log, before it rounds: what `training_step` returned, summed
     over the window and averaged over the ranks.
@@ -686,7 +686,7 @@ def run_cell(
 
     import hf_accum_fix
 
-    # accelerate keeps these for the whole process; the process group below them stays
+    # accelerate keeps these for the whole process; the process group below stays
     AcceleratorState._reset_state()
     GradientState._reset_state()
     hf.set_seed(options.seed)
@@ -740,10 +740,10 @@ def run_cell(
 
 
 def check_samples(seen: list[list[int]], accumulation: int, options: argparse.Namespace) -> None:
-    """Proves that every optimizer step had the samples that it has under any other split.
+    """Check that every optimizer step had the same samples as under any other split.
 
     Args:
-        seen: places in the dataset that this rank was given, in order, micro-batch by micro-batch.
+        seen: this rank's places in the dataset, in order, micro-batch by micro-batch.
         accumulation: micro-batches of a step.
         options: the run.
     """
@@ -765,7 +765,7 @@ def on_cpu() -> bool:
     return os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true" or not torch.cuda.is_available()
 
 
-# ---- 6. What came out -------------------------------------------------------------------------------------
+# ---- 6. The results ---------------------------------------------------------------------------------------
 
 
 def show_table(rows: list[dict[str, Any]], reference: dict[str, float], options: argparse.Namespace) -> None:
@@ -834,7 +834,7 @@ def by_mode(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def compare(name: str, rows: list[dict[str, Any]], ratios: list[float], tolerance: float) -> str:
-    """Says what multiples of the full batch's value are: right, or a factor, and what dividing by it leaves."""
+    """Describe multiples of the full batch's value: right, or a factor and the rest after dividing by it."""
     factors = {
         "": [1.0 for row in rows],
         "G times": [row["accumulation"] for row in rows],
@@ -843,7 +843,7 @@ def compare(name: str, rows: list[dict[str, Any]], ratios: list[float], toleranc
         "1/G of": [1 / row["accumulation"] for row in rows],
     }
     rests = {word: [ratio / factor for ratio, factor in zip(ratios, factors[word], strict=True)] for word in factors}
-    # the factor that explains most is the one whose rests come nearest to 1
+    # the best factor is the one whose rests come nearest to 1
     word = min(rests, key=lambda word: max(abs(math.log(rest)) for rest in rests[word]))
     off, apart = max(abs(rest - 1) for rest in rests[word]), max(rests[word]) / min(rests[word]) - 1
     if off <= tolerance:
@@ -868,7 +868,7 @@ def draw_curves(
     figure.suptitle(f"The same batches, cut in several ways\n{describe(options)}", wrap=True)
     for panel, (mode, of_mode) in zip(panels[0], modes.items(), strict=True):
         for place, (row, colour) in enumerate(zip(of_mode, itertools.cycle(COLOURS))):
-            # thinner from line to line: where they lie on one another all of them show
+            # each line thinner than the one before, so that lines that coincide all show
             panel.plot(
                 range(1, options.steps + 1),
                 row["losses"],
@@ -908,7 +908,7 @@ def draw_curves(
 
 
 class LineAMinute:
-    """What a log file gets where a terminal gets a progress bar: at most one line a minute."""
+    """Progress for a log file, where a terminal gets a bar: at most one line a minute."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done = total, 0
@@ -927,7 +927,7 @@ class LineAMinute:
 
 
 def announce(options: argparse.Namespace) -> None:
-    """Says what is run and where it goes, before the first import that takes seconds."""
+    """Print what will run and where the results go, before the first import that takes seconds."""
     counts = {"mode": len(options.modes), "split": len(options.splits), "step": options.steps}
     asked = " x ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items())
     results = options.output / "results.jsonl"
@@ -961,7 +961,7 @@ def environment(options: argparse.Namespace, reference: dict[str, float]) -> dic
 
 
 def replace_file(path: Path, text: str) -> None:
-    """A run that is cut off here leaves the old file or the new one, never half of it."""
+    """Write a file so that a run that is cut off leaves the old one or the new one, never half of it."""
     part = path.with_name(path.name + ".part")
     try:
         part.write_text(text)
@@ -996,7 +996,7 @@ def sweep(options: argparse.Namespace, conversations: list[dict[str, Any]] | Non
         dataset, collate = bert_samples(options)
     else:
         digits = options.output / "digits"
-        if first and not rows:  # what an interrupted run left unfinished is made again
+        if first and not rows:  # make again what an interrupted run left unfinished
             if conversations is None:
                 write_digits(digits)
             if options.model is None:
@@ -1035,7 +1035,7 @@ def sweep(options: argparse.Namespace, conversations: list[dict[str, Any]] | Non
         print(f"wrote results.jsonl, environment.json and curves.png to {options.output.resolve()}", flush=True)
     if options.world > 1:
         torch.distributed.barrier()
-        # The threads of gloo may hold tensors of that still: tearing it down may abort, or wait for ever.
+        # Do not destroy the process group: gloo's threads may still hold tensors, so that it could abort or hang.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -1045,7 +1045,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = read_options(argv)
         conversations = read_conversations(options.data, options.images) if options.data else None
-        check_output(options)  # which makes the folder: last, so that a run that is refused leaves none
+        check_output(options)  # last, because it makes the folder, and a refused run leaves none
     except BadInputError as error:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"llava_sweep: {error}\n")
@@ -1054,10 +1054,10 @@ def main(argv: list[str] | None = None) -> int:
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.world}"]
         os.execv(sys.executable, [sys.executable, *ranks, __file__, *(sys.argv[1:] if argv is None else argv)])
     if options.model is None:
-        # the small models gain nothing from threads, and where other programs run they wait for one another for minutes
+        # the small models gain nothing from threads, which wait for one another where other programs run
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.world == 1:
-        # with two GPUs in sight the Trainer would turn to DataParallel, which is another story
+        # with two visible GPUs the Trainer would use DataParallel
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     if os.environ.get("RANK", "0") == "0":
         announce(options)

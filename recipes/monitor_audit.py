@@ -1,8 +1,8 @@
 """Simulated runs for `convergence_monitor.py --audit`: how often the monitors cry wolf, and how late they find a fault.
 
 A network of one hidden layer learns overlapping clouds of points on several ranks, ten steps a log, in numpy, several
-runs side by side. Every monitor is shown what it would have measured. The settings of
-`hf_accum_fix.monitor.deviation` were chosen on these very seeds: for an honest rate, change them.
+runs side by side. Every monitor gets the numbers that it would have measured. The settings of
+`hf_accum_fix.monitor.deviation` were chosen on these very seeds: change them for an honest rate.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Scenario:
         hard: share of micro-batches that are five times as noisy.
         curriculum: noise grows over the run.
         samples: points of a rank's fixed shard; 0 draws new ones for ever.
-        fault: what is wrong with the last rank.
-        amount: of the fault.
+        fault: of the last rank.
+        amount: size of the fault.
     """
 
     ranks: int = 4
@@ -94,7 +94,7 @@ PLANTED = {
 def logs(
     scenario: Scenario, runs: int, count: int, seed: int
 ) -> Iterator[list[tuple[LossReading, RankGradientsReading, list[float]]]]:
-    """Log after log: of each run what a LossMeter reads, every rank's gradient norms, and the averaged one's."""
+    """Log after log, for each run: readings of a LossMeter, gradient norms of every rank, and of the average."""
     its, draw = scenario, numpy.random.default_rng(seed)
     lead = (runs, its.ranks)
     centres = draw.normal(size=(runs, 1, CLASSES, POINTS))
@@ -265,7 +265,7 @@ LEAKS: dict[str, tuple[int, Callable[[Draw, int], ndarray]]] = {
 
 
 def memory_alarms(sizes: ndarray, capacity: float) -> list[int]:
-    """Steps at whose logs a MemoryMonitor that is shown these sizes raises an alarm."""
+    """Steps at whose logs a MemoryMonitor with these sizes raises an alarm."""
     shown = {"size": 0.0}
 
     class Shown(MemoryMonitor):

@@ -54,7 +54,7 @@ import hf_accum_fix
 
 MODES = ("stock", "stock again", "apply")
 STEPS_OF_ACCUMULATION, PER_DEVICE, VOCABULARY = 4, 2, 512
-#: Operations that make the host wait for a number of the device.
+#: Operations that make the host wait for a number from the device.
 READS = {"aten._local_scalar_dense", "aten.is_nonzero", "aten.equal"}
 
 
@@ -62,7 +62,7 @@ READS = {"aten._local_scalar_dense", "aten.is_nonzero", "aten.equal"}
 class Size:
     """One model: width, layers, and the longest of its samples [tokens]; optimizer steps of a timed run.
 
-    Without a layer it is a loss and nothing else, so that what is added to a step can be told from it.
+    Without a layer it is only a loss, so that the cost added to a step stands out.
     """
 
     width: int
@@ -77,9 +77,9 @@ HEADS = ("llama", "bert")
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one optimizer step on this rank, on average; bytes are the most alive at once beyond those before it.
+    """Counts of one optimizer step on this rank, on average; bytes are the peak above the bytes before it.
 
-    Reads are numbers that the host reads of the device; on a GPU, every time that it waits for it.
+    Reads are numbers that the host reads from the device; on a GPU, every wait for it.
     """
 
     operations: float
@@ -91,16 +91,16 @@ class Counts:
 
 @dataclass(frozen=True)
 class Times:
-    """One optimizer step [s]: its median by the wall, and the least of this thread's processor time.
+    """One optimizer step [s]: the median by the wall clock, and the least of this thread's processor time.
 
-    What else the machine does can only add to the latter.
+    Other programs can only add to the latter.
     """
 
     wall: float
     processor: float
 
 
-# ---- 1. What is trained -----------------------------------------------------------------------------------
+# ---- 1. The models ----------------------------------------------------------------------------------------
 
 
 class Nothing(nn.Module):
@@ -139,7 +139,7 @@ def build(head: str, size: Size) -> nn.Module:
 
 
 def samples_of(head: str, size: Size, count: int) -> list[dict[str, Tensor]]:
-    """Ragged texts; the first quarter of each is its prompt, and no target."""
+    """Ragged texts; the first quarter of each is a prompt without targets."""
     g = torch.Generator().manual_seed(0)
     made = []
     for _ in range(count):
@@ -171,13 +171,13 @@ class Watcher(TrainerCallback):
 
 
 def train(head: str, size: Size, mode: str, steps: int, after: Any, **options: Any) -> int:
-    """Train, and tell how often the model was run beyond its micro-batches."""
+    """Train; return the number of extra forwards."""
     with hf_accum_fix.apply(**options) if mode == "apply" else contextlib.nullcontext():
         return run(build(head, size), head, size, steps, after) - steps * STEPS_OF_ACCUMULATION
 
 
 def run(model: nn.Module, head: str, size: Size, steps: int, after: Any) -> int:
-    """Train a model as it is patched now, and tell how often it was run."""
+    """Train a model under the current patch; return the number of forwards."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     forwards = 0
 
@@ -211,11 +211,11 @@ def run(model: nn.Module, head: str, size: Size, steps: int, after: Any) -> int:
     return forwards
 
 
-# ---- 2. What is counted -----------------------------------------------------------------------------------
+# ---- 2. The counts ----------------------------------------------------------------------------------------
 
 
 class Counting(TorchDispatchMode):
-    """Operations as they reach a device, and the storages that they make."""
+    """Count operations as they reach a device, and the storages that they make."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class Counting(TorchDispatchMode):
 
 @contextlib.contextmanager
 def waits_for_the_gpu() -> Iterator[list[Any] | None]:
-    """What torch's sync debug mode tells of the host waiting for a GPU; None without one."""
+    """The host's waits for a GPU, by torch's sync debug mode; None without a GPU."""
     if not torch.cuda.is_available():
         yield None
         return
@@ -274,7 +274,7 @@ def waits_for_the_gpu() -> Iterator[list[Any] | None]:
 
 
 def count(head: str, size: Size, mode: str, steps: int = 4, **options: Any) -> Counts:
-    """Count what a step does, once the first window is over."""
+    """Count the operations of a step, without the first window."""
     counting = Counting()
     observing = watch(counting, head, size, mode, steps, **options)
     each = steps - 2
@@ -284,7 +284,7 @@ def count(head: str, size: Size, mode: str, steps: int = 4, **options: Any) -> C
 
 
 def watch(by: TorchDispatchMode, head: str, size: Size, mode: str, steps: int, **options: Any) -> int:
-    """Have the operations of all steps but the first two seen; how often the model was run beyond its micro-batches."""
+    """Count the operations of all steps but the first two; return the number of extra forwards."""
     with contextlib.ExitStack() as stack:
 
         def after(step: int) -> None:
@@ -296,7 +296,7 @@ def watch(by: TorchDispatchMode, head: str, size: Size, mode: str, steps: int, *
         return train(head, size, mode, steps, after, **options)
 
 
-# ---- 3. What is timed -------------------------------------------------------------------------------------
+# ---- 3. The times -----------------------------------------------------------------------------------------
 
 
 def measure(head: str, size: Size, mode: str) -> Times:
@@ -329,7 +329,7 @@ class Keeping(TorchDispatchMode):
 
 
 def added_operations(head: str, size: Size) -> float:
-    """What the operations that are added to a micro-batch take by themselves [us], less those that are saved."""
+    """Time of the operations added to a micro-batch [us], run by themselves, less the ones that are saved."""
     seen = {mode: Keeping() for mode in ("stock", "apply")}
     for mode, keeping in seen.items():
         watch(keeping, head, size, mode, 3)
@@ -367,7 +367,7 @@ def microseconds(rounds: list[dict[str, Times]], mode: str) -> list[float]:
     return [1e6 * (each[mode].processor - each["stock"].processor) / STEPS_OF_ACCUMULATION for each in rounds]
 
 
-# ---- 4. What is shown -------------------------------------------------------------------------------------
+# ---- 4. The tables ----------------------------------------------------------------------------------------
 
 Table = list[tuple[str, ...]]
 
@@ -452,10 +452,10 @@ def read_options(argv: list[str] | None) -> argparse.Namespace:
     for name, known in (("heads", HEADS), ("sizes", tuple(SIZES))):
         asked = tuple(getattr(options, name).split(","))
         if not set(asked) <= set(known):
-            parser.error(f"--{name} {getattr(options, name)}; known are {','.join(known)}")
+            parser.error(f"got --{name} {getattr(options, name)}; expected some of {','.join(known)}")
         setattr(options, name, asked)
     if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds}; needed is one or more")
+        parser.error(f"got --rounds {options.rounds}; expected 1 or more")
     if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
         parser.error(f"--output {options.output} is there already; give a new folder, so that nothing is overwritten")
     return options
@@ -476,7 +476,7 @@ class Results:
 
 @contextlib.contextmanager
 def ranks() -> Iterator[int]:
-    """This rank; at the end of several the process ends too, since taking a gloo group down can hang."""
+    """This rank; with several the process ends here, because destroying a gloo group can hang."""
     yield int(os.environ.get("RANK", "0"))
     if dist.is_initialized():
         dist.barrier()

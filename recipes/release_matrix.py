@@ -4,8 +4,8 @@
     python recipes/release_matrix.py 4.46.3 5.4.0 5.23.0      # a few
 
 Each release gets an environment of its own (recipes/in_release.py), which is deleted after use, and two processes, one
-for each number of ranks, that run tests/releases/cells.py. Their cells are kept in --output as JSON lines, so that a
-matrix that was cut off goes on where it stopped; of them come a table to read, table.md, and a picture, matrix.png.
+for each number of ranks, that run tests/releases/cells.py. --output keeps their cells as JSON lines, so that a matrix
+that was cut off goes on where it stopped, and gets a table, table.md, and a picture, matrix.png.
 
 Exit code: 0 if ours is at the float floor in every cell that can be run; 1 if not; 2 for a wrong call.
 """
@@ -45,7 +45,7 @@ class Summary:
         stock: worst relative error of the stock step; None if none could be run.
         ours: worst of patch and subclass; None if none could be run.
         within: whether every one of ours is within its tolerance.
-        why: what hindered the cells that could not be run; the first.
+        why: the first reason of the cells that could not be run.
         convention: whether the reference is a convention (router losses), so that it is never called exact.
     """
 
@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(releases: Sequence[str], output: Path, workers: int) -> dict[str, str]:
-    """Fill in the cells that are not there yet; what could not be run at all, with the end of its output."""
+    """Run the missing cells; return the ones that could not run at all, with the end of their output."""
     from rich.console import Console
     from rich.progress import track
 
@@ -125,7 +125,7 @@ def run_release(release: str, output: Path) -> str | None:
     except in_release.NotMadeError as error:
         return f"its environment could not be made: {error}"
     finally:
-        # One that could not be made is left: it holds pip's log.
+        # Keep one that could not be made: it holds pip's log.
         if made and release != in_release.NEWEST and (folder / "complete").exists():
             shutil.rmtree(folder, ignore_errors=True)
     return None
@@ -155,7 +155,7 @@ def _summary(rows: Sequence[dict[str, Any]]) -> Summary:
     stock = [row["error"] for row in rows if row["path"] == "stock" and row["error"] is not None]
     ours = [row for row in rows if row["path"] in OURS]
     errors = [row["error"] for row in ours if row["error"] is not None]
-    # A head that this release cannot run at all is no cell of ours; one that stock runs and we do not is.
+    # A head that this release cannot run is not our failure; one that stock runs and we do not is.
     runnable = [row for row in ours if row["error"] is not None or stock]
     return Summary(
         stock=max(stock, default=None),

@@ -1,4 +1,4 @@
-"""Where the balance is pushed: one small mixture of experts, several domains, its router loss by four conventions.
+"""What a router loss balances: one small mixture of experts, several domains, four conventions.
 
     python recipes/router_loss.py                                     # some 10 minutes on a core
     accelerate launch --num_processes 2 recipes/router_loss.py        # the same on several ranks
@@ -6,8 +6,8 @@
 A Mixtral is trained from one start on the same samples in the same order, in micro-batches of two: by the stock Trainer
 (which adds the router loss of every micro-batch undivided), and with apply(router_loss=...) as "mean", "window" and
 "exact". Every few steps it is run on a held-out batch of all domains at once: the loss of its tokens, its
-load-balancing loss over that whole batch, and how much the expert a token is sent to tells of its domain (mutual
-information [bits], mean over layers). A loss that balances inside every micro-batch asks each pair of samples to fill
+load-balancing loss over that whole batch, and how much a token's expert reveals about its domain (mutual information
+[bits], mean over layers). A loss that balances inside every micro-batch asks each pair of samples to fill
 all experts; one that balances over the global batch lets a domain have its own.
 
 The output folder gets results.jsonl (a line per look at the held-out batch), table.md, and router_loss.png: the three
@@ -38,7 +38,7 @@ VOCABULARY = 4 + DOMAINS * WORDS
 LENGTHS = (12, 48)
 
 
-# ---- 1. What is trained -----------------------------------------------------------------------------------
+# ---- 1. The samples ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Sample:
 def draw(count: int, seed: int) -> list[Sample]:
     """Texts of a few domains: each has words of its own, and borrows a third of its neighbour's.
 
-    What follows a word is one of three, by the domain.
+    Three words can follow a word, which ones depends on the domain.
     """
     rules = torch.Generator().manual_seed(0)
     follow = torch.randint(0, WORDS + WORDS // 3, (DOMAINS, WORDS + WORDS // 3, 3), generator=rules)
@@ -84,7 +84,7 @@ def build(coefficient: float) -> MixtralForCausalLM:
     return MixtralForCausalLM(MixtralConfig(output_router_logits=True, **shape, **heads, **experts))
 
 
-# ---- 2. What is looked at ---------------------------------------------------------------------------------
+# ---- 2. The held-out batch --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def look(model: Any, held_out: list[Sample], convention: str, step: int) -> Look
 
 
 class Looking(TrainerCallback):
-    """Looks at the held-out batch every few steps."""
+    """Run the held-out batch every few steps."""
 
     def __init__(self, convention: str, held_out: list[Sample], every: int, bar: Any) -> None:
         self.convention, self.held_out, self.every, self.bar = convention, held_out, every, bar
@@ -178,7 +178,7 @@ def train(convention: str, options: argparse.Namespace, bar: Any) -> list[Look]:
     return looking.looks
 
 
-# ---- 3. What is shown -------------------------------------------------------------------------------------
+# ---- 3. The figures ---------------------------------------------------------------------------------------
 
 
 def table(looks: list[Look]) -> str:
@@ -247,7 +247,7 @@ def read_options(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     for name in ("steps", "per_device", "accumulate", "every", "samples"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}; needed is 1 or more")
+            parser.error(f"got --{name.replace('_', '-')} {getattr(options, name)}; expected 1 or more")
     if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
         parser.error(f"--output {options.output} is there already; give a new folder, so that nothing is overwritten")
     return options

@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python recipes/router_loss_cost.py              # some 5 minutes on a core
     python recipes/router_loss_cost.py --rounds 0                     # no clocks: forwards and operations, in seconds
 
-Four runs make a round: mean, mean again, window, exact; which of them begins changes from round to round. Of each run
-the least processor time and the median time of an optimizer step are kept, of each round the ratios to its first mean
-run. "mean again" is the noise: a ratio means something only where it lies outside it. The first step, in which the loss
-is observed, is left out. Forwards and operations of a step are counted, not timed.
+Four runs make a round: mean, mean again, window, exact; each round begins with another of them. The figures are the
+least processor time and the median time of an optimizer step in each run, and their ratios to the first mean run of the
+round. "mean again" is the noise: a ratio means something only where it lies outside it. The first step, in which the
+loss is observed, is left out. Forwards and operations of a step are counted, not timed.
 
 The output folder gets results.jsonl (a line per run) and table.md. Exit code 2: bad input.
 """
@@ -46,13 +46,13 @@ def build() -> MixtralForCausalLM:
 
 
 def train(mode: str, steps: int, after: Callable[[int], None]) -> int:
-    """Train under a convention, and tell how often the model was run."""
+    """Train under a convention; return the number of forwards."""
     with hf_accum_fix.apply(router_loss=mode.split(" ")[0]):
         return run(build(), "llama", SIZE, steps, after)
 
 
 def count(mode: str) -> dict[str, float]:
-    """Forwards and operations of one step, once the first window is over."""
+    """Forwards and operations of one step, without the first window."""
     counting, forwards = Counting(), {}
     for steps in (2, 3):
         with ExitStack() as stack:
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("router_loss_cost"), help="a new folder")
     options = parser.parse_args(argv)
     if options.rounds < 0:
-        parser.error(f"--rounds {options.rounds}; needed is 0 or more")
+        parser.error(f"got --rounds {options.rounds}; expected 0 or more")
     if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
         parser.error(f"--output {options.output} is there already; give a new folder, so that nothing is overwritten")
     counted = {mode: count(mode) for mode in MODES if mode != "mean again"}

@@ -15,12 +15,12 @@ A window is the b * G * W samples of one optimizer step. The modes, each a train
     balanced         hf_accum_fix.apply(balance_windows=True): stock's own windows, dealt by length
     no padding       the limit: balanced's micro-batches with all rows of each levelled to one length
 
-Rounds are interleaved, so that what else the machine does falls on all modes alike; every figure is the median over
-rounds, with the least and the greatest. The first window of a training warms up and is not counted. Samples per second
-are given by the clock and by the processor time of one rank. Memory is the peak above what the model and the data
-took before training. The gradient is that of the first window, in the precision of the training, beside stock's: only
-modes with stock's windows have one. The output folder gets results.jsonl (a line per training), table.md and
-window_speed.png.
+Rounds are interleaved, so that other programs slow all modes alike; every figure is the median over rounds, with the
+least and the greatest. The first window of a training warms up and is not counted. Samples per second are given by the
+clock and by the processor time of one rank. Memory is the peak above the model and the data. The gradient of the first
+window, in the precision of the training, is compared with stock's, in modes with stock's windows.
+
+The output folder gets results.jsonl (a line per training), table.md and window_speed.png.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = ("stock", "group_by_length", "batch_rebalance", "balanced", "no padding", "stock again")
-#: Those whose windows are stock's.
+#: Modes with stock's windows.
 SAME_WINDOWS = ("stock again", "balanced")
 #: hidden, layers, heads, intermediate; tokens of the vocabulary
 SIZES = {"tiny": (64, 2, 4, 128, 2000), "medium": (320, 8, 5, 864, 4096), "1b": (2048, 16, 32, 8192, 32000)}
@@ -78,7 +78,7 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     options.modes = [mode.strip() for mode in options.modes.split(",")]
     if unknown := [mode for mode in options.modes if mode not in MODES]:
-        parser.error(f"unknown modes {unknown}: --modes takes some of {', '.join(MODES)}")
+        parser.error(f"got modes {unknown}; expected some of --modes {', '.join(MODES)}")
     return options
 
 
@@ -100,8 +100,8 @@ def samples_of(options: argparse.Namespace) -> list[list[int]]:
         with Path(options.texts).open(encoding="utf-8") as lines:
             texts = [json.loads(line)[options.column] for line in lines if line.strip()]
     if len(texts) < count:
-        raise SystemExit(f"{len(texts)} texts, but {count} are needed: give fewer --windows, --batch or --steps")
-    # Words and marks, hashed: what counts here is how long real texts are.
+        raise SystemExit(f"got {len(texts)} texts; expected {count}; give fewer --windows, --batch or --steps")
+    # Hash words and marks: only the lengths of real texts matter here.
     words = (re.findall(r"\w+|[^\w\s]", text)[: options.longest] for text in choose.sample(texts, count))
     return [[4 + zlib.crc32(word.encode()) % (vocabulary - 4) for word in text or ["."]] for text in words]
 
@@ -117,7 +117,7 @@ def docstrings() -> list[str]:
 
 
 def levelled(samples: list[list[int]], options: argparse.Namespace) -> list[list[int]]:
-    """Samples of the balanced micro-batches, all rows of each of one length: nothing is padded, as much is read."""
+    """Samples of the balanced micro-batches, levelled to one length in each: no padding, as many tokens."""
     from hf_accum_fix.accumulation.balance import deal
 
     window = options.batch * options.steps * options.ranks
@@ -137,7 +137,7 @@ def levelled(samples: list[list[int]], options: argparse.Namespace) -> list[list
 
 
 def train(options: argparse.Namespace) -> None:
-    """One training in this process, on every rank of it; what was measured as a line of JSON on rank 0."""
+    """One training in this process, on every rank; rank 0 prints the figures as a line of JSON."""
     import contextlib
 
     import torch
@@ -179,7 +179,7 @@ def train(options: argparse.Namespace) -> None:
         }
 
     class Clock(TrainerCallback):
-        """When each optimizer step ended, and the first gradient."""
+        """Keep the end of each optimizer step, and the first gradient."""
 
         def __init__(self) -> None:
             self.ends: list[tuple[float, float]] = []
@@ -266,7 +266,7 @@ def train(options: argparse.Namespace) -> None:
         print(json.dumps(row), flush=True)
     if options.ranks > 1:
         torch.distributed.barrier()
-        # Tearing gloo down may wait for ever.
+        # Do not destroy the process group: gloo may hang.
         sys.stdout.flush()
         os._exit(0)
 

@@ -26,7 +26,7 @@ from hf_accum_fix.upstream.seams import TESTED_RELEASES, TRAINER_MODULE, seams_o
 
 NEWEST: Final = max(map(Version, TESTED_RELEASES))
 OLDEST: Final = min(Version(defect.since) for defect in DEFECTS)
-"""The releases that were looked at; of the others nothing is known."""
+"""The releases that were read; about others nothing is known."""
 
 _COMMON: Final = {
     "gradient-divided-twice": "1/8x",
@@ -34,7 +34,7 @@ _COMMON: Final = {
     "undivided-gradient-right-log": "8x",
     "loss-times-steps": "8x",
 }
-"""The defects that meet models at large, and the gradient at 8 micro-batches; the first hides those behind it."""
+"""Defects that affect many models, and the gradient at 8 micro-batches; the first one hides the later ones."""
 
 _REMEDY: Final = "hf-accum-fix run COMMAND"
 
@@ -49,14 +49,14 @@ the patch is on, and for --model.
 
 EPILOG: Final = f"""\
 exit code:
-  0  clean: no defect in the installed release, or all of them mended in this process, as they are under
-     hf-accum-fix run hf-accum-fix doctor, but for those that the report marks as not mended
+  0  clean: no defect in the installed release, or the patch is on in this process, as under
+     hf-accum-fix run hf-accum-fix doctor (the report marks defects that it does not mend)
   1  defects present, which nothing mends in this process
-     with --model both are about that model alone: 0 where the stock Trainer trains it right, too
+     with --model both are about that model alone: 0 also where the stock Trainer trains it right
   2  wrong usage
   3  could not tell: transformers is not installed, is a pre-release, or is outside {OLDEST} to {NEWEST}, the releases
-     looked at; its Trainer cannot be imported; the patch is on, but our tests have not run the release; or the model
-     of --model cannot be built, fed or trained, or has a loss that cannot be told
+     that were read; its Trainer cannot be imported; the patch is on, but our tests have not run the release; or the
+     model of --model cannot be built, fed or trained, or has a loss that is not recognised
 """
 
 
@@ -76,7 +76,7 @@ class Diagnosis:
         report: of this process.
         verdict: the answer.
         reason: of the verdict, in a sentence.
-        head: what the model of --model showed: "asked", and "built" with "observed", or "error"; empty without it.
+        head: findings on the model of --model: "asked", and "built" with "observed", or "error"; empty without it.
     """
 
     report: Report
@@ -86,12 +86,12 @@ class Diagnosis:
 
     @property
     def present(self) -> tuple[Decision, ...]:
-        """What is decided about each defect of the installed release."""
+        """The decision about each defect of the installed release."""
         return self.report.present
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``doctor`` takes."""
+    """Add the options of ``doctor``."""
     parser.add_argument(
         "--model",
         metavar="CLASS|FOLDER",
@@ -115,7 +115,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def diagnose(model: str | None) -> Diagnosis:
-    """Look at what is installed and, where a model is named, at what its head does.
+    """Look at the installation and, where a model is named, at its loss.
 
     Raises:
         OptionsError: if the model is neither a class of transformers nor a folder.
@@ -142,7 +142,7 @@ def diagnose(model: str | None) -> Diagnosis:
 
 
 def _import_trainer() -> str | None:
-    """Import the Trainer, under ``run`` patched by that; the reason why it cannot be."""
+    """Import the Trainer, which ``run`` patches; the reason why that failed, or None."""
     try:
         import_module(TRAINER_MODULE)
     except (Exception, SystemExit) as error:  # of whatever of it is broken; SystemExit is a refusal under run
@@ -151,7 +151,7 @@ def _import_trainer() -> str | None:
 
 
 def _observed(model: str, obstacle: str | None) -> dict[str, Any]:
-    """What the head was seen to do, or the reason why it was not."""
+    """The observation of the head, or the reason why there is none."""
     if obstacle is not None:
         return {"error": obstacle}
     from hf_accum_fix.cli.head import observe_head
@@ -173,7 +173,7 @@ def judge(report: Report) -> tuple[Verdict, str]:
     if release.is_prerelease:
         return Verdict.COULD_NOT_TELL, f"transformers {release} is a pre-release, which may differ from the release"
     if not OLDEST <= Version(release.base_version) <= NEWEST:
-        return Verdict.COULD_NOT_TELL, f"{OLDEST} to {NEWEST} were looked at, not transformers {release}"
+        return Verdict.COULD_NOT_TELL, f"{OLDEST} to {NEWEST} were read, not transformers {release}"
     present = report.present
     if not present:
         return Verdict.CLEAN, f"no known defect is in transformers {release}"
@@ -188,7 +188,7 @@ def judge(report: Report) -> tuple[Verdict, str]:
 
 
 def judge_model(report: Report, run: Mapping[str, Any]) -> tuple[Verdict, str]:
-    """The verdict on one model in a release that is known, by what was observed of it, and the reason. Pure."""
+    """The verdict on one model in a known release, by its observation, and the reason. Pure."""
     if not run["exact"]:
         return Verdict.COULD_NOT_TELL, f"its loss is not known to be a mean over targets: {plain(run['reason'])}"
     steps, off = run["accumulation_steps"], off_by(run)
@@ -226,7 +226,7 @@ def answer(diagnosis: Diagnosis) -> str:
 
 
 def _of_release(report: Report, verdict: Verdict) -> str:
-    """What a release does to models at large."""
+    """The effect of a release on many models."""
     if verdict is Verdict.CLEAN:
         mended, present = len(report.plan.mended), len(report.present)
         return f"fine, the patch is on and mends {mended} of {present} defects" if present else "fine, no known defect"
@@ -242,7 +242,7 @@ def to_json(diagnosis: Diagnosis) -> str:
 
 
 def to_text(diagnosis: Diagnosis) -> str:
-    """The answer, and what it rests on: a screen at most."""
+    """The answer and its grounds: a screen at most."""
     report = diagnosis.report
     lines = ["G: gradient_accumulation_steps"] if " G = " in answer(diagnosis) else []
     lines += [*_why(diagnosis), *_model(diagnosis), *_in_the_way(report), _installed(diagnosis)]
@@ -291,13 +291,13 @@ def _installed(diagnosis: Diagnosis) -> str:
 
 
 def _why(diagnosis: Diagnosis) -> list[str]:
-    """The reason of a verdict, where the answer has no room for it."""
+    """The reason of a verdict that is not in the answer."""
     told = diagnosis.verdict is Verdict.COULD_NOT_TELL or not diagnosis.head
     return [f"why: {diagnosis.head.get('error', diagnosis.reason)}"] if told else []
 
 
 def _in_the_way(report: Report) -> list[str]:
-    """What keeps the patch from being on, or is not known of it."""
+    """Why the patch is not on, or what is unknown about it."""
     lines = [] if report.plan.refusal is None else [f"apply() refuses: {report.plan.refusal}"]
     if report.missing:
         lines.append(f"dropped since by another patch: {', '.join(report.missing)}")
@@ -315,7 +315,7 @@ def _what_apply_does(diagnosis: Diagnosis) -> list[str]:
 
 
 def _model(diagnosis: Diagnosis) -> list[str]:
-    """What was observed of the model named."""
+    """The observation of the named model."""
     head = diagnosis.head
     if "observed" not in head:
         return []

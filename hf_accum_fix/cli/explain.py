@@ -17,7 +17,7 @@ _EVIDENCE: Final = {"run": "measured on the released wheel", "read": "read in th
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``explain`` takes."""
+    """Add the options of ``explain``."""
     parser.add_argument("defect", nargs="?", metavar="NAME", help="of a defect, such as gradient-divided-twice")
 
 
@@ -40,7 +40,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def explanation(defect: Defect) -> str:
-    """A row as text to read; what it does not say is left out."""
+    """A row as text, without its empty fields."""
     facts = {
         "releases": defect.range,
         "gradient": f"{defect.gradient} times the right one" if defect.gradient else "no one factor says it",

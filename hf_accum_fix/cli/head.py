@@ -29,8 +29,8 @@ from hf_accum_fix.trainer import GlobalBatchTrainer
 
 _WIDTHS: Final = ("hidden_size", "d_model", "n_embd", "dim")
 _HEADS: Final = ("num_attention_heads", "encoder_attention_heads", "num_heads", "n_head", "n_heads")
-#: What the architectures call their other sizes, and the largest that is left of them. The width is made as many heads
-#: wide as are left, for positions are cut to the head; the vocabulary stays, for the special tokens are in it.
+#: Names of the other sizes in the configs, and the limit for each. The width follows from the heads that are left,
+#: since positions are cut to the head; the vocabulary stays, since it holds the special tokens.
 _LARGEST: Final = {
     **dict.fromkeys((*_HEADS, "decoder_attention_heads", "num_key_value_heads"), 2),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
@@ -46,10 +46,10 @@ _LENGTHS: Final = (7, 12, 5, 9, 8, 11, 6, 10) * 2
 
 @dataclass(frozen=True)
 class ObservedHead:
-    """What one window showed.
+    """The findings of one window.
 
     Attributes:
-        built: what was run.
+        built: the model that was run.
         run: its observation, as in `Report.runs`.
     """
 
@@ -62,14 +62,14 @@ def observe_head(asked: str) -> ObservedHead:
 
     Raises:
         OptionsError: if it is neither.
-        ContractError: if it cannot be built, fed or trained; the reason is in it.
+        ContractError: if it cannot be built, fed or trained, with the reason.
     """
     if not enabled():
         raise ContractError(f"{SWITCH} switches the observation off as well; unset it")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     folder = Path(asked)
     try:
-        # Trainer and models print to stdout, which is the report's.
+        # Trainer and models print to stdout, which belongs to the report.
         with redirect_stdout(sys.stderr):
             model = _checkpoint(folder) if folder.is_dir() else _small_model(asked)
             head = type(model).__name__
@@ -118,8 +118,8 @@ def _checkpoint(folder: Path) -> Any:
     head: Any = getattr(transformers, named or "", None)
     if head is None:
         raise ContractError(
-            f"the config of {folder} names the architecture {named}; needed is a class of transformers "
-            f"{transformers.__version__}: code that comes with a checkpoint is not run"
+            f"got the architecture {named} in the config of {folder}; expected a class of transformers "
+            f"{transformers.__version__}: doctor runs no code that comes with a checkpoint; use verify() in your script"
         )
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
         return head.from_pretrained(folder, local_files_only=True)
@@ -127,7 +127,7 @@ def _checkpoint(folder: Path) -> Any:
 
 
 def _trained(model: Any) -> dict[str, Any]:
-    """Train one window of two micro-batches and return what was recorded of it."""
+    """Train one window of two micro-batches and return its record."""
     make = _samples_for(type(model).__name__)
     if make is None:
         kinds = ", ".join(_SAMPLES)
@@ -166,7 +166,7 @@ def _trained(model: Any) -> dict[str, Any]:
 
 
 def _text_config(config: Any) -> Any:
-    """The config of the language model inside, where there is one; releases before 4.45 do not know how to ask."""
+    """The config of the language model inside, where there is one; releases before 4.45 have no method for it."""
     return config.get_text_config() if hasattr(config, "get_text_config") else getattr(config, "text_config", config)
 
 
@@ -197,7 +197,7 @@ def _token_targets(config: Any) -> list[dict[str, Tensor]]:
     samples = _tokens(config)
     for place, sample in enumerate(samples):
         sample["labels"] = sample["input_ids"].clone()
-        # The first label is masked in most, not in all: some releases count it although no token predicts it.
+        # Mask the first label in most texts, not in all: some releases count it although no token predicts it.
         sample["labels"][: place % 4] = -100
     return samples
 
@@ -242,7 +242,7 @@ _SAMPLES: Final[Mapping[str, Callable[[Any], list[dict[str, Tensor]]]]] = {
     "ForQuestionAnswering": _answers,
     "ForImageClassification": _images,
 }
-"""How a class's name ends, and the samples it is fed."""
+"""The end of a class's name, and its samples."""
 
 
 def _samples_for(name: str) -> Callable[[Any], list[dict[str, Tensor]]] | None:

@@ -1,4 +1,4 @@
-"""What ``hf-accum-fix run`` hands down to the processes it starts, and what a Python among them does with it."""
+"""Pass the options of ``hf-accum-fix run`` to the processes it starts, and apply them there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_accum_fix.errors import AccumFixError, OptionsError, UnsupportedSetupErr
 from hf_accum_fix.options import SWITCH, Options
 
 VARIABLE: Final = "PYTHON_HF_ACCUM_FIX"
-"""Carries the options. DeepSpeed's launcher hands variables to other machines by prefix, PYTHON among them."""
+"""Carries the options. DeepSpeed's launcher passes variables on to other machines by prefix; PYTHON is one."""
 
 BOOTSTRAP: Final = str(Path(__file__).with_name("bootstrap").absolute())
 """The folder with the sitecustomize."""
@@ -22,11 +22,11 @@ def environment_for(options: Options, inherited: Mapping[str, str]) -> dict[str,
     """The environment in which every Python process is patched when it imports the Trainer.
 
     Args:
-        options: what apply() is called with there; ``contract`` does not travel, nor do limits of `BalanceOptions`.
-        inherited: the environment to start from, which may be that of another run around this one.
+        options: for apply() there; neither ``contract`` nor limits of `BalanceOptions` travel.
+        inherited: the environment to start from, also one that another run has made.
 
     Raises:
-        UnsupportedSetupError: if the package lies where PYTHONPATH cannot point to.
+        UnsupportedSetupError: if PYTHONPATH cannot hold the package's path.
     """
     if os.pathsep in BOOTSTRAP:
         raise UnsupportedSetupError(
@@ -34,7 +34,7 @@ def environment_for(options: Options, inherited: Mapping[str, str]) -> dict[str,
             "install it in another folder, or call hf_accum_fix.apply() in the script"
         )
     before = inherited.get("PYTHONPATH", "")
-    # Absolute, for a process below may start in another folder and has to find this package all the same.
+    # Absolute, because a process below may start in another folder and has to find this package.
     folders = [os.path.abspath(folder) for folder in before.split(os.pathsep)] if before else []  # noqa: PTH100
     rest = [folder for folder in folders if folder != BOOTSTRAP]
     handed = {name: value for name, value in inherited.items() if not name.startswith(VARIABLE)}
@@ -58,7 +58,7 @@ def _travelling(options: Options) -> dict[str, Any]:
 
 
 def inherited_options(environment: Mapping[str, str]) -> Options:
-    """The options that environment_for() put there; the defaults where a launcher dropped the variable.
+    """The options that environment_for() stored; the defaults where a launcher dropped the variable.
 
     Raises:
         OptionsError: if the variable holds something else.
@@ -75,11 +75,11 @@ def inherited_options(environment: Mapping[str, str]) -> Options:
 
 
 def apply_inherited() -> str:
-    """Call apply() in a process whose transformers.trainer was just loaded, and say in one line what came of it.
+    """Call apply() in a process that has just loaded transformers.trainer, and print the result in one line.
 
     Raises:
         SystemExit: if apply() refuses: `from transformers import Trainer` would turn another error into an
-            ImportError about missing requirements, which scripts catch to go on without.
+            ImportError about missing requirements, which scripts catch and go on without the Trainer.
     """
     from hf_accum_fix import __version__, apply
     from hf_accum_fix.upstream.environment import detect

@@ -1,4 +1,4 @@
-"""What ``hf-accum-fix verify`` does in the processes of a script: where one of them would train, it verifies.
+"""Verify instead of training, in the processes of a script under ``hf-accum-fix verify``.
 
 ``Trainer.train`` never returns there, so that no line of the script runs after it: an exception can be caught, and a
 ``finally`` saves. The process waits for the command that started the script to end it.
@@ -27,7 +27,7 @@ BOOTSTRAP: Final = str(Path(__file__).with_name("verify_bootstrap"))
 """The folder with the sitecustomize."""
 
 ANSWER: Final = "answer.json"
-"""The file that says what was found, in the folder of the request."""
+"""The file with the answer, in the folder of the request."""
 
 _PAUSE: Final = 0.05
 _WRONG_USAGE: Final = 2
@@ -36,13 +36,13 @@ _NO_ANSWER: Final = 3
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be verified, and where the answer goes.
+    """What to verify, and where the answer goes.
 
     Attributes:
-        folder: for the answer; while it is there somebody waits for it.
+        folder: for the answer; as long as it exists somebody waits for it.
         asked_by: the process that waits.
         splits, windows, step: arguments of `hf_accum_fix.verify`.
-        plot: ending of the picture's name; None: none is drawn.
+        plot: ending of the picture's name; None: no picture.
     """
 
     folder: str
@@ -53,7 +53,7 @@ class Request:
     plot: str | None
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The environment in which a script is verified where it would train; its temporary files go with it."""
+        """The environment in which a script verifies instead of training; its temporary files vanish with it."""
         before = inherited.get("PYTHONPATH", "")
         folders = [BOOTSTRAP, *(folder for folder in before.split(os.pathsep) if folder and folder != BOOTSTRAP)]
         temporary = Path(self.folder, "tmp")
@@ -63,9 +63,9 @@ class Request:
 
 
 def verify_instead_of_training() -> None:
-    """Let the first train() of this process be answered by a verification, as soon as there is a Trainer.
+    """Make the first train() of this process verify, as soon as there is a Trainer.
 
-    Nothing heavy is imported here: a script may set its environment before it imports torch.
+    Import nothing heavy here: a script may set its environment before it imports torch.
     """
     if VARIABLE not in os.environ:
         return
@@ -90,13 +90,13 @@ def verify_instead_of_training() -> None:
 
         return wrap
 
-    # The subclass prepares for training before it comes to the Trainer, so it is stopped first.
+    # A subclass prepares for training before it calls the Trainer's method, so stop it first.
     register_post_import_hook(at_import("Trainer"), "transformers.trainer")
     register_post_import_hook(at_import("GlobalBatchMixin"), "hf_accum_fix.trainer")
 
 
 def _answer(trainer: Any, request: Request) -> None:
-    """Verify, and leave the answer: an error is one too, since the script might catch it and train."""
+    """Verify, and store the answer. An error is an answer, too: the script might catch it and train."""
     import hf_accum_fix
 
     splits = None if request.splits is None else [(each[0], each[1]) for each in request.splits]
@@ -110,7 +110,7 @@ def _answer(trainer: Any, request: Request) -> None:
         answer = {"code": _NO_ANSWER, "text": "", "error": traceback.format_exc(), "report": None}
     sys.stdout.flush()
     sys.stderr.flush()
-    # Every rank has the same; whole at once, for the one who waits.
+    # Every rank has the same answer; write it in one go, because somebody waits for it.
     draft = Path(request.folder, f"{os.getpid()}.json")
     draft.write_text(json.dumps(answer), encoding="utf-8")
     draft.replace(Path(request.folder, ANSWER))
@@ -124,7 +124,7 @@ def _draw(report: VerificationReport, request: Request) -> None:
 
 
 def _wait_for_the_end(request: Request) -> NoReturn:
-    """Be here until the whole script is ended; not longer than somebody is there to end it."""
+    """Wait until the script is ended, or until nobody is left to end it."""
     import psutil
 
     while Path(request.folder).is_dir() and psutil.pid_exists(request.asked_by):

@@ -34,7 +34,7 @@ A process in which apply() refuses, for the installed release or for somebody el
 _CANNOT_RUN: Final = 126
 _NOT_FOUND: Final = 127
 
-#: Programs that run the words after their own options as a command; the launchers do with one of the flags below.
+#: Programs that run the words after their own options as a command; launchers do so with one of the flags below.
 _RUNNING: Final = frozenset((
     "conda", "env", "ionice", "mpirun", "nice", "nohup", "numactl", "setsid", "srun", "stdbuf", "sudo", "taskset",
     "time", "timeout", "uv",
@@ -49,7 +49,7 @@ _TAKING_A_VALUE: Final = "WX"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``run`` takes."""
+    """Add the options of ``run``."""
     parser.usage = "%(prog)s [-h] [options of apply()] CMD ..."
     parser.add_argument(
         "--allow-foreign",
@@ -70,10 +70,10 @@ def execute(arguments: argparse.Namespace) -> int:
     """Become the command.
 
     Returns:
-        Its exit code, where it cannot take this process's place (Windows), or that of a command that cannot be run.
+        Its exit code where it cannot take this process's place (Windows), or 126 or 127 where it cannot be run.
 
     Raises:
-        OptionsError: if there is no command, or it starts a Python that no PYTHONPATH reaches.
+        OptionsError: if there is no command, or it starts a Python that ignores PYTHONPATH.
         UnsupportedSetupError: see environment_for().
     """
     options = Options(
@@ -104,19 +104,19 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_deaf_python(command: Sequence[str]) -> None:
-    """Refuse what would train unpatched for certain; a flag further down is not to be seen from here."""
+    """Refuse a command that would surely train unpatched; flags further down cannot be seen from here."""
     flag = defeating_flag(command)
     if flag is not None:
         raise OptionsError(
-            f"{' '.join(command)}: {flag} makes Python ignore PYTHONPATH or sitecustomize, by which the patch comes; "
+            f"{' '.join(command)}: {flag} makes Python ignore PYTHONPATH or sitecustomize, which carry the patch; "
             "leave the flag out, or call hf_accum_fix.apply() in the script"
         )
     program = shutil.which(command[0])
     flag = None if program is None else defeating_flag(_shebang(Path(program)))
     if flag is not None:
         raise OptionsError(
-            f"{program} starts its Python with {flag}, which ignores PYTHONPATH or sitecustomize, by which the patch "
-            f"comes; start it by a Python of the same environment: hf-accum-fix run python {program} ..."
+            f"{program} starts its Python with {flag}, which ignores PYTHONPATH or sitecustomize, which carry the "
+            f"patch; start it by a Python of the same environment: hf-accum-fix run python {program} ..."
         )
 
 
@@ -146,13 +146,13 @@ def defeating_flag(words: Sequence[str]) -> str | None:
 
 
 def _words_after_python(words: Sequence[str]) -> Sequence[str]:
-    """Those behind the Python that a command starts, itself or through programs that run a command; else none."""
+    """Words behind the Python that a command starts, directly or through programs that run a command; else none."""
     for place, word in enumerate(words):
         name = Path(word).name
         if _PYTHON.fullmatch(name):
             return words[place + 1 :]
         runs = name in _RUNNING or (name in _LAUNCHERS and not _NO_PYTHON.isdisjoint(words))
-        # Behind such a program come its options and their values, none of which is a program.
+        # Options and their values follow such a program, and none of them is a program.
         option = place > 0 and (word.startswith("-") or "=" in word or shutil.which(word) is None)
         if not runs and not option:
             return ()
@@ -161,7 +161,7 @@ def _words_after_python(words: Sequence[str]) -> Sequence[str]:
 
 def _shebang(script: Path) -> list[str]:
     """The words of a script's first line; none where it is no script."""
-    if not os.access(script, os.R_OK):  # a program may be run without being read, such as sudo; a script may not
+    if not os.access(script, os.R_OK):  # such as sudo; a script can be read
         return []
     with script.open("rb") as file:
         line = file.readline(1024)

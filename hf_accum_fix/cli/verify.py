@@ -1,4 +1,4 @@
-"""``hf-accum-fix verify train.py ARGS...``: the user's own script until it trains; there its trainer is verified."""
+"""``hf-accum-fix verify train.py ARGS...``: run the user's script until it trains, and verify its trainer there."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ On several ranks: accelerate launch -m hf_accum_fix verify train.py ...
 
 EPILOG: Final = """\
 exit code:
-  0  exact: as the script would train, its own cut has the gradient of the full batch; others that have not are named
-  1  off: it has not; or, where --splits leaves its own cut out, one of those has not
+  0  exact: as the script would train, its own cut has the gradient of the full batch; other cuts that are off are named
+  1  off: its own cut is off; or, where --splits leaves that out, one of the cuts given
   2  wrong usage
   3  could not tell, with the reason; or the script ended before it trained
 """
 
 _PAUSE: Final = 0.05
-#: Seconds that a rank goes on after another has its answer: a launcher ends all as soon as one ends.
+#: Seconds that a rank goes on after another has its answer: a launcher ends all ranks as soon as one ends.
 _GRACE: Final = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``verify`` takes."""
+    """Add the options of ``verify``."""
     options = "[--json FILE] [--plot FILE] [--splits BxG,...] [--windows N] [--step N]"
     parser.usage = f"%(prog)s [-h] {options} (train.py | -m module) ARGS ..."
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the report as JSON")
@@ -118,7 +118,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
-    """The script as its user would start it."""
+    """The command by which its user would start the script."""
     named: str = arguments.script
     if arguments.is_module:
         sys.path.insert(0, str(Path.cwd()))
@@ -130,7 +130,7 @@ def _command(arguments: argparse.Namespace) -> list[str]:
             raise OptionsError(f"got -m {named}; expected a module that python -m would find")
         return [sys.executable, "-m", named, *arguments.words]
     if not Path(named).is_file():
-        raise OptionsError(f"got {named}, and there is no such file; expected the script that python would be given")
+        raise OptionsError(f"got {named}, and there is no such file; expected a script that python could run")
     return [sys.executable, named, *arguments.words]
 
 
@@ -146,7 +146,7 @@ def _check_writable(path: Path | None) -> None:
 
 @contextmanager
 def _running(command: list[str], request: Request) -> Iterator[subprocess.Popen[bytes]]:
-    """The script while it runs, in a session of its own; then it is ended, with all that it has started."""
+    """Run the script in a session of its own; then end it, with every process that it has started."""
     environment = request.environment(os.environ)
     script = subprocess.Popen(command, env=environment, start_new_session=os.name == "posix")
     try:
@@ -184,7 +184,7 @@ def _answer_of(script: subprocess.Popen[bytes], folder: Path) -> dict[str, Any] 
 
 @contextmanager
 def _terminable() -> Iterator[list[float]]:
-    """When to give up: after a SIGTERM, and a rank a little later, as its answer may be on its way."""
+    """When to give up: after a SIGTERM; on a rank a little later, because its answer may be on its way."""
     deadline = [math.inf]
     if threading.current_thread() is not threading.main_thread():
         yield deadline

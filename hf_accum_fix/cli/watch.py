@@ -1,4 +1,4 @@
-"""``hf-accum-fix watch LOGS``: a run in one look, or several held against the first."""
+"""``hf-accum-fix watch LOGS``: a run in one look, or several compared with one of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EPILOG: Final = "exit code: 0 nothing wrong was found; 1 findings; 3 no logs cou
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``watch`` takes."""
+    """Add the options of ``watch``."""
     parser.add_argument(
         "logs",
         nargs="+",
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("watch.png"), help="the picture (default: %(default)s)")
     parser.add_argument(
-        "--against", metavar="RUN", help="the run that the others are held against (default: one that most agree with)"
+        "--against", metavar="RUN", help="the run to compare the others with (default: one that most agree with)"
     )
     parser.add_argument("--no-picture", action="store_true", help="print only")
 

@@ -101,7 +101,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Each monitor needs torch, and the callbacks transformers: imported when they are first asked for.
+    # Import them on first use: each monitor imports torch, and the callbacks import transformers.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"hf_accum_fix.monitor.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""An alarm, and how often the same one is told."""
+"""An alarm, and how often it is repeated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Alarm:
     """Something is wrong with this run.
 
     Attributes:
-        kind: kebab-case name of the symptom and, where one is to blame, the rank: what is counted as the same alarm.
+        kind: kebab-case name of the symptom and of the rank to blame, if any; alarms of one kind count as the same.
         message: what was found, where, and what to look at.
     """
 
@@ -25,10 +25,10 @@ class Alarm:
 
 
 class Alarms:
-    """Logs alarms as warnings, on rank 0, each kind at its 1st, 2nd, 4th, 8th ... time.
+    """Log alarms as warnings, on rank 0, each kind at its 1st, 2nd, 4th, 8th ... time.
 
     Args:
-        ranks: the ranks; None are those of torch.distributed.
+        ranks: the ranks; None: torch.distributed.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
@@ -37,7 +37,7 @@ class Alarms:
 
     @property
     def count(self) -> int:
-        """Alarms so far, told or not; the same on every rank."""
+        """Alarms so far, logged or not; the same on every rank."""
         return self._times.total()
 
     def state_dict(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""BatchNorm where batches are cut: what its statistics are taken from, and whether the ranks still share them.
+"""BatchNorm where batches are cut: the samples behind its statistics, and whether the ranks still share them.
 
 Symptom: a run on several devices, or with accumulation, trains worse than the same batch on one device, although loss
 and gradients are scaled right.
@@ -8,10 +8,9 @@ and gradients are scaled right.
 
 **Convert before wrapping.** A widely copied snippet wraps a model in DistributedDataParallel and then converts its
 BatchNorm layers. DDP reduces, and the optimizer steps, the parameters that they were given. torch's own converter moves
-the very parameters into the new layers, so that the wrong order happens to be harmless with it (torch 2.13: tested);
-others copy them (apex's ``convert_syncbn_model``, older torch, many hand-written ones), and then the layers that the
-forward runs through have parameters that nobody reduces and nobody steps. What is checked is that, parameter by
-parameter, whoever converted.
+the very parameters into the new layers, so that the wrong order happens to be harmless with it (torch 2.13: tested).
+Others copy them (apex's ``convert_syncbn_model``, older torch, many hand-written ones), and then the forward uses
+parameters that nobody reduces and nobody steps. The check looks at every parameter, whichever converter made it.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ def check_batch_norm(
     collectives are those of `compare_buffers`.
 
     Args:
-        model: the model that training runs, wrapped where it is.
+        model: the model that training runs, wrapped or not.
         per_device_batch: samples of one micro-batch.
         accumulation_steps: micro-batches of one optimizer step on a rank.
-        optimizer: is to hold the layers' parameters; None is not looked at.
-        ranks: the data-parallel ranks; None are those of torch.distributed.
+        optimizer: expected to hold the layers' parameters; None: not checked.
+        ranks: the data-parallel ranks; None: torch.distributed.
         small_batch: samples below which statistics are called small.
     """
     ranks = ranks or TorchRanks()
@@ -70,10 +69,10 @@ def check_batch_norm(
 
 
 def compare_buffers(model: nn.Module, ranks: Ranks | None = None) -> Alarm | None:
-    """The layer whose running statistics differ most over the ranks, where nothing brings them together; else None.
+    """The layer whose running statistics differ most over the ranks, if nothing synchronises them; else None.
 
-    Under DistributedDataParallel as it comes they differ between two forwards by design: it copies rank 0's at the
-    next. Ranks that hold other layers (stages of a pipeline) are not compared. Three collectives at most: of one
+    With DistributedDataParallel's defaults they differ between two forwards by design: the next one copies rank 0's.
+    Ranks that hold other layers (stages of a pipeline) are not compared. Three collectives at most: of one
     number, of all running statistics, of two numbers a rank.
     """
     ranks = ranks or TorchRanks()
@@ -85,7 +84,7 @@ def compare_buffers(model: nn.Module, ranks: Ranks | None = None) -> Alarm | Non
         if buffer is not None
     ]
     copied = isinstance(model, DistributedDataParallel) and model.broadcast_buffers
-    # Asked before anything is left out: a rank without layers would leave the others waiting.
+    # A collective, so it comes before any early return: a rank without layers would leave the others waiting.
     if ranks.size == 1 or not alike(ranks, [copied, *((name, buffer.shape) for name, buffer in buffers)]):
         return None
     if copied or not buffers:
@@ -131,7 +130,7 @@ def convert_sync_batch_norm(model: nn.Module, process_group: dist.ProcessGroup |
     for name, module in model.named_modules():
         if _is_wrapper(module):
             raise UnsupportedSetupError(
-                f"{name or 'the model'} is wrapped already ({type(module).__name__}): what wraps it may hold the "
+                f"{name or 'the model'} is wrapped already ({type(module).__name__}), and the wrapper may hold the "
                 "layers that would be replaced; convert first, then wrap, then make the optimizer"
             )
     return _converted(model, "", process_group)
@@ -194,7 +193,7 @@ def _same(original: _BatchNorm, layer: nn.SyncBatchNorm) -> bool:
                 with torch.no_grad():
                     expected = type(original).forward(original, probe)
             except ValueError:
-                continue  # torch's layers say so of inputs with the wrong number of dimensions
+                continue  # torch's layers raise this for inputs with the wrong number of dimensions
             with torch.no_grad():
                 if not torch.allclose(layer(probe), expected):
                     return False
@@ -232,7 +231,7 @@ def _small(live: dict[str, _BatchNorm], per_device_batch: int, ranks: Ranks, sma
         return None
     return Alarm(
         "batch-norm-small-batch",
-        f"the statistics of {len(small)} BatchNorm layers (first {next(iter(small))}) are those of "
+        f"the statistics of {len(small)} BatchNorm layers (first {next(iter(small))}) come from "
         f"{_few(small.values())} samples; below {small_batch} their noise costs accuracy; use SyncBatchNorm where "
         "there are more ranks, GroupNorm, or frozen statistics",
     )

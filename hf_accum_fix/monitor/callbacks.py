@@ -4,10 +4,10 @@
         trainer.add_callback(callback)
     trainer.add_callback(MemoryCallback(trainer))
 
-What they measure is added to what the Trainer logs at each ``logging_steps``, so that trainer_state.json and every
-tracker (TensorBoard, W&B, Trackio ...) have it beside ``loss``, as ``hf_accum_fix/...``. Alarms are warnings of the
-logger ``hf_accum_fix.monitor``; their number is logged too. Nothing is reduced or brought to the host but then (and at
-every hundredth step for the replicas).
+They add what they measure to the Trainer's log at each ``logging_steps``, so that trainer_state.json and every tracker
+(TensorBoard, W&B, Trackio ...) have it beside ``loss``, as ``hf_accum_fix/...``. Alarms are warnings of the logger
+``hf_accum_fix.monitor``; their number is logged too. Reductions and host reads happen only then (and at every hundredth
+step for the replicas).
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ logger = logging.getLogger("hf_accum_fix.monitor")
 
 
 class MonitorCallback(TrainerCallback):
-    """What the callbacks share: what they measure goes out with the Trainer's own log.
+    """Base of the callbacks: add what they measure to the Trainer's own log.
 
     Args:
-        trainer: that the callback is added to. Callbacks are not handed theirs.
-        ranks: the data-parallel ranks; None are those of torch.distributed.
+        trainer: the one that the callback is added to; the Trainer does not pass itself on.
+        ranks: the data-parallel ranks; None: torch.distributed.
     """
 
-    #: Where the number of alarms is logged.
+    #: Key of the number of alarms in the log.
     alarms_name = ""
-    #: As in `Monitor`; and whether an alarm is to stop the run.
+    #: As in `Monitor`; and whether an alarm stops the run.
     on_alarm: OnAlarm = "log"
     stop = False
 
@@ -59,7 +59,7 @@ class MonitorCallback(TrainerCallback):
         self.alarms = Alarms(self.ranks)
 
     def measured(self, logs: Mapping[str, Any]) -> dict[str, float]:
-        """What to log now, beside ``logs``; the one place where something is reduced."""
+        """What to log now, beside ``logs``; the one place with collectives."""
         raise NotImplementedError
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -71,7 +71,7 @@ class MonitorCallback(TrainerCallback):
         _stop_listening(self.trainer, "log", self._before_log)
 
     def say(self, alarm: Alarm | None) -> None:
-        """Tell an alarm with the step it was found at."""
+        """Log an alarm with its step."""
         if alarm is not None:
             alarm = Alarm(alarm.kind, f"step {self.trainer.state.global_step}: {alarm.message}")
         self.alarms.say(alarm)
@@ -89,11 +89,11 @@ class MonitorCallback(TrainerCallback):
         found = self.measured(logs)
         if self.alarms_name:
             found[self.alarms_name] = self.alarms.count
-        # A number that is not there yet is nan; a loss that is nan is one that was measured.
+        # nan stands for a number that does not exist yet; a loss that is nan was measured.
         logs.update((PREFIX + name, value) for name, value in found.items() if name == "loss" or not math.isnan(value))
 
     def _not_watched(self, error: UnsupportedSetupError) -> None:
-        """A setup that this monitor cannot watch is said, and trains on."""
+        """Log that this monitor cannot watch the setup; training goes on."""
         if self.ranks.rank == 0:
             logger.warning("not watched by %s: %s", type(self).__name__, error)
 
@@ -102,22 +102,22 @@ class LossCallback(MonitorCallback):
     """`LossMeter` and `RankLoss`: the loss of every micro-batch, and the rank that is off.
 
     ``hf_accum_fix/loss`` is the mean over the items of the log interval, where the Trainer's own ``loss`` averages
-    steps whatever they hold. Which number of the model's is what is checked against its logits (`LossCheck`):
+    steps, however many items they hold. `LossCheck` decides from the logits which of these the model's loss is:
 
-    - a head that returns the mean over its micro-batch: that mean, weighed by the micro-batch's items;
+    - a head that returns the mean over its micro-batch: then that mean, weighted by the micro-batch's items;
     - a head that divides by the number it is handed: with r what a micro-batch adds to the Trainer's loss and N the
       number, ``sum(r N) / sum(N)`` over the micro-batches above and the steps below, of all ranks;
     - a loss that cannot be checked (label smoothing, a loss of one's own, a compiled model): the same, from the
-      Trainer's number; then ``hf_accum_fix/loss_repeats_the_trainers`` is 1, and it is said once.
+      Trainer's number; then ``hf_accum_fix/loss_repeats_the_trainers`` is 1, and one warning is logged.
 
-    Where the Trainer's number is a known factor off, such as a mean that nothing divided by the accumulation steps,
-    that is an alarm.
+    A Trainer's number that is off by a known factor, such as a mean that nothing divided by the accumulation steps,
+    is an alarm.
 
     Args:
         trainer: as in `MonitorCallback`.
         ranks: as in `MonitorCallback`.
         items: counts the items of one micro-batch's inputs, 0-dim or int, without a device sync; they weigh the ranks.
-        judge: what judges the ranks; default: ``RankLoss()``.
+        judge: of the ranks; default: ``RankLoss()``.
     """
 
     alarms_name = "rank_loss_alarms"
@@ -155,7 +155,7 @@ class LossCallback(MonitorCallback):
             self._hook = None
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Add up the counts that the steps were handed."""
+        """Add up the item counts that the steps were handed."""
         if self._number is not None:
             self._numbers = self._numbers + self._number
 
@@ -270,7 +270,7 @@ class GradientNormCallback(MonitorCallback):
         return found
 
     def _after_clip(self, norm: Any, *args: Any, **kwargs: Any) -> None:
-        # A DTensor's norm is not here yet, and DeepSpeed's is None at times: then the logged one has to do.
+        # Take the logged norm instead: a DTensor's norm is not reduced yet, and DeepSpeed's is sometimes None.
         if type(norm) in (Tensor, float):
             self._clips += 1
             self._norms.update(norm)
@@ -287,7 +287,7 @@ class RankGradientsCallback(MonitorCallback):
         self._attached_to: Any = None
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Register with DDP; with anything else, and where DDP has a hook already, say that nothing is watched."""
+        """Register with DDP; log that nothing is watched without DDP, or where DDP has a hook already."""
         super().on_train_begin()
         model = self.trainer.model_wrapped
         if self._attached_to is not model and (self.ranks.size > 1 or isinstance(model, DistributedDataParallel)):
@@ -327,7 +327,7 @@ class ReplicasCallback(MonitorCallback):
         self._replicas: Replicas | None = None
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Look at what is to be compared; of a sharded model, say that nothing is."""
+        """Collect the tensors to compare; log that a sharded model has none."""
         super().on_train_begin()
         if self.ranks.size > 1:
             model, optimizer = self.trainer.model_wrapped, self.trainer.optimizer
@@ -342,7 +342,7 @@ class ReplicasCallback(MonitorCallback):
             self.say(self._replicas.step())
 
     def measured(self, logs: Mapping[str, Any]) -> dict[str, float]:
-        """Nothing but the number of alarms."""
+        """Only the number of alarms."""
         return {}
 
 
@@ -370,12 +370,12 @@ class BatchNormCallback(MonitorCallback):
             self.say(alarm)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Look at the statistics that are evaluated with."""
+        """Check the statistics with which the model is evaluated."""
         super().on_train_end()
         self.say(compare_buffers(self.trainer.model_wrapped, self.ranks))
 
     def measured(self, logs: Mapping[str, Any]) -> dict[str, float]:
-        """Nothing but the number of alarms."""
+        """Only the number of alarms."""
         return {}
 
 
@@ -432,7 +432,7 @@ class MonitorsCallback(TrainerCallback):
         """Begin to listen."""
         for part in self._parts:
             part.on_train_begin(*args, **kwargs)
-        # The last to listen, so that every part has counted.
+        # Listen last, so that every part has counted.
         _listen(self._parts[0].trainer, "log", self._count, before=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -442,7 +442,7 @@ class MonitorsCallback(TrainerCallback):
         control.should_training_stop = control.should_training_stop or any(part.stop for part in self._parts)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The end of the run where an alarm of this log is to be one."""
+        """End the run where an alarm of this log asks for it."""
         control.should_training_stop = control.should_training_stop or any(part.stop for part in self._parts)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
@@ -457,13 +457,13 @@ class MonitorsCallback(TrainerCallback):
 
 
 def all_callbacks(trainer: Any, ranks: Ranks | None = None) -> tuple[MonitorCallback, ...]:
-    """One of each, for this trainer; they are yet to be added to it."""
+    """One of each, for this trainer; add them to it."""
     kinds = LossCallback, GradientNormCallback, RankGradientsCallback, ReplicasCallback, BatchNormCallback
     return (*(kind(trainer, ranks) for kind in kinds), MemoryCallback(trainer, ranks))
 
 
 def labels_counted(inputs: Mapping[str, Any]) -> Tensor | int:
-    """Labels other than -100 where they are whole numbers, else the samples of whichever tensor comes first."""
+    """Number of labels other than -100 where labels are integers, else of samples, by the first tensor."""
     labels = inputs.get("labels")
     if isinstance(labels, Tensor) and not labels.is_floating_point():
         return (labels != -100).sum()
@@ -477,9 +477,9 @@ _ABSENT = object()
 
 
 def _listen(owner: Any, name: str, listener: Callable[..., None], *, before: bool = False) -> None:
-    """Call ``listener`` with every call's arguments: before it, or after it with the result in front of them.
+    """Call ``listener`` with the arguments of every call: before it, or after it with the result in front of them.
 
-    The method stands on the instance in front of the class's until the last listener leaves, in whatever order.
+    The instance's method hides the class's until the last listener leaves, in any order.
     """
     of_owner: dict[str, tuple[Any, list[tuple[bool, Callable[..., None]]]]]
     of_owner = owner.__dict__.setdefault(_LISTENERS, {})
@@ -499,7 +499,7 @@ def _listen(owner: Any, name: str, listener: Callable[..., None], *, before: boo
 
         of_owner[name] = vars(owner).get(name, _ABSENT), listeners
         setattr(owner, name, heard)
-    # A run that ended by an exception has not left: nobody listens twice.
+    # A run that ended by an exception is still registered: nobody listens twice.
     _, listeners = of_owner[name]
     if (before, listener) not in listeners:
         listeners.append((before, listener))

@@ -11,15 +11,15 @@ from hf_accum_fix.monitor.robust import Cusum, normal_of_student
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far one rank is from the mean of the others in one reading.
+    """Distance of one rank from the mean of the others in one reading.
 
     Attributes:
         rank: its number.
-        difference: its value minus that of the others, in the unit of what is compared.
+        difference: its value minus the mean of the others, in the unit of the values.
         error: standard error of the difference, in the same unit, were its samples independent.
         freedom: degrees of freedom of the error.
-        tolerance: absolute difference that counts as none; what is beyond it is held against the error.
-        spread: times that the error is larger than that (`Spread`).
+        tolerance: absolute difference that counts as none; the rest is compared with the error.
+        spread: factor by which the error is really larger (`Spread`).
     """
 
     rank: int
@@ -40,11 +40,11 @@ class Deviation:
 
 
 class Spread:
-    """How many times further apart the ranks are than their errors say, learned from reading to reading.
+    """Factor by which the ranks are further apart than their errors say, learned from reading to reading.
 
-    An error that is told from the samples of one reading takes them for independent. Where they hang together
-    (documents in order, difficulty that persists, shards of their own), all ranks wander further, and a mean over
-    several readings does not settle as it should. So the ranks' differences, in their errors, are averaged over blocks
+    An error computed from the samples of one reading takes them for independent. Where they are correlated (documents
+    in order, difficulty that persists, shards of their own), all ranks wander further, and a mean over several readings
+    does not settle as it should. So the ranks' differences, in their errors, are averaged over blocks
     of 1, 2, 4 ... 128 readings; a block mean times the root of its length has variance 1 if all is independent. Its
     variance over the ranks is estimated for every rank from the others alone, so that a rank that is off does not hide
     itself; of two ranks, from how it changes from one block to the next. The largest counts.
@@ -65,12 +65,12 @@ class Spread:
             block = merged
 
     def of(self, place: int) -> float:
-        """Times that the errors of the rank at this place are too small; 1 at the least."""
+        """Factor by which the errors of the rank at this index are too small; at least 1."""
         return math.sqrt(max(1.0, *(level.variance(place) for level in self._levels)))
 
 
-#: Levels of blocks, each twice as long as the one before; degrees of freedom that a variance of 1 is believed with
-#: beforehand; blocks until what was seen counts for a third.
+#: Levels of blocks, each twice as long as the one before; degrees of freedom of the prior variance of 1; blocks after
+#: which an observation counts for a third.
 _LEVELS, _BELIEF, _FORGETTING = 8, 4.0, 1000.0
 
 
@@ -108,14 +108,14 @@ class _Level:
         return merged
 
     def variance(self, place: int) -> float:
-        """Of a block mean, in what it is if all is independent."""
+        """Variance of a block mean, in units of its value for independent samples."""
         if not self._freedom:
             return 1.0
         return (_BELIEF + self._squares[place]) / (_BELIEF + self._freedom)
 
 
 class Shifts:
-    """Says when a rank has shifted against the others for good: one `Cusum` a rank, over readings.
+    """Detect a lasting shift of one rank against the others: one `Cusum` a rank, over readings.
 
     Args:
         readings_per_false_alarm: mean number of readings up to a false alarm of any rank.
@@ -131,7 +131,7 @@ class Shifts:
         self.worst: Deviation | None = None
 
     def add(self, reading: Sequence[Deviation], ranks: int) -> Deviation | None:
-        """The rank that has shifted, as it is in this reading; None while none has.
+        """The rank that has shifted, with its numbers in this reading; None while none has.
 
         A rank that is off moves "the others" of every other rank too, so that only the one furthest off is named, and
         all start again.
@@ -149,18 +149,18 @@ class Shifts:
         self.worst = max(reading, key=lambda each: abs(each.unusual))
         shifted = []
         for each in reading:
-            # Any of the ranks may alarm falsely.
+            # Each rank adds its own false alarms.
             if each.rank not in self._cusums:
                 self._cusums[each.rank] = Cusum(self._readings_per_false_alarm * ranks)
             if self._cusums[each.rank].add(each.unusual):
                 shifted.append(each)
         if not shifted:
             return None
-        # Two ranks are equally far from each other: the one above is named.
+        # Two ranks are equally far from each other: name the higher one.
         furthest = max(shifted, key=lambda each: (round(self._cusums[each.rank].level, 6), each.difference))
         self._cusums.clear()
         return furthest
 
 
-#: What is added where there are two ranks: each is as far from the other.
+#: Added to messages about two ranks, where each is as far from the other.
 OF_TWO = "; of two ranks it cannot be told which is the odd one"

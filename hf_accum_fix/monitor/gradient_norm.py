@@ -37,7 +37,7 @@ class Spike:
         steps_ago: steps between it and the reading.
         norm: its size.
         usual: median of the steps before it.
-        unusual: distance of its logarithm from that of the usual, in standard deviations of the noise.
+        unusual: distance of its logarithm from the usual one's, in standard deviations of the noise.
     """
 
     steps_ago: int
@@ -48,7 +48,7 @@ class Spike:
 
 @dataclass(frozen=True)
 class GradientNormReading:
-    """The norms since the last reading, held against the last steps before them.
+    """The norms since the last reading, compared with the last steps before them.
 
     Attributes:
         steps: how many.
@@ -68,7 +68,7 @@ class GradientNormReading:
 
 
 class GradientNorm:
-    """Every step's gradient norm, against a window of the steps before it.
+    """Compare every step's gradient norm with a window of the steps before it.
 
     A spike is a norm whose logarithm is more than ``unusual`` times its noise above its median over the window, and at
     least ``factor`` times as large: logarithms, because norms are skewed; the noise from step to step (`noise_sigma`)
@@ -76,7 +76,7 @@ class GradientNorm:
 
     Args:
         max_norm: norm that gradients are clipped to; None where they are not.
-        window: steps that say what is usual.
+        window: number of steps that define the usual norm.
         unusual: standard deviations of the noise. At 9, log norms that follow Student's distribution of 5 degrees gave
             5 spikes in 60,000 simulated steps, normal ones none.
         factor: least ratio of a spike to the median.
@@ -94,12 +94,12 @@ class GradientNorm:
     def update(self, norm: Tensor | float) -> None:
         """Take one step's norm into account, before clipping; no device sync.
 
-        A norm that lies in parts on the ranks (fully_shard's) is put together when it is read, by every rank.
+        A norm whose parts lie on the ranks (fully_shard's) is reduced when it is read, by every rank.
         """
         self._new.append(norm if hasattr(norm, "full_tensor") else torch.as_tensor(norm).detach())
 
     def read(self) -> GradientNormReading:
-        """What came since the last reading: one device sync."""
+        """The norms since the last reading: one device sync."""
         new = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in self._new]
         norms: list[float] = torch.stack([norm.float().reshape(()) for norm in new]).tolist() if new else []
         self._new.clear()
@@ -124,7 +124,7 @@ class GradientNorm:
         )
 
     def state_dict(self) -> dict[str, list[float] | list[bool]]:
-        """The window of norms, for JSON; what was not read yet is not in it."""
+        """The window of norms, for JSON, without norms that were not read yet."""
         return {"usual": list(self._usual), "finite": list(self._finite)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ class GradientNorm:
         return Spike(steps_ago, norm, usual, unusual) if unusual > self._unusual else None
 
 
-#: Norms without which nothing is usual.
+#: Fewest norms that define a usual one.
 _ENOUGH = 30
-#: Deviation of log norms below which a window is taken to be this noisy all the same.
+#: Least deviation of log norms that a window is assumed to have.
 _LEAST_SIGMA = 0.02

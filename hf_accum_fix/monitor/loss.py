@@ -1,7 +1,7 @@
 """A loss curve of every micro-batch, where most logs show one batch in ten, or one rank.
 
 Symptom: the curve of a run on several GPUs oscillates where that of one GPU is smooth, because it shows the last batch
-before each log, or a mean that weighs a micro-batch of 3 tokens like one of 3,000.
+before each log, or a mean in which a micro-batch of 3 tokens counts as much as one of 3,000.
 
     meter = LossMeter()
     for step, batch in enumerate(loader):
@@ -28,10 +28,10 @@ from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over micro-batches, of which each has a summed loss S and n items.
+    """Sums over micro-batches with a summed loss S and n items each.
 
     Attributes:
-        micro_batches: those with at least one item.
+        micro_batches: number of them with at least one item.
         items: sum of n.
         loss: sum of S.
         loss_squared: sum of S^2.
@@ -59,19 +59,18 @@ class Moments:
 
     @property
     def effective_micro_batches(self) -> float:
-        """How many micro-batches of equal size say as much, ``sum(n)^2 / sum(n^2)`` (Kish 1965); 0 without an item."""
+        """Equal micro-batches with as much information, ``sum(n)^2 / sum(n^2)`` (Kish 1965); 0 without an item."""
         return self.items**2 / self.items_squared if self.items_squared else 0.0
 
     @property
     def standard_error(self) -> float:
         """Standard error of the mean [loss per item]; nan for fewer than two micro-batches.
 
-        The micro-batches are the sample, since the items of one hang together: the error of a ratio of two sums,
+        The micro-batches are the sample, because the items of one are correlated: the error of a ratio of two sums,
 
             sqrt(m / (m - 1) * sum((S - mean n)^2)) / sum(n),        m micro-batches.
 
-        What the loss fell by in the meantime is part of the deviations, so that the error is too large rather than
-        too small.
+        A falling loss adds to the deviations, so that the error is too large rather than too small.
 
         Source: Cochran 1977, "Sampling Techniques", section 6.4 and 9A (the ratio estimator, clusters of unequal size).
         """
@@ -129,7 +128,7 @@ class LossReading:
 
     @property
     def standard_error(self) -> float:
-        """Of the mean: `Moments.standard_error`."""
+        """Standard error of the mean: `Moments.standard_error`."""
         return self.total.standard_error
 
     @property
@@ -147,7 +146,7 @@ class LossMeter:
     """Item-weighted mean of the loss of every micro-batch on every rank, kept on the device until it is read.
 
     Args:
-        ranks: the ranks to read over; None are those of torch.distributed. Every rank reads, those without a loss too.
+        ranks: the ranks to read over; None: torch.distributed. Every rank reads, also one without a loss.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
@@ -158,8 +157,8 @@ class LossMeter:
         """Take one micro-batch's mean loss into account; no device sync.
 
         Args:
-            loss: one number, the mean over the items. None says that this rank has no loss: a fact, not a number.
-            items: number of items; 0 takes nothing into account, even where the loss is 0 / 0 = nan.
+            loss: one number, the mean over the items. None: this rank has no loss.
+            items: number of items; 0 adds nothing, even where the loss is 0 / 0 = nan.
 
         Raises:
             UnsupportedSetupError: if the loss is more than one number.
@@ -202,12 +201,12 @@ class LossMeter:
         )
 
     def clear(self) -> None:
-        """Forget what came since the last reading: nothing is communicated."""
+        """Forget everything since the last reading, without communication."""
         if self._moments is not None:
             self._moments.zero_()
 
     def _on_device(self, loss: Tensor | float, items: Tensor | float) -> tuple[Tensor, Tensor]:
-        """Both in the precision they are summed in, where the first loss was."""
+        """Both in the precision of the sums, on the device of the first loss."""
         if self._moments is None:
             device = loss.device if isinstance(loss, Tensor) else torch.device("cpu")
             dtype = torch.float32 if device.type == "mps" else torch.float64  # mps knows no float64
@@ -221,7 +220,7 @@ class LossMeter:
 
 
 def _like(tensor: Tensor, value: Tensor | float) -> Tensor:
-    """The value as a 0-dim tensor there, without a sync: a number is filled in, not copied over."""
+    """The value as a 0-dim tensor on that device, without a sync: a number is filled in, not copied."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise UnsupportedSetupError(

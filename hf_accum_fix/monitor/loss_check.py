@@ -1,8 +1,8 @@
 """Is the loss that a Trainer logs the mean over the items? Checked against the logits of one micro-batch a log.
 
-A head either returns the mean over its micro-batch's items or divides their sum by the number that it is handed. Which
-one it does, and by which factor the Trainer's number is off, shows where the loss is computed once more from logits and
-labels: cross entropy (shifted or not), mean squared error, binary cross entropy. Another loss cannot be checked.
+A head either returns the mean over its micro-batch's items or divides their sum by the number that it is handed. To see
+which, and by which factor the Trainer's number is off, compute the loss once more from logits and labels: cross entropy
+(shifted or not), mean squared error, binary cross entropy. Another loss cannot be checked.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 
 from hf_accum_fix.monitor.ranks import Ranks
 
-#: Elements of float32 logits looked at a time: 64 MiB.
+#: Elements of float32 logits to process at a time: 64 MiB.
 _CHUNK = 2**24
-#: Relative difference of two losses that are the same; of 16-bit ones.
+#: Relative difference of two losses that count as the same; of 16-bit ones.
 _SAME, _SAME_16_BIT = 1e-3, 2e-2
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a head's loss is, the same on every rank.
+    """How a head's loss is reduced, the same on every rank.
 
     Attributes:
         is_mean: the head returns the mean over its micro-batch's items.
         is_share: it divides their sum by the number that it is handed.
-        factor: what the Trainer counts a micro-batch for, over what it should; 1 where that is right.
-        guess: loss of a guess that holds all classes for equally likely, ln(classes); nan where there are none.
+        factor: weight that the Trainer gives a micro-batch, over the right one.
+        guess: loss of a guess with all classes equally likely, ln(classes); nan without classes.
     """
 
     is_mean: bool
@@ -47,7 +47,7 @@ class Verdict:
 
 
 class LossCheck:
-    """Collects one micro-batch's numbers on the device, and judges them when it is asked."""
+    """Collect one micro-batch's numbers on the device, and judge them on demand."""
 
     def __init__(self) -> None:
         self._loss: Tensor | None = None
@@ -57,7 +57,7 @@ class LossCheck:
         self._known = Verdict(False, False, 1.0, math.nan)
 
     def forward(self, output: Any, labels: Any) -> None:
-        """Look at what the model returned; in the first micro-batch after a verdict, compute its loss once more."""
+        """Take the model's outputs; in the first micro-batch after a verdict, compute its loss once more."""
         loss = output.get("loss") if hasattr(output, "get") else None
         self._loss = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
         logits = output.get("logits") if hasattr(output, "get") else None
@@ -72,10 +72,10 @@ class LossCheck:
         self._same = _SAME if self._loss.dtype.itemsize > 2 else _SAME_16_BIT
 
     def trained(self, result: Tensor, number: Any, steps: int) -> Tensor | None:
-        """What the Trainer made of the same micro-batch.
+        """Take the Trainer's number for the same micro-batch.
 
         Args:
-            result: what it adds to its logged loss, 0-dim.
+            result: its share of the logged loss, 0-dim.
             number: the item count that the step was handed; None: none.
             steps: micro-batches of the window.
 
@@ -107,22 +107,22 @@ class LossCheck:
         if voters:
             means, shares, equal, exact, classes, steps = (vote / voters for vote in votes)
             is_mean = means == 1
-            # A number that counts the items of all ranks is made up for by a loss that is multiplied by them.
+            # A number that counts the items of all ranks goes with a loss that is multiplied by the ranks.
             exact /= _ranks_counted(handed / items if items else 1.0, exact, ranks.size)
             right = _near(exact, 1.0) or (is_mean and _near(equal, 1.0))
             factor = 1.0 if right else equal if is_mean else exact
             wrong = {steps, ranks.size, steps * ranks.size}
             named = right or any(_near(factor, times) or _near(factor, 1 / times) for times in wrong)
-            # A mean is the truth whatever the Trainer makes of it; a share is had from the Trainer's number alone.
+            # A mean is right whatever the Trainer does to it; for a share only the Trainer's number is known.
             if is_mean or (shares == 1 and named):
                 guess = math.log(classes) if classes > 1 else math.nan
                 self._known = Verdict(is_mean, not is_mean, factor if named else 1.0, guess)
         return handed, self._known
 
     def _vote(self) -> list[float]:
-        """Whether the loss is a mean, and whether a share; what the Trainer counts it for; classes; micro-batches.
+        """Whether the loss is a mean, and whether a share; the Trainer's weights for it; classes; micro-batches.
 
-        Counted for are ``r G / loss``, 1 where micro-batches weigh alike, and ``r N / sum``, 1 where items do.
+        The weights are ``r G / loss``, 1 where micro-batches weigh alike, and ``r N / sum``, 1 where items do.
         """
         if self._numbers is None:
             return []
@@ -147,7 +147,7 @@ def _ranks_counted(handed_over_items: float, exact: float, size: int) -> int:
     for counted in (1, size):
         if abs(handed_over_items - counted) < 0.2 * counted:
             return counted
-    return size if _near(exact, size) else 1  # items were counted in another unit
+    return size if _near(exact, size) else 1  # Items were counted in another unit.
 
 
 def _losses(logits: Tensor, labels: Tensor) -> Iterator[Tensor]:

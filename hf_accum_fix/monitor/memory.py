@@ -33,26 +33,26 @@ from hf_accum_fix.monitor.robust import blocks, median_and_sigma, noise_sigma, t
 MIB = 2.0**20
 #: Samples kept; beyond, every other is dropped and half as many are taken from then on.
 _KEPT = 4096
-#: Samples below which nothing is said; since the warm-up, below which growth is said but no alarm given (memory that a
-#: collector frees every hundred steps grows in between); and blocks that a trend is taken from.
+#: Fewest samples for a decision; fewest samples since the warm-up for an alarm about growth (memory that a collector
+#: frees every hundred steps grows in between); and number of blocks behind a trend.
 _ENOUGH, _ENOUGH_FOR_ALARM, _BLOCKS = 40, 250, 24
-#: Growth over all that was seen that is none: this much (the resident set of a healthy process creeps by a few MiB over
+#: Total growth that counts as none: this much (the resident set of a healthy process creeps by a few MiB over
 #: its first thousand steps), or this share of the level.
 _NO_GROWTH, _NO_GROWTH_SHARE = 16 * MIB, 0.002
 _CONFIDENCE, _RISING = 0.999, 0.4
-#: The later half's pace over the earlier's below which growth comes to rest: what is left of a geometric series is less
-#: than twenty times what the later half grew by.
+#: The later half's pace over the earlier's below which growth comes to rest: the rest of a geometric series is less
+#: than twenty times the growth of the later half.
 _SLOWING = 0.95
-#: Last samples that are looked at by themselves.
+#: Numbers of last samples to examine by themselves.
 _WINDOWS = (2048, 1024, 512, 256)
-#: Steps that a plateau is to hold for.
+#: Steps that a plateau has to last.
 _PLATEAU_STEPS = 1000
 #: Steps until memory is full beyond which nobody would act.
 _FAR_AWAY = 1_000_000
 
 
 class TrendKind(Enum):
-    """What the samples say."""
+    """The decision."""
 
     TOO_FEW_STEPS = "too few steps"
     PLATEAU = "plateau"
@@ -65,7 +65,7 @@ class Trend:
 
     Attributes:
         kind: the decision.
-        samples: that it was taken from, without the warm-up.
+        samples: number behind it, without the warm-up.
         since: first step after the warm-up.
         level: median since then [bytes].
         slope: growth since then [bytes per step], with its interval of 99.9 %; nan where there were too few steps.
@@ -85,10 +85,10 @@ class Trend:
 def trend(steps: Sequence[float], sizes: Sequence[float]) -> Trend:
     """Where memory is going: since the warm-up, else since a late start, else by steps up.
 
-    A leak that starts late is lost in a long plateau, so that the last 256, 512, 1024 and 2048 samples are looked at by
-    themselves where they end above all that was held before, by more than memory wandered then. A leak of some hundreds
-    of MiB every few thousand steps has no slope: it shows as a level that goes up three times or more, never down, and
-    no slower in the later half than in the earlier.
+    A leak that starts late is lost in a long plateau, so the last 256, 512, 1024 and 2048 samples are examined by
+    themselves where they end above all earlier memory, by more than memory wandered then. A leak of some hundreds of
+    MiB every few thousand steps has no slope: it shows as a level that goes up three times or more, never down, and no
+    slower in the later half than in the earlier.
 
     Args:
         steps: increasing.
@@ -108,7 +108,7 @@ def trend(steps: Sequence[float], sizes: Sequence[float]) -> Trend:
 
 def _is_record(sizes: Sequence[float], window: int) -> bool:
     """Whether the last samples lie above all blocks before the window, by more than these wandered."""
-    # Blocks as short as the last one: a peak, or the tip of a saw, is to count as held before.
+    # Blocks as short as the last one, so that a peak, or the tip of a saw, counts as held before.
     parts = blocks(len(sizes) - window, (len(sizes) - window) // (window // 8))
     before = [median(sizes[part.start : part.stop]) for part in parts]
     now = median(sizes[-window // 8 :])
@@ -138,13 +138,13 @@ def _trend(steps: Sequence[float], sizes: Sequence[float]) -> Trend:
 
     The warm-up ends where the samples first reach the line through the second half of them, less four robust standard
     deviations or what counts as no growth. From there on the medians of up to 24 blocks are taken, so that neither
-    single peaks nor what hangs together over a few steps decides, and the slope is Theil and Sen's.
+    single peaks nor correlations over a few steps decide, and the slope is Theil and Sen's.
 
     It *grows* if the whole interval is above zero, the growth so far is more than 16 MiB and 0.2 % of the level, each
     half grows at no less than half that pace, and at least two blocks in five are above the one before (of noise, every
     second is): a few steps up (an evaluation, a longer batch, a heap that settles) are no leak. It is on a *plateau* if
     not even the upper end of the interval makes a growth of that size, over a thousand steps at least. Else it is too
-    early; so it is where the later half grows surely more slowly than the earlier: a slow warm-up.
+    early, as it is where the later half surely grows more slowly than the earlier: a slow warm-up.
     """
     if len(steps) < _ENOUGH:
         return Trend(TrendKind.TOO_FEW_STEPS)
@@ -215,7 +215,7 @@ class RankMemory:
 
     @property
     def steps_until_full(self) -> float:
-        """At the slope found; inf where it does not grow."""
+        """Steps until memory is full, at the slope found; inf where it does not grow."""
         if self.trend.kind is not TrendKind.GROWS:
             return math.inf
         return self.room / self.trend.slope
@@ -246,11 +246,11 @@ class MemoryReading:
 
 
 class MemoryMonitor:
-    """Samples memory at every step and tells warm-up, plateau and leak apart.
+    """Sample memory at every step and distinguish warm-up, plateau and leak.
 
     Args:
         device: whose memory; None is the current CUDA device where there is one, else the process.
-        ranks: the ranks; None are those of torch.distributed.
+        ranks: the ranks; None: torch.distributed.
         capacity: bytes that may be used; None is the device's memory, or what the machine had free at the start (a
             container's own limit is not known here: give it).
     """
@@ -270,7 +270,7 @@ class MemoryMonitor:
         self._room: dict[int, float] = {}
 
     def sample(self) -> None:
-        """Look at this step's memory: no device sync."""
+        """Sample this step's memory: no device sync."""
         self._step += 1
         if self._step % self._stride:
             return
@@ -298,8 +298,8 @@ class MemoryMonitor:
         """An alarm where memory grows and would be full in a million steps: for the rank that is full first.
 
         It comes after 250 samples, or as soon as memory would be full within as many steps as were seen; and again each
-        time that half of the room left is taken: a cache that fills up and is emptied is told once. Every rank judges
-        alike.
+        time that half of the room left is taken, so that a cache that fills up and is emptied alarms once. Every rank
+        judges alike.
         """
         growing = [rank for rank, its in enumerate(reading.ranks) if self._is_due(rank, its)]
         if not growing:
@@ -329,7 +329,7 @@ class MemoryMonitor:
         return float(used["current"]), float(reserved["current"]), float(used["peak"])
 
     def _resident(self) -> float:
-        """The process's own pages: without those of mapped files, which the system takes back when it needs them."""
+        """The process's own pages, without mapped files, whose pages the system can take back."""
         try:
             with open(f"/proc/{self._process.pid}/status", "rb") as status:  # noqa: PTH123 - read at every step
                 sizes = dict(line.split(b":", 1) for line in status)

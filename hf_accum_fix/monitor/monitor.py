@@ -8,7 +8,7 @@
             logger.log(monitor.log())                          # a few collectives and host reads; alarms are warnings
 
 With accumulation, ``monitor.micro_batch(loss, items)`` for every micro-batch but the last of a step. What the setup
-does not allow (replicas of a sharded model, gradients before FSDP's reduction) is said once and left out.
+does not allow (replicas of a sharded model, gradients before FSDP's reduction) is left out, with one warning.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ OnAlarm = Callable[[Alarm], Any] | Literal["log", "stop", "raise"]
 
 
 class MonitorAlarmError(AccumFixError):
-    """An alarm, where alarms are to end the run; raised on every rank at the same log."""
+    """An alarm that ends the run; raised on every rank at the same log."""
 
 
 class Monitor:
     """`LossMeter`, `RankLoss`, `RankGradients`, `GradientNorm`, `Replicas`, `check_batch_norm` and `MemoryMonitor`.
 
     Args:
-        model: that is trained, wrapped where it is.
-        optimizer: whose state is compared over the ranks; None compares none.
-        ranks: the data-parallel ranks; default: those of torch.distributed.
+        model: the one in training, wrapped or not.
+        optimizer: its state is compared over the ranks; None: no comparison.
+        ranks: the data-parallel ranks; None: torch.distributed.
         on_alarm: "log" alone; "stop" sets `stop`; "raise" raises; a callable is handed every alarm, on every rank.
         max_norm: norm that gradients are clipped to; None where they are not.
         per_device_batch: samples of one micro-batch; None leaves the size of BatchNorm's statistics alone.
@@ -54,7 +54,7 @@ class Monitor:
         check_every: steps from one comparison of the replicas to the next.
 
     Attributes:
-        stop: an alarm was raised, and it is to stop the run; the same on every rank.
+        stop: an alarm asks to stop the run; the same on every rank.
         alarms: counts them.
 
     Raises:
@@ -96,7 +96,7 @@ class Monitor:
                 self._not_watched("replicas", error)
 
     def micro_batch(self, loss: Tensor | float | None, items: Tensor | float = 1) -> None:
-        """Take a micro-batch that is not the last of its step into account; no device sync.
+        """Add a micro-batch that is not the last of its step; no device sync.
 
         Args:
             loss: one number, the mean over its items; None on a rank that has none (an early pipeline stage).
@@ -133,7 +133,7 @@ class Monitor:
                 self._say(alarm)
 
     def log(self) -> dict[str, float]:
-        """What came since the last log, as numbers for any tracker; alarms are raised here. Every rank calls it.
+        """Everything since the last log, as numbers for any tracker; raises alarms. Call it on every rank.
 
         Raises:
             MonitorAlarmError: for an alarm, where ``on_alarm`` is "raise".
@@ -160,16 +160,16 @@ class Monitor:
             found["rank_gradient_norm_jitter"] = of_ranks.jitter
             self._say(self._rank_gradients.judge(of_ranks))
         found["alarms"] = float(self.alarms.count)
-        # A number that is not there yet is nan; a loss that is nan was measured.
+        # nan stands for a number that does not exist yet; a loss that is nan was measured.
         measured = {"loss"} if reading.total.items else set()
         return {name: value for name, value in found.items() if name in measured or not math.isnan(value)}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on from, for JSON: steps, alarms so far, what gradient norms are usual."""
+        """State for a resumed run, for JSON: steps, alarms so far, usual gradient norms."""
         return {"step": self._step, "alarms": self.alarms.state_dict(), "gradient_norm": self._norms.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there. Memory and the ranks' spread are those of a process, and are learned anew."""
+        """Go on from that state. Memory and the ranks' spread belong to a process, and are learned anew."""
         self._step = state["step"]
         self.alarms.load_state_dict(state["alarms"])
         self._norms.load_state_dict(state["gradient_norm"])

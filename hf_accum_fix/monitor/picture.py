@@ -13,7 +13,7 @@ from hf_accum_fix.monitor.run_logs import LogsError, Run
 from hf_accum_fix.monitor.watch import short_names, summarise
 
 _PALE = 0.25
-#: Ratio of losses from which on the smaller are not to be told apart on a plain axis.
+#: Ratio of losses from which on a linear axis hides the smaller ones.
 _DECADE = 10.0
 #: Flags that make opening a link an error, and keep opening a pipe from waiting; Windows has neither.
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -25,7 +25,7 @@ def drawable() -> bool:
 
 
 def write_picture(runs: Sequence[Run], path: Path) -> None:
-    """Draw every run's loss with the band that its noise makes, and a panel each for gradient norm and accuracy.
+    """Draw every run's loss with its band of noise, and one panel each for gradient norm and accuracy.
 
     Raises:
         LogsError: if the file cannot be written: it is a link, its folder is missing, its ending is no picture's.
@@ -73,7 +73,7 @@ def write_picture(runs: Sequence[Run], path: Path) -> None:
     drawn = io.BytesIO()
     try:
         figure.savefig(drawn, dpi=120, format=path.suffix.removeprefix(".") or "png")
-        # Neither a link nor a pipe is written to: what it leads to is not ours to end.
+        # Write to no link and no pipe: we must not overwrite their targets.
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | _NO_LINK, 0o666)
         with open(opened, "wb") as file:  # noqa: PTH123 - a descriptor
             file.truncate()
@@ -87,5 +87,5 @@ def write_picture(runs: Sequence[Run], path: Path) -> None:
 
 
 def _label(name: str) -> str:
-    """A run's name that matplotlib neither reads as a formula nor, for an underscore in front, leaves out."""
+    """A run's name that matplotlib takes neither for a formula nor, with an underscore in front, for a hidden label."""
     return f"\u200b{name}".replace("$", r"\$")

@@ -1,9 +1,9 @@
-"""Pipeline parallelism: only the last stage knows the loss, and the others log a number that is none.
+"""Pipeline parallelism: only the last stage knows the loss, and the others log a number that stands for none.
 
-Symptom: the dashboard shows -1, or a loss half as large as it is. torchtitan's stages without a loss report -1.0, and
-whatever averages over ranks, or shows rank 0's stream, averages or shows that.
+Symptom: the dashboard shows -1, or half the loss. torchtitan's stages without a loss report -1.0, which enters every
+average over ranks, and is all that a view of rank 0 shows.
 
-In training, tell the meter nothing where there is no loss; the reading has the last stage's loss on every rank:
+In training, do not update the meter where there is no loss; the reading has the last stage's loss on every rank:
 
     losses = []
     schedule.step(*inputs, target=target, losses=losses)       # torch.distributed.pipelining; filled on the last stage
@@ -11,7 +11,7 @@ In training, tell the meter nothing where there is no loss; the reading has the 
         meter.update(loss, items=...)                          # no loss, no call (or update(None))
     meter.read().mean                                          # every rank, rank 0 too
 
-For logs that exist already, `without_sentinels`. An average that was taken over sentinels cannot be mended.
+For logs that exist already: `without_sentinels`. An average over sentinels cannot be mended.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sentinel:
 
 
 def without_sentinels(losses: Sequence[float]) -> tuple[list[float], Sentinel | None]:
-    """The losses that are losses, and what was left out; None where nothing was.
+    """The real losses, and the sentinel that was left out; None where there was none.
 
     A sentinel is -1 twice, or another negative whole number three times, digit for digit, that no other value is near:
     losses that may be negative do not repeat themselves exactly.

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 #: Steps kept between two readings.
 _KEPT = 64
-#: Steps kept for a judgement that waits for steps in which every rank has a gradient.
+#: Steps kept until there are enough in which every rank has a gradient.
 _MOST_CARRIED = 512
 
 
@@ -68,12 +68,12 @@ class RankGradients:
     """Norm of each rank's gradient before the reduction, and whether one rank's is off for good.
 
     Args:
-        ranks: the ranks; None are those of torch.distributed.
+        ranks: the ranks; None: torch.distributed.
         every: steps from one measured to the next; a norm reads the whole gradient once.
         readings_per_false_alarm: mean number of readings up to a false alarm of any rank.
-        tolerance: difference of norms, as a share, that nobody would act upon.
+        tolerance: relative difference of norms that nobody would act upon.
         steps: least number of measured steps in a judgement; shorter readings are put together.
-        tolerance_of_first: the same as a share of the first norms: of what is learned by heart nothing is left.
+        tolerance_of_first: the same, relative to the first norms: memorised data leave no gradient.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class RankGradients:
                 self.end_of_step()
             return inner(state, bucket)
 
-        # DDP compares annotations with its types, and takes postponed ones for others.
+        # DDP compares annotations with its types, and does not recognise postponed ones.
         measured.__annotations__.clear()
         try:
             model.register_comm_hook(state, measured)
@@ -159,7 +159,7 @@ class RankGradients:
         return RankGradientsReading(tuple(tuple(row[:steps]) for row in table))
 
     def judge(self, reading: RankGradientsReading) -> Alarm | None:
-        """The alarm that this reading completes, if any. Every rank judges alike; nothing is communicated."""
+        """The alarm that this reading completes, if any. Every rank judges alike, without communication."""
         if len(reading.norms) < 2:
             return None
         broken = {
@@ -173,7 +173,7 @@ class RankGradients:
             named = ", ".join(map(str, sorted(broken)))
             return Alarm(
                 f"rank-gradient-not-finite-{named}",
-                f"the gradient of rank {named} is not finite while those of others are, and so spoils the average; "
+                f"the gradient of rank {named} is not finite while the others' are finite, and so spoils the average; "
                 "look at its data (an empty micro-batch, an outlier) and its precision",
             )
         self._carried += [step for step in zip(*reading.norms, strict=True) if 0 < max(step) < math.inf]
@@ -190,7 +190,7 @@ class RankGradients:
                 "others are not; look for a frozen or detached loss, micro-batches without targets, or a step under "
                 "`if rank == 0`",
             )
-        # A micro-batch without targets, now and then, is a step that says nothing of the ranks' sizes.
+        # Leave out steps in which a rank has no targets: they say nothing about sizes.
         steps = [step for step in self._carried if min(step) > 0]
         if len(steps) < self._steps:
             self._carried = self._carried[-_MOST_CARRIED:]

@@ -6,8 +6,8 @@ Symptom: the mean over the ranks looks plausible, and hides that one of them lea
     ...
     alarms.say(alignment.judge(meter.read()))        # meter: a LossMeter, read at every log
 
-What is judged is each rank's mean against that of all others, in the standard errors that its own item count gives it:
-a rank with few items may be far off and yet as usual as any.
+Each rank's mean is compared with the mean of all others, in standard errors that follow from its own item count: a rank
+with few items may be far off and yet be as usual as any.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ LOOK_AT = "look at this rank's data shard, its seed (sampler, dropout) and its p
 
 
 class RankLoss:
-    """Judges, reading by reading, whether a rank's loss has shifted against the others' for good.
+    """Judge, reading by reading, whether a rank's loss has shifted against the others' for good.
 
     A single odd reading is no alarm (`Shifts`), nor is a difference such as the other ranks have too (`Spread`).
-    Readings of fewer than ``micro_batches`` a rank are put together until
-    there are as many, because a deviation needs noise to be held against.
+    Readings of fewer than ``micro_batches`` a rank are put together until there are enough, because a deviation can
+    only be judged by its noise.
 
     Args:
         readings_per_false_alarm: mean number of readings up to a false alarm of any rank.
         tolerance: difference, as a share of the mean loss, that nobody would act upon.
-        tolerance_of_first: the same as a share of the first mean loss: what is learned by heart differs by any factor.
+        tolerance_of_first: the same, relative to the first mean loss: losses of memorised data differ by any factor.
         micro_batches: a rank's least number of micro-batches in a judgement.
 
     Attributes:
@@ -53,7 +53,7 @@ class RankLoss:
         self.worst: Deviation | None = None
 
     def judge(self, reading: LossReading) -> Alarm | None:
-        """The alarm that this reading completes, if any. Every rank judges alike; nothing is communicated."""
+        """The alarm that this reading completes, if any. Every rank judges alike, without communication."""
         measured = [rank for rank, moments in enumerate(reading.ranks) if moments.items]
         broken = [rank for rank in measured if not math.isfinite(reading.ranks[rank].loss + reading.ranks[rank].items)]
         if broken:
@@ -86,12 +86,12 @@ class RankLoss:
         for rank in measured:
             its = moments[rank]
             if its.deviations_squared <= 1e-9 * its.loss_squared:
-                continue  # always the same loss, such as zero: no fingerprint of its samples
-            # Six digits: the same samples give the same loss but for the order that a kernel sums in.
+                continue  # a constant loss, such as zero, is no fingerprint of its samples
+            # Six digits: the same samples give the same loss up to the order in which a kernel sums.
             groups.setdefault((its.items, float(f"{its.loss:.5e}"), float(f"{its.loss_squared:.5e}")), []).append(rank)
         same = max(groups.values(), key=len, default=[])
         self._same = self._same + 1 if len(same) > 1 else 0
-        # Twice running, so that a coincidence is none.
+        # Twice in a row, to rule out coincidence.
         if self._same < 2:
             return None
         return Alarm(

@@ -79,7 +79,7 @@ def _running() -> bool:
 
 
 def by_rank(ranks: Ranks, row: Tensor) -> Tensor:
-    """What each rank holds, on every rank: [ranks, *row.shape], from one sum."""
+    """The rows of all ranks, on every rank: [ranks, *row.shape], from one sum."""
     table = row.new_zeros((ranks.size, *row.shape))
     table[ranks.rank] = row
     return ranks.sum(table)

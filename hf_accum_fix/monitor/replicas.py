@@ -29,7 +29,7 @@ from hf_accum_fix.monitor.deviation import OF_TWO
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank, fingerprint
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: Odd and without a pattern, so that a sum over tensors cannot make up for what differs in one (Knuth 1998, 6.4).
+#: Odd and without a pattern, so that differences in two tensors do not cancel in a sum (Knuth 1998, 6.4).
 _MULTIPLIER = 2654435769
 _OTHER_PARTS = "where ranks hold other parts of a model by design, give those that hold copies (ranks=) or skip="
 
@@ -40,7 +40,7 @@ class Difference:
 
     Attributes:
         name: such as "parameter layers.0.weight" or "exp_avg of layers.0.weight".
-        ranks: those that do not hold what most ranks hold.
+        ranks: the ones that differ from the majority.
         largest: largest absolute difference of an element, for each of these ranks.
         elements: how many elements differ, for each of these ranks.
         tensors: how many tensors differ in all.
@@ -54,18 +54,18 @@ class Difference:
 
 
 class Replicas:
-    """Compares parameters, buffers and optimizer state over the ranks, bit for bit, every ``every`` steps.
+    """Compare parameters, buffers and optimizer state over the ranks, bit for bit, every ``every`` steps.
 
     A check reads every number once: the bits of each tensor are summed as integers, so that no changed element is lost
-    in rounding; one device sync and one collective of three integers a rank. Only where the ranks differ is the
-    tensor looked for, and sent around. A sum does not see elements that have changed places.
+    in rounding; one device sync and one collective of three integers a rank. Only where the ranks differ are tensors
+    sent around, to find the one that differs. A sum does not see elements that have changed places.
 
     Args:
         model: wrapped or not.
-        optimizer: whose state is compared too; None compares none (ZeRO keeps another part of it on every rank).
-        ranks: the ranks that hold copies; None are those of torch.distributed.
+        optimizer: its state is compared too; None: not compared (ZeRO keeps another part of it on every rank).
+        ranks: the ranks that hold copies; None: torch.distributed.
         every: steps from one check to the next.
-        skip: tells by its name that a tensor differs by design, such as an expert of expert parallelism.
+        skip: is true of the name of a tensor that differs by design, such as an expert of expert parallelism.
 
     Raises:
         UnsupportedSetupError: if a parameter is sharded: then no rank holds a copy of another's.
@@ -87,7 +87,7 @@ class Replicas:
             if hasattr(parameter, "placements") or type(parameter).__name__ == "FlatParameter":
                 raise UnsupportedSetupError(
                     f"parameter {name} is sharded ({type(parameter).__name__}): the ranks hold parts, not copies; "
-                    "needed is data parallelism with whole replicas (DDP, ZeRO 1 and 2)"
+                    "expected data parallelism with whole replicas (DDP, ZeRO 1 and 2); leave this monitor out"
                 )
 
     def step(self) -> Alarm | None:

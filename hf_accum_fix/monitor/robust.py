@@ -16,7 +16,7 @@ SIGMA_PER_MAD = 1.482602218505602
 
 
 def median_and_sigma(values: Sequence[float]) -> tuple[float, float]:
-    """Median, and the standard deviation told by the median absolute deviation from it.
+    """Median, and the standard deviation estimated from the median absolute deviation.
 
     Up to half of the values may be anything. The second is exact for normal values only.
 
@@ -30,7 +30,7 @@ def noise_sigma(values: Sequence[float]) -> float:
     """Standard deviation of the noise of a series around whatever smooth trend it has.
 
     A value minus the mean of its neighbours has hardly any trend, and three halves of the noise's variance:
-    ``MAD(x[i-1] - 2 x[i] + x[i+1]) * 1.4826 / sqrt(6)``. Noise that hangs together from one value to the next comes out
+    ``MAD(x[i-1] - 2 x[i] + x[i+1]) * 1.4826 / sqrt(6)``. Noise that is correlated from one value to the next comes out
     too small (`noise_of_means`). nan for fewer than four values.
 
     Source: Gasser, Sroka and Jennen-Steinmetz 1986, "Residual variance and residual pattern in nonlinear regression",
@@ -42,7 +42,7 @@ def noise_sigma(values: Sequence[float]) -> float:
 def noise_of_means(values: Sequence[float]) -> float:
     """Times ``1 / sqrt(n)`` the standard error of the mean of n neighbours of a series, its smooth trend aside.
 
-    `noise_sigma` where the noise does not hang together. Where it does, it is taken for an autoregression of first
+    `noise_sigma` where the noise is independent. Where it is correlated, it is taken for an autoregression of first
     order with deviation s and correlation r of neighbours (here between 0 and 0.9). Its second differences over one
     place and over two have the variances
 
@@ -89,7 +89,7 @@ def theil_sen(x: Sequence[float], y: Sequence[float], confidence: float = 0.95) 
     """Slope of y over x as the median over all pairs, with the interval that Kendall's tau gives it.
 
     Right under up to 29 % outliers. The interval takes the deviations as independent: give it blocks of a series whose
-    neighbours hang together (`blocks`). Pairs are ``n (n - 1) / 2``: keep n in the hundreds.
+    neighbours are correlated (`blocks`). Pairs are ``n (n - 1) / 2``: keep n in the hundreds.
 
     Args:
         x: abscissae; at least two different ones.
@@ -137,10 +137,10 @@ def normal_of_student(t: float, degrees_of_freedom: float) -> float:
 
 
 class Cusum:
-    """Says when a standardised series has shifted for good: an outlier does not do it, a small lasting shift does.
+    """Detect a lasting shift of a standardised series: an outlier does not trigger it, a small lasting shift does.
 
-    Sums what each value exceeds ``allowance`` by, on either side, never below zero; an alarm at ``threshold``. A value
-    counts for at most ``limit``. Without any shift the mean number of values up to an alarm is
+    Sums the amount by which each value exceeds ``allowance``, on either side, never below zero; an alarm at
+    ``threshold``. A value counts for at most ``limit``. Without any shift the mean number of values up to an alarm is
 
         (exp(2 k b) - 2 k b - 1) / (4 k^2)        k = allowance, b = threshold + 1.166,
 
@@ -150,7 +150,7 @@ class Cusum:
     Args:
         values_per_false_alarm: mean number of values, normal with deviation 1 or less, up to a false alarm.
         allowance: k, half the shift that is to be found fastest.
-        limit: what a single value counts for at most.
+        limit: the most that a single value counts for.
 
     Source: Page 1954, "Continuous inspection schemes"; Siegmund 1985, "Sequential Analysis", section 2.6 (the mean
     number; two sides alarm twice as often as one).

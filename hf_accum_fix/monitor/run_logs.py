@@ -12,16 +12,16 @@ from typing import Any
 from hf_accum_fix.errors import AccumFixError
 from hf_accum_fix.monitor.text_logs import rows_of_console, rows_of_csv
 
-#: What the monitors' names begin with in a log.
+#: Prefix of the monitors' names in a log.
 PREFIX = "hf_accum_fix/"
-#: Name of the loss of a guess that holds all classes for equally likely, ln(classes).
+#: Name of the loss of a guess with all classes equally likely, ln(classes).
 GUESS = f"{PREFIX}loss_of_a_guess"
-#: Keys of a line that say at which optimizer step it was written.
+#: Keys that hold the optimizer step of a line.
 _STEP_KEYS = ("step", "_step", "current_steps", "global_step", "iteration", "trainer/global_step", "epoch")
-#: Columns that a line of a sweep's results holds whole (recipes/llava_sweep.py), and what they are called here.
+#: Whole columns in a line of a sweep's results (recipes/llava_sweep.py), and their names here.
 _WHOLE_COLUMNS = {"losses": "loss", "grad_norms": "grad_norm"}
 _IGNORED = {"total_flos", *_STEP_KEYS}
-#: What others call the numbers that are looked at, the first that is there.
+#: Other names of the numbers we read; the first that exists counts.
 _ALIASES = {
     "loss": ("loss_metrics/global_avg_loss", "train_loss_step", "train_loss", "loss_step", "Loss/train", "lm loss"),
     "grad_norm": ("grad norm", "gradient_norm"),
@@ -31,14 +31,14 @@ _KINDS = ("*.jsonl", "*.csv", "*.log", "*.txt")
 
 
 class LogsError(AccumFixError):
-    """There is nothing to read where logs were expected, or no picture could be drawn of them."""
+    """There are no logs to read, or no picture could be drawn of them."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
 
 
 def printable(text: str) -> str:
-    r"""The text with every letter that a terminal would obey rather than show spelled out, as ``\x1b``."""
+    r"""The text with control characters spelled out, as ``\x1b``."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
@@ -80,7 +80,7 @@ def read_runs(path: Path) -> list[Run]:
     if not path.exists():
         raise LogsError(f"{path} does not exist; expected a folder of logs, a trainer_state.json or a .jsonl file")
     if not (path.is_file() or path.is_dir()):
-        # A pipe or a device: reading one may wait for ever.
+        # Reading a pipe or a device may wait for ever.
         raise LogsError(f"{path} is no regular file; expected a folder of logs, a trainer_state.json or a .jsonl file")
     runs = _runs_of_file(path) if path.is_file() else _runs_of_folder(path)
     if not runs and path.is_dir():
@@ -96,7 +96,7 @@ def read_runs(path: Path) -> list[Run]:
 
 
 def _runs_of_folder(folder: Path) -> list[Run]:
-    """Of one kind of logs only: the same run may be logged in several."""
+    """Runs from one kind of logs only: the same run may be logged in several."""
     state = _latest_state(folder)
     if state is not None:
         return _runs_of_file(state)
@@ -108,13 +108,13 @@ def _runs_of_folder(folder: Path) -> list[Run]:
     events = sorted(folder.glob("**/*tfevents*"))
     for event in events:
         if not event.is_file():
-            # TensorBoard's reader opens whatever lies in the folder, and waits at a pipe for ever.
+            # TensorBoard's reader opens everything in the folder, and waits at a pipe for ever.
             raise LogsError(f"{event} is no regular file; expected TensorBoard event files; move it elsewhere")
     return [_from_events(place) for place in sorted({event.parent for event in events})]
 
 
 def _latest_state(folder: Path) -> Path | None:
-    """The folder's trainer_state.json, or that of its last checkpoint."""
+    """The folder's trainer_state.json, or its last checkpoint's."""
     if (folder / "trainer_state.json").is_file():
         return folder / "trainer_state.json"
     found = [place for place in folder.glob("checkpoint-*/trainer_state.json") if _number(place.parent) is not None]
@@ -145,7 +145,7 @@ def _runs_of_file(file: Path) -> list[Run]:
 
 
 def _lines(text: str) -> list[dict[str, Any]]:
-    """The lines' objects, without the last where it is being written."""
+    """The objects of the lines, without a last line that is half written."""
     *whole, last = text.split("\n")
     rows = [json.loads(line) for line in whole if line.strip()]
     try:
@@ -157,7 +157,7 @@ def _lines(text: str) -> list[dict[str, Any]]:
 
 
 def _with_guess(run: Run, folder: Path) -> Run:
-    """With the loss of a guess, where the model's config.json lies beside the log and names its classes."""
+    """Add the loss of a guess, where the model's config.json lies beside the log and names its classes."""
     config = folder / "config.json"
     if GUESS in run.series or not config.is_file():
         return run
@@ -166,7 +166,7 @@ def _with_guess(run: Run, folder: Path) -> Run:
     if head.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")):
         classes = its.get("vocab_size") or (its.get("text_config") or {}).get("vocab_size") or 0
     elif head.endswith(("ForSequenceClassification", "ForTokenClassification", "ForImageClassification")):
-        # transformers does not write two labels down.
+        # transformers does not store two labels, its default.
         classes = 0 if its.get("problem_type") in ("regression", "multi_label_classification") else 2
         classes = len(its.get("id2label") or ()) or classes
     else:
@@ -191,7 +191,7 @@ def _columns(row: Mapping[str, Any]) -> Iterator[tuple[str, Series]]:
 
 
 def _label(row: Mapping[str, Any]) -> str:
-    """What tells one line of a sweep from the next."""
+    """The name of one line of a sweep."""
     told = {key: value for key, value in row.items() if isinstance(value, (str, int)) and not isinstance(value, bool)}
     return ", ".join(value if isinstance(value, str) else f"{key} {value}" for key, value in told.items())
 
@@ -211,7 +211,7 @@ def _from_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> Run:
 
 
 def _named(name: str, series: dict[str, Series]) -> Run:
-    """A run whose loss, gradient norm and learning rate are called so."""
+    """The run with our names for loss, gradient norm and learning rate."""
     for wanted, others in _ALIASES.items():
         found = next((other for other in others if other in series), None)
         if wanted not in series and found is not None:

@@ -1,4 +1,4 @@
-"""Rows of numbers in what is not JSON: tables with commas, and what trainers print."""
+"""Rows of numbers in logs that are not JSON: tables with commas, and lines that trainers print."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _BESIDE = {
 
 
 def rows_of_csv(text: str) -> list[dict[str, float]]:
-    """A row a line; what is empty or no number is left out."""
+    """One row a line, without cells that are empty or no number."""
     lines = text.split("\n")
-    whole = lines if text.endswith("\n") else lines[:-1]  # the last line may be being written
+    whole = lines if text.endswith("\n") else lines[:-1]  # The last line may be half written.
     rows = []
     for line in csv.DictReader(whole):
         numbers = {key: _value(value) for key, value in line.items() if isinstance(key, str) and isinstance(value, str)}

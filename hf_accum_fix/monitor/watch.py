@@ -1,6 +1,6 @@
 """A run in one look: its loss, its noise, its gradients and its alarms; and whether runs differ by more than noise.
 
-Reads logs, knows no tensor.
+Reads logs; imports no torch.
 
     runs = read_runs(Path("output"))
     print(report(runs))
@@ -27,23 +27,23 @@ from hf_accum_fix.monitor.robust import (
 )
 from hf_accum_fix.monitor.run_logs import GUESS, PREFIX, LogsError, Run, Series
 
-#: Logs without which a trend, or a difference, is not told from noise.
+#: Fewest logs that show a trend, or a difference, above the noise.
 _ENOUGH = 8
-#: Most points that a slope is taken from.
+#: Most points behind a slope.
 _POINTS = 60
 #: A gradient norm is a spike if its logarithm is this many times the noise above the median of so many neighbours on
 #: either side, and if it is at least this many times as large.
 _SPIKE, _NEIGHBOURS, _SPIKE_TIMES = 9.0, 20, 3.0
-#: Logs that are worth one degree of freedom of the noise: the median absolute deviation of second differences is
-#: thriftless with them (simulated: 8 to 1,000 logs).
+#: Logs per degree of freedom of the noise: the median absolute deviation of second differences uses them inefficiently
+#: (simulated: 8 to 1,000 logs).
 _LOGS_PER_DEGREE = 5
-#: Chance that two runs of the same curve are said to differ.
+#: Chance of a false difference between two runs of the same curve.
 _FALSE_DIFFERENCE = 1e-4
-#: Letters of a run's name in a picture and a comparison.
+#: Most letters of a run's name in a picture and a comparison.
 _LONGEST_NAME = 60
-#: First loss over that of a guess that is too much; last loss over the best that is divergence.
+#: Ratio of the first loss to a guess that is too large; ratio of the last loss to the best that is divergence.
 _OVER_A_GUESS, _OVER_THE_BEST = 1.5, 1.5
-#: A lasting ratio of two losses that is seen without asking how noise hangs together: at least this far from 1, and so
+#: A lasting ratio of two losses that counts whatever the correlation of the noise: at least this far from 1, and so
 #: many times its own deviation.
 _PLAIN_FACTOR, _PLAIN_TIMES = 1.25, 5.0
 
@@ -88,17 +88,17 @@ class Summary:
 
     Attributes:
         run: its name.
-        loss: the logged losses that are losses.
+        loss: the logged losses, without sentinels.
         last: mean of the last tenth of them.
         last_error: standard error of that, from the noise; nan for a short run.
         slope: of the loss over the second half [per step], 95 % interval; None where that is too short.
         noise: standard deviation from log to log, as a share of the loss; nan for a short run.
         not_finite: steps whose logged loss is nan or inf.
-        sentinel: what was left out as "no loss"; None: nothing.
+        sentinel: the number that was left out as "no loss"; None: none.
         gradients: None where no norm was logged.
         accuracy: None where none was logged.
-        alarms: by monitor: how many, and by which step the first was told.
-        guess: loss of a guess, ln(classes), where the log or the model beside it says so; else nan.
+        alarms: by monitor: how many, and the step by which the first was logged.
+        guess: loss of a guess, ln(classes), where the log or the model beside it has it; else nan.
     """
 
     run: str
@@ -120,8 +120,8 @@ class Comparison:
     """Two runs' losses over the steps that both logged.
 
     Attributes:
-        run: the one.
-        other: the one it is held against.
+        run: one of them.
+        other: the run it is compared with.
         steps: how many steps both logged.
         ratio: median of the losses' ratio.
         steady: whether that ratio is the same throughout, within 5 %.
@@ -179,8 +179,8 @@ def compare(one: Summary, other: Summary) -> Comparison:
     the second differences of the blocks say, whichever is most. The largest difference in these errors decides; that it
     is the largest of several is reckoned with (Bonferroni), and so is that the noise is an estimate (Student).
 
-    Noise that both runs share (the same samples in the same order) makes the verdict the more cautious; noise that
-    hangs together from log to log makes it less so, where there are only tens of logs to tell.
+    Noise that both runs share (the same samples in the same order) makes the verdict more cautious; noise that is
+    correlated from log to log makes it less so, where there are only tens of logs.
     """
     mine, theirs = (dict(zip(each.loss.steps, each.loss.values, strict=True)) for each in (one, other))
     steps = sorted(mine.keys() & theirs.keys())
@@ -242,7 +242,7 @@ def findings(its: Summary) -> list[str]:
         found.append(str(its.sentinel))
     if len(loss) and loss.values[0] > _OVER_A_GUESS * its.guess:
         found.append(
-            f"the first loss, {loss.values[0]:.4g}, is {loss.values[0] / its.guess:.2g} times that of a guess, "
+            f"the first loss, {loss.values[0]:.4g}, is {loss.values[0] / its.guess:.2g} times the loss of a guess, "
             f"ln({math.exp(its.guess):.0f}) = {its.guess:.3g}: a mean that is not divided by the accumulation steps "
             "looks like this; see `hf-accum-fix doctor`"
         )
@@ -262,7 +262,7 @@ def findings(its: Summary) -> list[str]:
 
 
 def findings_between(its: Comparison) -> list[str]:
-    """What is wrong with one of two runs; empty where nothing is. That they differ is no finding in itself."""
+    """What is wrong with one of two runs; empty where nothing is. A difference alone is no finding."""
     found = []
     if not math.isnan(its.not_finite):
         found.append(f"{its.run} against {its.other}: one of the two is not finite from step {its.not_finite:.0f} on")
@@ -278,7 +278,7 @@ def findings_between(its: Comparison) -> list[str]:
 
 
 def all_findings(runs: Sequence[Run], against: str | None = None) -> list[str]:
-    """Of every run, and of every run against the one that the others are held against.
+    """Findings on every run, and on every run compared with the reference run.
 
     Raises:
         LogsError: as `report`.
@@ -290,12 +290,12 @@ def all_findings(runs: Sequence[Run], against: str | None = None) -> list[str]:
 
 
 def report(runs: Sequence[Run], against: str | None = None) -> str:
-    """Everything in words: each run, and each held against one of them.
+    """Everything in words: each run, and each compared with the reference run.
 
     Args:
         runs: that were read.
-        against: name of the run that the others are held against, in full or as shortened; None: the one that most
-            others differ from by no more than noise, the first of them.
+        against: name of the reference run, in full or shortened; None: the run from which most others differ by no more
+            than noise, the first of them.
 
     Raises:
         LogsError: if there is no such run.
@@ -303,7 +303,9 @@ def report(runs: Sequence[Run], against: str | None = None) -> str:
     summaries, reference = _held_against(runs, against)
     told = [_told(its, run.name) for its, run in zip(summaries, runs, strict=True)]
     if len(runs) > 2 and against is None:
-        told.append(f"{summaries[reference].run}: the others are held against it, since most agree with it (--against)")
+        told.append(
+            f"{summaries[reference].run}: the others are compared with it, since most agree with it (--against)"
+        )
     others = [its for place, its in enumerate(summaries) if place != reference]
     told += [_compared(compare(its, summaries[reference])) for its in others]
     found = all_findings(runs, against)
@@ -313,7 +315,7 @@ def report(runs: Sequence[Run], against: str | None = None) -> str:
 
 
 def _held_against(runs: Sequence[Run], against: str | None) -> tuple[list[Summary], int]:
-    """Every run's summary under its short name, and the place of the one that the others are held against."""
+    """Every run's summary under its short name, and the index of the reference run."""
     names = short_names([run.name for run in runs])
     summaries = [replace(summarise(run), run=name) for run, name in zip(runs, names, strict=True)]
     return summaries, _most_agreed_with(summaries) if against is None else _named(against, names, runs)
@@ -412,7 +414,7 @@ def _where(series: Series, keep: Callable[[float], bool]) -> Series:
 
 
 def _slope_of_second_half(series: Series) -> Slope | None:
-    """Over block means, so that a long run is quick and neighbours that hang together count as one."""
+    """Slope over block means, so that a long run is quick and correlated neighbours count as one."""
     half = len(series) // 2
     steps, values = series.steps[half:], series.values[half:]
     if len(set(steps)) < _ENOUGH:
@@ -434,14 +436,14 @@ def _gradients(run: Run) -> GradientNorms | None:
     spikes = []
     for place, log in enumerate(logs):
         around = logs[max(place - _NEIGHBOURS, 0) : place] + logs[place + 1 : place + 1 + _NEIGHBOURS]
-        # In the first logs norms are large as a rule.
+        # Norms are usually large in the first logs.
         if len(norms) - place > 1 and place >= _NEIGHBOURS // 2 and around and log > median(around) + bar:
             spikes.append(norms.steps[place])
     return GradientNorms(centre, sigma / SIGMA_PER_MAD, tuple(spikes))
 
 
 def _accuracy(run: Run) -> Accuracy | None:
-    """An evaluation's accuracy before the training's."""
+    """The accuracy of an evaluation, else of the training."""
     names = sorted(
         (name for name in run.series if name.endswith(("accuracy", "_acc")) or name == "acc"),
         key=lambda name: (not name.startswith("eval"), name),

@@ -22,7 +22,7 @@ PROXY: Final[type] = getattr(wrapt, "BaseObjectProxy", wrapt.ObjectProxy)
 """What every wrapt wrapper is; wrapt has two such classes from 2 on."""
 
 ABSENT: Final = object()
-"""Stands for "the class has no such attribute of its own": what an inherited method is restored to."""
+"""Stands for "the class has no such attribute of its own", to which an inherited method is restored."""
 
 
 class Place(Protocol):
@@ -81,7 +81,7 @@ class ClosureCell:
         return self.cell.cell_contents
 
     def put(self, value: Any) -> None:
-        """Call value instead, and say so in __wrapped__, where inspect and we ourselves look."""
+        """Call value instead, and note it in __wrapped__, which inspect and we ourselves read."""
         self.cell.cell_contents = value
         self.function.__wrapped__ = value  # type: ignore[attr-defined]
 
@@ -94,7 +94,7 @@ def follow(owner: type, name: str, pristine: Pristine = lambda *_: False) -> Ite
     Args:
         owner: the class.
         name: the method's name.
-        pristine: pristine(function, name) tells whether function is the original of the method called name.
+        pristine: pristine(function, name) is true where function is the original of the method called name.
 
     Raises:
         SeamError: if neither owner nor a base of it has the attribute.
@@ -115,7 +115,7 @@ def held(place: Place) -> Any:
         if place.name in vars(base):
             return vars(base)[place.name]
     raise SeamError(
-        f"{place.owner.__module__}.{place.owner.__qualname__} has no method {place.name!r}; needed is a "
+        f"got {place.owner.__module__}.{place.owner.__qualname__} without a method {place.name!r}; expected a "
         "class that defines or inherits it; check the name and the installed release"
     )
 
@@ -123,7 +123,7 @@ def held(place: Place) -> Any:
 def author(link: Any) -> str:
     """Who made a link, as "module.qualname".
 
-    functools.wraps and wrapt both answer with the name of what they wrap, so a wrapper is named by its code.
+    functools.wraps and wrapt both give the name of what they wrap, so a wrapper is named by its code.
     """
     if isinstance(link, PROXY):
         link = getattr(link, "_self_wrapper", type(link))

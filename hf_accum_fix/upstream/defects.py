@@ -132,7 +132,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="rank-means-averaged",
-        summary="The item count is that of one rank (average_tokens_across_devices is off by default).",
+        summary="Each rank divides by its own item count (average_tokens_across_devices is off by default).",
         who="heads that divide by the item count; W > 1",
         wrong="grad 1/W sum_k (sum of S_m on rank k) / N_k",
         right=_RIGHT,
@@ -187,7 +187,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="item-count-dropped",
-        summary="The item count is taken but not handed to the heads that would divide by it.",
+        summary="Items are counted, but the number is not handed to the heads that would divide by it.",
         who="heads that take **kwargs; G > 1, and W > 1 with average_tokens_across_devices",
         wrong=_UNDIVIDED,
         right=_RIGHT,
@@ -201,7 +201,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="item-count-dropped-again",
-        summary="The item count is, once more, not handed to the heads that would divide by it.",
+        summary="Once more, the item count is not handed to the heads that would divide by it.",
         who="heads that take **kwargs; G > 1, and W > 1 with average_tokens_across_devices",
         wrong=_UNDIVIDED,
         right=_RIGHT,
@@ -363,7 +363,7 @@ DEFECTS: Final = (
         until=None,
         seam="compute_loss",
         source=(_line("5.23.0", 521),),
-        remove_when="the signature that is read is that of the module inside",
+        remove_when="upstream reads the signature of the module inside",
         evidence="run",
     ),
     Defect(
@@ -450,7 +450,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="ctc-sum-divided-by-accelerate",
-        summary="A sum is divided by G as if it were a mean, by accelerate.",
+        summary="accelerate divides a sum by G as if it were a mean.",
         who="heads that return a sum, such as CTC with reduction sum; G > 1 or W > 1",
         wrong="grad 1/(G W) sum_m S_m",
         right="grad sum_m S_m",
@@ -629,7 +629,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="nan-filter-in-the-log",
-        summary="In the place of a micro-batch's nan the log adds all that the window has summed so far.",
+        summary="The log replaces the nan of a micro-batch by the sum of the window so far.",
         who="micro-batches without items, logging_nan_inf_filter left on",
         wrong="log: the sum so far counts twice",
         right="log sum_m S_m / N",
@@ -705,7 +705,7 @@ DEFECTS: Final = (
         source=(_issue(35078), _pull(35743)),
         remove_when=_floor("4.49.0"),
         evidence="run",
-        not_mended="evaluation stays as upstream has it but for eval_loss=True; or average_tokens_across_devices off",
+        not_mended="evaluation is upstream's own: use eval_loss=True, or turn average_tokens_across_devices off",
     ),
     Defect(
         name="evaluation-mean-times-ranks",
@@ -719,7 +719,7 @@ DEFECTS: Final = (
         source=(_line("5.23.0", 3262),),
         remove_when="an evaluated loss is multiplied by the ranks only where the head divided by their items",
         evidence="run",
-        not_mended="evaluation stays as upstream has it but for eval_loss=True; or average_tokens_across_devices off",
+        not_mended="evaluation is upstream's own: use eval_loss=True, or turn average_tokens_across_devices off",
     ),
     Defect(
         name="epoch-tail-not-trained",
@@ -935,7 +935,7 @@ DEFECTS: Final = (
         until=None,
         seam="get_batch_samples",
         source=(_line("5.23.0", 2346),),
-        remove_when="the item count is that of all GPUs, whatever the options",
+        remove_when="the item count covers all GPUs, whatever the options",
         evidence="read",
         not_mended=_ONE_PROCESS_A_GPU,
     ),

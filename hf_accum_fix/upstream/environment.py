@@ -31,7 +31,7 @@ class SeamState:
     Attributes:
         seam: the seam.
         parameters: names of the method's parameters after self; None if there is no such method.
-        fits: whether they start with those we need, or with some of them and take whatever else comes.
+        fits: whether they start with ours, or with some of them and take any others.
         tested_body: whether the body is one that our tests have run.
         ours: whether a wrapper of this package is on it.
         foreign: "module.qualname" of somebody else's innermost patch; None without one.
@@ -54,9 +54,9 @@ class Environment:
     """What is installed.
 
     Attributes:
-        transformers: version that its code states, as that is what runs; None if not installed.
-        accelerate: version by its metadata, None if not installed; torch alike.
-        torch: version.
+        transformers: version by its code, because the code is what runs; None if not installed.
+        accelerate: version by its metadata; None if not installed.
+        torch: version by its metadata; None if not installed.
         python: version.
         trainer_imported: whether transformers.trainer is imported.
         seams: state of every seam; empty before that import.
@@ -75,7 +75,7 @@ class Environment:
 
 
 def detect() -> Environment:
-    """What is installed now. It imports none of it: seams are known once transformers.trainer is imported."""
+    """What is installed now, without importing it; seams are empty until somebody imports transformers.trainer."""
     trainer = imported_trainer()
     named, package = _version(_PACKAGE), _package()
     stated = None if named is None else _stated_version(package)
@@ -94,7 +94,7 @@ def detect() -> Environment:
 
 
 def parsed(version: str | None) -> Version | None:
-    """A version to compare; None where there is none, or one that is not written as versions are."""
+    """A version to compare; None where there is none, or it cannot be parsed."""
     try:
         return None if version is None else Version(version)
     except InvalidVersion:
@@ -102,9 +102,9 @@ def parsed(version: str | None) -> Version | None:
 
 
 def imported_trainer() -> type | None:
-    """The class Trainer; None until transformers.trainer is imported as far as that class.
+    """The class Trainer; None until the import of transformers.trainer has reached it.
 
-    If somebody put a subclass in its place, the class meant is still upstream's, which others inherit from.
+    If somebody put a subclass in its place, this is still upstream's class, from which others inherit.
     """
     found = getattr(sys.modules.get(TRAINER_MODULE), TRAINER_CLASS, None)
     base = upstream_class(found) if isinstance(found, type) else None
@@ -167,7 +167,7 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def _state(trainer: type, seam: Seam) -> SeamState:
-    # These bring wrapt, whose import takes longer than all of the rest; before the Trainer's it is not needed.
+    # These import wrapt, which takes longer than all the rest and serves nothing before the Trainer is imported.
     from hf_accum_fix.upstream.chain import author, follow, held
     from hf_accum_fix.upstream.patch import is_ours
 
@@ -190,7 +190,7 @@ def _state(trainer: type, seam: Seam) -> SeamState:
 
 
 def _fits(function: Any, seam: Seam) -> bool:
-    """Whether a function starts with the seam's parameters, or with some of them and takes whatever else comes."""
+    """Whether a function starts with the seam's parameters, or with some of them and takes any others."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
     kinds = {parameter.kind for parameter in parameters}
     named = tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
@@ -220,7 +220,7 @@ def _package() -> ModuleSpec | None:
 def _exists(module: str, package: ModuleSpec | None) -> bool:
     """Whether a module of a package can be imported, without importing the package for that."""
     if module in sys.modules or package is None:
-        return True  # what there is to say of a package that is missing, its version says
+        return True  # A missing package already shows by its version.
     return PathFinder.find_spec(module, package.submodule_search_locations) is not None
 
 
@@ -238,7 +238,7 @@ def _stated_version(package: ModuleSpec | None) -> str | None:
 
 
 def _public(version: str | None) -> str | None:
-    """A version without its local part; as it is written where it is none."""
+    """A version without its local part; unchanged where it cannot be parsed."""
     release = parsed(version)
     return version if release is None else release.public
 

@@ -1,8 +1,7 @@
 """Install wrappers on the methods of a class and take them off again, all or nothing.
 
-Ours sits directly on the upstream function, beneath the wrappers of others: what it replaces is the function
-alone, so whoever watches from outside keeps being called. Taking it off is unlinking it from the chain, which
-leaves the identical objects behind.
+Ours sits directly on the upstream function, beneath the wrappers of others, which are still called. Taking it off
+unlinks it from the chain, and leaves the identical objects behind.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class Patch:
     wrapper: Wrapper
 
 
-# Unsubscripted: the generic aliases exist from wrapt 2 on, and other packages pin wrapt below it.
+# Unsubscripted: wrapt has generic aliases from 2 on, and other packages pin wrapt below 2.
 class _BoundMethod(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
-    """Our wrapper as fetched from an instance; it is copied and pickled as a plain bound method is."""
+    """Our wrapper as fetched from an instance; copies and pickles like a plain bound method."""
 
     def __copy__(self) -> _BoundMethod:
         return self
@@ -53,7 +52,7 @@ class _BoundMethod(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
 
 
 class _Method(wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """Our wrapper. It is fetched from its class, copied and pickled as a plain function is: as the one object."""
+    """Our wrapper; copies and pickles like a plain function: as the one object."""
 
     __bound_function_wrapper__ = _BoundMethod
 
@@ -81,7 +80,7 @@ class _Method(wrapt.FunctionWrapper):  # type: ignore[type-arg]
 
 
 def is_ours(link: Any) -> bool:
-    """Whether a link of a chain is a wrapper made here, of whatever installation, before a reload of this too."""
+    """Whether a link of a chain is a wrapper of this package, also of another load or installation of it."""
     made_by = type(link)
     return made_by.__module__ == __name__ and made_by.__name__ in (_Method.__name__, _BoundMethod.__name__)
 
@@ -106,19 +105,19 @@ class _Installed:
         """The place that holds our wrapper now; None if the method no longer leads to it."""
         for place in self._chain():
             link = held(place)
-            # Whoever reads Trainer.method keeps a bound wrapper, whose parent is ours.
+            # Reading Trainer.method gives a bound wrapper, whose parent is ours.
             if link is self.method or (is_ours(link) and link._self_parent is self.method):
                 return place
         return None
 
     def end(self) -> Any:
-        """What ends the method's chain now: the original or, where the chain was cut off above us, a replacement."""
+        """The end of the method's chain now: the original or, where the chain was cut off above us, a replacement."""
         *_, place = self._chain()
         return held(place)
 
     def undoable(self) -> bool:
         """Whether nobody patched on top of us, or in our place, since."""
-        if self.place() is None:  # then somebody may have put back what we wrapped: nothing is left to undo
+        if self.place() is None:  # Somebody may have put back what we wrapped: nothing is left to undo.
             return any(held(place) is self.method.__wrapped__ for place in self._chain())
         now = held(self._outermost())
         return now is self.outermost or now is self.method
@@ -154,7 +153,7 @@ class Installation:
         return tuple(one.patch.name for one in self._installed)
 
     def replacements(self) -> dict[str, Any]:
-        """What somebody put in the place of each method that no longer leads to our wrapper, by its name."""
+        """The replacement of each method that no longer leads to our wrapper, by the method's name."""
         return {one.patch.name: one.end() for one in self._installed if one.place() is None}
 
     def restore(self) -> None:
@@ -176,8 +175,8 @@ def restore(installations: Sequence[Installation]) -> None:
     covered = [one.holder() for one in wrappers if not one.undoable()]
     if covered:
         raise ForeignPatchError(
-            f"cannot restore {', '.join(covered)}; needed are the methods as we left "
-            "them; undo that later patch first, then revert (nothing was touched)"
+            f"cannot restore {', '.join(covered)}; expected the methods as apply() left them; undo that later patch "
+            "first, then revert() (nothing was touched)"
         )
     for one in reversed(wrappers):
         one.unlink()
@@ -190,7 +189,7 @@ def install(patches: Sequence[Patch], pristine: Pristine, allowed: Collection[st
 
     Args:
         patches: the methods and their wrappers.
-        pristine: pristine(function, name) tells whether function is the original of the method called name.
+        pristine: pristine(function, name) is true where function is the original of the method called name.
         allowed: authors ("module.qualname") whose replacements of an original may be wrapped instead.
 
     Raises:

@@ -1,4 +1,4 @@
-"""DATA: packages that put re-executed source over the Trainer's methods, and how each is known by what it leaves."""
+"""DATA: packages that replace the Trainer's methods by re-executed source, and the traces that each leaves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Patcher:
 
     Attributes:
         name: as users know it.
-        marks: parts of "module.qualname" of what it puts in a method's place.
-        files: parts of the source file of it.
+        marks: parts of "module.qualname" of its replacements.
+        files: parts of the source files of its replacements.
         left: attributes it adds to the class.
         advice: what to do instead of training under its patch and ours.
     """
@@ -46,11 +46,11 @@ PATCHERS: Final = (
 
 
 def known_patcher(replacement: Any, author: str, owner: type) -> Patcher | None:
-    """Whose edition of a method of owner's stands there; None for somebody not known.
+    """The known package that replaced a method of owner; None for an unknown one.
 
     Args:
-        replacement: what ends the method's chain in the original's place.
-        author: of it, as "module.qualname".
+        replacement: the end of the method's chain, in the original's place.
+        author: of the replacement, as "module.qualname".
         owner: the class.
     """
     file = getattr(getattr(replacement, "__code__", None), "co_filename", "")

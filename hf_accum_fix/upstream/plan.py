@@ -42,7 +42,7 @@ class Plan:
     Attributes:
         decisions: one for every defect, in the order of the table.
         refusal: what apply() has to raise; None if it can go on.
-        untested: why this is not what our tests have run, release or method body; None if it is.
+        untested: why our tests have not run this release or method body; None if they have.
     """
 
     decisions: tuple[Decision, ...]
@@ -75,16 +75,16 @@ def _refusal(environment: Environment, release: Version | None, options: Options
         name = environment.transformers
         found = "no transformers" if name is None else f"transformers {name!r}"
         return UnsupportedVersionError(
-            f"{found} is installed; needed is a release from {FIRST_RELEASE} on; pip install -U transformers"
+            f"{found} is installed; expected a release from {FIRST_RELEASE} on; pip install -U transformers"
         )
     if Version(release.base_version) < Version(FIRST_RELEASE):
         return UnsupportedVersionError(
-            f"transformers {release} is installed; needed is a release from {FIRST_RELEASE} on; "
+            f"transformers {release} is installed; expected a release from {FIRST_RELEASE} on; "
             "pip install -U transformers"
         )
     if not environment.trainer_exists:
         return SeamError(
-            f"transformers {release} has no module {TRAINER_MODULE}; needed is the class {TRAINER_CLASS} in it; "
+            f"transformers {release} has no module {TRAINER_MODULE}; expected the class {TRAINER_CLASS} in it; "
             f"{_what_to_do()}"
         )
     for state in environment.seams:
@@ -98,10 +98,10 @@ def _refusal(environment: Environment, release: Version | None, options: Options
 
 
 def _misfit(method: str, state: SeamState) -> str:
-    needed = ", ".join(("self", *state.seam.parameters))
+    expected = ", ".join(("self", *state.seam.parameters))
     if state.parameters is None:
-        return f"there is no {method}({needed}, ...)"
-    return f"{method} takes ({', '.join(('self', *state.parameters))}); needed is ({needed}, ...)"
+        return f"there is no {method}({expected}, ...)"
+    return f"{method} takes ({', '.join(('self', *state.parameters))}); expected ({expected}, ...)"
 
 
 def _what_to_do() -> str:
@@ -125,20 +125,20 @@ def _decide(defect: Defect, release: Version | None, refusal: AccumFixError | No
 
 
 def _is_known(release: Version) -> bool:
-    """Whether a version names one state of the code that was read or is newer: a dev or rc build names none."""
+    """Whether a version names one state of the code; a dev or rc build names none."""
     return not release.is_prerelease and Version(release.base_version) >= Version(OLDEST_READ)
 
 
 def _untested(environment: Environment, release: Version | None) -> str | None:
-    """A final release up to the newest tested is judged by the bodies of its methods: patch releases share them."""
+    """Judge a final release up to the newest tested by the bodies of its methods, which patch releases share."""
     if environment.stale_metadata is not None:
         return (
-            f"the code is that of transformers {environment.transformers}, its metadata say "
-            f"{environment.stale_metadata}: install transformers again"
+            f"the code says transformers {environment.transformers}, its metadata say {environment.stale_metadata}: "
+            "install transformers again"
         )
     if release is None or release.is_prerelease or Version(release.public) > Version(TESTED_RELEASES[-1]):
         return f"our tests have run final releases from {_TESTED}, not {environment.transformers}"
     changed = [state.seam.name for state in environment.seams if not state.tested_body]
     if changed:
-        return f"{', '.join(changed)} of {TRAINER_CLASS} is not as in the releases that our tests have run"
+        return f"{', '.join(changed)} of {TRAINER_CLASS} differs from the releases that our tests have run"
     return None

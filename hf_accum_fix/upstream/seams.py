@@ -60,16 +60,16 @@ SEAMS: Final = (
 GUARD: Final = Seam(
     "on_train_begin", ("args", "state", "control"), target="transformers.trainer_callback:CallbackHandler"
 )
-"""What every release's loop calls before its first step, wherever the class Trainer comes from: there its methods are
-looked at. No defect is mended by it."""
+"""Every release's loop calls it before its first step, wherever the class Trainer comes from: there we check the
+methods. It mends no defect."""
 
 EVALUATION: Final = ("evaluation_loop", "prediction_loop")
-"""Wrapped only where eval_loss is asked for; no defect is mended by them. The second is that of releases before 5.0
-with ``use_legacy_prediction_loop``."""
+"""Wrapped only for the option eval_loss; they mend no defect. Releases before 5.0 use the second with
+``use_legacy_prediction_loop``."""
 
 
 def seams_of(release: Version | None) -> tuple[Seam, ...]:
-    """The seams of a release, those of the newest for one that is not known; dev and rc builds as it."""
+    """The seams of a release, by its base version; None: the seams of the newest."""
     if release is None:
         return tuple(seam for seam in SEAMS if seam.until is None)
     base = Version(release.base_version)
@@ -88,7 +88,7 @@ TESTED_RELEASES: Final = (
     *("5.13.1", "5.14.0", "5.14.1", "5.15.0", "5.15.1", "5.16.0", "5.16.1", "5.17.0", "5.18.0", "5.19.0"),
     *("5.20.0", "5.20.2", "5.21.0", "5.21.1", "5.22.0", "5.22.2", "5.23.0"),
 )
-"""The first and last patch of every minor, yanked ones too, and those between which something changed."""
+"""The first and last patch of every minor, yanked ones too, and releases between which something changed."""
 
 # environment.fingerprints() of each tested release's trainer.py, oldest first; equal bodies once.
 TESTED_BODIES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(

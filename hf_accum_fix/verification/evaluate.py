@@ -24,14 +24,14 @@ from hf_accum_fix.verification.sample import copied
 def evaluate(
     trainer: Any, scene: Scene, count: int, modes: Sequence[str], options: Options
 ) -> tuple[tuple[EvalResult, ...], str]:
-    """The results, or none and the reason why, which is empty where nothing was asked for.
+    """The results; without them the reason, which is empty if none were asked for.
 
     Args:
-        trainer: whose.
-        scene: with the contract of its loss.
+        trainer: the trainer.
+        scene: holds the contract of its loss.
         count: samples of the evaluation set, the first ones.
         modes: "stock", "apply()"; the latter with ``eval_loss``.
-        options: those of the patch.
+        options: of the active patch, or of the trainer's class.
     """
     dataset = trainer.eval_dataset
     if not count or dataset is None:
@@ -61,13 +61,13 @@ def evaluate(
                         metrics = actor.evaluate(rows)
                 asked = "eval_loss=True" if mode == MENDED else mode
                 results.append(EvalResult(asked, size, float(metrics["eval_loss"]), mean))
-    except (AccumFixError, TypeError, ValueError, RuntimeError) as error:  # whatever an evaluation of theirs raises
+    except (AccumFixError, TypeError, ValueError, RuntimeError) as error:  # whatever the user's evaluation raises
         return (), f"eval_loss could not be compared: {type(error).__name__}: {error}"
     return tuple(results), ""
 
 
 class _Fresh(Dataset[Any]):
-    """Samples that a collator may change without harm."""
+    """Hand out copies, so that a collator may change its samples."""
 
     def __init__(self, rows: Sequence[Any]) -> None:
         self._rows = rows

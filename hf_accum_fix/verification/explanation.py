@@ -1,4 +1,4 @@
-"""What a wrong gradient is, in words: a factor, a mean of means, a router's loss; and the defect that does it. Pure."""
+"""Explain a wrong gradient: a factor, a mean of means, a router's loss; and the defect behind it. Pure."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _WORDS: Final = MappingProxyType(
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a cut and of the trainer that ran it.
+    """Facts about a cut and the trainer that ran it.
 
     Attributes:
         micro_batches: of the window on one rank: the G of a full window.
         steps: gradient_accumulation_steps.
         world_size: W.
         items: N by the contract.
-        labels: of all positions, other than -100.
-        labels_shifted: the same, but for position 0.
+        labels: number of labels other than -100, at all positions.
+        labels_shifted: the same without position 0.
         reduction: of the loss.
         head: name of the model's class.
         release: of transformers.
@@ -76,7 +76,7 @@ class Facts:
     text: bool
 
     def factors(self) -> dict[str, float]:
-        """The values of the symbols; those of this release's defects alone."""
+        """The values of the symbols that this release's defects use."""
         g, w = self.micro_batches, self.world_size
         known = {
             "G": float(g),
@@ -102,7 +102,7 @@ class Explanation:
 
     Attributes:
         words: the factor or the kind of error, in words.
-        defects: rows of the defect table that the installed release has and that do this.
+        defects: names of the defects of the installed release that cause it.
     """
 
     words: str
@@ -110,13 +110,13 @@ class Explanation:
 
 
 def of_factor(factor: float, logged: float, facts: Facts, precision: float) -> Explanation:
-    """A gradient that points the right way.
+    """Explain a gradient that points the right way.
 
     Args:
-        factor: times the right gradient.
-        logged: times the right loss.
+        factor: gradient over the right gradient.
+        logged: logged loss over the right loss.
         facts: of the cut.
-        precision: relative, within which a symbol is recognised.
+        precision: relative difference within which a symbol is recognised.
     """
     symbols = _symbols(factor, facts, precision)
     words = _WORDS[symbols[0]] if symbols else f"{factor:.4g} times"
@@ -127,7 +127,7 @@ def of_factor(factor: float, logged: float, facts: Facts, precision: float) -> E
 
 
 def of_means(name: str, factor: float, logged: float, facts: Facts, precision: float) -> Explanation:
-    """A multiple of the mean of micro-batch means (`MEANS`), or of that over ranks of their items' (`RANK_MEANS`)."""
+    """Explain a multiple of the mean of micro-batch means (`MEANS`), or of rank means (`RANK_MEANS`)."""
     words = _MEANS[name]
     here = (name,) if is_present(name, facts.release) else ()
     if abs(factor - 1) <= precision:
@@ -137,7 +137,7 @@ def of_means(name: str, factor: float, logged: float, facts: Facts, precision: f
 
 
 def of_router(main: float, router: float, facts: Facts, precision: float) -> Explanation:
-    """The right gradient, or a multiple of it, and a multiple of the router's."""
+    """Explain a gradient, right or a multiple, with a multiple of the router's gradient."""
     symbols = _symbols(router, facts, precision)
     times = _WORDS[symbols[0]].removesuffix(" times") if symbols else f"{router:.4g}"
     words = f"aux loss times {times}"
@@ -149,7 +149,7 @@ def of_router(main: float, router: float, facts: Facts, precision: float) -> Exp
 
 
 def _symbols(factor: float, facts: Facts, precision: float) -> list[str]:
-    """The symbols with this value; those that a defect of this release bears first."""
+    """The symbols with this value, first the ones that a defect of this release has."""
     found = [symbol for symbol, value in facts.factors().items() if abs(factor - value) <= precision * abs(value)]
     if facts.world_size == 1:
         return found
@@ -188,7 +188,7 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     }
 )
 
-#: When a row with a factor is the one that is met; rows of setups that are refused are not here.
+#: Condition under which a row with this factor is the cause. Rows of refused setups are left out.
 _CONDITIONS: Final[Mapping[str, Callable[[Facts, bool], bool]]] = MappingProxyType(
     {
         "loss-times-steps": lambda facts, log_is_right: True,

@@ -15,7 +15,7 @@ Gradient: TypeAlias = Sequence[Tensor | None]
 
 
 def take(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """The gradients that a backward has left, taken off the parameters without a copy."""
+    """Take the gradients of a backward off the parameters, without a copy."""
     taken = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -23,15 +23,15 @@ def take(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
 
 
 def on_cpu(gradient: Gradient) -> list[Tensor | None]:
-    """The one copy that is kept, off the device."""
+    """The one copy that is kept, on the CPU."""
     return [None if each is None else each.detach().to("cpu", copy=True) for each in gradient]
 
 
 class Sum:
-    """Gradients added up in 32 bits at least: a 16-bit ``.grad`` rounds with every micro-batch that it takes.
+    """Add up gradients in at least 32 bits: a 16-bit ``.grad`` rounds with every micro-batch.
 
     Args:
-        parameters: whose gradients.
+        parameters: hold the gradients.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -39,7 +39,7 @@ class Sum:
         self._wide: list[Tensor | None] = [None] * len(parameters)
 
     def add(self) -> None:
-        """Add what a backward has left; parameters of 32 bits add theirs up themselves."""
+        """Add the gradients of a backward; ``.grad`` itself adds up the ones of 32 bits."""
         for place, parameter in enumerate(self._parameters):
             if parameter.grad is not None and parameter.dtype.itemsize < 4:
                 before, found = self._wide[place], parameter.grad.detach().to("cpu", torch.float32)

@@ -1,4 +1,4 @@
-"""The two modes a trainer is verified in: as the installed release is, and mended."""
+"""The two modes in which a trainer is verified: stock and mended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def active_mode(trainer: Any) -> str:
 
 
 def options_of(trainer: Any) -> Options:
-    """Those of the live patch or of the trainer's class; the defaults without either."""
+    """Options of the active patch, or of the trainer's class; the defaults without either."""
     handle = active_handle()
     if isinstance(trainer, GlobalBatchMixin):
         return trainer.global_batch_options
@@ -30,7 +30,7 @@ def options_of(trainer: Any) -> Options:
 
 @contextmanager
 def in_mode(mode: str, trainer: Any, options: Options) -> Iterator[None]:
-    """The installed release as it is, which the switch gives back to patch and subclass alike; or mended."""
+    """Train stock, with patch and subclass switched off, or mended."""
     if mode == MENDED:
         already = active_mode(trainer) == MENDED
         with nullcontext() if already else apply(**vars(options), quiet=True):

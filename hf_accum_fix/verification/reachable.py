@@ -12,17 +12,17 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor
 
-#: Containers that are looked into, and copied.
+#: Containers to look into and to copy.
 CONTAINERS: Final = (dict, OrderedDict, defaultdict, list, set, deque)
 #: Longer ones hold data.
 _LONG: Final = 1000
-#: Held by no object alone, or without anything inside.
+#: Shared by many objects, or without content.
 _CLOSED: Final = (str, bytes, int, float, bool, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 _SHARED: Final = (Tensor, np.ndarray, np.generic, logging.Logger)
 
 
 def reachable(*roots: Any) -> Iterator[Any]:
-    """The roots and all that they hold, each once; of functions given as roots also the globals that they name."""
+    """The roots and all that they hold, each once; for functions among the roots also the globals they name."""
     seen: dict[int, Any] = {}
     waiting = [*roots, *(held for root in roots if isinstance(root, types.FunctionType) for held in _globals(root))]
     while waiting:
@@ -75,6 +75,6 @@ def _cells(function: types.FunctionType) -> list[Any]:
 
 
 def _globals(function: types.FunctionType) -> list[Any]:
-    """Variables, not the functions and classes of a module: those lead everywhere."""
+    """Variables, without functions and classes of a module, which lead everywhere."""
     named = (function.__globals__.get(name) for name in function.__code__.co_names)
     return [each for each in named if not isinstance(each, types.FunctionType)]

@@ -24,23 +24,23 @@ FULL = "full batch in one forward"
 STREAMED = "streamed sample by sample, from sums and counts"
 MODES = ("auto", "full", "streamed")
 
-#: Errors up to this many times the noise of the reference are noise: a cut runs other kernels than the full batch.
+#: Errors up to this many times the noise of the reference count as noise: a cut runs other kernels than the full batch.
 FLOORS: Final = 8.0
-#: The widest tolerance there is: a factor of 1.3 is three times as far off.
+#: The widest tolerance: the error of a factor of 1.3 is three times as large.
 WIDEST: Final = 0.1
-#: Roundings of the coarsest type up to which two halves that miss the whole miss it by rounding, for certain.
+#: Difference between two halves and the whole that is surely rounding, in units of machine epsilon.
 _ROUNDINGS: Final = 16.0
-#: Times a loss that draws random numbers is run, with other ones, to see whether they matter.
+#: Runs, each with other random numbers, of a loss that draws some, to see whether they matter.
 _DRAWS: Final = 32
 
 
 @dataclass(frozen=True)
 class Noise:
-    """How far two computations of one gradient are apart.
+    """Distance of two computations of one gradient.
 
     Attributes:
         floor: norm of their difference, relative.
-        scale: difference of one's length along the other, relative; roundings hardly add up to any.
+        scale: relative difference in length along one of them; roundings hardly add up here.
     """
 
     floor: float
@@ -49,7 +49,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Reference:
-    """What every cut of a global batch ought to give; a router's loss apart.
+    """What every cut of a global batch ought to give, without a router's loss.
 
     Attributes:
         gradient: one for each trainable parameter, on the CPU.
@@ -58,7 +58,7 @@ class Reference:
         words: how it was computed.
         decomposes: whether parts of the batch add up to it.
         dtype: of the loss.
-        notes: what is to be known of it.
+        notes: what the reader has to know.
     """
 
     gradient: list[Tensor | None]
@@ -99,12 +99,12 @@ class Scene:
         """The loss of a batch, and the router's part of it with its coefficient."""
         loss, outputs = self._alone(inputs)
         if not isinstance(loss, Tensor) or loss.ndim > 0:
-            raise ContractError(f"the loss of a batch is {loss!r}; needed is one number")
+            raise ContractError(f"got {loss!r} as the loss of a batch; expected one number")
         router = self.contract.carried(outputs)
         return loss, None if router is None else router.to(loss.device)
 
     def _alone(self, inputs: Any) -> tuple[Tensor, Any]:
-        """The loss of a batch by itself; a ``compute_loss`` that cannot do without the number gets the batch's own."""
+        """The loss of a batch by itself; a ``compute_loss`` that requires the number gets the batch's own."""
         try:
             return loss_alone(self.trainer, self.trainer.model, inputs)
         except TypeError:
@@ -116,7 +116,7 @@ class Scene:
         with (
             self.trainer.accelerator.autocast(),
             self.trainer.compute_loss_context_manager(),
-            # By upstream's convention it is then not multiplied by the ranks.
+            # By upstream's convention the loss is then not multiplied by the ranks.
             shadow(self.trainer.args, "average_tokens_across_devices", False),
         ):
             found: tuple[Tensor, Any] = compute_loss(
@@ -125,7 +125,7 @@ class Scene:
         return found
 
     def factor(self, inputs: Any) -> float | None:
-        """What a trainer's own ``compute_loss`` multiplies the model's loss by; None where that is not to be seen."""
+        """The factor between a trainer's own ``compute_loss`` and the model's loss; None where it cannot be seen."""
         if compute_loss_of(self.trainer) is None:
             return None
         seed(0)
@@ -136,7 +136,7 @@ class Scene:
 
     @property
     def rounding(self) -> float:
-        """Relative rounding of the coarsest type there is: of loss, parameters, or matrix products."""
+        """Machine epsilon of the coarsest type in use: of loss, parameters, or matrix products."""
         types = {self.contract.dtype, *(parameter.dtype for parameter in self.parameters)}
         eps = max(torch.finfo(dtype).eps for dtype in types)
         mixed = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
@@ -148,12 +148,12 @@ class Scene:
         return max(eps, torch.finfo(torch.float16).eps) if rounded else eps
 
     def backward(self, inputs: Any, weight: float = 1.0, number: int = 0) -> float:
-        """Add the gradient of a batch's loss times a weight, and return that loss; both without the router's.
+        """Add the gradient of a batch's loss times a weight, and return the loss; both without the router's.
 
         Args:
             inputs: of the batch.
             weight: of its loss.
-            number: the seed of whatever is drawn.
+            number: seeds all random numbers.
         """
         seed(number)
         loss, router = self.losses(inputs)
@@ -164,11 +164,11 @@ class Scene:
     def router(
         self, micro_batches: Sequence[Any], share: Callable[[int], AbstractContextManager[None]] = _as_it_is
     ) -> tuple[list[Tensor | None], float]:
-        """Gradient and value of the router's loss as it is meant: the mean over micro-batches, of this rank.
+        """Gradient and value of the router's loss by its convention: the mean over this rank's micro-batches.
 
         Args:
-            micro_batches: whose; the whole global batch as one is the whole's own.
-            share: around the forward of each, by its place.
+            micro_batches: to run; one that is the whole global batch gives the exact loss.
+            share: a context around each forward, by its index.
         """
         total = 0.0
         summed: list[Tensor | None] = [None] * len(self.parameters)
@@ -185,7 +185,7 @@ class Scene:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error is that of a device that is full."""
+    """Whether a full device raised this error."""
     return isinstance(error, torch.cuda.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
@@ -196,18 +196,18 @@ def compute(scene: Scene, rows: Sequence[Any], mode: str, own: int) -> Reference
         scene: what it is computed from.
         rows: the samples of all ranks.
         mode: "full", "streamed", or "auto": streamed where the full batch does not fit.
-        own: samples of a micro-batch as the user trains, which do fit.
+        own: samples of a micro-batch as the user trains, which fits in memory.
 
     Raises:
         OptionsError: for another mode.
         ContractError: if a loss that does not decompose is to be streamed.
         UnsupportedSetupError: if the batch has no target, its gradient is not finite or random, or its noise is too
-            wide to tell a factor of 1.3.
+            wide to see a factor of 1.3.
     """
     if mode not in MODES:
-        raise OptionsError(f"reference={mode!r}; needed is one of {', '.join(MODES)}")
+        raise OptionsError(f"got reference={mode!r}; expected one of {', '.join(MODES)}")
     if scene.count(rows) == 0:
-        raise UnsupportedSetupError("the global batch has not one target; needed is one, look at the label masking")
+        raise UnsupportedSetupError("got a global batch without a target; expected one; look at the label masking")
     scene.trainer.model.train()
     if mode != "streamed":
         try:
@@ -232,7 +232,7 @@ def _full(scene: Scene, rows: Sequence[Any]) -> Reference:
     if not parts or not decomposes:
         noise = _again(scene, rows, gradient)
         doubled = _doubled(scene, rows)
-        # Where the samples change one another's loss, a batch that holds them twice is another one, and no measure.
+        # Samples that change one another's loss do so too in a batch that holds them twice: no measure of noise.
         if doubled.floor * FLOORS <= WIDEST:
             noise = max(noise, doubled, key=lambda each: each.floor)
     return Reference(gradient, loss, noise, FULL, decomposes, scene.contract.dtype, notes)
@@ -252,7 +252,7 @@ def _streamed(scene: Scene, rows: Sequence[Any], own: int) -> Reference:
     gradient = on_cpu(summed)
     del summed
     _refuse_infinite(gradient)
-    # Other kernels run on more than one sample at a time, and round otherwise.
+    # Other kernels, with other roundings, run on several samples at a time.
     pairs = [rows[max(0, end - 2) : end] for end in range(len(rows), 0, -2)]
     try:
         noise = _difference(_summed(scene, pairs)[1], gradient)
@@ -275,12 +275,12 @@ def _streamed(scene: Scene, rows: Sequence[Any], own: int) -> Reference:
 
 
 def _is_rounding(scene: Scene, noise: Noise, rows: Sequence[Any]) -> bool:
-    """Whether parts miss the whole by rounding alone, and not because they are something else.
+    """Whether parts differ from the whole by rounding alone.
 
-    A batch that holds its samples twice is the same mean of every term, whatever the terms count, and rounds as any.
+    A batch that holds its samples twice has the same mean of every term, whatever the terms count, and rounds as any.
 
     Raises:
-        UnsupportedSetupError: if it is rounding, and too wide to tell a factor of 1.3.
+        UnsupportedSetupError: if the rounding hides a factor of 1.3.
     """
     if noise.floor <= min(_ROUNDINGS * scene.rounding, WIDEST / FLOORS):
         return True
@@ -291,7 +291,7 @@ def _is_rounding(scene: Scene, noise: Noise, rows: Sequence[Any]) -> bool:
         return True
     if doubled.floor <= 4 * _ROUNDINGS * scene.rounding:
         raise UnsupportedSetupError(
-            f"the noise floor is {noise.floor:.2g}: too wide to tell a factor of 1.3; verify in float32, or with a "
+            f"the noise floor is {noise.floor:.2g}, too wide to see a factor of 1.3; verify in float32, or with a "
             "larger batch"
         )
     return False
@@ -316,7 +316,7 @@ def _again(scene: Scene, rows: Sequence[Any], gradient: Gradient) -> Noise:
     noise = _difference(_of_whole(scene, rows, number=1), gradient)
     if not noise.floor * FLOORS <= WIDEST:
         raise UnsupportedSetupError(
-            f"the gradient is random: the same samples gave two that are {noise.floor:.2g} apart, with dropout off; "
+            f"the gradient is random: the same samples gave two, {noise.floor:.2g} apart, with dropout off; "
             "give model and trainer a mode without noise (masking, jitter, augmentation), and verify that"
         )
     return noise
@@ -328,7 +328,7 @@ def _of_whole(scene: Scene, rows: Sequence[Any], weight: float = 1.0, number: in
 
 
 def _drawing(scene: Scene, rows: Sequence[Any]) -> tuple[bool, float]:
-    """Run a batch forward and backward: whether that drew random numbers, and its loss."""
+    """Run a batch forward and backward; whether it drew random numbers, and its loss."""
     inputs = scene.collate(list(rows))
     seed(0)
     before = random_state()
@@ -337,15 +337,15 @@ def _drawing(scene: Scene, rows: Sequence[Any]) -> tuple[bool, float]:
 
 
 def _refuse_randomness(scene: Scene, rows: Sequence[Any], gradient: Gradient) -> tuple[str, ...]:
-    """Refuse a loss that is another one each time although dropout is off; what is rare is looked for often.
+    """Refuse a loss that is random although dropout is off; run it often, to find rare differences.
 
     Args:
-        scene: what is run.
+        scene: what to run.
         rows: samples of one batch.
         gradient: of that batch, with the random numbers of seed 0.
 
     Returns:
-        What is to be known of a loss that draws random numbers, and does not change with them.
+        A note on a loss that draws random numbers and does not change with them.
     """
     found = []
     inputs = scene.collate(list(rows))
@@ -368,7 +368,7 @@ def _refuse_randomness(scene: Scene, rows: Sequence[Any], gradient: Gradient) ->
 
 
 def _adds_up(scene: Scene, rows: Sequence[Any]) -> bool:
-    """Whether the contract says how parts make the whole; of rules that fitted alike, when all count these alike."""
+    """Whether the contract says how parts make the whole; with several rules, whether all count these alike."""
     contract = scene.contract
     if not replace(contract, conclusive=True).exact:
         return False
@@ -381,7 +381,7 @@ def _adds_up(scene: Scene, rows: Sequence[Any]) -> bool:
 
 
 def _summed(scene: Scene, groups: Sequence[Sequence[Any]]) -> tuple[float, list[Tensor | None]]:
-    """Loss and gradient of groups of samples together, each with its share of the items."""
+    """Loss and gradient summed over groups of samples, each weighted by its share of the items."""
     counts = [scene.count(group) or 0.0 for group in groups]
     total, gradient = 0.0, Sum(scene.parameters)
     for group, count in zip(groups, counts, strict=True):
@@ -408,4 +408,6 @@ def _difference(one: Gradient, other: Gradient) -> Noise:
 
 def _refuse_infinite(gradient: Gradient) -> None:
     if not torch.isfinite(dots(gradient)).all():
-        raise UnsupportedSetupError("the gradient of the full batch is not finite; needed is one that can be compared")
+        raise UnsupportedSetupError(
+            "got a gradient of the full batch that is not finite; expected a finite one; look at data and dtype"
+        )

@@ -1,4 +1,4 @@
-"""Training without training: the trainer's own loop on micro-batches at hand, its optimizer keeping the gradient."""
+"""Dry run: the trainer's own loop on given micro-batches, with an optimizer that only keeps the gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.overrides.settling import unshared
 from hf_accum_fix.verification.sample import Split
 
-#: TrainingArguments of one optimizer step that is neither logged, saved, sent, clipped nor evaluated.
+#: TrainingArguments of one optimizer step without logging, saving, uploading, clipping and evaluation.
 _ONE_STEP = {
     "max_grad_norm": 0.0,
     "logging_strategy": "no",
@@ -46,11 +46,11 @@ class Rehearsal:
     """One optimizer step, not taken.
 
     Attributes:
-        gradient: what the optimizer was handed, one for each trainable parameter; None: it was not called.
-        loss: what would be logged, of this rank.
-        steps_run: micro-batches that were trained on.
+        gradient: the optimizer's, one for each trainable parameter; None: its step was not called.
+        loss: what this rank would log.
+        steps_run: micro-batches trained on.
         wrapped: the model as the loop wrapped it.
-        router: the load-balancing loss that was trained; None: the model's own, as it is.
+        router: the load-balancing loss that was trained; None: the model's own, unchanged.
     """
 
     gradient: list[Tensor | None] | None
@@ -61,7 +61,7 @@ class Rehearsal:
 
 
 class KeepGradient(torch.optim.Optimizer):
-    """An optimizer whose step is to keep the gradient, without copying it."""
+    """An optimizer whose step only keeps the gradient, without copying it."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(list(parameters), {"lr": 0.0})
@@ -78,35 +78,35 @@ class KeepGradient(torch.optim.Optimizer):
 
 
 class _At(TrainerCallback):
-    """Begins a training at a later step."""
+    """Begin the training at a later step."""
 
     def __init__(self, step: int) -> None:
         self._step = step
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the step that the trainer's own code reads."""
+        """Set the step, which the trainer's own code reads."""
         state.global_step = self._step
 
 
 def understudy(trainer: Any, per_device: int, steps: int, step: int = 0) -> Any:
-    """A copy of the trainer for another cut, with its model, and with nothing else of its own that it could change.
+    """A copy of the trainer for another cut, which shares its model and nothing else that it could change.
 
-    Its accelerator is made anew by the release's own method: whether accelerate divides by G too depends on that.
+    The release's own method makes it a new accelerator: whether accelerate divides by G too depends on that.
 
     Args:
-        trainer: whose.
+        trainer: the original.
         per_device: samples of a micro-batch.
         steps: gradient_accumulation_steps.
-        step: the optimizer step that its state says it is at.
+        step: the optimizer step in its state.
     """
     copied = unshared(trainer)
     vars(copied).pop(SESSION, None)
     copied.args = args = copy.copy(trainer.args)
-    # A copy of a frozen dataclass's kind of setattr would run the checks of releases that have one.
+    # Arguments with a __setattr__ of their own would run their checks on assignment.
     vars(args).update({name: value for name, value in _ONE_STEP.items() if hasattr(args, name)})
     vars(args).update(per_device_train_batch_size=per_device, gradient_accumulation_steps=steps, max_steps=step + 1)
     args.accelerator_config = copy.deepcopy(args.accelerator_config)
-    # A dispatched loader takes batches of tensors apart; each rank reading its own gives it the same samples.
+    # A dispatched loader takes batches of tensors apart; read by every rank itself, it gives the same samples.
     args.accelerator_config.dispatch_batches = False
     if args.accelerator_config.gradient_accumulation_kwargs is not None:
         args.accelerator_config.gradient_accumulation_kwargs.pop("num_steps", None)
@@ -114,7 +114,7 @@ def understudy(trainer: Any, per_device: int, steps: int, step: int = 0) -> Any:
     copied.callback_handler.callbacks = [DefaultFlowCallback()]
     copied.control, copied.state = TrainerControl(), copy.deepcopy(trainer.state)
     copied.state.global_step = step
-    # The loop notes the length of a window as it fetches it; a batch by itself is a window of one.
+    # The loop notes the length of a window as it fetches it; a single batch is a window of one.
     copied.current_gradient_accumulation_steps = 1
     copied.model_init, copied.neftune_noise_alpha, copied._created_lr_scheduler = None, None, False
     copied._train_batch_size = per_device
@@ -134,16 +134,16 @@ def rehearse(
 ) -> Rehearsal:
     """Run one window through the trainer's own ``train()``: loop, engine, reduction over ranks.
 
-    At a later step it is run twice, so that what counts its calls by itself has left its first window behind as well.
+    A later step runs the window twice, so that code that counts its own calls has left its first window, too.
 
     Args:
-        trainer: whose.
+        trainer: to run.
         parameters: whose gradient is kept.
         micro_batches: of the window, on this rank.
         split: how the samples are cut.
-        samples: of the global batch, which the loop is told to be the whole data set.
+        samples: of the global batch, which the loop takes for the whole data set.
         wrapped: the model as an earlier rehearsal wrapped it.
-        step: the optimizer step that is looked at, from 0.
+        step: the optimizer step to run, from 0.
     """
     actor = understudy(trainer, split.per_device, split.steps, step)
     actor.callback_handler.callbacks.append(_At(max(step - 1, 0)))
@@ -152,7 +152,7 @@ def rehearse(
     optimizer = KeepGradient(parameters)
     actor.optimizer, actor.lr_scheduler = optimizer, LambdaLR(optimizer, _constant)
     actor.create_optimizer = actor.create_scheduler = actor.create_optimizer_and_scheduler = _nothing
-    vars(actor)[DEALER] = None  # this cut, not the one that lengths would lead to
+    vars(actor)[DEALER] = None  # Keep this cut: no dealing by length.
     actor.get_train_dataloader = lambda *_, **__: _loader(actor, micro_batches, samples)
     losses: list[Tensor] = []
     windows = 0
@@ -175,7 +175,7 @@ def rehearse(
 
 
 class _MicroBatches(Dataset[Any]):
-    """Micro-batches at hand, that say they are as many samples as they hold."""
+    """Given micro-batches as a loader, with the number of samples they hold."""
 
     def __init__(self, batches: Sequence[Any], samples: int) -> None:
         self._batches, self._samples = batches, samples

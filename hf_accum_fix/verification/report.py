@@ -18,7 +18,7 @@ _EVAL_COLUMNS: Final = ("eval batch", "mode", "eval_loss", "item mean", "error")
 
 
 class Kind(IntEnum):
-    """The three answers there are, as exit codes."""
+    """The three answers, as exit codes."""
 
     EXACT = 0
     OFF = 1
@@ -31,7 +31,7 @@ class Verdict:
 
     Attributes:
         kind: which of the three answers.
-        words: "exact to the floor ...", "off by ...: why" or "could not tell: reason".
+        words: "exact to the floor ...", "off, relative error ...: why" or "could not tell: reason".
     """
 
     kind: Kind
@@ -45,13 +45,13 @@ class Verdict:
 
 
 def could_not_tell(reason: str) -> Verdict:
-    """The verdict that is none, and why."""
+    """A verdict without an answer, and why."""
     return Verdict(Kind.COULD_NOT_TELL, f"could not tell: {reason}")
 
 
 @dataclass(frozen=True)
 class SplitResult:
-    """One cut of one global batch, trained on by the trainer's own loop, beside the reference.
+    """One cut of one global batch, run by the trainer's own loop and compared with the reference.
 
     Attributes:
         mode: "stock" or "apply()".
@@ -61,8 +61,8 @@ class SplitResult:
         window: which global batch, from 0.
         verdict: the answer.
         norm_ratio, error, cosine: gradient norm over the reference's, relative error, cosine; None: not computed.
-        loss_ratio: what is logged over the reference's loss.
-        defects: names of the defects of the installed release that do this.
+        loss_ratio: logged loss over the reference's loss.
+        defects: names of the defects of the installed release that cause the error.
     """
 
     mode: str
@@ -111,7 +111,7 @@ class VerificationReport:
     """Whether a trainer's gradient depends on the cut of the global batch.
 
     Attributes:
-        trainer, head, transformers: whose, of what, on which release.
+        trainer, head, transformers: the trainer's class, the model's class, the release.
         active: the mode that this process trains in as it is now, "stock" or "apply()".
         verdict: on that mode, and on the user's own cut where it was run; other cuts that are off are named.
         world_size: W.
@@ -119,11 +119,11 @@ class VerificationReport:
         items: N of each global batch; None where the loss has none.
         contract: how the loss is reduced, in words.
         reference: how the reference was computed, in words.
-        floor: relative difference of two references, made without accumulation: the noise of dtype and kernels.
-        tolerance: up to which error a gradient is called exact.
+        floor: relative difference of two references without accumulation: the noise of dtype and kernels.
+        tolerance: largest relative error that is called exact.
         results: one for each window, cut and mode.
         evaluation: one for each mode and eval batch size; empty without an evaluation set.
-        notes: what was done for the comparison's sake, and what stands in its way.
+        notes: what was changed for the comparison, and what stands in its way.
     """
 
     trainer: str
@@ -147,11 +147,11 @@ class VerificationReport:
         return tuple(result for result in self.results if result.mode == mode)
 
     def verdict_of(self, mode: str) -> Verdict:
-        """The verdict on one mode: off if one cut is off, exact if the cuts that could be told are."""
+        """The verdict on one mode: off if one cut is off, exact if all cuts with an answer are."""
         return judge(self.of(mode)) if self.results else self.verdict
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as values that JSON knows."""
+        """Everything, as data for JSON."""
         return {
             **asdict(self),
             "verdict": _plain(self.verdict),
@@ -192,7 +192,7 @@ class VerificationReport:
         return self.to_text()
 
     def plot(self, path: str | Path) -> None:
-        """Bars of relative gradient error per cut, log scale; the format is that of the path's ending.
+        """Draw the relative gradient error of every cut, on a log scale; the path's ending is the format.
 
         Raises:
             OptionsError: if matplotlib is not installed, or there is nothing to draw.
@@ -220,7 +220,7 @@ class VerificationReport:
 
 
 def judge(results: Sequence[SplitResult]) -> Verdict:
-    """One verdict on the results of one mode: that of the worst cut which could be told."""
+    """One verdict on the results of one mode: the verdict on the worst cut that has an answer."""
     told = [result for result in results if result.verdict.kind is not Kind.COULD_NOT_TELL]
     if not told:
         return results[0].verdict if results else could_not_tell("no cut was run")
@@ -228,12 +228,12 @@ def judge(results: Sequence[SplitResult]) -> Verdict:
     if off:
         worst = max(off, key=lambda result: float("inf") if result.error is None else result.error)
         return Verdict(Kind.OFF, f"{worst.verdict} (cut {worst.cut}; {len(off)} of {len(told)} cuts are off)")
-    left = f"; {len(results) - len(told)} cuts could not be told" if len(told) < len(results) else ""
+    left = f"; {len(results) - len(told)} cuts have no answer" if len(told) < len(results) else ""
     return Verdict(Kind.EXACT, f"{told[0].verdict} for {len(told)} cuts{left}")
 
 
 def judge_own(results: Sequence[SplitResult], own: Sequence[SplitResult]) -> Verdict:
-    """One verdict on the cut that the user trains with, which is among the results; on all where it is not."""
+    """The verdict on the cut that the user trains with; on all cuts where it is not among the results."""
     every = judge(results)
     if not own:
         return every

@@ -24,7 +24,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Rows:
-    """The samples of a micro-batch as the data set gave them: what a loader yields in the place of a batch."""
+    """The samples of a micro-batch as the data set gave them; a loader yields them instead of a batch."""
 
     def __init__(self, rows: Sequence[Any]) -> None:
         self.rows = list(rows)
@@ -35,9 +35,9 @@ class Drawn:
     """What this rank would train on.
 
     Attributes:
-        windows: the samples of each global batch that are this rank's.
-        collate: samples to a micro-batch, the same however often it is asked.
-        notes: what is to be known of them.
+        windows: this rank's samples of each global batch.
+        collate: makes a micro-batch of samples, the same one at every call.
+        notes: what the reader has to know.
     """
 
     windows: tuple[tuple[Any, ...], ...]
@@ -77,11 +77,11 @@ def splits_of(samples: int, own: int, asked: Sequence[tuple[int, int] | int] | N
         return found
     pairs = [(each, -(-samples // each)) if isinstance(each, int) and each > 0 else each for each in asked]
     if not pairs:
-        raise OptionsError("splits is empty; needed is at least one cut, or None for the usual ones")
+        raise OptionsError("got splits=[]; expected at least one cut, or None for the usual ones")
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2 or min(pair) < 1 or pair[0] * pair[1] < samples:
             raise OptionsError(
-                f"splits holds {pair!r}; needed are pairs (samples of a micro-batch, accumulation steps) that hold "
+                f"got {pair!r} in splits; expected pairs (samples of a micro-batch, accumulation steps) that hold "
                 f"the {samples} samples of a rank, or the first alone, such as splits=[1, (2, {-(-samples // 2)})]"
             )
     return [Split(*pair) for pair in pairs if isinstance(pair, tuple)]
@@ -93,7 +93,7 @@ def draw(trainer: Any, windows: int, samples: Sequence[Any] | None) -> Drawn:
     Args:
         trainer: the trainer, or a copy of it.
         windows: global batches wanted.
-        samples: this rank's samples, in the place of those of the data set.
+        samples: this rank's samples, instead of the data set's.
 
     Raises:
         UnsupportedSetupError: if they cannot be drawn without disturbing the training that follows.
@@ -105,7 +105,7 @@ def draw(trainer: Any, windows: int, samples: Sequence[Any] | None) -> Drawn:
         rows, collate = list(samples), _collator(trainer)
     else:
         if trainer.train_dataset is not None and getattr(trainer.train_dataset, "__len__", _unknown)() == 0:
-            raise UnsupportedSetupError("the train data set is empty; needed is at least one sample")
+            raise UnsupportedSetupError("got an empty train data set; expected at least one sample")
         loader = trainer.get_train_dataloader()
         _refuse_streams_that_run_out(loader)
         collate = getattr(loader, "collate_fn", None)
@@ -115,10 +115,10 @@ def draw(trainer: Any, windows: int, samples: Sequence[Any] | None) -> Drawn:
             )
         rows = list(_first_rows(loader, windows * size))
     if not rows:
-        raise UnsupportedSetupError("no sample was drawn; needed is at least one")
+        raise UnsupportedSetupError("got no sample from the dataloader; expected one; look at dataloader_drop_last")
     groups = tuple(tuple(rows[at : at + size]) for at in range(0, min(len(rows), windows * size), size))
     if len(rows) < windows * size:
-        notes.append(f"the data has {len(rows)} samples for a rank, {windows * size} were asked for")
+        notes.append(f"the data has {len(rows)} samples for a rank, fewer than the {windows * size} asked for")
     collate = fresh(collate)
     if _is_random(collate, list(groups[0])):
         notes.append("the collator is random: each sample was collated once, by itself, and padded on the right")
@@ -134,7 +134,7 @@ def _collator(trainer: Any) -> Collate:
 
 
 def _first_rows(loader: Any, count: int) -> Iterator[Any]:
-    """The first samples in the loader's own order, kept from being collated; the loader may be used again."""
+    """The first samples in the loader's own order, not collated; the loader may be used again."""
     found = 0
     with ExitStack() as stack:
         for each in (loader, getattr(loader, "base_dataloader", None)):
@@ -155,7 +155,7 @@ def _first_rows(loader: Any, count: int) -> Iterator[Any]:
 
 
 def _refuse_streams_that_run_out(loader: Any) -> None:
-    """Refuse a stream of which a sample taken is lost to the training; told without taking one."""
+    """Refuse a stream that loses a sample to us; decide it without taking one."""
     dataset: Any = getattr(loader, "dataset", None)
     if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__"):
         return
@@ -165,13 +165,13 @@ def _refuse_streams_that_run_out(loader: Any) -> None:
     read = (type(dataset).__iter__, *((type(one).__iter__,) if hasattr(one, "__iter__") else ()))
     if one is other or any(_runs_out(each) for each in reachable(dataset, *read)):
         raise UnsupportedSetupError(
-            f"{type(dataset).__name__} is a stream that cannot be rewound: what is drawn here would be lost to the "
-            "training; give a sample of it, samples=[...]"
+            f"{type(dataset).__name__} is a stream that cannot be rewound: the training would lose the samples drawn "
+            "here; give a sample of it, samples=[...]"
         )
 
 
 def _runs_out(value: Any) -> bool:
-    """Whether a sample that is taken of something is gone: an iterator, a queue, a pipe, a socket."""
+    """Whether reading a sample removes it: an iterator, a queue, a pipe, a socket."""
     kind = type(value)
     return any(hasattr(kind, name) for name in ("__next__", "recv", "poll", "get_nowait")) or (
         hasattr(kind, "get") and hasattr(kind, "put")
@@ -186,7 +186,7 @@ def _unknown() -> int:
 
 
 def fresh(collate: Collate) -> Collate:
-    """The collator, given copies: one may pop fields of its samples, or write into them."""
+    """Hand the collator copies: it may pop fields of its samples, or write into them."""
 
     def on_copies(rows: list[Any]) -> Any:
         return collate([copied(row) for row in rows])
@@ -195,7 +195,7 @@ def fresh(collate: Collate) -> Collate:
 
 
 def copied(value: Any) -> Any:
-    """A sample with containers, tensors and arrays of its own; what else it holds (images, readers) is shared."""
+    """Copy a sample's containers, tensors and arrays; share what else it holds (images, readers)."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, np.ndarray):
@@ -235,7 +235,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 class _Once:
-    """Collates each sample once, and makes batches of those."""
+    """Collate each sample once, and make batches of the results."""
 
     def __init__(self, collate: Collate) -> None:
         self._collate = collate

@@ -1,4 +1,4 @@
-"""Running a trainer's model without leaving a trace: what is kept, and how it comes back."""
+"""Run a trainer's model, then restore everything that changed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from hf_accum_fix import observations
 from hf_accum_fix.accumulation.random_states import random_states_kept
 from hf_accum_fix.verification.reachable import CONTAINERS, reachable
 
-#: What the trainer's own loop says of every run, and we of every head: a rehearsal is no run, and the report says it.
+#: Loggers that describe every run: silent here, because a dry run is no run.
 _TALKATIVE = ("transformers.trainer", "accelerate", "hf_accum_fix")
 
 
 @contextmanager
 def traceless(trainer: Any) -> Iterator[None]:
-    """Put back, also after an error, all that running a trainer's model, data and loss may change.
+    """Restore, also after an error, all that running a trainer's model, data and loss may change.
 
-    Parameters, buffers, gradients, modules; random states of every device, and generators of one's own; attributes and
-    containers of whatever the trainer holds (collator, sampler, meters, configuration); accelerate's shared state.
+    That is: parameters, buffers, gradients, modules; random states of every device, and the user's own generators;
+    attributes and containers of whatever the trainer holds (collator, sampler, meters, configuration); accelerate's
+    shared state.
     """
     model = trainer.model
     with ExitStack() as stack:
@@ -50,7 +51,7 @@ def traceless(trainer: Any) -> Iterator[None]:
 
 
 def without_dropout(model: nn.Module) -> bool:
-    """Set every rate of dropout that a module or its configuration holds to zero, layerdrop's as well.
+    """Set every dropout rate of a module and its configuration to zero, layerdrop's as well.
 
     `traceless` puts them back.
 
@@ -77,14 +78,14 @@ def _without(holder: Any, names: list[str]) -> bool:
 
 
 def seed(number: int) -> None:
-    """Start every generator there is from the same place."""
+    """Seed every generator."""
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
 
 
 def random_state() -> tuple[Any, ...]:
-    """Where every generator of `seed` is; equal to another if nothing was drawn between."""
+    """States of the generators of `seed`; equal to earlier ones if nothing was drawn between."""
     numpy_state: Any = np.random.get_state(legacy=True)
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     states = tuple(each.numpy().tobytes() for each in (torch.get_rng_state(), *devices))
@@ -92,10 +93,10 @@ def random_state() -> tuple[Any, ...]:
 
 
 class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies a tensor the moment before an operation first writes to it, so that those left alone cost nothing.
+    """Copy a tensor just before an operation first writes to it, so that untouched tensors cost nothing.
 
     Args:
-        tensors: that may be written to.
+        tensors: the ones to restore.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -124,14 +125,14 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _keep(self, written: Tensor) -> None:
         try:
             storage = written.untyped_storage()._cdata
-        except (NotImplementedError, RuntimeError):  # a tensor without storage is none of ours
+        except (NotImplementedError, RuntimeError):  # A tensor without storage is not ours.
             return
         self.before += [(each, each.clone()) for each in self._by_storage.pop(storage, ())]
 
 
 @contextmanager
 def _parameters(model: nn.Module) -> Iterator[None]:
-    """Values of parameters: a forward may normalise them, or let some follow others."""
+    """Restore the values of parameters: a forward may normalise them, or copy some from others."""
     kept = [(parameter, parameter.data) for parameter in model.parameters()]
     watch = _CopyOnWrite([data for _, data in kept])
     try:
@@ -185,7 +186,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other
 
 
-#: Generators that somebody may hold for himself.
+#: Types of generators that a user may hold.
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -208,7 +209,7 @@ def _generator_back(value: Any) -> Callable[[], None]:
 
 @contextmanager
 def _modules(model: nn.Module) -> Iterator[None]:
-    """Modes, hooks, rates, replaced forwards, buffers: all that a module holds but its parameters' values."""
+    """Restore modes, hooks, rates, replaced forwards, buffers: all that a module holds but its parameters' values."""
     kept = [(module, {name: _own(value) for name, value in vars(module).items()}) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
@@ -224,7 +225,7 @@ def _modules(model: nn.Module) -> Iterator[None]:
                     value.clear()
                     value.update(content)
         for buffer, content in buffers:
-            # BatchNorm changes its statistics without counting the version up.
+            # BatchNorm changes its statistics without a new tensor version.
             if not torch.equal(buffer, content):
                 with torch.no_grad():
                     buffer.copy_(content)
@@ -249,7 +250,7 @@ def _gradients(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _shared_states() -> Iterator[None]:
-    """Accelerate's processes-wide state, which a second Accelerator writes to."""
+    """Restore accelerate's process-wide state, which a second Accelerator writes to."""
     states = [state._shared_state for state in (PartialState, AcceleratorState, GradientState)]
     before = [{name: copy.copy(v) if isinstance(v, (list, dict)) else v for name, v in s.items()} for s in states]
     try:
@@ -262,7 +263,7 @@ def _shared_states() -> Iterator[None]:
 
 @contextmanager
 def _observations() -> Iterator[None]:
-    """A rehearsal is no training run, and report() tells of those."""
+    """Forget what the dry run showed: report() lists training runs alone."""
     before = observations.recorded()
     try:
         yield

@@ -1,4 +1,4 @@
-"""verify(): is this run affected, and is it right now? Gradients are compared, because a right log proves nothing."""
+"""verify(): is this run affected, and is it right now? Compares gradients, because a right log proves nothing."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from hf_accum_fix.verification.report import (
 from hf_accum_fix.verification.sample import Drawn, Split, draw, splits_of
 from hf_accum_fix.verification.traceless import traceless, without_dropout
 
-#: Roundings of the coarsest type, of parameters or loss, that a sum over micro-batches may cost at the least.
+#: Smallest tolerance, in units of machine epsilon of the coarsest type of parameters or loss.
 _ROUNDINGS: Final = 2.0
-#: How near a factor comes to its symbol, in tolerances, and at the least.
+#: How near a factor has to be to its symbol: in tolerances, and the least relative distance.
 _NEAR: Final = 8.0
 _NEAREST: Final = 1e-5
-#: How far a logged loss may be from the full batch's, at the least: a log has few digits.
+#: Smallest tolerance of a logged loss: a log has few digits.
 _LOGGED: Final = 1e-3
-#: Further global batches that are looked through for one whose samples differ in their items.
+#: Further global batches to search for one whose samples differ in their items.
 _FURTHER: Final = 8
 
 
@@ -64,12 +64,12 @@ def verify(
     eval_samples: int = 64,
     step: int = 0,
 ) -> VerificationReport:
-    """Compare the gradient of a trainer for several cuts of the same global batch with that of the full batch.
+    """Compare the gradient of a trainer for several cuts of one global batch with the gradient of the full batch.
 
     The first global batches are drawn in the trainer's own order and cut anew; each cut is run through the trainer's
-    own ``train()``, without a step being taken, as the installed release does it and with ``apply()``. Nothing is
-    changed: weights, buffers, optimizer, scheduler, random states, data, callbacks, arguments and output folder are as
-    before. Dropout is off meanwhile. Called on every rank alike; every rank gets the same report.
+    own ``train()`` without taking a step, as the installed release does it and with ``apply()``. Nothing is changed:
+    weights, buffers, optimizer, scheduler, random states, data, callbacks, arguments and output folder are as before.
+    Dropout is off meanwhile. Call it on every rank; every rank gets the same report.
 
     Args:
         trainer: a built `transformers.Trainer`, of any subclass.
@@ -78,20 +78,20 @@ def verify(
         windows: global batches to verify on.
         reference: "full": one forward; "streamed": sample by sample; "auto": streamed where the full does not fit.
         samples: this rank's samples, for a data set that cannot be started anew.
-        with_apply: verify the installed release as it is and what ``apply()`` makes of it; False: only what this
-            process trains in as it is now.
-        eval_samples: of the evaluation set, the first ones, on which ``eval_loss`` is compared with the item mean for
-            two eval batch sizes; 0: none.
-        step: the optimizer step that is looked at: the trainer's state says so, and one window is run before it.
-            Weights stay those of now.
+        with_apply: verify the installed release, stock and with ``apply()``; False: only the mode that this process
+            trains in now.
+        eval_samples: how many samples of the evaluation set, from the first on, to compare ``eval_loss`` with the item
+            mean on, for two eval batch sizes; 0: none.
+        step: the optimizer step to verify: the trainer's state says so, and one window runs before it. The weights are
+            the current ones.
 
     Raises:
-        OptionsError: if an argument means nothing here. What else stands in the way is the verdict "could not tell".
+        OptionsError: if an argument is invalid. Every other obstacle is the verdict "could not tell".
     """
     if windows < 1 or eval_samples < 0 or step < 0:
         raise OptionsError(
-            f"windows={windows}, eval_samples={eval_samples}, step={step}; needed are 1 global batch or more, 0 "
-            "samples or more, and step 0 or a later one"
+            f"got windows={windows}, eval_samples={eval_samples}, step={step}; expected at least 1 window, 0 samples "
+            "or more, and step 0 or a later one"
         )
     head = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
     blank = VerificationReport(
@@ -113,15 +113,17 @@ def _check(trainer: Any) -> None:
     kind = trainer.accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         raise UnsupportedSetupError(
-            f"{kind.value} keeps the gradients in pieces of its own, which are not compared yet; verify one process or "
+            f"{kind.value} keeps the gradients in pieces, which verify() cannot compare yet; verify one process or "
             "DistributedDataParallel with the same model, data and arguments"
         )
     if data_ranks(trainer) < trainer.args.world_size:
         raise UnsupportedSetupError(
-            "tensor-parallel ranks hold pieces of the gradients, which are not compared yet; verify without tp_plan"
+            "tensor-parallel ranks hold pieces of the gradients, which verify() cannot compare yet; leave tp_plan out"
         )
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
-        raise UnsupportedSetupError("no parameter of the model is trainable; needed is one whose gradient is compared")
+        raise UnsupportedSetupError(
+            "got a model without a trainable parameter; expected one, whose gradient can be compared"
+        )
 
 
 @dataclass
@@ -202,14 +204,14 @@ class _Verification:
         )
 
     def tolerance(self, reference: Reference) -> float:
-        """Up to which relative error a gradient is called exact."""
+        """The largest relative error that is called exact."""
         rounding = max(torch.finfo(dtype).eps for dtype in (reference.dtype, *(each.dtype for each in self.parameters)))
         return max(FLOORS * reference.noise.floor, _ROUNDINGS * rounding)
 
     def _windows(
         self, drawn: Drawn, options: Options, windows: int, samples: Sequence[Any] | None, notes: list[str]
     ) -> Iterator[tuple[Scene, Sequence[Any], list[Any]]]:
-        """What each global batch is run with, its samples on this rank and on all; one more where all are uniform."""
+        """Each global batch: its samples on this rank and on all ranks; one more where all are uniform."""
         uniform = True
         for rows in drawn.windows:
             scene, every = self._scene(drawn, rows, options), self._of_all_ranks(rows)
@@ -278,7 +280,7 @@ class _Cut:
                 )
         except AccumFixError as error:
             return replace(blank, verdict=could_not_tell(str(error)))
-        except TypeError as error:  # a loss that cannot do without the number, where this mode hands it none
+        except TypeError as error:  # The loss requires the number, and this mode hands it none.
             take(self.verification.parameters)
             return replace(blank, verdict=could_not_tell(f"{mode} cannot run this micro-batch: {error}"))
         except (RuntimeError, ValueError) as error:
@@ -326,7 +328,7 @@ class _Cut:
         if error <= tolerance and (kept := self._kept(tolerance, scale, count)) is not False:
             if kept is not True:
                 return replace(result, verdict=could_not_tell(kept))
-            # One that a trainer of its own adds is no term of the contract.
+            # A router loss that the trainer itself adds is no term of the contract.
             named = router is not None or _is_whole(run.router)
             words = f"exact to the floor, the router's loss {_words(run.router)}" if named else "exact to the floor"
             if result.loss_ratio is not None and abs(result.loss_ratio - 1) > max(_NEAR * tolerance, _LOGGED):
@@ -348,21 +350,21 @@ class _Cut:
         """
         least = min(0.3, 1 / count if count > 1 else 0.3)
         if tolerance > WIDEST:
-            return f"the noise floor is {self.reference.noise.floor:.2g}: too wide to tell a factor of 1.3"
+            return f"the noise floor is {self.reference.noise.floor:.2g}, too wide to see a factor of 1.3"
         if tolerance < least / 2:
             return True
         if FLOORS * self.reference.noise.scale >= least / 2:
-            return f"the noise floor is {self.reference.noise.floor:.2g}: too wide to tell a factor of {1 + least:.4g}"
+            return f"the noise floor is {self.reference.noise.floor:.2g}, too wide to see a factor of {1 + least:.4g}"
         return abs(scale - 1) < least / 2
 
     def _router(self, trained: RouterLoss | None) -> tuple[Gradient, float]:
-        """Gradient and value of the router's loss by the convention that was trained, of this rank."""
+        """This rank's gradient and value of the router's loss, by the convention that was trained."""
         convention = Convention.MEAN if trained is None else trained.in_force
         if convention is Convention.EXACT:
             return self.scene.router([self.scene.collate(list(self.every))])
         if convention is Convention.MEAN:
             return self.scene.router(self.micro_batches())
-        # The running counts are those of a cut, so there is nothing to hold them against but themselves.
+        # Running counts depend on the cut, so they can only be compared with themselves.
         assert trained is not None
         batches = self.micro_batches()
         device, world_size = self.trainer.args.device, self.trainer.args.world_size
@@ -373,7 +375,7 @@ class _Cut:
         return self.scene.router(batches, trained.micro_batch)
 
     def _why(self, run: Rehearsal, router: Any, logged: float, count: int, tolerance: float) -> Explanation:
-        """The candidates one after the other, the cheap ones first."""
+        """Try the candidates one after the other, the cheap ones first."""
         assert run.gradient is not None
         precision = min(max(_NEAR * tolerance, _NEAREST), WIDEST)
         gradient, right = run.gradient, self.reference.gradient
@@ -407,7 +409,7 @@ class _Cut:
         return Explanation("not one of the known kinds")
 
     def _sums_in_16_bits(self, gradient: Gradient, tolerance: float) -> str:
-        """What adding up in the parameters' own 16 bits does, in words; empty where that is not what was found."""
+        """The rounding of sums in the parameters' own 16 bits, in words; empty where it is not the cause."""
         parameters = self.verification.parameters
         narrow = {str(each.dtype).removeprefix("torch.") for each in parameters if each.dtype.itemsize < 4}
         if not narrow or self.scene.contract.items is None:
@@ -487,7 +489,7 @@ def _is_uniform(scene: Scene, every: Sequence[Any]) -> bool:
 
 
 def _not_looked_at(trainer: Any) -> list[str]:
-    """What of a trainer's own may change a gradient, and is not run."""
+    """Notes on the trainer's own code that may change a gradient and is not run."""
     found = [
         f"{type(each).__name__}.{name}"
         for each in trainer.callback_handler.callbacks
@@ -498,11 +500,11 @@ def _not_looked_at(trainer: Any) -> list[str]:
     clips = next((cls for cls in type(trainer).__mro__ if "_clip_grad_norm" in vars(cls)), Trainer)
     if clips is not Trainer:
         found.append(f"{clips.__name__}._clip_grad_norm")
-    return [f"{each} is not run here: what it does to gradients is not verified" for each in found]
+    return [f"{each} is not run here, so what it does to gradients is not verified" for each in found]
 
 
 def _words(router: RouterLoss | None) -> str:
-    """The convention of a router's loss, as a verdict names it."""
+    """The convention of a router's loss, in the words of a verdict."""
     convention = Convention.MEAN if router is None else router.in_force
     return f"{convention}" + ("" if convention is Convention.EXACT else ", by convention")
 
@@ -517,7 +519,7 @@ def _never(_: Any) -> Any:
 
 
 def _off(error: float, words: str) -> Verdict:
-    return Verdict(Kind.OFF, f"off by {error:.2g}: {words}")
+    return Verdict(Kind.OFF, f"off, relative error {error:.2g}: {words}")
 
 
 def _gathered(trainer: Any, value: Any) -> list[Any]:

@@ -170,8 +170,8 @@ def test_the_defects_that_meet_models_at_large_are_rows() -> None:
 
 @newest
 def test_the_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (ROOT / "README.md").read_text()
-    shown = re.findall(r"^\$ hf-accum-fix (doctor.*)\n((?:.+\n|\n(?!```))*?)```", readme, flags=re.MULTILINE)
+    pages = "".join((ROOT / page).read_text() for page in ("README.md", "hf_accum_fix/cli/README.md"))
+    shown = re.findall(r"^\$ hf-accum-fix (doctor.*)\n((?:.+\n|\n(?!```))*?)```", pages, flags=re.MULTILINE)
     assert len(shown) == 2
     for words, block in shown:
         told = doctor(capsys, *words.split()[1:])[1]

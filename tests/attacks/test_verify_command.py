@@ -120,7 +120,7 @@ def test_wrong_usage_is_told_before_the_script_is_run(tmp_path: Path, capsys: py
 def test_cuts_that_do_not_hold_the_samples_are_wrong_usage(tmp_path: Path) -> None:
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     done = start([*VERIFY, "--splits", "1x2", str(tmp_path / "stubborn.py")], environment(Path(__file__).parents[2]))
-    assert done.returncode == 2 and "splits holds" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and " in splits; expected pairs" in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.glob("*.left"))
 
 

@@ -205,7 +205,7 @@ def test_a_head_that_cannot_be_fed(name: str, reason: str, capsys: pytest.Captur
 def test_a_checkpoint_that_cannot_be_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "could not be built and trained" in observed(capsys, tmp_path)["error"]
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["NoSuchClass"]}')
-    assert "names the architecture NoSuchClass" in observed(capsys, tmp_path)["error"]
+    assert "got the architecture NoSuchClass" in observed(capsys, tmp_path)["error"]
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 30, "num_attention_heads": 7}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "could not be built and trained" in observed(capsys, tmp_path)["error"]

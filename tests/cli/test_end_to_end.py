@@ -85,7 +85,7 @@ def test_a_refusal_ends_the_job(tmp_path: Path) -> None:
     script = "try:\n    from transformers import Trainer\nexcept Exception:\n    print('goes on without')\n"
     done = python(script, tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "hf-accum-fix: transformers 4.40.0 is installed; needed is a release from" in done.stderr
+    assert "hf-accum-fix: transformers 4.40.0 is installed; expected a release from" in done.stderr
 
 
 def test_doctor_sees_the_patch_on() -> None:

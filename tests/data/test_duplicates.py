@@ -70,7 +70,7 @@ def test_what_has_no_row_for_each_sample_cannot_be_taken_out() -> None:
     packed = DataLoaderShard(
         list(range(3)), batch_sampler=shard, collate_fn=lambda samples: {"input_ids": torch.tensor([samples])}
     )
-    with pytest.raises(UnsupportedSetupError, match="a row for each sample"):
+    with pytest.raises(UnsupportedSetupError, match="expected one row for each sample"):
         list(WithoutDuplicates(packed, True, lambda samples: None))
 
 
@@ -122,9 +122,9 @@ def test_it_is_taken_for_the_loader_it_holds() -> None:
 
 
 def test_the_option_is_a_switch() -> None:
-    with pytest.raises(OptionsError, match="drop_duplicates is 'yes'"):
+    with pytest.raises(OptionsError, match="got drop_duplicates='yes'; expected True or False"):
         Options(drop_duplicates="yes")  # type: ignore[arg-type]
     with apply(drop_duplicates=True) as handle:
         assert handle.options.drop_duplicates
-        with pytest.raises(OptionsError, match="already applied"):
+        with pytest.raises(OptionsError, match="which are applied already"):
             apply()

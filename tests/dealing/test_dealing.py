@@ -204,9 +204,11 @@ def test_a_collator_that_pads_to_multiples_is_asked() -> None:
 
 
 def test_a_length_that_cannot_be_told_is_asked_for() -> None:
-    with pytest.raises(OptionsError, match=r"cannot be told by its input_ids; it holds \['pixel_values'\]"):
+    with pytest.raises(
+        OptionsError, match=r"a sample that holds \['pixel_values'\]; expected its length by its input_ids"
+    ):
         Dealer(BalanceOptions(), **QUIET).around(prepared([{"pixel_values": 1}] * 8), 2)
-    with pytest.raises(OptionsError, match=r"cannot be told by lengths='tokens'"):
+    with pytest.raises(OptionsError, match=r"expected its length by lengths='tokens'"):
         Dealer(BalanceOptions(lengths="tokens"), **QUIET).around(prepared(texts(8)), 2)
 
 
@@ -285,7 +287,7 @@ def test_samples_pass_a_loader_untouched_where_a_list_would_be_cut() -> None:
 
 
 def test_a_loader_whose_dataset_makes_the_batches_is_refused() -> None:
-    with pytest.raises(UnsupportedSetupError, match="no batch sampler"):
+    with pytest.raises(UnsupportedSetupError, match="without a batch sampler"):
         Dealer(BalanceOptions(), **QUIET).around(DataLoader(texts(8), batch_size=None), 2)
 
 

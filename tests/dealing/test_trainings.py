@@ -90,11 +90,11 @@ def test_the_exact_router_loss_is_dealt_as_well(tmp_path: Path, caplog: pytest.L
 def test_off_by_default_and_what_is_given_is_checked() -> None:
     assert Options().balance_windows is False
     assert Options(balance_windows=True) == Options(balance_windows=BalanceOptions())
-    with pytest.raises(OptionsError, match="balance_windows is 1"):
+    with pytest.raises(OptionsError, match="got balance_windows=1; expected True"):
         Options(balance_windows=1)  # type: ignore[arg-type]
-    with pytest.raises(OptionsError, match="max_rows_per_micro_batch is 0"):
+    with pytest.raises(OptionsError, match="got max_rows_per_micro_batch=0; expected an integer"):
         BalanceOptions(max_rows_per_micro_batch=0)
-    with pytest.raises(OptionsError, match="lengths is 3"):
+    with pytest.raises(OptionsError, match="got lengths=3; expected a column"):
         BalanceOptions(lengths=3)  # type: ignore[arg-type]
 
 

@@ -65,7 +65,7 @@ def test_accumulation_and_small_batches_are_told_with_the_batch_of_the_statistic
     assert kinds(model) == []
     assert kinds(model, accumulation_steps=4) == ["batch-norm-accumulation"]
     (small,) = check_batch_norm(model, per_device_batch=2)
-    assert small.kind == "batch-norm-small-batch" and "those of 2 samples" in small.message
+    assert small.kind == "batch-norm-small-batch" and "come from 2 samples" in small.message
     (cut, _) = check_batch_norm(model, per_device_batch=2, accumulation_steps=8)
     assert "2 samples, while an optimizer step has 16; no scaling of loss or gradients mends that" in cut.message
 

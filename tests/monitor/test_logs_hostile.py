@@ -174,7 +174,7 @@ def test_runs_are_held_against_the_one_that_most_agree_with() -> None:
     text = report(runs)
     assert "off against one: more than noise" in text
     assert "two against one: no more than noise" in text and "three against one: no more than noise" in text
-    assert "one: the others are held against it" in text
+    assert "one: the others are compared with it" in text
     assert "off against three: more than noise" in report(runs, against="three")
 
 

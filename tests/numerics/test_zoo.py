@@ -18,6 +18,7 @@ from tests.numerics.heads.left_out import NOT_DECOMPOSABLE, NOT_RUN, LeftOut
 from tests.numerics.parity import contract_of, cut, reference_step, take_step
 from tests.numerics.zoo_table import TABLE
 
+ROOT = Path(__file__).parents[2]
 #: What the issue counts: classes that drop the count, add a router loss, or declare False.
 LISTS = (Origin.DROPS, Origin.ROUTER, Origin.DECLARES_FALSE)
 WITHOUT_PACKAGE = [case for case in NOT_RUN if not case.needs or importlib.util.find_spec(case.needs) is None]
@@ -31,6 +32,15 @@ def test_the_zoo_holds_at_least_eighty_classes_of_the_lists() -> None:
     classes = {origin: {h.model for h in HEADS.values() if h.origin is origin and h.exact} for origin in LISTS}
     assert all(classes.values())
     assert len(set().union(*classes.values())) >= 80
+
+
+def test_the_documents_count_the_heads() -> None:
+    exact, heads = [head for head in HEADS.values() if head.exact], len(HEADS)
+    classes = len({head.model for head in exact if head.model})
+    assert f"| {len(exact)} of the {heads} heads in the tests" in (ROOT / "README.md").read_text()
+    page = " ".join((ROOT / "hf_accum_fix/accumulation/README.md").read_text().split())
+    assert f"{heads} heads ({len(exact)} exact, the others called what they are; of {classes} classes" in page
+    assert f"{len(LEFT_OUT)} classes that were tried and left out" in page
 
 
 def test_what_is_left_out_is_not_in_the_zoo() -> None:

@@ -47,11 +47,11 @@ def test_the_official_recipes_are_off_and_windows_are_not(head: str, tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--splits", "16"), "give PxG"),
+        (("--splits", "16"), "expected PxG"),
         (("--splits", "16x3"), "does not make --total-batch 64"),
-        (("--modes", "windows,other"), "unknown modes ['other']"),
+        (("--modes", "windows,other"), "got modes ['other']"),
         (("--windows", "100000"), "fewer --windows"),
-        (("--epochs", "0"), "give 1 or more"),
+        (("--epochs", "0"), "expected 1 or more"),
     ],
 )
 def test_bad_input_is_answered_at_once(arguments: tuple[str, ...], told: str, tmp_path: Path) -> None:

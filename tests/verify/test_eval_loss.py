@@ -77,5 +77,5 @@ def test_verify_reports_the_dependence(tmp_path: Path) -> None:
 
 
 def test_no_bool_is_refused() -> None:
-    with pytest.raises(OptionsError, match="needed is True or False"):
+    with pytest.raises(OptionsError, match="expected True or False"):
         Options(eval_loss="yes")  # type: ignore[arg-type]

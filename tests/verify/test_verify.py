@@ -244,5 +244,5 @@ def test_the_report_as_text_data_and_picture(tmp_path: Path) -> None:
     "how", [{"windows": 0}, {"splits": []}, {"splits": [(1, 3)]}, {"splits": ["2"]}, {"reference": "half"}], ids=str
 )
 def test_arguments_that_mean_nothing(how: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(OptionsError, match="needed"):
+    with pytest.raises(OptionsError, match="; expected "):
         verify(small(Regression(), tmp_path, points(8)), **how)

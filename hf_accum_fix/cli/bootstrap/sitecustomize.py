@@ -1,14 +1,14 @@
 """Run at the start of every Python process under ``hf-accum-fix run``, which puts this folder on PYTHONPATH.
 
-Most of them never train, and some are of another age or another environment. So this imports nothing that is not there
-already, waits for ``transformers.trainer`` to be imported, and hands over to hf_accum_fix only then. The sitecustomize
-that this one hides is run all the same.
+Most of them never train, and some belong to another environment or are another Python. So this imports nothing that is
+not loaded already, waits for ``transformers.trainer`` to be imported, and only then hands over to hf_accum_fix. The
+sitecustomize that this one hides runs as well.
 """
 
 import os
 import sys
 
-TYPE_CHECKING = False  # typing itself takes longer to import than all of this takes to run
+TYPE_CHECKING = False  # Importing typing would take longer than running all of this.
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 _TRAINER = "transformers.trainer"
-#: Set by the first process that said "is on", for those it starts.
+#: Set by the first process that printed "is on", for the processes it starts.
 _SAID = "PYTHON_HF_ACCUM_FIX_SAID"
 
 
 class _Finder:
-    """Finds ``transformers.trainer`` where the finders behind it do, to be patched as soon as it is loaded."""
+    """Find ``transformers.trainer`` as the finders behind it do, and patch it as soon as it is loaded."""
 
     done = False
 
@@ -40,7 +40,7 @@ class _Finder:
 
 
 class _Loader:
-    """Loads a module as its own loader does, and patches then; whatever else it is asked, its own loader answers."""
+    """Load a module by its own loader, then patch it; pass everything else on to that loader."""
 
     def __init__(self, loader: "Any", finder: _Finder) -> None:
         self._loader = loader
@@ -58,7 +58,7 @@ class _Loader:
         module.__loader__ = self._loader
         self._loader.exec_module(module)
         _patch()
-        # A refusal does not get here: the finder stays, and every further attempt to import is refused as well.
+        # Not reached after a refusal: the finder stays, so that every further import is refused as well.
         self._finder.done = True
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
@@ -77,7 +77,7 @@ def _patch() -> None:
 
 
 def _say(line: str, once: bool = False) -> None:
-    """Say a line; that it is on once a job, on the first rank, but that it is not in every process without."""
+    """Print a line: "is on" once a job, on the first rank; "NOT on" in every process that has no patch."""
     if once:
         rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
         if _SAID in os.environ or rank != "0":
@@ -87,7 +87,7 @@ def _say(line: str, once: bool = False) -> None:
 
 
 def _run_hidden_sitecustomize() -> None:
-    """Import the sitecustomize that would have run without us; its errors are Python's to report."""
+    """Import the sitecustomize that would have run without us; Python reports its errors."""
     folder = os.path.dirname(__file__)  # noqa: PTH120 - pathlib would have to be imported
     ours = sys.modules.pop(__name__)
     place = sys.path.index(folder)
@@ -107,7 +107,7 @@ sys.meta_path.insert(0, _FINDER)
 try:
     _run_hidden_sitecustomize()
 finally:
-    # The hidden one may have put up finders of its own in the place of all there were, and imported by them.
+    # The hidden one may have replaced all finders by its own, and imported by them.
     if not _FINDER.done and _TRAINER in sys.modules:
         _patch()
     elif not _FINDER.done and _FINDER not in sys.meta_path:

@@ -1,7 +1,6 @@
 """Run at the start of every Python process of a script under ``hf-accum-fix verify``.
 
-In whichever of them a Trainer begins to train, it is verified instead. The sitecustomize that this one hides is run all
-the same.
+A Trainer that begins to train in one of them is verified instead. The sitecustomize that this one hides runs as well.
 """
 
 import os
@@ -9,8 +8,8 @@ import sys
 
 
 def _verify_instead_of_training() -> None:
-    """Import the hf_accum_fix that this file belongs to, which a script's own path may not lead to."""
-    above = os.path.dirname  # pathlib would have to be imported
+    """Import the hf_accum_fix that this file belongs to, also where the script's own path has none."""
+    above = os.path.dirname  # os.path, because pathlib is not loaded yet
     root = above(above(above(above(os.path.abspath(__file__)))))  # noqa: PTH100
     sys.path.insert(0, root)
     try:
@@ -18,13 +17,13 @@ def _verify_instead_of_training() -> None:
 
         verify_instead_of_training()
     except ImportError as error:
-        sys.stderr.write(f"hf-accum-fix: {sys.executable} is not looked at, it cannot import {error.name}\n")
+        sys.stderr.write(f"hf-accum-fix: {sys.executable} is not verified: it cannot import {error.name}\n")
     finally:
         sys.path.remove(root)
 
 
 def _run_hidden_sitecustomize() -> None:
-    """Import the sitecustomize that would have run without us; its errors are Python's to report."""
+    """Import the sitecustomize that would have run without us; Python reports its errors."""
     folder = os.path.dirname(__file__)  # noqa: PTH120
     ours = sys.modules.pop(__name__)
     place = sys.path.index(folder)
