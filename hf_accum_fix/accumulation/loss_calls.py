@@ -53,6 +53,7 @@ class LossCall:
         value: 0-dim, what it returned.
         items: what a mean divides by: valid targets, samples or elements; the sum of the targets' weights where
             classes are weighted. A tensor is 0-dim, and not read.
+        targets: how many there are, whatever they weigh.
         weighted: whether classes are weighted.
         ignore_index: None for losses that have none.
     """
@@ -60,6 +61,7 @@ class LossCall:
     reduction: str
     value: Tensor
     items: Tensor | int
+    targets: Tensor | int
     weighted: bool
     ignore_index: int | None
 
@@ -113,6 +115,7 @@ class LossCalls(AbstractContextManager["LossCalls"]):
         if out.ndim > 0 and reduction != "none":
             return
         items: Tensor | int
+        targets: Tensor | int | None = None
         target = given.get("target")
         ignore_index: int | None = None
         weighted = False
@@ -123,7 +126,7 @@ class LossCalls(AbstractContextManager["LossCalls"]):
         elif name in _BY_CLASS and isinstance(target, Tensor) and not target.is_floating_point():
             ignore_index = -100 if given["ignore_index"] is None else given["ignore_index"]
             valid = target != ignore_index
-            items = valid.sum(dtype=count_dtype(valid.device))
+            items = targets = valid.sum(dtype=count_dtype(valid.device))
             if given.get("weight") is not None:
                 weighted = True
                 items = (given["weight"].detach()[target.masked_fill(~valid, 0)] * valid).sum()
@@ -140,7 +143,9 @@ class LossCalls(AbstractContextManager["LossCalls"]):
             items = (out if reduction == "none" else next(iter(given.values()))).numel()
         # A copy: heads add a router's loss to it in place.
         value = out.sum() if out.ndim else out.clone()
-        self.seen.append(LossCall(reduction, value, items, weighted, ignore_index))
+        self.seen.append(
+            LossCall(reduction, value, items, items if targets is None else targets, weighted, ignore_index)
+        )
 
 
 @contextmanager

@@ -72,13 +72,15 @@ class WatchedLoss:
     reduction: str
     value: float
     items: float
+    targets: float
     weighted: bool
     ignore_index: int | None
 
     @classmethod
     def read(cls, call: LossCall) -> WatchedLoss:
         """Wait for the device, and read it."""
-        return cls(call.reduction, float(call.value.detach()), float(call.items), call.weighted, call.ignore_index)
+        counts = float(call.items), float(call.targets)
+        return cls(call.reduction, float(call.value.detach()), *counts, call.weighted, call.ignore_index)
 
     @property
     def mean(self) -> bool:
@@ -835,6 +837,12 @@ def _call_counts(evidence: _Evidence, factors: Sequence[float]) -> list[float] |
     return counts
 
 
+def _targets(evidence: _Evidence, factors: Sequence[float]) -> list[float]:
+    """The targets of the first call with a factor, in each forward."""
+    place = next(place for place, factor in enumerate(factors) if abs(factor) > 1e-12)
+    return [each.calls[place].targets for each in evidence.seen]
+
+
 def _weighs_up(losses: Sequence[float], counts: Sequence[float], tolerance: float) -> bool:
     """Whether  L(AB) n(AB) = L(A) n(A) + L(B) n(B)  for counts given."""
     if 0.0 in counts:
@@ -868,10 +876,14 @@ def _counted_at_the_call(
         return LossContract(Reduction.MEAN, agreed[0], alternatives=agreed, made_of=made_of, reason=reason)
     if made_of.rest or any(factor not in (0.0, 1.0) for factor in made_of.factors):
         return None
+    # What tells a micro-batch without a target: the rule that counts targets as the call does, whatever they weigh.
+    counting = [rule for rule in rules if by_rule[rule] == _targets(evidence, made_of.factors)]
+    whole = [rule for rule in rules if not rule.shift and rule.mask is None]
+    agreed = tuple(counting or fitting or whole or rules)
     return LossContract(
         Reduction.MEAN,
-        (list(fitting) or list(rules))[0],
-        alternatives=tuple(fitting or rules),
+        agreed[0],
+        alternatives=agreed,
         made_of=replace(made_of, counted=False),
         reason="the loss call is a mean over items, or weights, that are counted as it is made",
     )
