@@ -14,16 +14,18 @@ from tests.numerics.heads import HEADS, Head
 from tests.numerics.parity import Step, contract_of, cut, reference_step, reference_windows, take_step
 
 SPLITS = ((8, 1), (4, 2), (2, 4), (1, 8))
-#: Of a head of the zoo the everyday tests run these; the other cuts are marked "zoo".
-EVERYDAY = ((4, 2), (1, 8))
+#: Of a head that stands for its class alone: several samples to a micro-batch, and one.
+ZOO_SPLITS = ((4, 2), (1, 8))
+#: The everyday tests run these; the other cuts are marked "zoo".
+EVERYDAY, ZOO_EVERYDAY = ZOO_SPLITS, ((1, 8),)
 
 
 def every_cut() -> Iterator[Any]:
     """Every head and cut, as parameters."""
     for name, head in HEADS.items():
-        for split in SPLITS:
-            later = head.in_zoo and split not in EVERYDAY
-            marks = [pytest.mark.zoo] if later else []
+        for split in ZOO_SPLITS if head.in_zoo else SPLITS:
+            everyday = split in (ZOO_EVERYDAY if head.in_zoo else EVERYDAY)
+            marks = [] if everyday else [pytest.mark.zoo]
             yield pytest.param(name, split, id=f"{name}-{split[0]}x{split[1]}", marks=marks)
 
 
@@ -43,7 +45,7 @@ def is_wrong(head: Head, reference: Step, per_device: int, accumulate: int, outp
     return stock.error(reference) > 1e-3
 
 
-@pytest.mark.parametrize(("name", "split"), every_cut())
+@pytest.mark.parametrize(("name", "split"), [*every_cut()])
 def test_every_cut_takes_the_full_batch_step(name: str, split: tuple[int, int], tmp_path: Path) -> None:
     head, (per_device, accumulate) = HEADS[name], split
     reference = reference_step(head, cut(head.samples, per_device))
