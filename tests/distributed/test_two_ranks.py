@@ -11,19 +11,19 @@ from tests.distributed.two_ranks import LEFT_OUT, SPLITS, WITHOUT_ITEMS
 from tests.numerics.heads import HEADS
 from tests.torchrun import found_by
 
-#: Of a head that stands for its class alone: every rank and micro-batch with items of its own.
-ZOO_SPLITS = ((1, 4),)
-#: The everyday tests run this, which stock and the subclass take, too; the other cuts are marked "zoo".
+#: The everyday tests run this, which stock and the subclass take, too, but not of heads that stand for a class alone.
 EVERYDAY = (2, 2)
+#: The one cut of a class's loss that is marked "zoo"; its others show nothing new and are marked "zoo_all".
+OF_A_CLASS = (1, 4)
 
 
 def every_case() -> Iterator[Any]:
     """Every head and cut, and some of them with a rank that has no item, as parameters."""
     for name, head in HEADS.items():
-        if name in LEFT_OUT:
-            continue
-        for split in ZOO_SPLITS if head.in_zoo else SPLITS:
-            marks = [] if split == EVERYDAY else [pytest.mark.zoo]
+        for split in SPLITS if name not in LEFT_OUT else ():
+            marks = [] if split == EVERYDAY and not head.in_zoo else [pytest.mark.zoo]
+            if head.in_zoo and split != OF_A_CLASS:
+                marks = [pytest.mark.zoo_all]
             yield pytest.param(f"{name} {split[0]}x{split[1]}", marks=marks)
     for name in WITHOUT_ITEMS:
         yield f"{name} 1x4 without items"

@@ -14,18 +14,20 @@ from tests.numerics.heads import HEADS, Head
 from tests.numerics.parity import Step, contract_of, cut, reference_step, reference_windows, take_step
 
 SPLITS = ((8, 1), (4, 2), (2, 4), (1, 8))
-#: Of a head that stands for its class alone: several samples to a micro-batch, and one.
-ZOO_SPLITS = ((4, 2), (1, 8))
-#: The everyday tests run these; the other cuts are marked "zoo".
-EVERYDAY, ZOO_EVERYDAY = ZOO_SPLITS, ((1, 8),)
+#: The everyday tests run one sample to a micro-batch, and several where a head stands for more than its class.
+#: The other cuts are marked "zoo"; where they show nothing new of a class's loss, "zoo_all".
+ONE, SEVERAL = (1, 8), (4, 2)
 
 
 def every_cut() -> Iterator[Any]:
     """Every head and cut, as parameters."""
     for name, head in HEADS.items():
-        for split in ZOO_SPLITS if head.in_zoo else SPLITS:
-            everyday = split in (ZOO_EVERYDAY if head.in_zoo else EVERYDAY)
-            marks = [] if everyday else [pytest.mark.zoo]
+        for split in SPLITS:
+            marks = []
+            if head.in_zoo and split not in (ONE, SEVERAL):
+                marks = [pytest.mark.zoo_all]
+            elif split != ONE and (head.in_zoo or split != SEVERAL):
+                marks = [pytest.mark.zoo]
             yield pytest.param(name, split, id=f"{name}-{split[0]}x{split[1]}", marks=marks)
 
 
@@ -49,7 +51,7 @@ def is_wrong(head: Head, reference: Step, per_device: int, accumulate: int, outp
 def test_every_cut_takes_the_full_batch_step(name: str, split: tuple[int, int], tmp_path: Path) -> None:
     head, (per_device, accumulate) = HEADS[name], split
     reference = reference_step(head, cut(head.samples, per_device))
-    if split == (1, 8):
+    if split == ONE:
         assert is_wrong(head, reference, per_device, accumulate, tmp_path) == head.stock_wrong
     patched = take_step(head, head.samples, per_device, accumulate, "apply", tmp_path)
     subclass = take_step(head, head.samples, per_device, accumulate, "trainer", tmp_path)
