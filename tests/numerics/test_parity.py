@@ -38,8 +38,8 @@ def assert_same_step(step: Step, reference: Step, tolerance: float) -> None:
     assert step.norm == pytest.approx(reference.norm, rel=tolerance, abs=1e-12)
 
 
-#: What stock raises where it takes no step: its ``loss *=`` changes what backward needs; what a loss function returns for
-#: a micro-batch without a target has no gradient; a forward does not take the number.
+#: What stock raises where it takes no step: its ``loss *=`` changes what backward needs; what a loss function returns
+#: for a micro-batch without a target has no gradient; a forward does not take the number.
 STOCK_RAISES = (
     (RuntimeError, "has been modified by an inplace operation"),
     (RuntimeError, "does not require grad and does not have a grad_fn"),
@@ -48,7 +48,7 @@ STOCK_RAISES = (
 
 
 def is_wrong(head: Head, reference: Step, per_device: int, accumulate: int, output: Path) -> bool:
-    """Whether the stock Trainer's step is off by more than 0.1 %, or ends in one of the errors that stock is known for."""
+    """Whether the stock step is off by more than 0.1 %, or ends in one of the errors that stock is known for."""
     try:
         stock = take_step(head, head.samples, per_device, accumulate, "stock", output)
     except (RuntimeError, TypeError) as error:
