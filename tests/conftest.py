@@ -1,4 +1,4 @@
-"""What every test gets: its worker, a check that it left Trainer as it found it, a short garbage collection."""
+"""What every test gets: a check that it left the Trainer class as it found it, and a short garbage collection."""
 
 from __future__ import annotations
 
@@ -26,15 +26,6 @@ def what_is_imported_is_no_garbage() -> None:
     """Every training collects garbage first; looking through torch and transformers was three quarters of its time."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share what their module made, such as two ranks that were started, run on one worker."""
-    for item in items:
-        fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
-        if any(definitions[-1].scope == "module" for definitions in fixtures):
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
 
 
 def _trainer_attributes() -> dict[str, object] | None:

@@ -71,7 +71,7 @@ def test_a_probe_tells_presence_from_absence() -> None:
 @pytest.mark.parametrize(
     "release",
     [
-        pytest.param(each, marks=[pytest.mark.xdist_group(each)] + [pytest.mark.releases] * (each in CHOSEN))
+        pytest.param(each, marks=[pytest.mark.releases] * (each in CHOSEN))
         for each in sorted(EXPECTED, key=PUBLISHED.index)
     ],
 )

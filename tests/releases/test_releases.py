@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,11 +17,6 @@ ROOT = Path(__file__).parents[2]
 RELEASES = ("4.48.3", "4.49.0")
 
 pytestmark = [pytest.mark.releases, pytest.mark.timeout(1800)]
-
-
-def in_turn(releases: Iterable[str]) -> list[Any]:
-    """Parameters: what is run in one release is run by one worker, so that no two of them make its environment."""
-    return [pytest.param(release, marks=pytest.mark.xdist_group(release)) for release in releases]
 
 
 def run_in(release: str, *command: str) -> str:
@@ -38,7 +31,7 @@ def run_tests_in(release: str, *words: str) -> str:
     return run_in(release, "python", "-m", "pytest", "-q", "-n", "0", "-m", "", "-p", "no:cacheprovider", *words)
 
 
-@pytest.mark.parametrize("release", in_turn(RELEASES))
+@pytest.mark.parametrize("release", RELEASES)
 def test_llava_on_one_rank_and_two(release: str) -> None:
     """The same tests that run on the newest release: stock wrong first, then every cut exact."""
     tests = ["tests/numerics/test_parity.py", "tests/distributed/test_two_ranks.py"]
@@ -46,27 +39,27 @@ def test_llava_on_one_rank_and_two(release: str) -> None:
     assert "14 passed" in out
 
 
-@pytest.mark.parametrize("release", in_turn(("4.49.0", "5.4.0")))
+@pytest.mark.parametrize("release", ("4.49.0", "5.4.0"))
 def test_verify_tells_what_the_release_does(release: str) -> None:
     """LLaVA G times on 4.49.0; 1/G under a right log on 5.4.0; eval_loss."""
     tests = ["tests/verify/test_verify.py", "tests/verify/test_eval_loss.py"]
     run_tests_in(release, *tests)
 
 
-@pytest.mark.parametrize("release", in_turn(("4.45.2", *RELEASES)))
+@pytest.mark.parametrize("release", ("4.45.2", *RELEASES))
 def test_data_and_hand_written_loops(release: str) -> None:
     """Streams that wrap, repeated samples, resumed epochs, losses that are not finite, and the loop on two ranks."""
     tests = ["tests/data", "tests/test_loss_log.py", "tests/loop/test_two_ranks.py"]
     run_tests_in(release, *tests)
 
 
-@pytest.mark.parametrize("release", in_turn(RELEASES))
+@pytest.mark.parametrize("release", RELEASES)
 def test_the_control_half(release: str) -> None:
     """Fingerprints and signatures of the release are those that the tables hold."""
     run_tests_in(release, "tests/upstream")
 
 
-@pytest.mark.parametrize("release", in_turn(RELEASES))
+@pytest.mark.parametrize("release", RELEASES)
 def test_the_sweep_shows_both_errors_and_mends_both(release: str, tmp_path: Path) -> None:
     script = ["recipes/llava_sweep.py", "--steps", "1", "--total-batch", "16", "--splits", "8x1,1x8"]
     output = tmp_path / "sweep"

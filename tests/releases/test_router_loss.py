@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.releases.test_releases import in_turn, run_tests_in
+from tests.releases.test_releases import run_tests_in
 
 MIXTRALS = ("Mixtral", "Mixtral, LoRA", "Mixtral, checkpointing", "Mixtral, no mask", "Qwen2-MoE", "Jamba")
 OLDER = (*MIXTRALS, "OLMoE", "GraniteMoE")
@@ -27,7 +27,7 @@ FAMILIES = {
 pytestmark = [pytest.mark.releases, pytest.mark.timeout(1800)]
 
 
-@pytest.mark.parametrize("release", in_turn(FAMILIES))
+@pytest.mark.parametrize("release", FAMILIES)
 def test_exact_is_the_full_batch(release: str) -> None:
     test = "tests/router_loss/test_conventions.py::test_exact_is_the_full_batch_for_every_cut"
     cases = [f"{test}[{family}-4]" for family in FAMILIES[release]]
