@@ -686,6 +686,7 @@ debug_launcher(trained, args=(sys.argv[1],), num_processes=2)
 """
 
 
+@pytest.mark.slow
 def test_the_patch_reaches_a_notebook_launcher(tmp_path: Path) -> None:
     """A notebook's launcher forks; here from a fresh interpreter, since a fork must not follow a backward pass."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from tests.attacks.models import class_weighted, texts
 from tests.attacks.runs import Case, Ordered, run
-from tests.faults.launch import leave_with
 from tests.numerics.heads import TokenModel, seeded
 from tests.numerics.heads.head import Head
 from tests.numerics.parity import pass_over_imports
+from tests.torchrun import leave_with
 
 #: Whatever waits for the other rank longer than that waits for ever [s].
 PATIENCE = 20

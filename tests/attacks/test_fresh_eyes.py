@@ -29,9 +29,9 @@ from tests.attacks.fresh_eyes_ranks import CASES as ON_RANKS
 from tests.attacks.models import Points, points
 from tests.attacks.runs import WHOLE, Ordered, run
 from tests.attacks.trainings import Case, Cut, train
-from tests.faults.launch import torchrun
 from tests.numerics.heads import Batch, Head, Sample, TokenModel, seeded, shifted_cross_entropy
 from tests.numerics.heads.samples import text
+from tests.torchrun import torchrun
 
 HALVES: Cut = (4, 2)
 

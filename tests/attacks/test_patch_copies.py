@@ -81,6 +81,6 @@ def test_the_kernel_and_the_wrapped_loaders_work_by_an_older_wrapt(release: str,
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     tests = ["upstream/test_patch.py", "test_applying.py", "attacks/test_patch_copies.py", "dealing/test_dealing.py"]
     check = f"import wrapt; assert wrapt.__version__ == {release!r}; import pytest, sys; sys.exit(pytest.main())"
-    command = [sys.executable, "-c", check, "-q", *(f"tests/{test}" for test in tests)]
+    command = [sys.executable, "-c", check, "-q", "-n", "0", "-m", "not releases", *(f"tests/{test}" for test in tests)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:]

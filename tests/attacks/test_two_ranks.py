@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +14,9 @@ from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.observe import observe
 from tests.attacks.runs import FLOOR
 from tests.attacks.two_ranks import EXACT, ROWS
-from tests.faults.launch import torchrun
 from tests.numerics.heads.head import collate
 from tests.numerics.heads.samples import text
+from tests.torchrun import found_by
 
 #: Stock trains these on: the ranks have different tasks, and nothing is wrong with that.
 NOT_TO_BE_REFUSED = ("other-keys-on-each-rank", "other-tasks-on-each-rank")
@@ -27,9 +26,7 @@ NOT_TO_BE_REFUSED = ("other-keys-on-each-rank", "other-tasks-on-each-rank")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """By one start of torchrun."""
     output = tmp_path_factory.mktemp("two_ranks") / "rows.json"
-    done = torchrun("tests.attacks.two_ranks", output)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {row["case"]: row for row in json.loads(output.read_text())}
+    return {row["case"]: row for row in found_by("tests.attacks.two_ranks", output)}
 
 
 @pytest.mark.parametrize("case", ROWS)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from tests.attacks import terms, wild
 from tests.attacks.runs import Case, Cut, Ordered, Run, full_batch, run
-from tests.faults.launch import leave_with
 from tests.numerics.heads import Batch, Sample, TokenModel, seeded
 from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import text
 from tests.numerics.parity import pass_over_imports
+from tests.torchrun import leave_with
 
 #: Eight samples a step: of a micro-batch x micro-batches on each of two ranks.
 CUTS: tuple[Cut, ...] = ((2, 2), (1, 4))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from tests.faults.launch import torchrun
+from tests.torchrun import found_by
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +15,4 @@ def rows(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     module, seconds = request.module.RUN_BY
     output = tmp_path_factory.mktemp("rows") / "rows.json"
     cases = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
-    done = torchrun(module, output, *cases, timeout=seconds)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {row["case"]: row for row in json.loads(output.read_text())}
+    return {row["case"]: row for row in found_by(module, output, *cases, timeout=seconds)}

@@ -42,9 +42,9 @@ from tests.backends.trajectory import (
 )
 from tests.backends.trajectory import HEADS as DECODERS
 from tests.backends.two_ranks import PATIENCE, errors
-from tests.faults.launch import leave_with
 from tests.numerics.heads import HEADS, Head
 from tests.numerics.parity import Step, cut, pass_over_imports, reference_step
+from tests.torchrun import leave_with
 
 #: Heads, and which of their layers FSDP wraps: one takes the number, one returns the mean over its own items, and one
 #: would not even be called with it.

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 import hf_accum_fix
 from tests.backends.rows import BACKENDS
 from tests.backends.trajectory import HEADS, SPLITS, UNCLIPPED, reference, train
-from tests.faults.launch import leave_with
 from tests.numerics.heads import Head
 from tests.numerics.parity import StockRecorder, pass_over_imports
+from tests.torchrun import leave_with
 
 #: Seconds that one training may take.
 PATIENCE = 40

@@ -24,10 +24,10 @@ from tests.backends import loops
 from tests.backends.rows import BACKENDS, Backend
 from tests.backends.trajectory import SPLITS, UNCLIPPED, Trajectory, reference, train
 from tests.backends.two_ranks import PATIENCE
-from tests.faults.launch import leave_with
 from tests.numerics.heads import HEADS, Batch, Head
 from tests.numerics.parity import pass_over_imports
 from tests.router_loss.conventions import COEFFICIENT, TOP_K, InFloat64, balance, domains, with_coefficient
+from tests.torchrun import leave_with
 
 MIXTRAL = with_coefficient(replace(HEADS["mixtral"], samples=domains(), router=COEFFICIENT), COEFFICIENT)
 #: The convention, the cut, and who takes the step.

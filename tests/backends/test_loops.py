@@ -32,11 +32,10 @@ CASES = (
     "deepspeed-zero-3 bert",
     "deepspeed-zero-3-bf16 llama",
 )
-EVERYDAY = "fsdp2-launched bert"
 
 
 def marked(case: str) -> Any:
-    return pytest.param(case, marks=() if case == EVERYDAY else BACKENDS[case.split()[0]].mark)
+    return pytest.param(case, marks=BACKENDS[case.split()[0]].mark)
 
 
 @pytest.mark.timeout(660)

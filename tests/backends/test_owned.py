@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.faults.launch import torchrun
+from tests.torchrun import found_by
 
 
 @pytest.mark.backends
 @pytest.mark.timeout(150)
 def test_a_rank_that_begins_without_a_target_keeps_a_sharded_model_in_step(tmp_path: Path) -> None:
-    output = tmp_path / "rows.json"
-    done = torchrun("tests.backends.owned", output, "ddp", "fsdp2-launched", timeout=120)
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = {(row["case"], row["kind"]): row for row in json.loads(output.read_text())}
+    found = found_by("tests.backends.owned", tmp_path / "rows.json", "ddp", "fsdp2-launched", timeout=120)
+    rows = {(row["case"], row["kind"]): row for row in found}
     for backend in ("ddp", "fsdp2-launched"):
         by_number, own_mean = rows[backend, "ByNumber"], rows[backend, "OwnMean"]
         assert by_number["exact"] and by_number["error"] <= 1e-6, by_number

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from tests.backends.rows import BACKENDS
 from tests.backends.trajectory import CLIPPED, HEADS, SPLITS, UNCLIPPED, Trajectory, reference, train
-from tests.faults.launch import leave_with
 from tests.numerics.parity import pass_over_imports
+from tests.torchrun import leave_with
 
 #: Seconds that one case may take.
 PATIENCE = 100

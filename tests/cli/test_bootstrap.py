@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import sys
@@ -255,3 +256,10 @@ def test_usercustomize_runs_as_before(stand_in: Path, tmp_path: Path) -> None:
     command = [tmp_path / "open" / ("Scripts" if os.name == "nt" else "bin") / "python", "-c", PATCHED]
     done = start(command, environment(BOOTSTRAP, theirs, stand_in), Path("/"))
     assert (done.stdout, done.stderr) == ("theirs\nTrue\n", ON)
+
+
+def test_it_imports_nothing_before_the_trainer_is() -> None:
+    tree = ast.parse(Path(BOOTSTRAP, "sitecustomize.py").read_text(encoding="utf-8"))
+    at_once = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    assert at_once == {"os", "sys"}
+    assert not any(isinstance(node, ast.ImportFrom) for node in tree.body)

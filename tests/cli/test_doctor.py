@@ -124,6 +124,7 @@ def test_with_the_patch_on_it_is_clean() -> None:
         assert Trainer and main(["doctor"]) == 0
 
 
+@pytest.mark.slow
 def test_a_release_that_our_tests_have_not_run_is_imported(tmp_path: Path) -> None:
     """The installed code, under the number of a release that there never was."""
     made_release(tmp_path, "5.22.7")

@@ -38,6 +38,7 @@ def train(command: tuple[Any, ...], folder: Path, ranks: int) -> tuple[dict[str,
     return found, reference, Step(found["change"], found["loss"], found["norm"]).error(reference), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("command", "ranks"), [(ONE_RANK, 1), (TWO_RANKS, 2)], ids=["one-rank", "two-ranks"])
 def test_without_run_it_is_not_exact(command: tuple[Any, ...], ranks: int, tmp_path: Path) -> None:
@@ -49,8 +50,11 @@ def test_without_run_it_is_not_exact(command: tuple[Any, ...], ranks: int, tmp_p
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("command", "ranks"),
-    [(ONE_RANK, 1), (TWO_RANKS, 2), (ITS_OWN_TORCHRUN, 2)],
-    ids=["one-rank", "two-ranks", "its-own-torchrun"],
+    [
+        pytest.param(ONE_RANK, 1, id="one-rank", marks=pytest.mark.slow),
+        pytest.param(TWO_RANKS, 2, id="two-ranks"),
+        pytest.param(ITS_OWN_TORCHRUN, 2, id="its-own-torchrun", marks=pytest.mark.slow),
+    ],
 )
 def test_under_run_it_is_exact(command: tuple[Any, ...], ranks: int, tmp_path: Path) -> None:
     found, reference, error, told = train((*RUN, *command), tmp_path, ranks)
@@ -64,6 +68,7 @@ def python(script: str, *pythonpath: Path) -> subprocess.CompletedProcess[str]:
     return start([*RUN, sys.executable, "-c", script], environment(*pythonpath, ROOT))
 
 
+@pytest.mark.slow
 def test_a_script_that_applies_by_itself_shares_the_patch() -> None:
     done = python(
         "import hf_accum_fix\n"
@@ -88,6 +93,7 @@ def test_a_refusal_ends_the_job(tmp_path: Path) -> None:
     assert "hf-accum-fix: transformers 4.40.0 is installed; expected a release from" in done.stderr
 
 
+@pytest.mark.slow
 def test_doctor_sees_the_patch_on() -> None:
     done = start([*RUN, sys.executable, "-m", "hf_accum_fix", "doctor"], environment(ROOT))
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.clients.ms_swift import KINDS, answered, swift_step
-from tests.faults.launch import leave_with
+from tests.torchrun import leave_with
 
 SPLITS = ((4, 1), (2, 2), (1, 4))
 #: Whether the ranks agree on what counts as an item hung on the last bit of two losses, and so on the data.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.clients.sft import WAYS, sft_reference, sft_step
-from tests.faults.launch import leave_with
+from tests.torchrun import leave_with
 
 SPLITS = ((4, 1), (2, 2), (1, 4))
 WAYS_ON_TWO_RANKS = (

@@ -10,7 +10,6 @@ their items on every rank.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from hf_accum_fix import observations
 from tests.clients.ms_swift import KINDS, swift_step, weights
 from tests.clients.ms_swift_on_two_ranks import CASES
 from tests.clients.ms_swift_on_two_ranks import SPLITS as TWO_RANK_SPLITS
-from tests.faults.launch import torchrun
 from tests.numerics.parity import Step
+from tests.torchrun import found_by
 
 pytestmark = [pytest.mark.swift, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -103,11 +102,10 @@ def test_a_short_micro_batch_is_no_worse_than_in_stock(name: str, folder: Path, 
 
 @pytest.fixture(scope="module")
 def rows(folder: Path, reference: Reference) -> dict[tuple[str, tuple[int, int]], dict[str, Any]]:
-    output, given = folder / "rows.json", folder / "references.pt"
+    given = folder / "references.pt"
     torch.save({name: reference(name) for name in CASES}, given)
-    done = torchrun("tests.clients.ms_swift_on_two_ranks", output, folder, given, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {(row["case"], tuple(row["split"])): row for row in json.loads(output.read_text())}
+    found = found_by("tests.clients.ms_swift_on_two_ranks", folder / "rows.json", folder, given, timeout=500)
+    return {(row["case"], tuple(row["split"])): row for row in found}
 
 
 @pytest.mark.timeout(600)

@@ -7,10 +7,6 @@ Trainer hands it one; for a head that declares ``accepts_loss_kwargs = False`` t
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +19,7 @@ from tests.clients.sft_on_two_ranks import SPLITS as TWO_RANK_SPLITS
 from tests.clients.sft_on_two_ranks import WAYS_ON_TWO_RANKS
 from tests.numerics.heads import FLOAT32_LOSS
 from tests.numerics.parity import Step, cut, reference_step, reference_windows
-
-ROOT = Path(__file__).parents[2]
+from tests.torchrun import found_by
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -128,14 +123,7 @@ def test_what_training_runs_is_observed_and_leaves_no_trace_in_the_log(tmp_path:
 @pytest.mark.clients
 @pytest.mark.timeout(600)
 def test_two_ranks_take_the_full_batch_step(tmp_path: Path) -> None:
-    output = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
-    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    command += ["-m", "tests.clients.sft_on_two_ranks", str(output)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = json.loads(output.read_text())
+    rows = found_by("tests.clients.sft_on_two_ranks", tmp_path / "rows.json", timeout=500)
     assert len(rows) == len(WAYS_ON_TWO_RANKS) * len(TWO_RANK_SPLITS)
     for row in rows:
         for path in row.keys() & {"apply", "trainer"}:

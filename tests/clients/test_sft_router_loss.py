@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +17,7 @@ from tests.clients.sft_router_loss import FAMILY, TWO_RANK_SIZES, sft, sft_error
 from tests.clients.words import tokenizer
 from tests.numerics.parity import training_arguments
 from tests.router_loss.conventions import COEFFICIENT, FAMILIES, TWIN, InFloat64, twin, with_coefficient
-
-ROOT = Path(__file__).parents[2]
+from tests.torchrun import found_by
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -57,14 +52,7 @@ def test_without_the_term_nothing_more_is_run() -> None:
 @pytest.mark.clients
 @pytest.mark.timeout(900)
 def test_two_ranks(tmp_path: Path) -> None:
-    output = tmp_path / "errors.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
-    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    command += ["-m", "tests.clients.sft_router_loss", str(output)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    errors = json.loads(output.read_text())
+    errors = found_by("tests.clients.sft_router_loss", tmp_path / "errors.json", timeout=800)
     for size in TWO_RANK_SIZES:
         assert errors[f"exact {size}"] <= TWIN
         assert min(errors[f"mean {size}"], errors[f"window {size}"]) > 0.05

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.data.two_ranks import CASES, EPOCHS
 from tests.numerics.heads import HEADS
+from tests.torchrun import found_by
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
 #: Repeated samples of a last round, over both ranks; a dispatched one is only evened out.
 REPEATED = {
     "one repeated row": 1, "nothing to repeat": 0, "drop_last": 0, "dispatch_batches": 1, "dispatched stream": 1,
@@ -25,17 +22,7 @@ REPEATED = {
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("data")
-    output = folder / "found.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
-    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m", "tests.data.two_ranks"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    # Releases before 4.48 read their checkpoints as torch before 2.6 wrote them.
-    environment["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
-    done = subprocess.run(
-        [*command, str(output), str(folder)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(json.loads(output.read_text()))
+    return dict(found_by("tests.data.two_ranks", folder / "found.json", folder))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.dealing.two_ranks import HEADS_RUN, OF_TRAJECTORIES, SPLITS, TRAJECTORIES
 from tests.numerics.heads import before
-
-ROOT = Path(__file__).parents[2]
+from tests.torchrun import found_by
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     output = tmp_path_factory.mktemp("dealt") / "rows.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
-    command += ["--rdzv_endpoint", "localhost:0", "-m", "tests.dealing.two_ranks", str(output)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, dict[str, Any]] = json.loads(output.read_text())
+    found: dict[str, dict[str, Any]] = found_by("tests.dealing.two_ranks", output, timeout=900)
     return found
 
 

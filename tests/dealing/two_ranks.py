@@ -22,9 +22,9 @@ import hf_accum_fix
 from hf_accum_fix.engine import waits_every_micro_batch
 from hf_accum_fix.errors import AccumFixError
 from tests.dealing.trainings import BALANCE, Run, dealt, train
-from tests.faults.launch import leave_with
 from tests.numerics.heads import HEADS, before
 from tests.numerics.parity import pass_over_imports, reference_step, take_step
+from tests.torchrun import leave_with
 
 HEADS_RUN = (
     *("llama", "llama-smoothing", "bert-mlm", "bert-classes", "t5", "llava", "no-kwargs", "drops-kwargs"),

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.faults.launch import leave_with
 from tests.numerics.heads import HEADS, Sample
 from tests.numerics.parity import cut, pass_over_imports, reference_step, take_step
+from tests.torchrun import leave_with
 
 SPLITS = ((4, 1), (2, 2), (1, 4))
 #: A compiled module's DDP graph is dynamo's affair; a detection loss averages its number of boxes over ranks by itself;

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.faults.launch import leave
 from tests.faults.scenarios import ACCUMULATE, InForward, trainer
 from tests.numerics.parity import trainable
+from tests.torchrun import leave
 
 AT = 2 * ACCUMULATE + 1
 

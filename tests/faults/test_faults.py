@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.launch import torchrun
 from tests.faults.scenarios import RAISING, STEPS
+from tests.torchrun import torchrun
 
 #: What the rank at fault must say, and the other one; with the kind of the error.
 SAYING = {

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.faults.launch import ROOT
+from tests.torchrun import torchrun
 
 #: Bytes that one file may have: enough for environment.json, and for two of the four lines of results.jsonl.
 ROOM = 1300
@@ -20,17 +18,12 @@ SWEEP = ["--head", "bert", "--steps", "12", "--total-batch", "8", "--splits", "4
 
 def sweep(output: Path, *more: str, room: int | None = None) -> subprocess.CompletedProcess[str]:
     """The finished sweep on two ranks; ``room`` limits the size of each file [bytes]."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [sys.executable, *launcher, "recipes/llava_sweep.py", *SWEEP, "--output", str(output), *more]
 
     def limit() -> None:
         if room is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
 
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, preexec_fn=limit
-    )
+    return torchrun("recipes/llava_sweep.py", *SWEEP, "--output", output, *more, preexec_fn=limit)
 
 
 @pytest.mark.backends

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.faults.launch import leave
 from tests.faults.scenarios import RAISING, InForward, nan, trainer
 from tests.numerics.parity import pass_over_imports
+from tests.torchrun import leave
 
 #: Seconds after which a rank that waits says where, and ends.
 PATIENCE = 60

@@ -17,10 +17,10 @@ import torch.distributed as dist
 import hf_accum_fix
 from hf_accum_fix import accumulation_windows
 from tests.distributed.two_ranks import blank_on_second_rank
-from tests.faults.launch import leave_with
 from tests.loop.steps import OURS, own_batches, take_steps
 from tests.numerics.heads import HEADS, Sample
 from tests.numerics.parity import Step, cut, reference_step
+from tests.torchrun import leave_with
 
 SPLITS = ((4, 1), (2, 2), (1, 4))
 CASES = (

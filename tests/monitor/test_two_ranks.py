@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.torchrun import found_by
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What each check found, on rank 0 and on rank 1."""
     output = tmp_path_factory.mktemp("monitor") / "found.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
-    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m", "tests.monitor.two_ranks"]
-    command += [str(output)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(json.loads(output.read_text()))
+    return dict(found_by("tests.monitor.two_ranks", output))
 
 
 def test_the_curve_of_every_micro_batch_is_that_of_one_process(found: dict[str, Any], record_property: Any) -> None:

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_accum_fix.monitor import LossMeter, RankGradients, Replicas, all_callbacks, check_batch_norm, compare_buffers
-from tests.faults.launch import leave_with
+from tests.torchrun import leave_with
 
 RANK_BATCH, EVERY, STEPS = 16, 10, 600
 

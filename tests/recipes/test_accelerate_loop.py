@@ -21,7 +21,8 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
 
 
-@pytest.mark.parametrize("head", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["llama", "bert"])
 def test_the_official_recipes_are_off_and_windows_are_not(head: str, tmp_path: Path) -> None:
     tiny = ("--windows", "1", "--epochs", "1", "--total-batch", "16", "--splits", "4x4,1x16")
     done = start("--head", head, *tiny, "--output", str(tmp_path))

@@ -21,6 +21,7 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.slow
 def test_a_planted_fault_is_told_and_the_logs_are_read_back(tmp_path: Path) -> None:
     done = start("--fault", "replica", "--steps", "100", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]

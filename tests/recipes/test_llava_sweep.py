@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
+from tests.torchrun import launcher
+
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "llava_sweep.py"
 TRANSFORMERS = Version(Version(version("transformers")).base_version)
@@ -41,9 +43,9 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def start(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def start(*arguments: str, launched: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(RECIPE), *arguments]
+    command = [sys.executable, *launched, str(RECIPE), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
 
 
@@ -103,6 +105,7 @@ def test_output_says_what_was_measured(finished: tuple[Path, str]) -> None:
     assert first["losses"][0] != round(first["losses"][0], 4), "the loss was rounded"
 
 
+@pytest.mark.slow
 def test_resume_keeps_finished_cells(finished: tuple[Path, str], tmp_path: Path) -> None:
     folder = tmp_path / "cut_off"
     shutil.copytree(finished[0], folder)
@@ -317,6 +320,7 @@ def test_verdict_names_factor_and_rest(ratios: list[float], verdict: str, sweep:
     assert sweep.compare("loss", rows, ratios, 1e-5) == verdict
 
 
+@pytest.mark.slow
 def test_bert_is_wrong_since_5_0(tmp_path: Path) -> None:
     arguments = ["--steps", "1", "--total-batch", "8", "--splits", "2x4", "--modes", "stock,apply"]
     done = start("--head", "bert", *arguments, "--output", str(tmp_path / "bert"))
@@ -329,15 +333,16 @@ def test_bert_is_wrong_since_5_0(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "launcher",
+    "launched",
     [
         ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "4"),
-        ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"),
+        launcher(4),
     ],
+    ids=["accelerate", "torchrun"],
 )
-def test_four_processes_see_the_same_batch(launcher: tuple[str, ...], tmp_path: Path) -> None:
+def test_four_processes_see_the_same_batch(launched: tuple[str, ...], tmp_path: Path) -> None:
     arguments = ["--steps", "2", "--total-batch", "32", "--splits", "4x2,1x8", "--modes", "stock,apply"]
-    done = start(*arguments, "--output", str(tmp_path / "out"), launcher=launcher)
+    done = start(*arguments, "--output", str(tmp_path / "out"), launched=launched)
     assert done.returncode == 0, done.stderr
     rows = list(map(json.loads, lines_of(tmp_path / "out")))
     assert {row["processes"] for row in rows} == {4}

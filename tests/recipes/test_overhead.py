@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from hf_accum_fix import Items, LossContract, Reduction
-from tests.cli.processes import environment, start
 from tests.numerics.heads import before
+from tests.torchrun import torchrun
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "overhead.py"
 
@@ -50,10 +50,10 @@ def test_a_contract_given_by_hand_costs_no_forward(overhead: ModuleType) -> None
     assert ours.observing_forwards == 0
 
 
+@pytest.mark.slow
 def test_two_ranks_have_no_collective_more(tmp_path: Path) -> None:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", RECIPE, "--counts"]
     output = tmp_path / "overhead"
-    done = start([sys.executable, *launch, "--sizes", "tiny", "--output", output], environment(RECIPE.parents[1]))
+    done = torchrun(RECIPE, "--counts", "--sizes", "tiny", "--output", output)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
     for head in ("llama", "bert"):

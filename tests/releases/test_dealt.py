@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.releases.test_releases import run_in
+from tests.releases.test_releases import run_tests_in
 
 pytestmark = [pytest.mark.releases, pytest.mark.timeout(1800)]
 
@@ -17,9 +17,9 @@ ONE_RANK = ("tests/dealing/test_dealing.py", "tests/dealing/test_trainings.py")
 @pytest.mark.parametrize("release", ("4.41.0", "4.46.1", "4.49.0", "5.4.0"))
 def test_steps_trajectories_and_resumption(release: str) -> None:
     chosen = f"test_dealing or trajectory or resumed or dispatched or kept or (full_batch_step and {EVERYWHERE})"
-    run_in(release, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *ONE_RANK)
+    run_tests_in(release, "-k", chosen, *ONE_RANK)
 
 
 @pytest.mark.parametrize("release", ("4.46.1", "4.49.0", "5.4.0"))
 def test_two_ranks(release: str) -> None:
-    run_in(release, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/dealing/test_two_ranks.py")
+    run_tests_in(release, "tests/dealing/test_two_ranks.py")

@@ -17,6 +17,7 @@ from hf_accum_fix.upstream.defects import DEFECTS, OLDEST_READ, Defect
 from hf_accum_fix.upstream.seams import TESTED_RELEASES
 from tests.releases.probes import PROBES, Probe, Where
 from tests.releases.test_releases import run_in
+from tests.torchrun import launcher
 
 #: Every release from the oldest read to the newest tested, the yanked ones (4.46.0, 4.52.0, 4.57.0, 5.10.0) included.
 PUBLISHED = Path(__file__).with_name("published.txt").read_text().split()
@@ -76,10 +77,10 @@ def test_a_probe_tells_presence_from_absence() -> None:
 )
 def test_the_rows_that_a_release_bounds_are_true_of_it(release: str, tmp_path: Path) -> None:
     output = tmp_path / "probes.jsonl"
-    for ranks, launcher in ((1, []), (2, ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"])):
+    for ranks, started in ((1, ("-m",)), (2, (*launcher(), "-m"))):
         names = [name for name in EXPECTED[release] if PROBES[name].ranks == ranks]
         if names:
-            run_in(release, "python", "-W", "ignore", "-m", *launcher, "tests.releases.probes", str(output), *names)
+            run_in(release, "python", "-W", "ignore", *started, "tests.releases.probes", str(output), *names)
     rows = {row["defect"]: row for row in map(json.loads, output.read_text().splitlines())}
     assert rows.keys() == EXPECTED[release].keys()
     untrue = [

@@ -26,11 +26,16 @@ def run_in(release: str, *command: str) -> str:
     return done.stdout
 
 
+def run_tests_in(release: str, *words: str) -> str:
+    """Tests, whatever their mark; by one process, as other releases may be tested beside it."""
+    return run_in(release, "python", "-m", "pytest", "-q", "-n", "0", "-m", "", "-p", "no:cacheprovider", *words)
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_llava_on_one_rank_and_two(release: str) -> None:
     """The same tests that run on the newest release: stock wrong first, then every cut exact."""
     tests = ["tests/numerics/test_parity.py", "tests/distributed/test_two_ranks.py"]
-    out = run_in(release, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "llava", *tests)
+    out = run_tests_in(release, "-k", "llava", *tests)
     assert "14 passed" in out
 
 
@@ -38,20 +43,20 @@ def test_llava_on_one_rank_and_two(release: str) -> None:
 def test_verify_tells_what_the_release_does(release: str) -> None:
     """LLaVA G times on 4.49.0; 1/G under a right log on 5.4.0; eval_loss."""
     tests = ["tests/verify/test_verify.py", "tests/verify/test_eval_loss.py"]
-    run_in(release, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    run_tests_in(release, *tests)
 
 
 @pytest.mark.parametrize("release", ("4.45.2", *RELEASES))
 def test_data_and_hand_written_loops(release: str) -> None:
     """Streams that wrap, repeated samples, resumed epochs, losses that are not finite, and the loop on two ranks."""
     tests = ["tests/data", "tests/test_loss_log.py", "tests/loop/test_two_ranks.py"]
-    run_in(release, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    run_tests_in(release, *tests)
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_control_half(release: str) -> None:
     """Fingerprints and signatures of the release are those that the tables hold."""
-    run_in(release, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/upstream")
+    run_tests_in(release, "tests/upstream")
 
 
 @pytest.mark.parametrize("release", RELEASES)

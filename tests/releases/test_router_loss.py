@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.releases.test_releases import run_in
+from tests.releases.test_releases import run_tests_in
 
 MIXTRALS = ("Mixtral", "Mixtral, LoRA", "Mixtral, checkpointing", "Mixtral, no mask", "Qwen2-MoE", "Jamba")
 OLDER = (*MIXTRALS, "OLMoE", "GraniteMoE")
@@ -31,5 +31,5 @@ pytestmark = [pytest.mark.releases, pytest.mark.timeout(1800)]
 def test_exact_is_the_full_batch(release: str) -> None:
     test = "tests/router_loss/test_conventions.py::test_exact_is_the_full_batch_for_every_cut"
     cases = [f"{test}[{family}-4]" for family in FAMILIES[release]]
-    out = run_in(release, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *cases)
+    out = run_tests_in(release, *cases)
     assert f"{len(cases)} passed" in out

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.faults.launch import leave
 from tests.numerics.parity import pass_over_imports
 from tests.router_loss.conventions import FAMILIES, InFloat64, auxiliary, token_share, twin
+from tests.torchrun import leave
 
 CONVENTIONS = ("stock", "mean", "window", "exact")
 

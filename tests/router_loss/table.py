@@ -8,8 +8,6 @@ writes ERRORS.md beside this file.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,9 +17,10 @@ from typing import Any
 import torch
 import transformers
 
+from tests.cli.processes import ROOT, environment, start
 from tests.router_loss.conventions import FAMILIES, SAMPLES, SIZES
+from tests.torchrun import torchrun
 
-ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("ERRORS.md")
 
 #: Columns, and who trains so.
@@ -36,13 +35,8 @@ CONVENTIONS = {
 
 def errors(ranks: int, cases: Sequence[str], output: Path) -> list[dict[str, Any]]:
     """The rows of some cases, "family size", computed by processes of their own."""
-    command = [sys.executable, "-m"]
-    if ranks > 1:
-        command += ["torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", "0"]
-        command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m"]
-    command += ["tests.router_loss.rows", str(output), *cases]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    started = ["tests.router_loss.rows", str(output), *cases]
+    done = torchrun(*started, timeout=1500) if ranks > 1 else start([sys.executable, "-m", *started], environment(ROOT))
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
     rows: list[dict[str, Any]] = json.loads(output.read_text())

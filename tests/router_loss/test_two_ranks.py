@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.launch import torchrun
 from tests.router_loss.conventions import FAMILIES, SIZES, TWIN
 from tests.router_loss.table import errors
+from tests.torchrun import torchrun
 
-EVERYDAY = ("Mixtral 1", "Mixtral 8", "Qwen3-MoE, declared false 8")
+EVERYDAY = ("Mixtral 8",)
 
 
 def check(rows: list[dict[str, object]]) -> None:
@@ -38,6 +38,7 @@ def test_every_family_and_cut(tmp_path: Path) -> None:
     check(errors(2, [case for case in cases if case not in EVERYDAY], tmp_path / "rows.json"))
 
 
+@pytest.mark.backends
 @pytest.mark.parametrize("forward", [pytest.param(5, id="recognising"), pytest.param(8, id="counting")])
 def test_a_rank_that_fails_before_the_collective_stops_the_other(forward: int) -> None:
     out = torchrun("tests.router_loss.failing_rank", str(forward), timeout=120).stdout

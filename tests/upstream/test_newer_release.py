@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 #: What is asked: whether apply() goes through, what is reported and, given a folder, a step beside the full batch's.
@@ -96,6 +98,7 @@ def test_where_the_signatures_fit_it_is_applied_exact_and_marked_untested(tmp_pa
     assert answers["stock"] > 1 and answers["apply"] < 1e-12
 
 
+@pytest.mark.slow
 def test_a_build_that_is_no_release_is_never_called_unaffected(tmp_path: Path) -> None:
     answers = ask(made_release(tmp_path, "99.0.0.dev0"))
     assert answers["refused"] is None and answers["state"] == "applied"
@@ -103,6 +106,7 @@ def test_a_build_that_is_no_release_is_never_called_unaffected(tmp_path: Path) -
     assert "unknown" in answers["decisions"] and "not affected" not in answers["decisions"]
 
 
+@pytest.mark.slow
 def test_where_a_signature_does_not_fit_it_is_refused_and_left_alone(tmp_path: Path) -> None:
     answers = ask(made_release(tmp_path, "99.0.0", "window"))
     assert answers["version"] == "99.0.0"

@@ -10,11 +10,13 @@ import pytest
 
 from hf_accum_fix.cli import main
 from tests.cli.processes import environment, start
+from tests.torchrun import torchrun
 
 SCRIPT = str(Path(__file__).with_name("script.py"))
 VERIFY = [sys.executable, "-m", "hf_accum_fix", "verify"]
 
 
+@pytest.mark.slow
 def test_one_process_wrong_then_mended(tmp_path: Path) -> None:
     wrong = start([*VERIFY, "--json", str(tmp_path / "r.json"), "--splits", "2x2,1x4", SCRIPT], environment())
     assert wrong.returncode == 1 and "G times [classic-head-drops-item-count]" in wrong.stdout, wrong.stderr
@@ -27,9 +29,7 @@ def test_one_process_wrong_then_mended(tmp_path: Path) -> None:
 
 def test_two_ranks(tmp_path: Path) -> None:
     """G x W times in training; the evaluation of 11 samples is W times, and the item mean with the option."""
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "--rdzv_backend", "c10d"]
-    launch += ["--rdzv_endpoint", "localhost:0", "-m", "hf_accum_fix", "verify", "--json", str(tmp_path / "r.json")]
-    done = start([sys.executable, *launch, SCRIPT], environment())
+    done = torchrun("hf_accum_fix", "verify", "--json", tmp_path / "r.json", SCRIPT)
     assert done.returncode == 1, done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["world_size"] == 2 and report["samples"] == [8]
@@ -42,6 +42,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert evaluated["eval_loss=True", 8] < 1e-6 and evaluated["eval_loss=True", 1] < 1e-6
 
 
+@pytest.mark.slow
 def test_a_script_that_does_not_train_could_not_be_told(capsys: pytest.CaptureFixture[str]) -> None:
     done = start([*VERIFY, SCRIPT, "stops"], environment())
     assert done.returncode == 3 and "did not call trainer.train()" in done.stderr

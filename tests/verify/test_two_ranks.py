@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import pytest
 
-from tests.cli.processes import environment, start
 from tests.numerics.heads import before
+from tests.torchrun import found_by
 
-pytestmark = pytest.mark.skipif(before("5.23"), reason="what the newest release does")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(before("5.23"), reason="what the newest release does")]
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The reports of the first rank."""
     output = tmp_path_factory.mktemp("two_ranks") / "reports.json"
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "tests.verify.two_ranks"]
-    done = start([sys.executable, *launch, output], environment())
-    assert done.returncode == 0, done.stderr
-    first, second = json.loads(output.read_text())
+    first, second = found_by("tests.verify.two_ranks", output)
     assert first == second
     return dict(first)
 
