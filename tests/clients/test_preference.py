@@ -2,7 +2,8 @@
 
 Each computes a loss by itself and takes no item count. DPO, KTO and Reward return the mean over the samples of a
 micro-batch, of which upstream takes the mean: over full micro-batches that is the full batch's step, and 0.15 to 0.22
-off it where the last one is short. GRPO and RLOO sample their answers in whole groups; GRPO divides by the window itself and says so.
+off it where the last one is short. GRPO and RLOO sample their answers in whole groups; GRPO divides by the window
+itself and says so.
 """
 
 from __future__ import annotations
