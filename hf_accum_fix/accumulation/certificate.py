@@ -77,8 +77,17 @@ class Certificate:
 
     def note_items(self, seen: Tensor, predicted: Tensor) -> None:
         """Take the items of one micro-batch, as its loss and as the rule counted them."""
+        if len(self.contract.rules) > 1:
+            # One gradient cannot be corrected for several terms.
+            self._unequal.append(seen != predicted)
+            return
         self._seen.append(seen)
         self._predicted.append(predicted)
+
+    def note_counts(self, counts: Mapping[Items, Tensor], predicted: Mapping[Items, Tensor]) -> None:
+        """Take the items of what was run, by every rule, beside the items of what was fetched for its window."""
+        if counts is not predicted:
+            self._unequal.extend(counts[rule] != predicted[rule] for rule in self.contract.rules[1:])
 
     def note_loss(self, loss: Tensor, calls: Sequence[LossCall], number: Tensor | None) -> None:
         """Take what of a loss is not made of its calls.

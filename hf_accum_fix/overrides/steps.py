@@ -18,7 +18,7 @@ from hf_accum_fix.accumulation.micro_batch import run_micro_batch, weigh, weighe
 from hf_accum_fix.accumulation.observe import ATTEMPTS
 from hf_accum_fix.accumulation.share import Cut, Share
 from hf_accum_fix.accumulation.whole_windows import Blank
-from hf_accum_fix.accumulation.window import Weightless, count_by_rules
+from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules
 from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, tell_last
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
@@ -106,6 +106,7 @@ def _loss_in_window(
     )
     loss = ran.loss
     micro_batch.run_counts = counts
+    _note_counts(window, counts, predicted)
     micro_batch.base_calls += 1
     if ran.items is not None and contract.items is not None:
         at_its_place = window.counts[min(window.steps_run, len(window.counts) - 1)]
@@ -115,6 +116,17 @@ def _loss_in_window(
         micro_batch.seen = (ran.items if as_counted else known, known)
     micro_batch.base = loss if micro_batch.base is None else micro_batch.base + loss
     return loss, ran.outputs
+
+
+def _note_counts(window: Window, counts: Mapping[Items, Tensor], predicted: Mapping[Items, Tensor] | None) -> None:
+    """Hold what a micro-batch with several terms was computed from against what was fetched at its place."""
+    if window.certificate is None or len(counts) < 2 or window.cut.is_whole or not window.by_rule:
+        return
+    at_its_place = window.by_rule[min(window.steps_run, len(window.by_rule) - 1)]
+    fetched = at_its_place if predicted is None else predicted
+    window.certificate.note_counts(counts, fetched)
+    for rule in [*counts][:1]:
+        window.certificate.note_items(counts[rule], fetched[rule])
 
 
 def training_step(
@@ -254,6 +266,7 @@ def _own_mean(
     """The share of the global batch's loss of a mean that a trainer computed by itself."""
     assert contract.items is not None
     cut, counts = window.cut, micro_batch.run_counts
+    _note_counts(window, counts, None)
     items = counts[contract.items]
     share = Share({}, None, None if cut.is_whole else items / cut.mean)
     certificate = window.certificate

@@ -80,6 +80,17 @@ def by_sample(logits: Tensor) -> Tensor:
     return -F.logsigmoid(logits[:, 0, 0] - logits[:, 0, 1]).mean()
 
 
+class MasksLater(Ordered):
+    """Takes every fourth token out of the labels after the window was fetched."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return super().training_step(model, masked_later(inputs), *args, **kwargs)
+
+
+def masked_later(inputs: Any) -> dict[str, Any]:
+    return {**inputs, "labels": inputs["labels"].masked_fill(inputs["input_ids"] % 4 == 0, -100)}
+
+
 class Distilled(Ordered):
     """The base's loss, and a divergence from a fixed teacher over attended tokens."""
 
@@ -129,5 +140,17 @@ EXACT = [
     Case("distilled-mean", MEAN, Distilled, distilled, cuts=CUTS),
     Case("distilled-number", NUMBER, Distilled, distilled, cuts=CUTS),
 ]
-#: A second term beside one that only its call counts.
-SAID = [Case("weighted-beside-classes", WEIGHTED, Ordered, cuts=CUTS)]
+#: A second term beside one that only its call counts, and terms whose items are known too late.
+SAID = [
+    Case("weighted-beside-classes", WEIGHTED, Ordered, cuts=CUTS),
+    *(
+        Case(
+            f"{name}-masked-later",
+            head,
+            MasksLater,
+            lambda model, batch: model(**masked_later(batch))["loss"],
+            cuts=CUTS,
+        )
+        for name, head in (("two-terms", HEADS["two-terms"]), ("number-and-z-loss", NUMBER_AND_Z))
+    ),
+]
