@@ -402,7 +402,9 @@ def _owned_mean(evidence: _Evidence) -> LossContract | None:
     if found.reduction is not Reduction.MEAN or not found.conclusive:
         return None
     if found.made_of is None:
-        told = _told_apart(fitting, evidence.batches, losses, evidence.tolerance)
+        # Samples first: every batch that may come has them.
+        by_samples_first = sorted(fitting, key=lambda rule: bool(rule.keys))
+        told = _told_apart(by_samples_first, evidence.batches, losses, evidence.tolerance)
         return replace(found, items=told[0], alternatives=told) if told else None
     return found
 
