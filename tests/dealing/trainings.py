@@ -27,6 +27,7 @@ KINDS = (
     *("qwen-vl", "vit-regression", "masked-patches", "wav2vec2-ctc-mean", "wav2vec2-ctc-sum", "time-series"),
     *("func-with-number", "func-with-mean", "no-kwargs", "drops-kwargs", "declares-false", "uses-tensor", "uses-int"),
     *("told-false-after-init", "mean-of-sample-means", "mixtral", "llama-empty-micro-batches"),
+    *("two-terms", "bert-pretraining", "yolos"),
 )
 #: b and G of a trajectory, and micro-batches of an epoch on every rank: windows of three, three and one.
 ROWS, STEPS, MICRO_BATCHES, WINDOWS = 2, 3, 7, 3

@@ -6,7 +6,7 @@ that training mode is a function of its inputs.
 
 from __future__ import annotations
 
-from tests.numerics.heads import experts, multimodal, own, seq2seq, signals, text, vision
+from tests.numerics.heads import detection, experts, multimodal, own, seq2seq, signals, text, vision
 from tests.numerics.heads.head import FLOAT32_LOSS, VOCABULARY, Batch, Head, Origin, Sample, before, seeded
 from tests.numerics.heads.left_out import LEFT_OUT
 from tests.numerics.heads.losses import shifted_cross_entropy
@@ -19,5 +19,7 @@ __all__ = [
 ]  # fmt: skip
 
 HEADS: dict[str, Head] = {
-    head.name: head for module in (text, seq2seq, experts, multimodal, vision, signals, own) for head in module.heads()
+    head.name: head
+    for module in (text, seq2seq, experts, multimodal, vision, detection, signals, own)
+    for head in module.heads()
 }

@@ -130,6 +130,13 @@ TOKENS_FLOAT32: list[Row] = [
     ("DiffLlamaForTokenClassification", {"num_attention_heads": 4, "num_key_value_heads": 2}),
     ("GPTNeoXForTokenClassification", {"hidden_dropout": 0.0}),
 ]
+#: Masked tokens, and whether the second sentence follows the first: two terms, each a mean over items of its own.
+PRETRAINING: list[Row] = [
+    ("BigBirdForPreTraining", {"attention_type": "original_full"}),
+    ("ErnieForPreTraining", {}),
+    ("MegatronBertForPreTraining", {}),
+    ("MobileBertForPreTraining", {"embedding_size": 8, "intra_bottleneck_size": 8, "num_feedforward_networks": 1}),
+]
 CLASSES: list[Row] = [
     ("Qwen2ForSequenceClassification", {}),
     ("GemmaForSequenceClassification", {"head_dim": 8}),
@@ -157,6 +164,7 @@ def heads() -> list[Head]:
     decoder = {**DECODER, "attention_dropout": 0.0, "classifier_dropout": 0.0, "experts_implementation": "eager"}
     mlm_alike = with_labels(masked_tokens, alike())
     tokens_alike = with_labels(token_classes, alike())
+    in_order = [{**s, "sentence_order_label": torch.tensor(i % 2)} for i, s in enumerate(mlm)]
     first = text(masked=first_is_target)
     gpt = {**GPT2, "classifier_dropout": 0.0, "summary_first_dropout": 0.0, "pad_token_id": 0}
     xlnet = {"vocab_size": VOCABULARY, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "dropout": 0.0}
@@ -205,6 +213,11 @@ def heads() -> list[Head]:
         of_class("BertForSequenceClassification", three, multi, FLOAT64, name="bert-multi-label"),
         of_class("BertForQuestionAnswering", ENCODER, answers(), FLOAT64, name="bert-answers"),
         of_class("BertForPreTraining", ENCODER, next_sentence(mlm), FLOAT64, name="bert-pretraining"),
+        *(of_class(name, {**ENCODER, **more}, next_sentence(mlm), FLOAT64) for name, more in PRETRAINING),
+        of_class("FNetForPreTraining", ENCODER, next_sentence(mlm_alike), FLOAT64),
+        of_class(
+            "AlbertForPreTraining", {**ENCODER, "embedding_size": 8, "classifier_dropout_prob": 0.0}, in_order, FLOAT64
+        ),
         of_class(
             "ElectraForPreTraining", {**ENCODER, "embedding_size": 16}, with_labels(replaced_tokens), name="electra"
         ),

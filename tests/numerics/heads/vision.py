@@ -1,4 +1,4 @@
-"""Images: classes, numbers, segments, masked patches, boxes."""
+"""Images: classes, numbers, segments, masked patches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.numerics.heads.head import (
     collate,
     of_class,
 )
-from tests.numerics.heads.samples import alike, boxes, generator, images, masked_images, segments, videos
+from tests.numerics.heads.samples import alike, generator, images, masked_images, segments, videos
 from tests.numerics.heads.text import GPT2
 
 VIT = {
@@ -31,9 +31,6 @@ SEGFORMER = {
     "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [3, 3],
     "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 16,
     "classifier_dropout_prob": 0.0, "drop_path_rate": 0.0, "num_labels": 4, **NO_DROPOUT,
-}  # fmt: skip
-YOLOS = {
-    **VIT, "num_hidden_layers": 1, "image_size": [32, 32], "num_detection_tokens": 5, "num_labels": 3,
 }  # fmt: skip
 
 
@@ -197,17 +194,6 @@ def heads() -> list[Head]:
             masked_images(),
             name="masked-patches",
             origin=None,
-        ),
-        # Detection losses build float32 class weights of their own, so the whole head is run in float32.
-        of_class(
-            "YolosForObjectDetection",
-            YOLOS,
-            images(boxes, dtype=torch.float32),
-            1e-5,
-            name="yolos",
-            dtype=torch.float32,
-            stock_wrong=False,
-            exact=False,
         ),
         *(of_class(name, {**config, **three}, labelled, FLOAT64, **frozen) for name, config in CLASSES),
         *(
