@@ -203,18 +203,16 @@ class AccumulationWindow:
         marks = [torch.full_like(totals[0], each) for each in (runs, runs * runs)]
         numbers = torch.stack([totals[0], *marks, *totals[1:]])
         routing = windows._count_routing(self.batches, model, contract, device)
-        sums = windows._summed(torch.cat([numbers, routing, torch.full_like(marks[0], windows._closing.differs)[None]]))
+        sums = windows._summed(torch.cat([numbers, routing]))
         # Read where that waits for no device, and by the rank that would else be waited for.
         told = windows.world_size > 1 and (device.type == "cpu" or runs < (windows.steps if windows._in_step else 1))
         # By Cauchy and Schwarz, equality holds where all are alike.
         if told and float(sums[1]) ** 2 != windows.world_size * float(sums[2]):
             raise windows._uneven()
-        if windows.world_size > 1:
-            windows._closing.corrects |= device.type == "cpu" and bool(sums[-1])
-        terms, routing = sums[3 : 2 + len(totals)], sums[2 + len(totals) : -1]
+        terms, routing = sums[3 : 2 + len(totals)], sums[2 + len(totals) :]
         self._cut = cut = Cut.of(contract, sums[0], len(self.batches), windows.world_size, [*terms])
         windows._router.settle(routing, cut.micro_batches, cut.world_size)
-        if contract.made_of is not None and self.batches:
+        if self.batches and windows._listens(contract):
             self._certificate = Certificate(contract)
         if contract.items is not None and self.batches:
             windows._note_empty(sums[0] == 0)
@@ -262,6 +260,11 @@ class _Loop:
     @property
     def device(self) -> torch.device:
         return self.windows._device_beside(None)
+
+    @property
+    def readable(self) -> bool:
+        # A loop reads no number of a window unless it is asked to.
+        return False
 
     @property
     def several(self) -> bool:
@@ -402,7 +405,8 @@ class AccumulationWindows:
         if not observed and known is not None:
             return known
         found = self.contract = by_sample(agree(observed)) if self._per_sample else agree(observed)
-        self._closing.corrects = found.made_of is not None and not found.made_of.counted
+        # On one rank a gradient is corrected unread, in every window; several need one more collective for it.
+        self._closing.corrects = found.made_of is not None and (self.world_size == 1 or not found.made_of.counted)
         self._attempts += found.reason != NO_TARGET_SEEN
         if model is not None and (found.conclusive or self._attempts >= ATTEMPTS):
             self._say(self._name(model), len(window), found)
@@ -559,6 +563,13 @@ class AccumulationWindows:
     def _settled(self) -> bool:
         known = self.contract
         return self._given or (known is not None and (known.conclusive or self._attempts >= ATTEMPTS))
+
+    def _listens(self, contract: LossContract) -> bool:
+        """Whether loss calls are listened to: where no rule counts what they do, else in windows 4, 8, 16 and so on."""
+        if contract.made_of is None:
+            return False
+        sampled = self._opened >= 4 and self._opened & (self._opened - 1) == 0
+        return sampled or contract.made_of.has_terms or not contract.made_of.counted
 
     @property
     def _rank(self) -> int:

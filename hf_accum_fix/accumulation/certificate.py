@@ -39,12 +39,13 @@ class Certificate:
     _unequal: list[Tensor] = field(default_factory=list)
     _made: list[tuple[Tensor, Tensor, float, bool]] = field(default_factory=list)
 
-    def items(self, calls: Sequence[LossCall], counts: Mapping[Items, Tensor]) -> Tensor:
+    def items(self, calls: Sequence[LossCall], counts: Mapping[Items, Tensor], *, dummies: bool) -> Tensor:
         """Items that the calls of one micro-batch reduced over, 0-dim; as predicted where they do not tell.
 
         Args:
             calls: of its forward.
             counts: n by each of the contract's rules, as predicted.
+            dummies: a micro-batch without a target is run with a dummy one, which weighs nothing.
         """
         made_of, items = self.contract.made_of, self.contract.items
         assert items is not None
@@ -63,8 +64,7 @@ class Certificate:
         ]
         self._unequal.extend(each != found[0] for each in found[1:])
         seen = found[0] if made_of.per_item == 1.0 else found[0] / made_of.per_item
-        # Without a target one dummy is run, and weighs nothing.
-        return seen if self.contract.by_number else seen * (predicted > 0)
+        return seen * (predicted > 0) if dummies else seen
 
     def _hold_terms(self, calls: Sequence[LossCall], made_of: Composition, counts: Mapping[Items, Tensor]) -> None:
         """Hold what each term's call counted against its rule; one gradient cannot be corrected for several."""

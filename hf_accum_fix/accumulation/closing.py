@@ -26,6 +26,10 @@ class Run(Protocol):
         """Where counts are."""
 
     @property
+    def readable(self) -> bool:
+        """Whether a window's numbers are read as it ends."""
+
+    @property
     def several(self) -> bool:
         """Whether several ranks hold samples of their own."""
 
@@ -62,7 +66,7 @@ class Closing:
             certificate: of the window.
             left_out: micro-batches of it that this rank did not run.
         """
-        readable = run.device.type == "cpu"
+        readable = run.readable
         self._hold(run, certificate, readable=readable)
         if left_out and not (run.several and self.corrects):
             run.tell(f"{left_out} of its micro-batches were left out")

@@ -123,7 +123,8 @@ def weigh(
     if made_of is not None and not share.is_weightless:
         number = share.number if contract.by_number else None
         certificate.note_loss(loss if carried is None else loss - carried, calls, number)
-    seen = certificate.items(calls, counts)
+    dummies = not contract.by_number or share.ratio is not None
+    seen = certificate.items(calls, counts, dummies=dummies)
     # The mean of the only micro-batch is right, whatever it is over.
     if contract.reduction is Reduction.MEAN and cut.is_whole:
         return share.of(loss, carried), None

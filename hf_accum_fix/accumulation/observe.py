@@ -399,6 +399,8 @@ def _owned_mean(evidence: _Evidence) -> LossContract | None:
     rules = list(_rules(evidence.batches[0], evidence.whole.calls))
     fitting = [rule for rule in rules if _composes(rule, evidence.batches, losses, evidence.tolerance)]
     found = _reduced(evidence, losses, rules, fitting)
+    if found.reduction is Reduction.SUM:
+        return found
     if found.reduction is not Reduction.MEAN or not found.conclusive:
         return None
     if found.made_of is None:
@@ -575,7 +577,10 @@ def _by_parts(evidence: _Evidence) -> LossContract:
     if not np.isfinite(whole.loss) or _close(whole.loss, _weighed(configured, whole.router), 1e-6):
         # Weighed by its items, of which there are none, such a window is an exact zero whatever the loss does.
         aux, z = (c if value else 0.0 for c, value in zip(configured, whole.router, strict=True))
-        return LossContract(Reduction.MEAN, rules[0], aux, z, conclusive=False, reason=NO_TARGET_SEEN)
+        # Where every rule counts targets, they were taken out on the way.
+        empty = min(_counts(rule, inputs) for rule in rules) == 0.0
+        reason = NO_TARGET_SEEN if empty else "the loss of samples with targets is nan or zero, and shows nothing"
+        return LossContract(Reduction.MEAN, rules[0], aux, z, conclusive=False, reason=reason)
     for coefficients in _router_terms(whole, configured):
         losses = evidence.without(coefficients)
         fitting = [rule for rule in rules if _composes(rule, evidence.batches, losses, evidence.tolerance)]
@@ -782,6 +787,13 @@ def composing_rules(
     return _told_apart(
         [rule for rule in every if _composes(rule, batches, losses, tolerance)], batches, losses, tolerance
     )
+
+
+def told_apart_in(rules: Sequence[Items], window: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether every rule counts the same shares of a window, so that it does not matter which is the right one."""
+    counts = [[_counts(rule, batch) for batch in window] for rule in rules]
+    shares = [[count / (sum(each) or 1.0) for count in each] for each in counts]
+    return all(abs(a - b) <= 1e-9 for each in shares for a, b in zip(each, shares[0], strict=True))
 
 
 def _alike(losses: Sequence[float], tolerance: float) -> bool:

@@ -26,6 +26,10 @@ class _Training:
         return self.trainer.args.device  # type: ignore[no-any-return]
 
     @property
+    def readable(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
     def several(self) -> bool:
         return data_ranks(self.trainer) > 1
 

@@ -25,7 +25,15 @@ from hf_accum_fix.accumulation.declared import (
     takes_number,
 )
 from hf_accum_fix.accumulation.loss_calls import LossCalls
-from hf_accum_fix.accumulation.observe import ATTEMPTS, HIGH, NO_TARGET_SEEN, Forward, composing_rules, observe
+from hf_accum_fix.accumulation.observe import (
+    ATTEMPTS,
+    HIGH,
+    NO_TARGET_SEEN,
+    Forward,
+    composing_rules,
+    observe,
+    told_apart_in,
+)
 from hf_accum_fix.accumulation.per_sample import by_sample, weighed_by_sample
 from hf_accum_fix.accumulation.share import loss_among
 from hf_accum_fix.accumulation.window import Items, sample_count
@@ -85,7 +93,11 @@ def settle_contract(
         if settled and known is not None:
             return _still(trainer, session, known, found)
         session.attempts += found.reason != NO_TARGET_SEEN
-    changed = known is not None and (known.reduction, known.rules) != (found.reduction, found.rules)
+    changed = known is not None and (known.reduction, known.rules, known.made_of) != (
+        found.reduction,
+        found.rules,
+        found.made_of,
+    )
     if changed and known is not None and known.reason != NO_TARGET_SEEN:
         # The windows before were trained by what they showed.
         session.note_inexact()
@@ -137,10 +149,20 @@ def _still(trainer: Any, session: Session, known: LossContract, found: LossContr
         session.note_inexact()
         session.contract = found
         return found
-    common = tuple(rule for rule in known.alternatives if rule in found.alternatives)
-    if found.reduction is known.reduction and (known.items is None or common):
-        session.contract = replace(known, items=common[0] if common else known.items, alternatives=common)
-        return session.contract
+    common = _in_both(known.alternatives, found.alternatives)
+    extra, rest = _in_both(known.extra, found.extra), _in_both(_rest_terms(known), _rest_terms(found))
+    as_before = found.reduction is known.reduction and (known.items is None or common)
+    if as_before and bool(extra) == bool(known.extra) and bool(rest) == bool(_rest_terms(known)):
+        made_of = known.made_of
+        if made_of is not None and rest:
+            made_of = replace(made_of, rest_terms=rest)
+        items = common[0] if common else known.items
+        narrowed = replace(known, items=items, alternatives=common, extra=extra, made_of=made_of)
+        if narrowed.rules != known.rules:
+            # The windows before counted by a rule that this one rules out.
+            session.note_inexact()
+        session.contract = narrowed
+        return narrowed
     session.note_inexact()
     session.contract = replace(found, changed_by_trainer=True)
     session.warn_once(
@@ -149,6 +171,14 @@ def _still(trainer: Any, session: Session, known: LossContract, found: LossContr
         "since then may not be exact; look at what changes in the data, or give contract=LossContract(...).",
     )
     return session.contract
+
+
+def _in_both(one: Sequence[Items], other: Sequence[Items]) -> tuple[Items, ...]:
+    return tuple(rule for rule in one if rule in other)
+
+
+def _rest_terms(contract: LossContract) -> tuple[Items, ...]:
+    return () if contract.made_of is None else contract.made_of.rest_terms
 
 
 def _warn(trainer: Any, session: Session, found: LossContract) -> None:
@@ -283,17 +313,25 @@ def _observe(trainer: Any, session: Session, window: list[Any], *, dropout: bool
         found = replace(found, beside=True, reason=reason)
     if found.owned_by_trainer:
         session.response = Response()
-        if found.reduction is Reduction.MEAN and scales_itself(trainer):
+        if found.reduction in (Reduction.MEAN, Reduction.SUM) and scales_itself(trainer):
             reason = "the trainer says that it scales the loss by itself"
             return replace(found, reduction=Reduction.PLAIN, items=None, made_of=None, reason=reason)
         return found
     session.response = response or Response()
     if response is None:
         found = replace(found, changed_by_trainer=True)
-    elif response.extra:
+    elif response.extra and told_apart_in(response.extra, window):
         found = replace(found, extra=response.extra)
+    elif response.extra:
+        found = replace(found, changed_by_trainer=True)
+    if _rest_terms(found) and not told_apart_in(_rest_terms(found), window):
+        found = replace(found, beside=True, reason="several ways of counting fit a term that no loss call shows")
     if is_compiled(module):
         found = found.without_calls()
+    made_of = found.made_of
+    if made_of is not None and not made_of.counted and (made_of.rest or found.extra or session.response.constant):
+        reason = "a term stands beside a mean whose items are known only as it is made, and is scaled with it"
+        found = replace(found, beside=True, reason=reason)
     smoothed = trainer.label_smoother is not None and loss_func(trainer) is None
     if smoothed and found.reduction is not Reduction.PLAIN:
         shift = found.items is not None and found.items.shift

@@ -313,6 +313,10 @@ def _share_of_window(
         return loss * 1.0
     if contract.divides is Divides.UNKNOWN and not scales_itself(trainer):
         return None
+    if contract.owned_by_trainer and contract.reduction is Reduction.SUM:
+        # Engines take the mean over ranks; nothing else divides a sum.
+        loss = loss * window.cut.world_size
+        return loss * steps if _divided(contract.divides, micro_batch) else loss
     return loss * 1.0 if scales_itself(trainer) or _divided(contract.divides, micro_batch) else loss / steps
 
 

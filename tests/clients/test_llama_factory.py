@@ -92,20 +92,19 @@ class OwnLoss(Recorder, Seq2SeqTrainer):
 
 
 @splits
-def test_a_loss_that_ignores_the_count_is_the_mean_over_micro_batches(split: tuple[int, int], tmp_path: Path) -> None:
-    head, (per_device, accumulate) = HEADS["llama"], split
+def test_a_loss_that_ignores_the_count_is_weighed_by_its_items(split: tuple[int, int], tmp_path: Path) -> None:
+    head = HEADS["llama"]
     model = head.build()
-    pieces = [head.batch(piece) for piece in cut(head.samples, per_device)]
-    losses = [shifted_cross_entropy(model(**piece)["logits"], piece["labels"]) for piece in pieces]
-    wanted = step_along(model, torch.stack(losses).mean())
+    whole = head.batch(head.samples)
+    wanted = step_along(model, shifted_cross_entropy(model(**whole)["logits"], whole["labels"]))
     observations.clear()
     step = seq2seq_step(head, head.samples, *split, "apply", tmp_path, trainer_class=OwnLoss)
     assert step.error(wanted) <= 1e-12
     assert step.loss == pytest.approx(wanted.loss, rel=1e-12)
     (run,) = observations.recorded()
-    assert not run["exact"] and run["reduction"] == "is averaged over micro-batches"
+    assert run["exact"] and run["reduction"] == "is the mean over its own items"
     stock = seq2seq_step(head, head.samples, *split, "stock", tmp_path, trainer_class=OwnLoss)
-    assert stock.error(wanted) == pytest.approx(accumulate - 1, abs=1e-9)
+    assert stock.error(wanted) > 0.9 or split == (8, 1)
 
 
 class FetchesFromTrainer(FlagAfterInit):
