@@ -10,7 +10,9 @@ import torch
 from tests.numerics.heads.experts import FULL_ATTENTION, QWEN, ROUTER
 from tests.numerics.heads.head import (
     FLOAT64,
+    NO_DROPOUT,
     TINY,
+    VOCABULARY,
     Batch,
     Head,
     Origin,
@@ -92,6 +94,21 @@ QWEN3_EXPERTS = {
 }  # fmt: skip
 VILT = {**ENCODER, "image_size": 16, "patch_size": 8, "modality_type_vocab_size": 2, "max_image_length": -1}
 VISUAL_BERT = {**ENCODER, "visual_embedding_dim": 8}
+LXMERT = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "l_layers": 1,
+    "x_layers": 1, "r_layers": 1, "visual_feat_dim": 8, "visual_pos_dim": 4, "num_qa_labels": 4,
+    "task_obj_predict": False, "max_position_embeddings": 64, **NO_DROPOUT,
+}  # fmt: skip
+FLAVA_TOWER = {
+    "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 24, **NO_DROPOUT,
+}  # fmt: skip
+#: Without the contrast of images and texts, in which the other samples of a micro-batch are the negatives.
+FLAVA = {
+    "image_config": {**FLAVA_TOWER, "image_size": 16, "patch_size": 8, "vocab_size": VOCABULARY, "mask_token": True},
+    "text_config": {**FLAVA_TOWER, "vocab_size": VOCABULARY},
+    "multimodal_config": FLAVA_TOWER, "hidden_size": 16, "projection_dim": 8, "init_codebook": False,
+    "global_contrastive_weight": 0.0,
+}  # fmt: skip
 QWEN2_AUDIO = {
     "audio_config": {
         "num_mel_bins": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "d_model": 16,
@@ -202,6 +219,38 @@ def with_regions() -> list[Sample]:
     ]
 
 
+def matched_and_asked() -> list[Sample]:
+    """Masked texts beside three regions of an image: whether the two match, and the answer to a question."""
+    g = generator(13)
+    return [
+        {
+            **sample,
+            "visual_feats": torch.rand(3, 8, generator=g, dtype=torch.float64),
+            "visual_pos": torch.rand(3, 4, generator=g, dtype=torch.float64),
+            "matched_label": torch.tensor(index % 2),
+            "ans": torch.tensor(index % 4),
+        }
+        for index, sample in enumerate(with_labels(masked_tokens))
+    ]
+
+
+def masked_on_both_sides() -> list[Sample]:
+    """Images and texts that match, some patches and some tokens of each masked."""
+    g = generator(14)
+    places = torch.arange(6)
+    return [
+        {
+            **sample,
+            "input_ids_masked": torch.where(places % 3 == index % 3, 1, sample["input_ids"]),
+            "mlm_labels": torch.where((places * (index + 1)) % 3 == 0, sample["input_ids"], -100),
+            "mim_labels": torch.randint(0, VOCABULARY, (4,), generator=g),
+            "bool_masked_pos": torch.arange(4) < 1 + index % 3,
+            "itm_labels": torch.tensor(1),
+        }
+        for index, sample in enumerate(pairs())
+    ]
+
+
 def sounding() -> list[Sample]:
     """What LLaVA is shown, heard."""
     sounds = heard(llava_samples())
@@ -225,6 +274,14 @@ def heads() -> list[Head]:
     two_images = [
         {**s, "pixel_values": s["pixel_values"].expand(2, -1, -1, -1), "pixel_mask": s["pixel_mask"].expand(2, -1, -1)}
         for s in pictured()
+    ]
+    phrases = [
+        {
+            **{key: value for key, value in s.items() if key != "labels"},
+            "region_to_phrase_position": torch.randint(0, 12, (15,), generator=g),
+            "labels": torch.rand(15, 3, generator=g, dtype=torch.float64).softmax(-1),
+        }
+        for s in with_regions()
     ]
     regions = [{**s, "labels": torch.cat([s["labels"], torch.full((3,), -100)])} for s in with_regions()]
     declared_false = {
@@ -285,6 +342,10 @@ def heads() -> list[Head]:
             with_labels(one_class, with_regions()),
             FLOAT64,
         ),
+        of_class("VisualBertForRegionToPhraseAlignment", VISUAL_BERT, phrases, FLOAT64),
+        # It adds its terms up in float32.
+        of_class("LxmertForPreTraining", LXMERT, matched_and_asked()),
+        of_class("FlavaForPreTraining", FLAVA, masked_on_both_sides(), FLOAT64, collate=with_return_loss),
         of_class("VisualBertForPreTraining", VISUAL_BERT, regions, FLOAT64),
         of_class(
             "BlipTextLMHeadModel",

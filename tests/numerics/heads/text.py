@@ -164,6 +164,16 @@ def heads() -> list[Head]:
     decoder = {**DECODER, "attention_dropout": 0.0, "classifier_dropout": 0.0, "experts_implementation": "eager"}
     mlm_alike = with_labels(masked_tokens, alike())
     tokens_alike = with_labels(token_classes, alike())
+    named = [
+        {
+            **s,
+            "entity_ids": torch.tensor([1 + i % 5, 2]),
+            "entity_position_ids": torch.tensor([[place] + [-1] * 29 for place in (0, 1)]),
+            "entity_attention_mask": torch.tensor([1, 1]),
+            "entity_labels": torch.tensor([i % 8, 3 if i % 2 else -100]),
+        }
+        for i, s in enumerate(mlm)
+    ]
     in_order = [{**s, "sentence_order_label": torch.tensor(i % 2)} for i, s in enumerate(mlm)]
     first = text(masked=first_is_target)
     gpt = {**GPT2, "classifier_dropout": 0.0, "summary_first_dropout": 0.0, "pad_token_id": 0}
@@ -214,6 +224,7 @@ def heads() -> list[Head]:
         of_class("BertForQuestionAnswering", ENCODER, answers(), FLOAT64, name="bert-answers"),
         of_class("BertForPreTraining", ENCODER, next_sentence(mlm), FLOAT64, name="bert-pretraining"),
         *(of_class(name, {**ENCODER, **more}, next_sentence(mlm), FLOAT64) for name, more in PRETRAINING),
+        of_class("LukeForMaskedLM", {**ENCODER, "entity_vocab_size": 8, "entity_emb_size": 8}, named, FLOAT64),
         of_class("FNetForPreTraining", ENCODER, next_sentence(mlm_alike), FLOAT64),
         of_class(
             "AlbertForPreTraining", {**ENCODER, "embedding_size": 8, "classifier_dropout_prob": 0.0}, in_order, FLOAT64
