@@ -54,7 +54,7 @@ class Composition:
 
     @property
     def floor(self) -> float:
-        return FLOOR32 if HEADS[self.head].float32 else FLOOR
+        return FLOOR32 if HEADS[self.head].float32 or OVERRIDES[self.override].float32 else FLOOR
 
     def case(self) -> Case:
         head, override, collator = HEADS[self.head], OVERRIDES[self.override], COLLATORS[self.collator]
@@ -105,7 +105,7 @@ class Outcome:
 
     Attributes:
         patched: None: it was not trained to its end.
-        stock: None: it was not needed, as ours is exact.
+        stock: None: it was not needed, as ours is exact, or it cannot train that at all.
         faults: what is wrong, in words.
     """
 
@@ -123,19 +123,30 @@ def outcome(composition: Composition, output: Path) -> Outcome:
     except Exception as error:
         if isinstance(error, AccumFixError) and not stepped.taken:
             return Outcome(None, None, ())
-        stock = train(case, composition.cut, output)
-        return Outcome(None, stock, (f"raised, where stock trains: {type(error).__name__}: {error}",))
+        stock = _stock(case, composition, output)
+        faults = () if stock is None else (f"raised, where stock trains: {type(error).__name__}: {error}",)
+        return Outcome(None, stock, faults)
     patched = replace(patched, said=_of_all_ranks(patched.said))
     if all(error <= floor for error in patched.errors):
         return Outcome(patched, None, ())
-    stock = train(case, composition.cut, output)
+    stock = _stock(case, composition, output)
     # The parameters of stock and ours part after the first step that differs: each has its own reference.
     worse = [
         f"window {window} is off by {ours:.1e}, where stock is off by {theirs:.1e}"
-        for window, (theirs, ours) in enumerate(zip(stock.errors, patched.errors, strict=True))
+        for window, (theirs, ours) in enumerate(zip(stock.errors if stock else (), patched.errors, strict=False))
         if theirs <= floor and not ours <= floor
     ]
     return Outcome(patched, stock, (*patched.silent(floor), *worse))
+
+
+def _stock(case: Case, composition: Composition, output: Path) -> Training | None:
+    """None: it raises, as where it multiplies in place a loss whose backward needs it."""
+    try:
+        return train(case, composition.cut, output)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        return None
 
 
 def _of_all_ranks(said: Any) -> list[tuple[int, str]]:

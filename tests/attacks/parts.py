@@ -1,8 +1,8 @@
 """Parts that random trainings are put together from: heads, overrides, collators, data, all found by name.
 
 Every part knows its full batch: a head returns its loss without a number, an override has ``full`` beside what it does
-in a micro-batch. Labels are of one level for each head: "next" tokens, classes of a "token", numbers of a "token value",
-or a class, a number or three flags of a "sample".
+in a micro-batch. Labels are of one level for each head: "next" tokens, classes of a "token", numbers of a
+"token value", or a class, a number or three flags of a "sample".
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ class Seen:
 
 class Tiny(nn.Module):
     """Whatever the padding and its side, a text has the same logits; dropout, where drawn, is a text's own."""
+
+    #: Stock looks for one where it smooths labels.
+    config = None
 
     def __init__(self, head: Head) -> None:
         super().__init__()
@@ -304,7 +307,7 @@ HEADS: dict[str, Head] = dict(
         _head("multi-label", "flags", _mean),
         _head("multi-label-by-hand", "flags", _mean_by_hand),
         _head("two-terms-kind", "next", _two_terms("kind", 1.0, _mean), ("kind",)),
-        _head("two-terms-next-sentence", "token", _two_terms("next_sentence_label", 1.0, _mean), ("next_sentence_label",)),
+        _head("two-terms-sentence", "token", _two_terms("next_sentence_label", 1.0, _mean), ("next_sentence_label",)),
         _head("two-terms-weighed", "next", _two_terms("kind_labels", 0.3, _mean), ("kind_labels",)),
         _head("two-terms-number", "next", _two_terms("kind", 1.0, _number), ("kind",), by_number=True),
         _head("mean-and-z", "next", _with_z(_mean)),
@@ -341,6 +344,7 @@ class Override:
         arguments: further TrainingArguments.
         levels: of labels that it knows.
         plain: only of heads whose padding is the ignored index of the library.
+        float32: upstream computes it in float32.
     """
 
     name: str
@@ -350,6 +354,7 @@ class Override:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     levels: Sequence[str] = LEVELS
     plain: bool = False
+    float32: bool = False
 
     def suits(self, head: Head) -> bool:
         return head.level in self.levels and not (self.plain and head.ignore != -100)
@@ -608,7 +613,13 @@ OVERRIDES: dict[str, Override] = {
         Override("func", _stock, full_usual, _func, levels=KNOWN),
         Override("func-number", _stock, full_usual, _func_number, levels=CLASSES),
         Override(
-            "smoothing", _stock, _full_smoothed, arguments={"label_smoothing_factor": 0.1}, levels=CLASSES, plain=True
+            "smoothing",
+            _stock,
+            _full_smoothed,
+            arguments={"label_smoothing_factor": 0.1},
+            levels=CLASSES,
+            plain=True,
+            float32=True,
         ),
     ]
 }
