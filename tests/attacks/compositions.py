@@ -123,24 +123,24 @@ def outcome(composition: Composition, output: Path) -> Outcome:
     except Exception as error:
         if isinstance(error, AccumFixError) and not stepped.taken:
             return Outcome(None, None, ())
-        stock = _stock(case, composition, output)
-        faults = () if stock is None else (f"raised, where stock trains: {type(error).__name__}: {error}",)
-        return Outcome(None, stock, faults)
+        plain = stock(case, composition, output)
+        faults = () if plain is None else (f"raised, where stock trains: {type(error).__name__}: {error}",)
+        return Outcome(None, plain, faults)
     patched = replace(patched, said=_of_all_ranks(patched.said))
     if all(error <= floor for error in patched.errors):
         return Outcome(patched, None, ())
-    stock = _stock(case, composition, output)
+    plain = stock(case, composition, output)
     # The parameters of stock and ours part after the first step that differs: each has its own reference.
     worse = [
         f"window {window} is off by {ours:.1e}, where stock is off by {theirs:.1e}"
-        for window, (theirs, ours) in enumerate(zip(stock.errors if stock else (), patched.errors, strict=False))
+        for window, (theirs, ours) in enumerate(zip(plain.errors if plain else (), patched.errors, strict=False))
         if theirs <= floor and not ours <= floor
     ]
-    return Outcome(patched, stock, (*patched.silent(floor), *worse))
+    return Outcome(patched, plain, (*patched.silent(floor), *worse))
 
 
-def _stock(case: Case, composition: Composition, output: Path) -> Training | None:
-    """None: it raises, as where it multiplies in place a loss whose backward needs it."""
+def stock(case: Case, composition: Composition, output: Path) -> Training | None:
+    """Train it by stock; None: that raises, as where it multiplies in place a loss whose backward needs it."""
     try:
         return train(case, composition.cut, output)
     except RuntimeError as error:
