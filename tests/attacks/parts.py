@@ -70,7 +70,7 @@ class Tiny(nn.Module):
     def _dropped(self, ids: Tensor, draw: int) -> Tensor:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(2 * int(ids.sum()) + draw)
-            return F.dropout(torch.ones(HIDDEN, dtype=self.last.weight.dtype), 0.2, self.training)
+            return F.dropout(torch.ones(1, HIDDEN, dtype=self.last.weight.dtype), 0.2, self.training)[0]
 
     def forward(
         self,

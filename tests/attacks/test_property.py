@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.attacks.compositions import Composition, installed_once, outcome, stock, told
@@ -50,6 +50,7 @@ def examples(count: int) -> settings:
         max_examples=count,
         derandomize=GIVEN is None,
         deadline=None,
+        phases=[Phase.reuse, Phase.generate, Phase.shrink],
         print_blob=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
