@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-import hf_accum_fix
 from hf_accum_fix import observations
 from tests.numerics.heads import Batch, Sample, seeded
 from tests.numerics.heads.head import collate
@@ -37,6 +36,7 @@ class Case:
         windows: the samples of each global batch.
         trainer: a `Recorder`.
         given: further keyword arguments of the Trainer.
+        arguments: further TrainingArguments.
         tolerance: relative, of the parameter change.
         cuts: micro-batch sizes, and how many there are in a window.
         whole: stock's one micro-batch of all samples is the full batch; False where stock counts what the loss leaves
@@ -49,6 +49,7 @@ class Case:
     windows: Sequence[Sequence[Sample]]
     trainer: type = StockRecorder
     given: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     collate: Callable[[Sequence[Sample]], Batch] = collate
     tolerance: float = 1e-9
     cuts: Sequence[Cut] = CUTS
@@ -110,7 +111,8 @@ def train(case: Case, cut: Cut, output: Path) -> Training:
     per_device, accumulate = cut
     samples = [sample for window in case.windows for sample in window]
     build, parameters = seeded(case.model), _Parameters()
-    args = training_arguments(output, per_device, accumulate, max_steps=len(case.windows), learning_rate=RATE)
+    steps = {"max_steps": len(case.windows), "learning_rate": RATE}
+    args = training_arguments(output, per_device, accumulate, **steps, **case.arguments)
     warnings, logger = _Warnings(parameters), logging.getLogger("hf_accum_fix")
     observations.clear()
     logger.addHandler(warnings)
@@ -123,7 +125,7 @@ def train(case: Case, cut: Cut, output: Path) -> Training:
     finally:
         logger.removeHandler(warnings)
     assert len(parameters.after) == len(case.windows)
-    runs = hf_accum_fix.report().runs
+    runs = observations.recorded()
     errors = []
     for step, (before, after) in enumerate(zip(parameters.before, parameters.after, strict=True)):
         change = {name: (after[name] - before[name]) / RATE for name in before}

@@ -1,0 +1,102 @@
+"""Two gloo ranks that live as long as a test, and train in step whatever they are given."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.attacks.compositions import Composition, installed_once, outcome, told
+
+RANKS = 2
+#: Whatever waits for the other rank longer than that waits for ever [s].
+PATIENCE = 30
+
+
+class PairOfRanks:
+    """``outcome`` of compositions of two ranks; after one that did not end well the next has two new ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started = 0
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def __enter__(self) -> PairOfRanks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def outcome(self, composition: Composition) -> tuple[tuple[str, ...], str]:
+        """The faults that any rank found, and what the first one tells."""
+        if not self._ranks:
+            self._start()
+        for _, pipe in self._ranks:
+            pipe.send(composition)
+        answers = []
+        for rank, (_, pipe) in enumerate(self._ranks):
+            try:
+                ended = pipe.poll(4 * PATIENCE)
+                answers.append(pipe.recv() if ended else ((f"rank {rank} waits for ever",), repr(composition), False))
+            except EOFError:
+                answers.append(((f"rank {rank} died",), repr(composition), False))
+        if not all(well for _, _, well in answers):
+            self._end()
+        faults = tuple(dict.fromkeys(fault for found, _, _ in answers for fault in found))
+        return faults, "\n".join(dict.fromkeys(words for _, words, _ in answers))
+
+    def _start(self) -> None:
+        self._started += 1
+        spawning = multiprocessing.get_context("spawn")
+        for rank in range(RANKS):
+            here, there = spawning.Pipe()
+            process = spawning.Process(
+                target=_serve, args=(rank, there, self._folder, f"meeting-{self._started}"), daemon=True
+            )
+            process.start()
+            there.close()
+            self._ranks.append((process, here))
+
+    def _end(self) -> None:
+        for process, pipe in self._ranks:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._ranks.clear()
+
+
+def _serve(rank: int, pipe: Connection, folder: Path, meeting: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", HF_ACCUM_FIX_QUIET="1", OMP_NUM_THREADS="1")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    patience = datetime.timedelta(seconds=PATIENCE)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / meeting}", rank=rank, world_size=RANKS, timeout=patience
+    )
+    silence = (folder / f"{meeting}-{rank}.log").open("w")
+    with installed_once(), contextlib.redirect_stdout(silence):
+        while True:
+            try:
+                composition = pipe.recv()
+            except EOFError:
+                return
+            try:
+                found = outcome(composition, folder)
+            except Exception as error:
+                words = f"{composition}\n{traceback.format_exc()}"
+                pipe.send(((f"{type(error).__name__}: {error}",), words, False))
+            else:
+                # A rank that raised may have left the other in a collective of its own.
+                well = found.patched is not None
+                pipe.send((found.faults, told(composition, found), well))
