@@ -1,4 +1,4 @@
-"""Every test here has the mark `attacks`: CI runs them, the everyday suite does not."""
+"""Every test here has the mark `attacks`, which CI runs and the everyday suite does not; but for those with another."""
 
 from __future__ import annotations
 
@@ -11,5 +11,6 @@ HERE = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if HERE in item.path.parents and not any(item.iter_markers("slow")) and not any(item.iter_markers("releases")):
+        others = any(item.get_closest_marker(each) for each in ("slow", "releases", "property"))
+        if HERE in item.path.parents and not others:
             item.add_marker(pytest.mark.attacks)

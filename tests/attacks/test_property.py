@@ -18,6 +18,8 @@ from tests.attacks.compositions import Composition, installed_once, outcome, sto
 from tests.attacks.pair_of_ranks import PairOfRanks
 from tests.attacks.parts import COLLATORS, DATA, HEADS, OVERRIDES, Head
 
+pytestmark = pytest.mark.property
+
 GIVEN = os.environ.get("HF_ACCUM_FIX_EXAMPLES")
 EXAMPLES = int(GIVEN or 500)
 CUTS = ((2, 4), (4, 2), (1, 8), (3, 3), (8, 1))
