@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from tests.numerics.heads.experts import ROUTED
-from tests.numerics.heads.head import FLOAT64, NO_DROPOUT, VOCABULARY, Head, Sample, of_class
+from tests.numerics.heads.head import FLOAT64, NO_DROPOUT, VOCABULARY, Batch, Head, Sample, collate, of_class
 from tests.numerics.heads.multimodal import CLIP, VILT, pictured
 from tests.numerics.heads.samples import (
+    generator,
     images,
     masked_tokens,
     one_class,
@@ -23,7 +25,7 @@ from tests.numerics.heads.samples import (
     with_return_loss,
 )
 from tests.numerics.heads.seq2seq import BART
-from tests.numerics.heads.signals import WAV2VEC2
+from tests.numerics.heads.signals import SPEECH_T5, WAV2VEC2
 from tests.numerics.heads.text import ENCODER
 from tests.numerics.heads.vision import DPT, frozen_batch_norm
 
@@ -48,6 +50,7 @@ class LeftOut:
 
 
 NEGATIVES = "the other samples of its micro-batch are its negatives"
+CODES = "its codes are drawn at random, and their diversity is that of all samples of a micro-batch together"
 BATCH_NORM = "BatchNorm in training mode: its statistics are those of one micro-batch"
 NO_TRAINING = "the library has no loss for it"
 NO_FLOAT64 = "it makes float32 of its own inside a float64 model, so that there is no float64 reference"
@@ -71,11 +74,60 @@ GLPN = {
     "patch_sizes": [3] * 4, "strides": [2] * 4, "num_attention_heads": [1] * 4, "mlp_ratios": [2] * 4,
     "decoder_hidden_size": 8, "drop_path_rate": 0.0, **NO_DROPOUT,
 }  # fmt: skip
+QUANTIZED = {
+    **WAV2VEC2, "mask_time_prob": 0.5, "mask_time_length": 2, "codevector_dim": 8, "proj_codevector_dim": 8,
+    "num_codevectors_per_group": 4, "num_codevector_groups": 2, "num_negatives": 3, "feat_quantizer_dropout": 0.0,
+    "contrastive_logits_temperature": 1.0,
+}  # fmt: skip
+SPOKEN = {
+    **SPEECH_T5, "num_mel_bins": 8, "reduction_factor": 2, "speech_decoder_prenet_units": 8,
+    "speech_decoder_prenet_layers": 1, "speech_decoder_prenet_dropout": 0.0, "speaker_embedding_dim": 6,
+    "speech_decoder_postnet_layers": 1, "speech_decoder_postnet_units": 8, "speech_decoder_postnet_kernel": 3,
+    "speech_decoder_postnet_dropout": 0.0, "max_speech_positions": 64, "max_text_positions": 64,
+}  # fmt: skip
 SIGLIP = {**CLIP, "text_config": {**CLIP["text_config"], "projection_size": 16}}
 VITDET = {
     "model_type": "vitdet", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
     "patch_size": 8,
 }  # fmt: skip
+
+
+def heard_codes() -> list[Sample]:
+    g = generator(15)
+    return [
+        {
+            "input_values": sample["input_values"],
+            "mask_time_indices": torch.arange(39) % (3 + index % 3) == 0,
+            "sampled_negative_indices": torch.randint(0, 39, (39, 3), generator=g),
+        }
+        for index, sample in enumerate(speech())
+    ]
+
+
+def with_own_negatives(samples: Sequence[Sample]) -> Batch:
+    """Negatives are places in the flattened batch, taken from the sample itself."""
+    batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+    batch["sampled_negative_indices"] += 39 * torch.arange(len(samples))[:, None, None]
+    return batch
+
+
+def voices() -> list[Sample]:
+    g = generator(16)
+    return [
+        {
+            "input_ids": sample["input_ids"],
+            "attention_mask": sample["attention_mask"],
+            "labels": torch.rand(2 * (3 + index), 8, generator=g, dtype=torch.float64),
+            "speaker_embeddings": torch.rand(6, generator=g, dtype=torch.float64),
+        }
+        for index, sample in enumerate(text())
+    ]
+
+
+def with_padded_frames(samples: Sequence[Sample]) -> Batch:
+    batch = collate([{key: value for key, value in sample.items() if key != "labels"} for sample in samples])
+    frames = [sample["labels"] for sample in samples]
+    return {**batch, "labels": nn.utils.rnn.pad_sequence(frames, batch_first=True, padding_value=-100.0)}
 
 
 def not_decomposable() -> list[LeftOut]:
@@ -90,6 +142,11 @@ def not_decomposable() -> list[LeftOut]:
 
     return [
         LeftOut(tried("SiglipModel", SIGLIP, pairs(), collate=with_return_loss), NEGATIVES),
+        LeftOut(tried("Wav2Vec2ForPreTraining", QUANTIZED, heard_codes(), collate=with_own_negatives), CODES),
+        LeftOut(
+            tried("SpeechT5ForTextToSpeech", SPOKEN, voices(), collate=with_padded_frames),
+            BATCH_NORM,
+        ),
         LeftOut(tried("LevitForImageClassification", LEVIT, labelled), BATCH_NORM),
         LeftOut(tried("TextNetForImageClassification", TEXTNET, labelled), BATCH_NORM),
         LeftOut(tried("HGNetV2ForImageClassification", HGNET, labelled), BATCH_NORM),
