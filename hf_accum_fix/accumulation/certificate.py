@@ -108,7 +108,8 @@ class Certificate:
                     rest = rest - (value if factor == 1.0 else value * factor)
         if not made_of.rest_terms:
             self._rests.append(rest)
-            self._values.append(value)
+            # As precise as the loss, where its calls are more so.
+            self._values.append(value.to(loss.dtype) if loss.dtype.itemsize < value.dtype.itemsize else value)
 
     def note_override(self, loss: Tensor, base: Tensor, factor: float, *, constant: bool) -> None:
         """Take what a trainer's own ``compute_loss`` made of the base's loss: ``factor`` times it, and a constant.

@@ -1208,7 +1208,14 @@ def _sized(inputs: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _least_row(inputs: Mapping[str, Any]) -> int:
-    """The row with the fewest labels, but some; the first where there are none."""
+    """The row with the fewest labels, but some; the first where there are none.
+
+    Of targets listed for each sample, the row whose number of them is furthest from the others'.
+    """
+    listed = next(_listed(inputs), None)
+    if listed is not None:
+        targets = [_counts(listed, _rows(inputs, [row])) for row in range(sample_count(inputs))]
+        return max(range(len(targets)), key=lambda row: abs(targets[row] - sum(targets) / len(targets)))
     labels = inputs.get("labels")
     rows = labels if isinstance(labels, Tensor) else [None] * sample_count(inputs)
     counts = [_label_count({"labels": row}) for row in rows]

@@ -325,7 +325,8 @@ def _observe(trainer: Any, session: Session, window: list[Any], *, dropout: bool
     elif response.extra:
         found = replace(found, changed_by_trainer=True)
     if _rest_terms(found) and not told_apart_in(_rest_terms(found), window):
-        found = replace(found, beside=True, reason="several ways of counting fit a term that no loss call shows")
+        reason = "several ways of counting fit a term that no loss call shows"
+        found = replace(found, beside=True, conclusive=False, reason=reason)
     if is_compiled(module):
         found = found.without_calls()
     made_of = found.made_of
