@@ -723,9 +723,10 @@ def _sums_of_calls(values: Any, wanted: Any, countable: Sequence[bool], alone: b
     """
     places = [place for place, each in enumerate(countable) if each and np.isfinite(values[:, place]).all()]
     several = values.shape[1] > 1
-    subsets = [set(places), *({place} for place in places if several)] if places else []
-    for beside in (False, True):
-        for subset in subsets:
+    singles = [{place} for place in places if several]
+    # A call that is only logged (a detector's count of boxes) may compose as the rest does: fewest calls first there.
+    for beside, subsets in ((False, [set(places), *singles]), (True, [*singles, set(places)])):
+        for subset in subsets if places else []:
             yield np.array([float(place in subset) for place in range(values.shape[1])]), beside
     if alone:
         yield np.zeros(values.shape[1]), True
