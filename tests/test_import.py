@@ -11,7 +11,7 @@ import pytest
 import hf_accum_fix
 from hf_accum_fix import monitor
 
-LIMIT = 0.05  # seconds of this process alone, so that a busy machine does not count
+LIMIT = 0.1  # seconds of this process alone: 0.045 on an idle machine, 0.07 beside another worker; torch takes over 1
 
 
 def fresh(script: str) -> str:
