@@ -15,8 +15,6 @@ def test_a_rank_that_begins_without_a_target_keeps_a_sharded_model_in_step(tmp_p
     found = found_by("tests.backends.owned", tmp_path / "rows.json", "ddp", "fsdp2-launched", timeout=120)
     rows = {(row["case"], row["kind"]): row for row in found}
     for backend in ("ddp", "fsdp2-launched"):
-        by_number, own_mean = rows[backend, "ByNumber"], rows[backend, "OwnMean"]
-        assert by_number["exact"] and by_number["error"] <= 1e-6, by_number
-        assert not own_mean["exact"] and own_mean["error"] > 0.1, own_mean
-    # What is no mean over the global batch's items is at least the same thing on both.
-    assert rows["ddp", "OwnMean"]["error"] == pytest.approx(rows["fsdp2-launched", "OwnMean"]["error"], rel=1e-6)
+        for kind in ("ByNumber", "OwnMean"):
+            row = rows[backend, kind]
+            assert row["exact"] and row["error"] <= 1e-6, row
