@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hf_accum_fix.accumulation.contract import Composition, Divides, LossContract, Reduction
-from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN
+from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, SEVERAL_FIT
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.errors import ContractError
 
@@ -30,14 +30,23 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     if plain:
         return plain[0]
     seeing = [each for each in ranks if each.reason != NO_TARGET_SEEN]
-    pool = conclusive or [each for each in seeing if each.reduction is not Reduction.PLAIN] or seeing or list(ranks)
+    several_fit = [each for each in ranks if each.reason == SEVERAL_FIT]
+    pool = (
+        conclusive + several_fit
+        or [each for each in seeing if each.reduction is not Reduction.PLAIN]
+        or seeing
+        or list(ranks)
+    )
     # A term that is the same for all samples of one rank is a constant there; every window tells if it is none.
     first = next((each for each in pool if each.made_of is not None and each.made_of.has_terms), pool[0])
     common = tuple(rule for rule in first.alternatives if all(rule in each.alternatives for each in pool))
     same_kind = len({(each.reduction, each.owned_by_trainer) for each in pool}) == 1
     if same_kind and (first.items is None or common):
+        several = several_fit[0] if several_fit and len(common) > 1 else first
         return replace(
             first,
+            conclusive=several.conclusive,
+            reason=several.reason,
             items=common[0] if common else None,
             alternatives=common,
             made_of=_composed_alike(first, pool),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,17 +27,20 @@ class Certificate:
 
     Attributes:
         contract: what was observed of the loss.
+        constant: a trainer adds something to the loss that no micro-batch weighs.
         changed: what a micro-batch did that the observation did not show, in words; empty: nothing that can be told
             without reading the device.
     """
 
     contract: LossContract
+    constant: bool = False
     changed: str = ""
     _seen: list[Tensor] = field(default_factory=list)
     _predicted: list[Tensor] = field(default_factory=list)
     _rests: list[Tensor] = field(default_factory=list)
     _values: list[Tensor] = field(default_factory=list)
     _unequal: list[Tensor] = field(default_factory=list)
+    _by_rule: list[Tensor] = field(default_factory=list)
     _made: list[tuple[Tensor, Tensor, float, bool]] = field(default_factory=list)
 
     def items(self, calls: Sequence[LossCall], counts: Mapping[Items, Tensor], *, dummies: bool) -> Tensor:
@@ -77,9 +81,11 @@ class Certificate:
 
     def note_items(self, seen: Tensor, predicted: Tensor) -> None:
         """Take the items of one micro-batch, as its loss and as the rule counted them."""
-        if len(self.contract.rules) > 1:
+        contract = self.contract
+        rest = contract.made_of is not None and contract.made_of.rest
+        if len(contract.rules) > 1 or contract.extra or rest or self.constant or contract.has_router_loss:
             # One gradient cannot be corrected for several terms.
-            self._unequal.append(seen != predicted)
+            self._unequal.append((seen - predicted).abs() > 1e-6 * predicted)
             return
         self._seen.append(seen)
         self._predicted.append(predicted)
@@ -88,6 +94,12 @@ class Certificate:
         """Take the items of what was run, by every rule, beside the items of what was fetched for its window."""
         if counts is not predicted:
             self._unequal.extend(counts[rule] != predicted[rule] for rule in self.contract.rules[1:])
+
+    def note_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """Take the inputs of one micro-batch that is no fetched one: what fits a loss by hand may differ in it."""
+        rules = self.contract.alternatives
+        if self.contract.made_of is None and len(rules) > 1 and all(rule.has_targets(inputs) for rule in rules):
+            self._by_rule.append(torch.stack([rule.count(inputs) for rule in rules]))
 
     def note_loss(self, loss: Tensor, calls: Sequence[LossCall], number: Tensor | None) -> None:
         """Take what of a loss is not made of its calls.
@@ -132,6 +144,10 @@ class Certificate:
     def broken(self) -> Tensor | None:
         """Whether the loss was made in another way than observed: 0-dim bool on the device; None: nothing was seen."""
         flags = [flag.any() for flag in (*self._unequal, *self._remade())]
+        if self._by_rule:
+            counts = torch.stack(self._by_rule)
+            shares = counts / counts.sum(dim=0).clamp(min=1)
+            flags.append(((shares - shares[:, :1]).abs() > 1e-9).any())
         made_of = self.contract.made_of
         if self._rests and made_of is not None:
             rests, values = torch.stack(self._rests), torch.stack(self._values)

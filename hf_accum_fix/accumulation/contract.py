@@ -25,11 +25,17 @@ class Reduction(str, Enum):
 
 
 class Divides(str, Enum):
-    """When a trainer's own loss is divided for the accumulation window already, by the trainer."""
+    """When a trainer's own loss is divided for the accumulation window already, by the trainer.
+
+    By the micro-batches of the window, or by ``gradient_accumulation_steps`` of the arguments, which a short window at
+    the end of an epoch has not.
+    """
 
     NEVER = "never"
     WITH_NUMBER = "where the item count is handed in"
     ALWAYS = "always"
+    WITH_NUMBER_BY_ARGUMENT = "by the arguments' steps where the item count is handed in"
+    BY_ARGUMENT = "always by the arguments' steps"
     UNKNOWN = "in a way that was not recognised"
 
 

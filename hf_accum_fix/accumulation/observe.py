@@ -16,6 +16,7 @@ Every way of counting that the inputs offer is held against this evidence; the f
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import warnings
@@ -56,6 +57,9 @@ NO_TARGET_SEEN = "no target was seen yet"
 
 #: Why a loss is not weighed yet: its samples' losses are the same (a policy that is still its reference).
 ALIKE = "the samples seen have one loss, which does not tell by what it is weighed"
+
+#: Why a loss that no call shows is not settled: what fits counts the window's micro-batches differently.
+SEVERAL_FIT = "several ways of counting fit the samples seen, and count the window's micro-batches differently"
 
 #: Windows that are observed before an inconclusive contract is taken as it is.
 ATTEMPTS = 3
@@ -183,8 +187,8 @@ def observe(
     low_precision: bool = False,
     others: Sequence[object] = (),
     leave: Sequence[object] = (),
-    doubled: Callable[[], AbstractContextManager[Any]] | None = None,
-    dropout: bool = False,
+    more_steps: Callable[[], AbstractContextManager[Any]] | None = None,
+    again: bool = False,
 ) -> LossContract:
     """Observe the contract of a loss on samples of one window.
 
@@ -205,11 +209,11 @@ def observe(
         low_precision: matrix products keep fewer than float32's digits, so two batch sizes agree to 2 % only.
         others: objects beside the model whose attributes are put back, such as the trainer.
         leave: objects that nothing is noted on, such as data sets.
-        doubled: a context in which the trainer says twice the accumulation steps; None: no ``compute_loss`` of its own
-            could look.
-        dropout: as for `WithoutNoise`.
+        more_steps: a context in which the arguments say twice the accumulation steps, and the trainer three times those
+            of the window; None: no ``compute_loss`` of its own could look.
+        again: observe other samples of the window, taken apart in another way, and under dropout (see `WithoutNoise`).
     """
-    inputs, stacked = _probe(window)
+    inputs, stacked = _probe(window, again=again)
     sharded = holds_shards(model)
 
     with undisturbed(model, *others, leave=leave, sharded=sharded) as state:
@@ -222,7 +226,7 @@ def observe(
             handed = None if number is None else torch.tensor(number, device=device)
             try:
                 with (
-                    WithoutNoise(dropout=dropout),
+                    WithoutNoise(dropout=again),
                     LossCalls() as calls,
                     setting(),
                     torch.set_grad_enabled(with_gradient),
@@ -277,10 +281,10 @@ def observe(
         if by_hand:
             third = tried(_without_first_label(inputs), low) if needs_number else tried(inputs, None)
             others_seen = (run(inputs, between), third)
-        if doubled is not None and not (by_hand and first.own):
-            asked = (tried(inputs, number, doubled), tried(inputs, None))
+        if more_steps is not None and not (by_hand and first.own):
+            asked = (tried(inputs, number, more_steps), tried(inputs, None))
             others_seen = asked if first.own else others_seen
-        one, other, sliced = _parts(inputs, first, router_coefficients)
+        one, other, sliced = _parts(inputs, first, router_coefficients, again=again)
         parts: tuple[_Seen | None, _Seen | None] = (None, None)
         if world_size == 1 and one is inputs:
             parts = (first, first)
@@ -312,8 +316,8 @@ def observe(
             if found.reason == ALIKE and not sharded:
                 moved = [tried(batch, number, lambda: _moved(model)) for batch in evidence.batches]
                 seen = tuple(each for each in moved if each is not None)
-                again = _owned_mean(replace(evidence, seen=seen)) if len(seen) == len(moved) else None
-                found = found if again is None else replace(again, divides=found.divides)
+                told = _owned_mean(replace(evidence, seen=seen)) if len(seen) == len(moved) else None
+                found = found if told is None else replace(told, divides=found.divides)
         else:
             found = _by_parts(evidence)
     if batch_norm is not None and found.by_number:
@@ -366,22 +370,38 @@ class _Evidence:
         return abs(error) <= self.tolerance * max(abs(loss) for loss in losses)
 
 
-def _owned(evidence: _Evidence, steps: int, doubled: _Seen | None, without_number: _Seen | None) -> LossContract:
+def divides_by(ratio: float, *, with_number: bool) -> Divides:
+    """How a trainer divides its loss for the window, from what `observe`'s ``more_steps`` multiply it by."""
+    if abs(ratio - 1) < 1e-4 and not with_number:
+        return Divides.NEVER
+    # By a number of its own, that no window changes, is by the arguments' too.
+    if min(abs(ratio - 1), abs(ratio - 1 / 2)) < 1e-3:
+        return Divides.WITH_NUMBER_BY_ARGUMENT if with_number else Divides.BY_ARGUMENT
+    if abs(ratio - 1 / 3) < 1e-3:
+        return Divides.WITH_NUMBER if with_number else Divides.ALWAYS
+    return Divides.UNKNOWN
+
+
+def _owned(evidence: _Evidence, steps: int, more_steps: _Seen | None, without_number: _Seen | None) -> LossContract:
     """A trainer's own loss that does not move with the number, which labels without a target cannot show."""
     inputs, seen = evidence.batches[0], evidence.whole
-    blind = _label_count(inputs) == 0 or not np.isfinite(seen.loss)
-    if (blind or seen.loss == 0.0) and isinstance(inputs.get("labels"), Tensor):
+    blind, finite = _label_count(inputs) == 0, np.isfinite(seen.loss)
+    if (blind or not finite or seen.loss == 0.0) and isinstance(inputs.get("labels"), Tensor):
         rule = next(_rules(inputs, seen.calls))
-        reason = NO_TARGET_SEEN if blind else "the loss of the samples seen is zero, and shows nothing"
+        # Stock trains on the nan too, and the log shows it.
+        reason = (
+            NO_TARGET_SEEN if blind and finite else f"the loss of the samples seen is {seen.loss:g}, and shows nothing"
+        )
         return LossContract(Reduction.NUMBER, rule, conclusive=False, reason=reason)
     divides = Divides.NEVER
+    ratio = 1.0 if more_steps is None or seen.loss == 0.0 else more_steps.loss / seen.loss
     if without_number is not None and not _close(without_number.loss, seen.loss, 1e-4):
-        came = _close(without_number.loss, seen.loss * steps, 1e-3) or doubled is None
-        divides = Divides.WITH_NUMBER if came else Divides.UNKNOWN
-    elif doubled is not None and not _close(doubled.loss, seen.loss, 1e-4):
-        divides = Divides.ALWAYS if _close(2 * doubled.loss, seen.loss, 1e-3) else Divides.UNKNOWN
+        came = _close(without_number.loss, seen.loss * steps, 1e-3)
+        divides = divides_by(ratio, with_number=True) if came else Divides.UNKNOWN
+    elif ratio != 1.0:
+        divides = divides_by(ratio, with_number=False)
     elif steps > 1 and any(_close(call.value, seen.loss * steps) for call in seen.calls if call.mean):
-        divides = Divides.ALWAYS
+        divides = Divides.BY_ARGUMENT
     if divides is not Divides.UNKNOWN and (found := _owned_mean(evidence)) is not None:
         return replace(found, divides=divides)
     losses = [each.loss for each in evidence.seen]
@@ -404,9 +424,12 @@ def _owned_mean(evidence: _Evidence) -> LossContract | None:
     if found.reduction is not Reduction.MEAN or not found.conclusive:
         return None
     if found.made_of is None:
-        # Samples first: every batch that may come has them.
-        by_samples_first = sorted(fitting, key=lambda rule: bool(rule.keys))
-        told = _told_apart(by_samples_first, evidence.batches, losses, evidence.tolerance)
+        # Samples before what else is counted, as every batch that may come has them; labels that may be ignored first.
+        likeliest = sorted(
+            fitting,
+            key=lambda rule: bool(rule.keys) and 2 * (rule.keys != ("labels",) or rule.ignore_index is None) - 1,
+        )
+        told = _told_apart(likeliest, evidence.batches, losses, evidence.tolerance)
         return replace(found, items=told[0], alternatives=told) if told else None
     return found
 
@@ -608,7 +631,8 @@ def _reduced(
     named = _counting_as([call for call in means if _close(call.value, losses[0])], rules, inputs)
     summed = any(call.reduction == "sum" and _close(call.value, losses[0]) for call in whole.calls)
     if evidence.in_parts:
-        adds_up = _close(losses[1] + losses[2], losses[0], evidence.tolerance) and losses[0] != 0.0
+        # A part without a target adds nothing to a sum, and weighs nothing in a mean.
+        adds_up = _close(losses[1] + losses[2], losses[0], evidence.tolerance) and (summed or 0.0 not in losses)
         if (adds_up and (not fitting or summed)) or (summed and whole.random):
             return LossContract(Reduction.SUM, reason="the losses of two parts add up")
         made_of = _of_means(evidence, losses)
@@ -625,6 +649,9 @@ def _reduced(
             # Noise differs from part to part, and masked labels may be inputs too (a decoder's): the call decides.
             reason = "the loss call is the mean over these items"
             return LossContract(Reduction.MEAN, named[0], alternatives=tuple(named), reason=reason)
+        if not fitting and 0.0 in losses:
+            reason = "a part of the samples seen has a loss of zero, which shows nothing"
+            return LossContract(Reduction.PLAIN, conclusive=False, reason=reason)
         if not fitting:
             return LossContract(
                 Reduction.PLAIN,
@@ -724,10 +751,20 @@ def _sums_of_calls(values: Any, wanted: Any, countable: Sequence[bool], alone: b
     places = [place for place, each in enumerate(countable) if each and np.isfinite(values[:, place]).all()]
     several = values.shape[1] > 1
     singles = [{place} for place in places if several]
+
+    def taken(subset: Iterable[int]) -> Any:
+        return np.array([float(place in subset) for place in range(values.shape[1])])
+
+    for subset in [set(places), *singles] if places else []:
+        yield taken(subset), False
+    for one, other in itertools.permutations(places, 2):
+        factors = taken([one])
+        if values[0, other]:
+            factors[other] = (wanted[0] - values[0, one]) / values[0, other]
+            yield factors, False
     # A call that is only logged (a detector's count of boxes) may compose as the rest does: fewest calls first there.
-    for beside, subsets in ((False, [set(places), *singles]), (True, [*singles, set(places)])):
-        for subset in subsets if places else []:
-            yield np.array([float(place in subset) for place in range(values.shape[1])]), beside
+    for subset in [*singles, set(places)] if places else []:
+        yield taken(subset), True
     if alone:
         yield np.zeros(values.shape[1]), True
     if 0 < len(places) < len(wanted):
@@ -1029,8 +1066,10 @@ def _close(a: float, b: float, tolerance: float = 1e-5) -> bool:
 # --- the samples that are run -------------------------------------------------------------------------------------
 
 
-def _probe(window: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
+def _probe(window: Sequence[Mapping[str, Any]], *, again: bool = False) -> tuple[dict[str, Any], bool]:
     """The micro-batch whose rows tell most ways of counting apart, and of those the one with the most targets.
+
+    ``again``: the one after it, if there is one.
 
     It has at least two samples if they can be had: micro-batches of one are put together by twos; whether they were.
     """
@@ -1041,7 +1080,8 @@ def _probe(window: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
         pairs = [_stacked(ordered[0], other) for other in ordered[1:] or ordered]
         found = [pair for pair in pairs if pair is not None]
         several, stacked = [*found] or ordered[:1], bool(found)
-    return max(map(_with_telling_labels, several), key=_ways_told_apart), stacked
+    telling = sorted(map(_with_telling_labels, several), key=_ways_told_apart, reverse=True)
+    return telling[again and len(telling) > 1], stacked
 
 
 def _ways_told_apart(inputs: Mapping[str, Any]) -> int:
@@ -1135,15 +1175,16 @@ def _without_first_label(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(
-    inputs: Mapping[str, Any], whole: _Seen, configured: RouterPair
+    inputs: Mapping[str, Any], whole: _Seen, configured: RouterPair, *, again: bool
 ) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
-    """Two parts of a batch, and whether rows were taken apart.
+    """Two parts of a batch, and whether rows were taken apart; ``again``: at another row.
 
     Where rows cannot be taken apart (one sample, image patches without a row axis), the targets are: the labels of the
     other part are masked with what the loss call ignores. The batch itself, twice: neither can be done.
     """
     if _has_rows(inputs):
         least = _least_row(inputs)
+        least = (least + 1) % sample_count(inputs) if again else least
         others = [row for row in range(sample_count(inputs)) if row != least]
         return _rows(inputs, [least]), _rows(inputs, others), True
     return _masked_parts(inputs, whole, configured)

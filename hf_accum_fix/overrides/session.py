@@ -115,7 +115,7 @@ class Session:
         base_calls: listens to the base's own loss calls meanwhile, and to no others.
         base_factor: what the base's loss is multiplied by meanwhile, to see what an override makes of it.
         response: what it makes of it.
-        doubled: the trainer says twice the accumulation steps, to see what an override makes of them.
+        more_steps: the trainer says more accumulation steps, to see what an override makes of them.
         closing: what ends its windows.
         inexact_windows: found to be made in another way than observed.
         deferred: the window as a ``get_batch_samples`` of the trainer's own was given it, before it is counted.
@@ -134,7 +134,7 @@ class Session:
     observed_number: Tensor | None = None
     base_calls: LossCalls | None = None
     base_factor: float = 1.0
-    doubled: bool = False
+    more_steps: bool = False
     base_loss: tuple[Tensor, Any] | None = None
     response: Response = Response()
     closing: Closing = field(default_factory=Closing)

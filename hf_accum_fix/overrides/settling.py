@@ -29,8 +29,10 @@ from hf_accum_fix.accumulation.observe import (
     ATTEMPTS,
     HIGH,
     NO_TARGET_SEEN,
+    SEVERAL_FIT,
     Forward,
     composing_rules,
+    divides_by,
     observe,
     told_apart_in,
 )
@@ -74,7 +76,8 @@ def settle_contract(
         session.response, session.closing.corrects = Response(), False
     known = session.contract
     settled = known is not None and (known.conclusive or session.attempts >= ATTEMPTS)
-    if settled and known is not None and not _looked_at_again(session, known, options):
+    if settled and known is not None and not _looked_at_again(trainer, session, known, window, options):
+        _say_if_several_fit(trainer, session, known, window)
         return known
     if options.contract is not None:
         found = _given(trainer, session, options.contract)
@@ -82,16 +85,18 @@ def settle_contract(
         _check_alike(trainer, window, trouble)
         seen, trouble = _observed(trainer, session, window)
         # Ranks may meet in every forward, and run as many.
-        if any(ranks.agreed(_shows_no_call(seen), trouble, **place(trainer))):
+        if any(ranks.agreed(_is_looked_at_twice(seen), trouble, **place(trainer))):
             response = session.response
-            again, trouble = _observed(trainer, session, window, dropout=True)
+            again, trouble = _observed(trainer, session, window, again=True)
             session.response = response
-            seen = seen if seen is None or again is None else _with_dropout(seen, again)
+            seen = seen if seen is None or again is None else _as_both_show(seen, again)
+        if seen is not None and seen.conclusive and _several_fit(seen, window):
+            seen = replace(seen, conclusive=False, reason=SEVERAL_FIT)
         found = _agreed(trainer, seen, trouble, window)
         if options.per_sample:
             found = by_sample(found)
         if settled and known is not None:
-            return _still(trainer, session, known, found)
+            return _still(trainer, session, known, found, window)
         session.attempts += found.reason != NO_TARGET_SEEN
     changed = known is not None and (known.reduction, known.rules, known.made_of) != (
         found.reduction,
@@ -113,7 +118,7 @@ def settle_contract(
 
 
 def _observed(
-    trainer: Any, session: Session, window: list[Any], *, dropout: bool = False
+    trainer: Any, session: Session, window: list[Any], *, again: bool = False
 ) -> tuple[LossContract | None, Exception | None]:
     """What this rank sees of the loss; None: it has no window, or the trouble that it met."""
     if not window:
@@ -121,19 +126,46 @@ def _observed(
     try:
         # The loop notes the length of a window once it was fetched; a loss of one's own may divide a term by it.
         with shadow(trainer, "current_gradient_accumulation_steps", len(window)):
-            return _observe(trainer, session, window, dropout=dropout), None
+            return _observe(trainer, session, window, again=again), None
     except Exception as error:
         return None, error
 
 
-def _looked_at_again(session: Session, known: LossContract, options: Options) -> bool:
-    """Whether a loss that no call shows is observed once more: in windows 2, 3, 4, 8, 16 and so on."""
+def _looked_at_again(trainer: Any, session: Session, known: LossContract, window: list[Any], options: Options) -> bool:
+    """Whether a loss that no call shows is observed once more: in windows 2, 3, 4, 8, 16 and so on.
+
+    And, on one rank, where the ways of counting that fit so far differ in a window.
+    """
     if options.contract is not None or _is_certified(known):
         return False
     if known.reduction is Reduction.PLAIN and known.conclusive:
         return False
     number = session.windows
-    return number in (2, 3) or number & (number - 1) == 0
+    alone = data_ranks(trainer) == 1
+    return number in (2, 3) or number & (number - 1) == 0 or (alone and _several_fit(known, window))
+
+
+def _several_fit(known: LossContract, window: Sequence[Any]) -> bool:
+    """Whether the ways of counting that fit what no call shows count the micro-batches of a window differently.
+
+    Looked at where the window is held by the host, so that it waits for no device.
+    """
+    by_hand = known.alternatives if known.made_of is None and known.reduction is Reduction.MEAN else ()
+    fitting = [rules for rules in (by_hand, _rest_terms(known), known.extra) if len(rules) > 1]
+    if not fitting or not all(isinstance(batch, Mapping) for batch in window):
+        return False
+    if not all(rule.has_targets(batch) for rules in fitting for rule in rules for batch in window):
+        return False
+    values = [value for batch in window for value in batch.values() if isinstance(value, Tensor)]
+    if any(value.device.type != "cpu" for value in values):
+        return False
+    return not all(told_apart_in(rules, window) for rules in fitting)
+
+
+def _say_if_several_fit(trainer: Any, session: Session, known: LossContract, window: Sequence[Any]) -> None:
+    if known.conclusive and _several_fit(known, window):
+        session.note_inexact()
+        session.warn_once("inexact", f"{head_name(trainer)}: window {session.windows}: {SEVERAL_FIT}.")
 
 
 def _is_certified(known: LossContract) -> bool:
@@ -141,9 +173,11 @@ def _is_certified(known: LossContract) -> bool:
     return known.made_of is not None and not (known.made_of.rest_terms or known.extra)
 
 
-def _still(trainer: Any, session: Session, known: LossContract, found: LossContract) -> LossContract:
+def _still(
+    trainer: Any, session: Session, known: LossContract, found: LossContract, window: Sequence[Any]
+) -> LossContract:
     """The contract after a later window was observed too: as it was, narrowed down, or with a warning another one."""
-    if found.reason == NO_TARGET_SEEN or not found.conclusive:
+    if found.reason == NO_TARGET_SEEN or not (found.conclusive or found.reason == SEVERAL_FIT):
         return known
     if known.reduction is Reduction.PLAIN:
         session.note_inexact()
@@ -152,6 +186,8 @@ def _still(trainer: Any, session: Session, known: LossContract, found: LossContr
     common = _in_both(known.alternatives, found.alternatives)
     extra, rest = _in_both(known.extra, found.extra), _in_both(_rest_terms(known), _rest_terms(found))
     as_before = found.reduction is known.reduction and (known.items is None or common)
+    # Now it is known that no rule counts what its calls reduce over.
+    as_before = as_before and not (found.beside and not known.beside)
     if as_before and bool(extra) == bool(known.extra) and bool(rest) == bool(_rest_terms(known)):
         made_of = known.made_of
         if made_of is not None and rest:
@@ -162,6 +198,7 @@ def _still(trainer: Any, session: Session, known: LossContract, found: LossContr
             # The windows before counted by a rule that this one rules out.
             session.note_inexact()
         session.contract = narrowed
+        _say_if_several_fit(trainer, session, narrowed, window)
         return narrowed
     session.note_inexact()
     session.contract = replace(found, changed_by_trainer=True)
@@ -240,7 +277,7 @@ def _given(trainer: Any, session: Session, contract: LossContract) -> LossContra
     return contract
 
 
-def _observe(trainer: Any, session: Session, window: list[Any], *, dropout: bool = False) -> LossContract:
+def _observe(trainer: Any, session: Session, window: list[Any], *, again: bool = False) -> LossContract:
     """Observe the loss through the very call that training makes."""
     model = trainer.model_wrapped
     # A forward through DDP without gradient would switch off the next one's buffer sync.
@@ -269,7 +306,7 @@ def _observe(trainer: Any, session: Session, window: list[Any], *, dropout: bool
                 return loss, None if compute_loss is not None else outputs
             base, outputs = session.base_loss
             asked = (session.base_factor * float(base.detach()), float(loss.detach()))
-            responses.append(_Asked(inputs, *asked, doubled=session.doubled, number_came=number is not None))
+            responses.append(_Asked(inputs, *asked, more_steps=session.more_steps, number_came=number is not None))
             return base, outputs
 
         found = observe(
@@ -284,8 +321,8 @@ def _observe(trainer: Any, session: Session, window: list[Any], *, dropout: bool
             low_precision=trainer.accelerator.mixed_precision != "no" or products_are_rounded(module),
             others=(trainer,),
             leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator),
-            doubled=None if compute_loss is None else lambda: _doubled_steps(trainer, session),
-            dropout=dropout,
+            more_steps=None if compute_loss is None else lambda: _more_steps(trainer, session),
+            again=again,
         )
         return found, responses
 
@@ -337,28 +374,38 @@ def _observe(trainer: Any, session: Session, window: list[Any], *, dropout: bool
     if smoothed and found.reduction is not Reduction.PLAIN:
         shift = found.items is not None and found.items.shift
         items = Items(("labels",), trainer.label_smoother.ignore_index, shift=shift)
-        return replace(found, reduction=Reduction.MEAN, items=items, alternatives=(items,), made_of=None)
+        smooth = replace(found, reduction=Reduction.MEAN, items=items, alternatives=(items,), made_of=None)
+        if found.items is None:
+            reason = (
+                "the model's own loss is a sum, which does not show whether labels are shifted as they are smoothed"
+            )
+            return replace(smooth, beside=True, reason=reason)
+        return smooth
     return found
 
 
-def _shows_no_call(found: LossContract | None) -> bool:
+def _is_looked_at_twice(found: LossContract | None) -> bool:
     """Whether something in the loss is weighed by its items that no loss call shows in training."""
     if found is None or found.extra:
         return found is not None
-    if found.made_of is not None:
-        return bool(found.made_of.rest_terms)
-    return found.owned_by_trainer and found.reduction is Reduction.MEAN
+    return bool(_rest_terms(found)) if found.made_of is not None else found.reduction is Reduction.MEAN
 
 
-def _with_dropout(found: LossContract, again: LossContract) -> LossContract:
-    """What was observed without dropout, if it is the same with it; a term that only dropout shows makes it another."""
+def _as_both_show(found: LossContract, again: LossContract) -> LossContract:
+    """What was observed, if other samples under dropout show the same; a term that only they show makes it another."""
     if found.extra:
-        common = tuple(rule for rule in found.extra if rule in again.extra)
-        return replace(found, extra=common, changed_by_trainer=not common)
-    if again.reduction is found.reduction and set(again.rules) == set(found.rules):
+        extra = _in_both(found.extra, again.extra)
+        found, again = (replace(each, extra=extra, changed_by_trainer=not extra) for each in (found, again))
+    if not again.conclusive or found.items is None:
         return found
-    reason = "a term that no loss call shows is another one under dropout"
-    return replace(found, reduction=Reduction.PLAIN, items=None, made_of=None, reason=reason)
+    common, rest = _in_both(found.alternatives, again.alternatives), _in_both(_rest_terms(found), _rest_terms(again))
+    if again.reduction is found.reduction and common and bool(rest) == bool(_rest_terms(found)):
+        # What drew at random at its first run (a teacher that is made then) shows no calls.
+        found = again if found.made_of is None else found
+        made_of = found.made_of and replace(found.made_of, rest_terms=rest)
+        return replace(found, items=common[0], alternatives=common, made_of=made_of)
+    reason = "a term that no loss call shows is another one in other samples, or under dropout"
+    return replace(found, reduction=Reduction.PLAIN, items=None, alternatives=(), made_of=None, reason=reason)
 
 
 @dataclass(frozen=True)
@@ -368,7 +415,7 @@ class _Asked:
     inputs: Mapping[str, Any]
     base: float
     loss: float
-    doubled: bool
+    more_steps: bool
     number_came: bool
 
 
@@ -382,7 +429,7 @@ def _response_of(responses: Sequence[_Asked], steps: int) -> Response | None:
         steps: G.
     """
     seen = [each for each in responses if math.isfinite(each.base) and math.isfinite(each.loss)]
-    plain = [each for each in seen if each.number_came and not each.doubled]
+    plain = [each for each in seen if each.number_came and not each.more_steps]
     if all(each.loss == each.base for each in seen) or len(plain) < 2:
         return Response()
     one, other = plain[:2]
@@ -419,18 +466,16 @@ def _extra(plain: Sequence[_Asked], factor: float) -> tuple[Items, ...]:
 
 
 def _divides(seen: Sequence[_Asked], factor: float, added: float, steps: int) -> Divides:
-    """When an override divides the base's loss for the window, from what it does with twice the steps and no number."""
+    """When an override divides the base's loss for the window, from what it does with more steps and no number."""
 
     def compared(each: _Asked | None) -> float:
         return 1.0 if each is None or each.base == 0.0 else (each.loss - added) / each.base / factor
 
-    doubled = compared(next((each for each in seen if each.doubled), None))
+    more_steps = compared(next((each for each in seen if each.more_steps), None))
     without = compared(next((each for each in seen if not each.number_came), None))
-    if abs(without - 1) > 1e-4:
-        return Divides.WITH_NUMBER if abs(without - steps) < 1e-3 * steps else Divides.UNKNOWN
-    if abs(doubled - 1) <= 1e-4:
-        return Divides.NEVER
-    return Divides.ALWAYS if abs(doubled - 0.5) < 1e-3 else Divides.UNKNOWN
+    if abs(without - 1) > 1e-4 and abs(without - steps) >= 1e-3 * steps:
+        return Divides.UNKNOWN
+    return divides_by(more_steps, with_number=abs(without - 1) > 1e-4)
 
 
 def silent(*_: Any, **__: Any) -> None:
@@ -438,18 +483,18 @@ def silent(*_: Any, **__: Any) -> None:
 
 
 @contextmanager
-def _doubled_steps(trainer: Any, session: Session) -> Iterator[None]:
-    """Let the trainer say twice the accumulation steps, wherever it says them."""
+def _more_steps(trainer: Any, session: Session) -> Iterator[None]:
+    """Let the arguments say twice the accumulation steps, and the trainer three times those of the window."""
     steps = trainer.args.gradient_accumulation_steps
     window = getattr(trainer, "current_gradient_accumulation_steps", steps)
     before = vars(trainer.args).get("gradient_accumulation_steps", steps)
     vars(trainer.args)["gradient_accumulation_steps"] = 2 * steps
-    session.doubled = True
+    session.more_steps = True
     try:
-        with shadow(trainer, "current_gradient_accumulation_steps", 2 * window):
+        with shadow(trainer, "current_gradient_accumulation_steps", 3 * window):
             yield
     finally:
-        session.doubled = False
+        session.more_steps = False
         vars(trainer.args)["gradient_accumulation_steps"] = before
 
 

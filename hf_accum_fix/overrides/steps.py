@@ -90,6 +90,8 @@ def _loss_in_window(
     if contract.rules and not micro_batch.weightless and (predicted is None or remakes_inputs(trainer)):
         # What is run is counted, whatever was fetched.
         counts = count_by_rules(contract.rules, [inputs], cut.mean.device)[0][0]
+        if window.certificate is not None:
+            window.certificate.note_inputs(inputs)
         if cut.micro_batches * cut.world_size == 1:
             total, *beside = counts.values()
             cut = Cut.of(contract, total, 1, 1, beside)
@@ -172,7 +174,7 @@ def training_step(
         if depth == 1:
             given = loss_kwargs.get("num_items_in_batch", loss_args[3] if len(loss_args) > 3 else None)
             micro_batch.number_came = given is not None
-            _count_own(session, window, micro_batch, loss_kwargs["inputs"] if "inputs" in loss_kwargs else loss_args[1])
+            loss_args, loss_kwargs = _count_own(session, window, micro_batch, loss_args, loss_kwargs)
         listens = depth == 1 and contract.owned_by_trainer and contract.made_of is not None
         try:
             with (
@@ -252,12 +254,26 @@ def _reduced_in_the_last(trainer: Any, window: Window, model: nn.Module) -> Abst
     return shadow(model, "require_backward_grad_sync", last)
 
 
-def _count_own(session: Session, window: Window, micro_batch: MicroBatch, inputs: Any) -> None:
-    """Count what a trainer's own loss is about to be computed from, before it takes labels out of it."""
+def _count_own(
+    session: Session, window: Window, micro_batch: MicroBatch, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Count what a trainer's own mean is about to be computed from, before it takes labels out of it.
+
+    Returns:
+        Its arguments, with a dummy target where there is none: the mean over nothing is nan.
+    """
     contract = session.contract
     assert contract is not None
-    if contract.owned_by_trainer and contract.reduction is Reduction.MEAN and not micro_batch.weightless:
-        micro_batch.run_counts = count_by_rules(contract.rules, [inputs], window.cut.mean.device)[0][0]
+    if not contract.owned_by_trainer or contract.reduction is not Reduction.MEAN or micro_batch.weightless:
+        return args, kwargs
+    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    counts = micro_batch.run_counts = count_by_rules(contract.rules, [inputs], window.cut.mean.device)[0][0]
+    if window.cut.is_whole:
+        return args, kwargs
+    run = copy.copy(inputs)
+    for rule in contract.rules:
+        run.update({key: value for key, value in rule.with_target(run, counts[rule]).items() if key in rule.keys})
+    return (args, {**kwargs, "inputs": run}) if "inputs" in kwargs else ((args[0], run, *args[2:]), kwargs)
 
 
 def _own_mean(
@@ -304,7 +320,7 @@ def _share_of_window(
             rule = contract.extra[0]
             ratio = 0.0 if micro_batch.weightless else micro_batch.run_counts[rule] / window.cut.means[rule]
             loss = weighed_terms(loss, ratio, [(micro_batch.base * response.factor, 1.0)])
-        return loss * 1.0 if _divided(response.divides, micro_batch) else loss / steps
+        return loss * (_divided_by(trainer, response.divides, micro_batch, steps) / steps)
     if micro_batch.weightless:
         return loss * 0.0
     if contract.owned_by_trainer and contract.reduction is Reduction.MEAN:
@@ -315,11 +331,18 @@ def _share_of_window(
         return None
     if contract.owned_by_trainer and contract.reduction is Reduction.SUM:
         # Engines take the mean over ranks; nothing else divides a sum.
-        loss = loss * window.cut.world_size
-        return loss * steps if _divided(contract.divides, micro_batch) else loss
-    return loss * 1.0 if scales_itself(trainer) or _divided(contract.divides, micro_batch) else loss / steps
+        return loss * (window.cut.world_size * _divided_by(trainer, contract.divides, micro_batch, steps))
+    if scales_itself(trainer):
+        return loss * 1.0
+    return loss * (_divided_by(trainer, contract.divides, micro_batch, steps) / steps)
 
 
-def _divided(divides: Divides, micro_batch: MicroBatch) -> bool:
-    """Whether the trainer has divided a loss for the window."""
-    return divides is Divides.ALWAYS or (divides is Divides.WITH_NUMBER and micro_batch.number_came)
+def _divided_by(trainer: Any, divides: Divides, micro_batch: MicroBatch, steps: int) -> int:
+    """What the trainer has divided a loss by for the window; ``steps``: G of the window."""
+    if divides in (Divides.WITH_NUMBER, Divides.WITH_NUMBER_BY_ARGUMENT) and not micro_batch.number_came:
+        return 1
+    if divides in (Divides.ALWAYS, Divides.WITH_NUMBER):
+        return steps
+    if divides in (Divides.BY_ARGUMENT, Divides.WITH_NUMBER_BY_ARGUMENT):
+        return int(trainer.args.gradient_accumulation_steps)
+    return 1

@@ -118,7 +118,7 @@ def open_window(
     )
     session.closing.corrects = session.closing.corrects or window.differs
     if contract.made_of is not None or remakes_inputs(trainer):
-        window.certificate = Certificate(contract)
+        window.certificate = Certificate(contract, constant=session.response.constant)
     if len(batches) > trainer.args.gradient_accumulation_steps:
         session.note_inexact()
         session.warn_once(

@@ -32,7 +32,6 @@ class Backend:
         data_ranks: ranks that hold samples of their own, of two.
         stock_wrong: for a head that divides by the number, too, which the installed release gets right elsewhere.
         reports_norm: of the gradient; DeepSpeed clips at stage 0 without telling.
-        everyday: run by the everyday tests; the others by ``pytest -m backends`` and ``-m deepspeed``.
         compiles: for a minute, before it can be run; by ``pytest -m cpu_adam``.
     """
 
@@ -48,12 +47,11 @@ class Backend:
     data_ranks: int = 2
     stock_wrong: bool = False
     reports_norm: bool = True
-    everyday: bool = False
     compiles: bool = False
 
     @property
     def mark(self) -> pytest.MarkDecorator:
-        """Of its tests, where they are not everyday ones."""
+        """Of its tests."""
         if self.compiles:
             return pytest.mark.cpu_adam
         return pytest.mark.deepspeed if self.wrapped == DEEPSPEED else pytest.mark.backends
@@ -186,9 +184,9 @@ BACKENDS = {
         Backend("ddp-gradient-as-bucket-view", DDP, prepare=as_bucket_view),
         Backend("ddp-bf16", DDP, {"bf16": True}, autocast=torch.bfloat16, **FLOAT32),
         Backend("fsdp1-launched", FSDP1, environment=launched_fsdp(1), **FLOAT32),
-        Backend("fsdp2-launched", FSDP2, environment=launched_fsdp(2), everyday=True),
+        Backend("fsdp2-launched", FSDP2, environment=launched_fsdp(2)),
         Backend("fsdp2-launched-offloaded", FSDP2, environment=launched_fsdp(2, FSDP_OFFLOAD_PARAMS="true")),
-        Backend("fsdp1-argument", FSDP1, fsdp_argument(1), everyday=True, **FLOAT32),
+        Backend("fsdp1-argument", FSDP1, fsdp_argument(1), **FLOAT32),
         Backend("fsdp1-launched-offloaded", FSDP1, environment=launched_fsdp(1, FSDP_OFFLOAD_PARAMS="true"), **FLOAT32),
         Backend("fsdp2-argument", FSDP2, fsdp_argument(2)),
         Backend("fsdp2-argument-offloaded", FSDP2, fsdp_argument(2, "offload")),

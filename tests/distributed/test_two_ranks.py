@@ -11,18 +11,20 @@ from tests.distributed.two_ranks import LEFT_OUT, SPLITS, WITHOUT_ITEMS
 from tests.numerics.heads import HEADS
 from tests.torchrun import found_by
 
-#: The everyday tests run this, which stock and the subclass take, too, but not of heads that stand for a class alone.
-EVERYDAY = (2, 2)
-#: The one cut of a class's loss that is marked "zoo"; its others show nothing new and are marked "zoo_all".
-OF_A_CLASS = (1, 4)
+#: One of each way that a loss is reduced, at a cut that stock and the subclass take, too.
+EVERYDAY = (
+    *("llama", "llama-smoothing", "lora", "bert-mlm", "bert-classes", "bert-pretraining", "t5", "mixtral", "llava"),
+    *("no-kwargs", "uses-tensor", "func-with-mean", "wav2vec2-ctc-sum", "mean-of-sample-means"),
+)
 
 
 def every_case() -> Iterator[Any]:
     """Every head and cut, and some of them with a rank that has no item, as parameters."""
     for name, head in HEADS.items():
         for split in SPLITS if name not in LEFT_OUT else ():
-            marks = [] if split == EVERYDAY and not head.in_zoo else [pytest.mark.zoo]
-            if head.in_zoo and split != OF_A_CLASS:
+            marks = [] if split == (2, 2) and name in EVERYDAY else [pytest.mark.zoo]
+            # One rank shows the losses of heads that stand for a class alone.
+            if head.in_zoo or split == (4, 1):
                 marks = [pytest.mark.zoo_all]
             yield pytest.param(f"{name} {split[0]}x{split[1]}", marks=marks)
     for name in WITHOUT_ITEMS:

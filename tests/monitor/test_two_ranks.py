@@ -8,6 +8,8 @@ import pytest
 
 from tests.torchrun import found_by
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:

@@ -10,7 +10,7 @@ from tests.router_loss.conventions import FAMILIES, SIZES, TWIN
 from tests.router_loss.table import errors
 from tests.torchrun import torchrun
 
-EVERYDAY = ("Mixtral 8",)
+SLOW = ("Mixtral 8",)
 
 
 def check(rows: list[dict[str, object]]) -> None:
@@ -24,18 +24,19 @@ def check(rows: list[dict[str, object]]) -> None:
         assert min(error["stock"], error["mean"], error["window"]) > 1e-2, row
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_exact_is_the_full_batch_of_both_ranks(tmp_path: Path) -> None:
-    rows = errors(2, EVERYDAY, tmp_path / "rows.json")
-    assert [f"{row['family']} {row['per_device']}" for row in rows] == [*EVERYDAY]
+    rows = errors(2, SLOW, tmp_path / "rows.json")
+    assert [f"{row['family']} {row['per_device']}" for row in rows] == [*SLOW]
     check(rows)
 
 
-@pytest.mark.zoo
+@pytest.mark.zoo_all
 @pytest.mark.timeout(1800)
 def test_every_family_and_cut(tmp_path: Path) -> None:
     cases = [f"{family} {size}" for family in FAMILIES for size in SIZES]
-    check(errors(2, [case for case in cases if case not in EVERYDAY], tmp_path / "rows.json"))
+    check(errors(2, [case for case in cases if case not in SLOW], tmp_path / "rows.json"))
 
 
 @pytest.mark.backends

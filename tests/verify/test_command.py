@@ -27,6 +27,7 @@ def test_one_process_wrong_then_mended(tmp_path: Path) -> None:
     assert mended.returncode == 0 and "verdict: exact to the floor" in mended.stdout, mended.stderr
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     """G x W times in training; the evaluation of 11 samples is W times, and the item mean with the option."""
     done = torchrun("hf_accum_fix", "verify", "--json", tmp_path / "r.json", SCRIPT)
