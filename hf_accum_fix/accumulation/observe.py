@@ -408,7 +408,10 @@ def _owned(evidence: _Evidence, steps: int, more_steps: _Seen | None, without_nu
     if evidence.in_parts and evidence.sliced and not evidence.whole.random and _alike(losses, evidence.tolerance):
         return LossContract(Reduction.PLAIN, divides=divides, conclusive=False, reason=ALIKE)
     reason = "the trainer computes the loss by itself and takes no item count"
-    return LossContract(Reduction.PLAIN, divides=divides, coupling=_coupling(evidence), reason=reason)
+    # A part without a target may be nan, which shows nothing.
+    conclusive = all(np.isfinite(each.loss) for each in evidence.seen)
+    coupling = _coupling(evidence)
+    return LossContract(Reduction.PLAIN, divides=divides, coupling=coupling, conclusive=conclusive, reason=reason)
 
 
 def _owned_mean(evidence: _Evidence) -> LossContract | None:

@@ -40,7 +40,13 @@ def train(command: tuple[Any, ...], folder: Path, ranks: int) -> tuple[dict[str,
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("command", "ranks"), [(ONE_RANK, 1), (TWO_RANKS, 2)], ids=["one-rank", "two-ranks"])
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [
+        pytest.param(ONE_RANK, 1, id="one-rank"),
+        pytest.param(TWO_RANKS, 2, id="two-ranks", marks=pytest.mark.thorough),
+    ],
+)
 def test_without_run_it_is_not_exact(command: tuple[Any, ...], ranks: int, tmp_path: Path) -> None:
     _, _, error, told = train(command, tmp_path, ranks)
     assert error > 1
@@ -51,7 +57,7 @@ def test_without_run_it_is_not_exact(command: tuple[Any, ...], ranks: int, tmp_p
 @pytest.mark.parametrize(
     ("command", "ranks"),
     [
-        pytest.param(ONE_RANK, 1, id="one-rank", marks=pytest.mark.slow),
+        pytest.param(ONE_RANK, 1, id="one-rank", marks=pytest.mark.thorough),
         pytest.param(TWO_RANKS, 2, id="two-ranks"),
         pytest.param(ITS_OWN_TORCHRUN, 2, id="its-own-torchrun", marks=pytest.mark.slow),
     ],

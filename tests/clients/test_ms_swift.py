@@ -27,7 +27,7 @@ from tests.torchrun import found_by
 pytestmark = [pytest.mark.swift, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 WHOLE = (8, 1)
-SPLITS = ((4, 2), (2, 4), (1, 8))
+THOROUGH = ((4, 2), (1, 8))
 WITH_SHORT_MICRO_BATCH = (3, 3)
 Reference = Callable[[str], Step]
 names = pytest.mark.parametrize("name", KINDS)
@@ -56,7 +56,7 @@ def reference(folder: Path) -> Reference:
     return step_of
 
 
-@pytest.mark.parametrize("path", ["apply", "trainer"])
+@pytest.mark.parametrize("path", ["apply", pytest.param("trainer", marks=pytest.mark.thorough)])
 @names
 def test_the_full_batch_is_left_bit_for_bit(name: str, path: str, folder: Path, reference: Reference) -> None:
     kind, wanted = KINDS[name], reference(name)
@@ -66,7 +66,9 @@ def test_the_full_batch_is_left_bit_for_bit(name: str, path: str, folder: Path, 
     assert step.loss == wanted.loss
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=shape)
+@pytest.mark.parametrize(
+    "split", [(2, 4), *(pytest.param(each, marks=pytest.mark.thorough) for each in THOROUGH)], ids=shape
+)
 @names
 def test_no_cut_is_further_from_the_full_batch_than_in_stock(
     name: str, split: tuple[int, int], folder: Path, reference: Reference

@@ -10,8 +10,12 @@ from tests.dealing.two_ranks import HEADS_RUN, OF_TRAJECTORIES, SPLITS, TRAJECTO
 from tests.numerics.heads import before
 from tests.torchrun import found_by
 
-#: The everyday tests run these; the others are marked "slow".
+#: The everyday tests run these; others are marked "slow", and those that show nothing new "thorough".
 EVERYDAY = ("llama 2x2", "bert-mlm 2x2", "bert-classes 2x2", "mixtral 2x2", "bert-mlm, plain", "dispatched stream")
+THOROUGH = {
+    *(f"{name} {rows}x{steps}" for name in HEADS_RUN for rows, steps in SPLITS if (rows, steps) != (2, 2)),
+    *("llama, plain", "bert-mlm, drop last", "bert-mlm, stream", "llama, split batches", "resumed at 4"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +28,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 
 def of(*cases: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        "case", [pytest.param(case, marks=[] if case in EVERYDAY else [pytest.mark.slow]) for case in cases]
-    )
+    def marks(case: str) -> list[pytest.MarkDecorator]:
+        later = pytest.mark.thorough if case in THOROUGH else pytest.mark.slow
+        return [] if case in EVERYDAY else [later]
+
+    return pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case)) for case in cases])
 
 
 pytestmark = pytest.mark.timeout(900)

@@ -15,7 +15,7 @@ from tests.numerics.parity import Step, contract_of, cut, reference_step, refere
 
 SPLITS = ((8, 1), (4, 2), (2, 4), (1, 8))
 #: The everyday tests run this cut of every head that stands for more than its class; the others are marked "zoo", and
-#: those that show nothing new of a class's loss "zoo_all".
+#: those that show nothing new of a class's loss "thorough".
 ONE = (1, 8)
 
 
@@ -25,7 +25,7 @@ def every_cut() -> Iterator[Any]:
         for split in SPLITS:
             marks = [] if split == ONE and not head.in_zoo else [pytest.mark.zoo]
             if head.in_zoo and split != ONE:
-                marks = [pytest.mark.zoo_all]
+                marks = [pytest.mark.thorough]
             yield pytest.param(name, split, id=f"{name}-{split[0]}x{split[1]}", marks=marks)
 
 

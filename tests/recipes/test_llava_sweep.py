@@ -335,10 +335,13 @@ def test_bert_is_wrong_since_5_0(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "launched",
     [
-        ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "4"),
-        launcher(4),
+        pytest.param(
+            ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "4"),
+            id="accelerate",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(launcher(4), id="torchrun"),
     ],
-    ids=["accelerate", "torchrun"],
 )
 def test_four_processes_see_the_same_batch(launched: tuple[str, ...], tmp_path: Path) -> None:
     arguments = ["--steps", "2", "--total-batch", "32", "--splits", "4x2,1x8", "--modes", "stock,apply"]
@@ -357,7 +360,7 @@ def test_four_processes_see_the_same_batch(launched: tuple[str, ...], tmp_path: 
     [
         ["--lora"],
         ["--stage", "pretrain"],
-        ["--dtype", "float64"],
+        pytest.param(["--dtype", "float64"], marks=pytest.mark.thorough),
         ["--dtype", "bfloat16"],
         ["--model", "{done}/initial_model", "--data", "{done}/digits/conversations.json", "--images", "{done}/digits"],
     ],

@@ -14,12 +14,16 @@ EVERYWHERE = "(llama or bert or t5 or no-kwargs or drops-kwargs or declares-fals
 ONE_RANK = ("tests/dealing/test_dealing.py", "tests/dealing/test_trainings.py")
 
 
-@pytest.mark.parametrize("release", ("4.41.0", "4.46.1", "4.49.0", "5.4.0"))
+#: Every release makes its dataloader in a way of its own; CI looks at the first and the newest of them.
+LATER = [pytest.param(release, marks=pytest.mark.thorough) for release in ("4.46.1", "4.49.0")]
+
+
+@pytest.mark.parametrize("release", ("4.41.0", *LATER, "5.4.0"))
 def test_steps_trajectories_and_resumption(release: str) -> None:
     chosen = f"test_dealing or trajectory or resumed or dispatched or kept or (full_batch_step and {EVERYWHERE})"
     run_tests_in(release, "-k", chosen, *ONE_RANK)
 
 
-@pytest.mark.parametrize("release", ("4.46.1", "4.49.0", "5.4.0"))
+@pytest.mark.parametrize("release", (*LATER, "5.4.0"))
 def test_two_ranks(release: str) -> None:
     run_tests_in(release, "tests/dealing/test_two_ranks.py")

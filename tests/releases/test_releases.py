@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RELEASES = ("4.48.3", "4.49.0")
+RELEASES = (pytest.param("4.48.3", marks=pytest.mark.thorough), "4.49.0")
 
 pytestmark = [pytest.mark.releases, pytest.mark.timeout(1800)]
 
@@ -27,8 +27,10 @@ def run_in(release: str, *command: str) -> str:
 
 
 def run_tests_in(release: str, *words: str) -> str:
-    """Tests, whatever their mark; by one process, as other releases may be tested beside it."""
-    return run_in(release, "python", "-m", "pytest", "-q", "-n", "0", "-m", "", "-p", "no:cacheprovider", *words)
+    """Tests of every mark but one; by one process, as other releases may be tested beside it."""
+    return run_in(
+        release, "python", "-m", "pytest", "-q", "-n", "0", "-m", "not thorough", "-p", "no:cacheprovider", *words
+    )
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -36,7 +38,7 @@ def test_llava_on_one_rank_and_two(release: str) -> None:
     """The same tests that run on the newest release: stock wrong first, then every cut exact."""
     tests = ["tests/numerics/test_parity.py", "tests/distributed/test_two_ranks.py"]
     out = run_tests_in(release, "-k", "llava", *tests)
-    assert "14 passed" in out
+    assert "12 passed" in out
 
 
 @pytest.mark.parametrize("release", ("4.49.0", "5.4.0"))

@@ -27,7 +27,9 @@ FAMILIES = {
 pytestmark = [pytest.mark.releases, pytest.mark.timeout(1800)]
 
 
-@pytest.mark.parametrize("release", FAMILIES)
+@pytest.mark.parametrize(
+    "release", [pytest.param(each, marks=[pytest.mark.thorough] * (each != "5.4.0")) for each in FAMILIES]
+)
 def test_exact_is_the_full_batch(release: str) -> None:
     test = "tests/router_loss/test_conventions.py::test_exact_is_the_full_batch_for_every_cut"
     cases = [f"{test}[{family}-4]" for family in FAMILIES[release]]

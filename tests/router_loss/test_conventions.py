@@ -39,7 +39,7 @@ def every_cut() -> Iterator[Any]:
         for size in SIZES:
             marks = [] if family == MIXTRAL and size not in (2, 8) else [pytest.mark.zoo]
             if family != MIXTRAL and size != OF_A_FAMILY:
-                marks = [pytest.mark.zoo_all]
+                marks = [pytest.mark.thorough]
             yield pytest.param(family, size, marks=marks, id=f"{family}-{size}")
 
 

@@ -32,7 +32,7 @@ def test_exact_is_the_full_batch_of_both_ranks(tmp_path: Path) -> None:
     check(rows)
 
 
-@pytest.mark.zoo_all
+@pytest.mark.thorough
 @pytest.mark.timeout(1800)
 def test_every_family_and_cut(tmp_path: Path) -> None:
     cases = [f"{family} {size}" for family in FAMILIES for size in SIZES]
