@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -44,9 +44,10 @@ from hf_accum_fix.accumulation.declared import (
     wants_number,
 )
 from hf_accum_fix.accumulation.micro_batch import run_micro_batch
-from hf_accum_fix.accumulation.observe import ATTEMPTS, NO_TARGET_SEEN, observe
+from hf_accum_fix.accumulation.observe import ATTEMPTS, NO_TARGET_SEEN, SEVERAL_FIT, observe
 from hf_accum_fix.accumulation.per_sample import by_sample
 from hf_accum_fix.accumulation.router_loss import Convention, Form, RouterLoss, one_form
+from hf_accum_fix.accumulation.second_look import as_before, as_both_show, is_due, several_fit, shows_no_call
 from hf_accum_fix.accumulation.share import Cut, loss_among, share_of
 from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules, count_dtype
 from hf_accum_fix.duplicates import WithoutDuplicates
@@ -189,7 +190,7 @@ class AccumulationWindow:
         windows = self._windows
         if self._cut is not None and windows.contract is not None:
             return windows.contract
-        runs_ahead = not windows._settled or windows._router.runs_forwards
+        runs_ahead = windows._observes(self) or windows._router.runs_forwards
         if windows._in_step and runs_ahead and len(set(windows._gathered(len(self)))) > 1:
             raise windows._uneven()
         contract = windows._settle(self, model)
@@ -360,6 +361,7 @@ class AccumulationWindows:
         self._closing.read(_Loop(self))
         if self.world_size > 1:
             # A rank that has more joins this with its next window, so that it is told instead of waiting for ever.
+            self._opened += 1
             AccumulationWindow(self, [])._open(None, None)
         for kind, words in self._router.remarks():
             self._warn_once(kind, words)
@@ -383,28 +385,26 @@ class AccumulationWindows:
                         "does not take num_items_in_batch; give Reduction.MEAN"
                     )
             return known
-        if known is not None and self._settled:
+        if known is not None and not self._observes(window):
             return known
+        settled = self._settled
         if model is None and window.batches:
             raise ContractError(
                 "a loss of your own cannot be observed; needed is how it is reduced and what it counts: "
                 "accumulation_windows(..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
             )
-        seen, trouble = None, None
-        try:
-            seen = None if model is None else self._observe(model, window.batches)
-        except Exception as error:
-            # Raised as soon as the other ranks know.
-            trouble = error
-        gathered = ranks.agreed_by(
-            lambda said: self._gathered(said[0]), seen, trouble, rank=self._rank, world_size=self.world_size
-        )
+        seen, gathered = self._seen(model, window)
+        if any(map(shows_no_call, gathered)):
+            _, gathered = self._seen(model, window, seen)
         observed = [each for each in gathered if each is not None]
         if observed and len(observed) < len(gathered):
             raise self._uneven()
         if not observed and known is not None:
             return known
-        found = self.contract = by_sample(agree(observed)) if self._per_sample else agree(observed)
+        found = by_sample(agree(observed)) if self._per_sample else agree(observed)
+        if known is not None and settled:
+            return self._narrowed(known, found, window)
+        self.contract = found
         # On one rank a gradient is corrected unread, in every window; several need one more collective for it.
         self._closing.corrects = found.made_of is not None and (self.world_size == 1 or not found.made_of.counted)
         self._attempts += found.reason != NO_TARGET_SEEN
@@ -412,7 +412,46 @@ class AccumulationWindows:
             self._say(self._name(model), len(window), found)
         return found
 
-    def _observe(self, model: nn.Module, batches: list[Batch]) -> LossContract:
+    def _observes(self, window: AccumulationWindow) -> bool:
+        """Whether the loss is observed in this window."""
+        if self._given:
+            return False
+        if self.contract is None or not self._settled:
+            return True
+        return is_due(self.contract, self._opened, window.batches, alone=self.world_size == 1)
+
+    def _seen(
+        self, model: nn.Module | None, window: AccumulationWindow, first: LossContract | None = None
+    ) -> tuple[LossContract | None, list[LossContract | None]]:
+        """What this rank sees of the loss, and every rank; with what it saw ``first``, by a second look."""
+        seen, trouble = None, None
+        try:
+            if model is not None:
+                seen = self._observe(model, window.batches, again=first is not None)
+                if first is not None:
+                    seen = as_both_show(first, seen)
+                    if seen.conclusive and several_fit(seen, window.batches):
+                        seen = replace(seen, conclusive=False, reason=SEVERAL_FIT)
+        except Exception as error:
+            # Raised as soon as the other ranks know.
+            trouble = error
+        return seen, ranks.agreed_by(
+            lambda said: self._gathered(said[0]), seen, trouble, rank=self._rank, world_size=self.world_size
+        )
+
+    def _narrowed(self, known: LossContract, found: LossContract, window: AccumulationWindow) -> LossContract:
+        """The contract after a later window was observed too: as it was, narrowed down, or with a warning another."""
+        if found.reason == NO_TARGET_SEEN or not (found.conclusive or found.reason == SEVERAL_FIT):
+            return known
+        narrowed = as_before(known, found)
+        self.contract = narrowed or found
+        if narrowed is None:
+            self._tell_inexact(f"the loss {found}; it was observed as: {known}")
+        elif several_fit(narrowed, window.batches):
+            self._tell_inexact(SEVERAL_FIT)
+        return self.contract
+
+    def _observe(self, model: nn.Module, batches: list[Batch], *, again: bool = False) -> LossContract:
         module = inside_ddp(model) or model
         # An engine that keeps its parameters on the CPU runs them elsewhere.
         device = self._device_beside(next(iter(model.parameters())).device)
@@ -432,6 +471,7 @@ class AccumulationWindows:
             router_coefficients=router_coefficients(self._bare(model)),
             world_size=self.world_size,
             low_precision=products_are_rounded(module) or getattr(self._accelerator, "mixed_precision", "no") != "no",
+            again=again,
         )
         return found.without_calls() if is_compiled(module) else found
 

@@ -189,6 +189,11 @@ class LossContract:
         return tuple(dict.fromkeys((*main, *(rules[0] for rules in (*terms, self.extra) if rules))))
 
     @property
+    def rest_terms(self) -> tuple[Items, ...]:
+        """The rules of a rest, beside its loss calls, that is a mean over items of its own."""
+        return () if self.made_of is None else self.made_of.rest_terms
+
+    @property
     def has_router_loss(self) -> bool:
         """Whether router losses are inside the loss."""
         return bool(self.router_coefficient or self.router_z_coefficient)

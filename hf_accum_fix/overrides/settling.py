@@ -37,6 +37,7 @@ from hf_accum_fix.accumulation.observe import (
     told_apart_in,
 )
 from hf_accum_fix.accumulation.per_sample import by_sample, weighed_by_sample
+from hf_accum_fix.accumulation.second_look import as_before, as_both_show, is_due, several_fit, shows_no_call
 from hf_accum_fix.accumulation.share import loss_among
 from hf_accum_fix.accumulation.window import Items, sample_count
 from hf_accum_fix.errors import ContractError, RankError
@@ -76,7 +77,9 @@ def settle_contract(
         session.response, session.closing.corrects = Response(), False
     known = session.contract
     settled = known is not None and (known.conclusive or session.attempts >= ATTEMPTS)
-    if settled and known is not None and not _looked_at_again(trainer, session, known, window, options):
+    alone = data_ranks(trainer) == 1
+    given = options.contract is not None
+    if settled and known is not None and (given or not is_due(known, session.windows, window, alone=alone)):
         _say_if_several_fit(trainer, session, known, window)
         return known
     if options.contract is not None:
@@ -85,12 +88,12 @@ def settle_contract(
         _check_alike(trainer, window, trouble)
         seen, trouble = _observed(trainer, session, window)
         # Ranks may meet in every forward, and run as many.
-        if any(ranks.agreed(_is_looked_at_twice(seen), trouble, **place(trainer))):
+        if any(ranks.agreed(shows_no_call(seen), trouble, **place(trainer))):
             response = session.response
             again, trouble = _observed(trainer, session, window, again=True)
             session.response = response
-            seen = seen if seen is None or again is None else _as_both_show(seen, again)
-        if seen is not None and seen.conclusive and _several_fit(seen, window):
+            seen = seen if seen is None or again is None else as_both_show(seen, again)
+        if seen is not None and seen.conclusive and several_fit(seen, window):
             seen = replace(seen, conclusive=False, reason=SEVERAL_FIT)
         found = _agreed(trainer, seen, trouble, window)
         if options.per_sample:
@@ -131,91 +134,35 @@ def _observed(
         return None, error
 
 
-def _looked_at_again(trainer: Any, session: Session, known: LossContract, window: list[Any], options: Options) -> bool:
-    """Whether a loss that no call shows is observed once more: in windows 2, 3, 4, 8, 16 and so on.
-
-    And, on one rank, where the ways of counting that fit so far differ in a window.
-    """
-    if options.contract is not None or _is_certified(known):
-        return False
-    if known.reduction is Reduction.PLAIN and known.conclusive:
-        return False
-    number = session.windows
-    alone = data_ranks(trainer) == 1
-    return number in (2, 3) or number & (number - 1) == 0 or (alone and _several_fit(known, window))
-
-
-def _several_fit(known: LossContract, window: Sequence[Any]) -> bool:
-    """Whether the ways of counting that fit what no call shows count the micro-batches of a window differently.
-
-    Looked at where the window is held by the host, so that it waits for no device.
-    """
-    by_hand = known.alternatives if known.made_of is None and known.reduction is Reduction.MEAN else ()
-    fitting = [rules for rules in (by_hand, _rest_terms(known), known.extra) if len(rules) > 1]
-    if not fitting or not all(isinstance(batch, Mapping) for batch in window):
-        return False
-    if not all(rule.has_targets(batch) for rules in fitting for rule in rules for batch in window):
-        return False
-    values = [value for batch in window for value in batch.values() if isinstance(value, Tensor)]
-    if any(value.device.type != "cpu" for value in values):
-        return False
-    return not all(told_apart_in(rules, window) for rules in fitting)
-
-
-def _say_if_several_fit(trainer: Any, session: Session, known: LossContract, window: Sequence[Any]) -> None:
-    if known.conclusive and _several_fit(known, window):
-        session.note_inexact()
-        session.warn_once("inexact", f"{head_name(trainer)}: window {session.windows}: {SEVERAL_FIT}.")
-
-
-def _is_certified(known: LossContract) -> bool:
-    """Whether its loss calls show in every micro-batch that the loss is made as it was observed."""
-    return known.made_of is not None and not (known.made_of.rest_terms or known.extra)
-
-
 def _still(
     trainer: Any, session: Session, known: LossContract, found: LossContract, window: Sequence[Any]
 ) -> LossContract:
     """The contract after a later window was observed too: as it was, narrowed down, or with a warning another one."""
     if found.reason == NO_TARGET_SEEN or not (found.conclusive or found.reason == SEVERAL_FIT):
         return known
-    if known.reduction is Reduction.PLAIN:
-        session.note_inexact()
-        session.contract = found
-        return found
-    common = _in_both(known.alternatives, found.alternatives)
-    extra, rest = _in_both(known.extra, found.extra), _in_both(_rest_terms(known), _rest_terms(found))
-    as_before = found.reduction is known.reduction and (known.items is None or common)
-    # Now it is known that no rule counts what its calls reduce over.
-    as_before = as_before and not (found.beside and not known.beside)
-    if as_before and bool(extra) == bool(known.extra) and bool(rest) == bool(_rest_terms(known)):
-        made_of = known.made_of
-        if made_of is not None and rest:
-            made_of = replace(made_of, rest_terms=rest)
-        items = common[0] if common else known.items
-        narrowed = replace(known, items=items, alternatives=common, extra=extra, made_of=made_of)
-        if narrowed.rules != known.rules:
-            # The windows before counted by a rule that this one rules out.
-            session.note_inexact()
-        session.contract = narrowed
-        _say_if_several_fit(trainer, session, narrowed, window)
-        return narrowed
-    session.note_inexact()
-    session.contract = replace(found, changed_by_trainer=True)
-    session.warn_once(
-        "inexact",
-        f"{head_name(trainer)}: window {session.windows}: the loss {found}; it was observed as: {known}. The windows "
-        "since then may not be exact; look at what changes in the data, or give contract=LossContract(...).",
+    narrowed = as_before(known, found)
+    session.contract = narrowed or (
+        found if known.reduction is Reduction.PLAIN else replace(found, changed_by_trainer=True)
     )
+    if narrowed is None or narrowed.rules != known.rules:
+        # The windows before counted by a rule that this one rules out.
+        session.note_inexact()
+    if narrowed is not None:
+        _say_if_several_fit(trainer, session, narrowed, window)
+    elif known.reduction is not Reduction.PLAIN:
+        session.warn_once(
+            "inexact",
+            f"{head_name(trainer)}: window {session.windows}: the loss {found}; it was observed as: {known}. The "
+            "windows since then may not be exact; look at what changes in the data, or give "
+            "contract=LossContract(...).",
+        )
     return session.contract
 
 
-def _in_both(one: Sequence[Items], other: Sequence[Items]) -> tuple[Items, ...]:
-    return tuple(rule for rule in one if rule in other)
-
-
-def _rest_terms(contract: LossContract) -> tuple[Items, ...]:
-    return () if contract.made_of is None else contract.made_of.rest_terms
+def _say_if_several_fit(trainer: Any, session: Session, known: LossContract, window: Sequence[Any]) -> None:
+    if known.conclusive and several_fit(known, window):
+        session.note_inexact()
+        session.warn_once("inexact", f"{head_name(trainer)}: window {session.windows}: {SEVERAL_FIT}.")
 
 
 def _warn(trainer: Any, session: Session, found: LossContract) -> None:
@@ -361,7 +308,7 @@ def _observe(trainer: Any, session: Session, window: list[Any], *, again: bool =
         found = replace(found, extra=response.extra)
     elif response.extra:
         found = replace(found, changed_by_trainer=True)
-    if _rest_terms(found) and not told_apart_in(_rest_terms(found), window):
+    if found.rest_terms and not told_apart_in(found.rest_terms, window):
         reason = "several ways of counting fit a term that no loss call shows"
         found = replace(found, beside=True, conclusive=False, reason=reason)
     if is_compiled(module):
@@ -382,30 +329,6 @@ def _observe(trainer: Any, session: Session, window: list[Any], *, again: bool =
             return replace(smooth, beside=True, reason=reason)
         return smooth
     return found
-
-
-def _is_looked_at_twice(found: LossContract | None) -> bool:
-    """Whether something in the loss is weighed by its items that no loss call shows in training."""
-    if found is None or found.extra:
-        return found is not None
-    return bool(_rest_terms(found)) if found.made_of is not None else found.reduction is Reduction.MEAN
-
-
-def _as_both_show(found: LossContract, again: LossContract) -> LossContract:
-    """What was observed, if other samples under dropout show the same; a term that only they show makes it another."""
-    if found.extra:
-        extra = _in_both(found.extra, again.extra)
-        found, again = (replace(each, extra=extra, changed_by_trainer=not extra) for each in (found, again))
-    if not again.conclusive or found.items is None:
-        return found
-    common, rest = _in_both(found.alternatives, again.alternatives), _in_both(_rest_terms(found), _rest_terms(again))
-    if again.reduction is found.reduction and common and bool(rest) == bool(_rest_terms(found)):
-        # What drew at random at its first run (a teacher that is made then) shows no calls.
-        found = again if found.made_of is None else found
-        made_of = found.made_of and replace(found.made_of, rest_terms=rest)
-        return replace(found, items=common[0], alternatives=common, made_of=made_of)
-    reason = "a term that no loss call shows is another one in other samples, or under dropout"
-    return replace(found, reduction=Reduction.PLAIN, items=None, alternatives=(), made_of=None, reason=reason)
 
 
 @dataclass(frozen=True)

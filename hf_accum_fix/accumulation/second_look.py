@@ -1,0 +1,97 @@
+"""Look again at a loss of which something is weighed by its items that no loss call shows in training.
+
+One micro-batch may fit a wrong way of counting by chance. So such a loss is observed twice at first, on other samples
+and under dropout; again in windows 2, 3, 4, 8, 16 and so on; and on one rank wherever the ways of counting that have
+fitted so far count the micro-batches of a window differently. What is still open then is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.observe import told_apart_in
+from hf_accum_fix.accumulation.window import Items
+
+
+def shows_no_call(found: LossContract | None) -> bool:
+    """Whether something in a loss is weighed by its items that no loss call shows."""
+    if found is None or found.extra:
+        return found is not None
+    return bool(found.rest_terms) if found.made_of is not None else found.reduction is Reduction.MEAN
+
+
+def as_both_show(found: LossContract, again: LossContract) -> LossContract:
+    """What was observed, if other samples under dropout show the same; a term that only they show makes it another."""
+    if found.extra:
+        extra = _in_both(found.extra, again.extra)
+        found, again = (replace(each, extra=extra, changed_by_trainer=not extra) for each in (found, again))
+    if not again.conclusive or found.items is None:
+        return found
+    common, rest = _in_both(found.alternatives, again.alternatives), _in_both(found.rest_terms, again.rest_terms)
+    if again.reduction is found.reduction and common and bool(rest) == bool(found.rest_terms):
+        # What drew at random at its first run (a teacher that is made then) shows no calls.
+        found = again if found.made_of is None else found
+        made_of = found.made_of and replace(found.made_of, rest_terms=rest)
+        return replace(found, items=common[0], alternatives=common, made_of=made_of)
+    reason = "a term that no loss call shows is another one in other samples, or under dropout"
+    return replace(found, reduction=Reduction.PLAIN, items=None, alternatives=(), made_of=None, reason=reason)
+
+
+def is_due(known: LossContract, number: int, window: Sequence[Any], *, alone: bool) -> bool:
+    """Whether a settled loss is observed again.
+
+    Args:
+        known: what was observed.
+        number: of the window, from 1.
+        window: its micro-batches.
+        alone: this is the only rank: several would have to agree on it.
+    """
+    is_certified = known.made_of is not None and not (known.rest_terms or known.extra)
+    if is_certified or (known.reduction is Reduction.PLAIN and known.conclusive):
+        return False
+    return number in (2, 3) or number & (number - 1) == 0 or (alone and several_fit(known, window))
+
+
+def several_fit(known: LossContract, window: Sequence[Any]) -> bool:
+    """Whether the ways of counting that fit what no call shows count the micro-batches of a window differently.
+
+    Looked at where the window is held by the host, so that it waits for no device.
+    """
+    by_hand = known.alternatives if known.made_of is None and known.reduction is Reduction.MEAN else ()
+    fitting = [rules for rules in (by_hand, known.rest_terms, known.extra) if len(rules) > 1]
+    if not fitting or not all(isinstance(batch, Mapping) for batch in window):
+        return False
+    if not all(rule.has_targets(batch) for rules in fitting for rule in rules for batch in window):
+        return False
+    values = [value for batch in window for value in batch.values() if isinstance(value, Tensor)]
+    if any(value.device.type != "cpu" for value in values):
+        return False
+    return not all(told_apart_in(rules, window) for rules in fitting)
+
+
+def as_before(known: LossContract, found: LossContract) -> LossContract | None:
+    """What was known, narrowed down to what a later window shows as well; None: that shows another loss."""
+    if known.reduction is Reduction.PLAIN or found.reduction is not known.reduction:
+        return None
+    common = _in_both(known.alternatives, found.alternatives)
+    extra, rest = _in_both(known.extra, found.extra), _in_both(known.rest_terms, found.rest_terms)
+    if known.items is not None and not common:
+        return None
+    # Now it is known that no rule counts what its calls reduce over.
+    if found.beside and not known.beside:
+        return None
+    if bool(extra) != bool(known.extra) or bool(rest) != bool(known.rest_terms):
+        return None
+    made_of = known.made_of
+    if made_of is not None and rest:
+        made_of = replace(made_of, rest_terms=rest)
+    return replace(known, items=common[0] if common else known.items, alternatives=common, extra=extra, made_of=made_of)
+
+
+def _in_both(one: Sequence[Items], other: Sequence[Items]) -> tuple[Items, ...]:
+    return tuple(rule for rule in one if rule in other)
