@@ -22,7 +22,7 @@ def no_bypass(trainer: Any, session: Any, end_window: Callable[[Any], object]) -
 
     Args:
         trainer: the one that trains.
-        session: what is known of it; its window is that of the step.
+        session: what is known of it, and the window of the step.
         end_window: ends a window whose last micro-batch was left out, on every rank alike.
     """
 

@@ -99,7 +99,7 @@ class AccumulationWindow:
         if self._begun > len(self.batches):
             raise SeamError(
                 f"micro_batch() was entered {self._begun} times in a window of {len(self.batches)} micro-batches; "
-                "needed is once for each"
+                "expected once for each; enter it around one forward and backward"
             )
         last = self._begun == len(self.batches)
         with self._windows._reducing(model, last=last):
@@ -248,7 +248,7 @@ class AccumulationWindow:
         if self._begun < len(self.batches):
             raise SeamError(
                 f"{self._begun} of the {len(self.batches)} micro-batches of a window were run inside micro_batch(); "
-                "needed is every one, since the ranks reduce their gradients in the last"
+                "expected all of them, since the ranks reduce their gradients in the last; do not break out of a window"
             )
 
 
@@ -390,7 +390,7 @@ class AccumulationWindows:
         settled = self._settled
         if model is None and window.batches:
             raise ContractError(
-                "a loss of your own cannot be observed; needed is how it is reduced and what it counts: "
+                "got a loss of your own, which cannot be observed; expected how it is reduced and what it counts; give "
                 "accumulation_windows(..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
             )
         seen, gathered = self._seen(model, window)
@@ -668,9 +668,9 @@ def accumulation_windows(
             repeated samples are to be dropped and cannot be told.
     """
     if steps is None and accelerator is None:
-        raise OptionsError("neither steps nor an accelerator is given; needed is the number of micro-batches: steps=G")
+        raise OptionsError("got neither steps nor an accelerator; expected the micro-batches of a window; give steps=G")
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-        raise OptionsError(f"steps is {steps!r}; needed is the number of micro-batches of a window, at least 1")
+        raise OptionsError(f"got steps={steps!r}; expected the number of micro-batches of a window, at least 1")
     config = getattr(accelerator, "parallelism_config", None)
     split = {kind: getattr(config, f"{kind}_size", 1) or 1 for kind in ("tp", "cp", "sp")}
     if any(size > 1 for size in split.values()):
@@ -678,5 +678,5 @@ def accumulation_windows(
     if per_sample and contract is not None:
         raise OptionsError("got per_sample=True and a contract; expected one of them: the loss has to be observed")
     if router_loss not in ROUTER_LOSSES:
-        raise OptionsError(f"router_loss is {router_loss!r}; needed is one of {', '.join(map(repr, ROUTER_LOSSES))}")
+        raise OptionsError(f"got router_loss={router_loss!r}; expected one of {', '.join(map(repr, ROUTER_LOSSES))}")
     return AccumulationWindows(dataloader, accelerator, steps, contract, drop_duplicates, router_loss, per_sample)

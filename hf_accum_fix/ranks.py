@@ -53,7 +53,9 @@ def agreed_by(
         logger.error("rank %d stops: %s", rank, told)
         raise trouble
     if failed:
-        raise RankError(f"rank {rank} stops, because of {failed}; needed are all ranks; look at that rank's traceback")
+        raise RankError(
+            f"rank {rank} stops, because of {failed}; no rank can go on alone; look at that rank's traceback"
+        )
     return [each for _, each in gathered]
 
 

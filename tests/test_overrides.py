@@ -625,7 +625,7 @@ def test_the_window_ends_with_training(tmp_path: Path) -> None:
     ("contract", "message"),
     [
         (LossContract(Reduction.NUMBER, Items(("labels",))), "is not handed the number"),
-        ("is a sum", "needed is one of Reduction"),
+        ("is a sum", "expected one of Reduction"),
     ],
 )
 def test_a_contract_given_by_hand_is_checked(contract: Any, message: str, tmp_path: Path) -> None:

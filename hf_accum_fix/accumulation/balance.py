@@ -80,7 +80,7 @@ def deal(
     if not count <= len(lengths) <= (max_rows or len(lengths)) * count:
         raise OptionsError(
             f"{len(lengths)} samples cannot be dealt into {count} micro-batches of 1 to {max_rows or 'any number of'} "
-            "samples; needed is a max_rows_per_micro_batch of at least the per-device batch size"
+            "samples; give a max_rows_per_micro_batch of at least the per-device batch size"
         )
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     ascending = [max(lengths[row], 1) for row in order]

@@ -5,7 +5,7 @@ Every family's file has one of its own by the same name, looked up in its module
     A = E sum_i F_i Q_i,    F_i = c_i / T,  Q_i = q_i / T
 
 over all routers and tokens of the batch: c_i the times a token was routed to expert i, q_i the summed probabilities, T
-the tokens times the routers. It is written in other words from release to release, so it is told by what it does.
+the tokens times the routers. It is written in other words from release to release, so it is recognised by what it does.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class LossContract:
     def __post_init__(self) -> None:
         if not isinstance(self.reduction, Reduction):
             known = ", ".join(f"Reduction.{each.name}" for each in Reduction)
-            raise ContractError(f"reduction is {self.reduction!r}; needed is one of {known}")
+            raise ContractError(f"got reduction={self.reduction!r}; expected one of {known}")
         if self.items is None and self.reduction in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN):
             raise ContractError(f"a loss that {self.reduction.value} needs its items; pass items=Items(...)")
 
@@ -183,7 +183,7 @@ class LossContract:
 
     @property
     def rules(self) -> tuple[Items, ...]:
-        """Every way of counting that its terms need, that of ``items`` first."""
+        """Every way of counting that its terms need, ``items`` first."""
         main = () if self.items is None else (self.items,)
         terms = () if self.made_of is None else (*self.made_of.terms, self.made_of.rest_terms)
         return tuple(dict.fromkeys((*main, *(rules[0] for rules in (*terms, self.extra) if rules))))

@@ -145,7 +145,7 @@ class Items:
         return samples, counts.scatter_add(0, samples.flatten(), flat.flatten().to(counts.dtype))
 
     def with_target(self, inputs: Mapping[str, Any], count: Tensor | None = None) -> dict[str, Any]:
-        """The same inputs, with one dummy target where there is none; ``count``, if known, is that of its items.
+        """The same inputs, with one dummy target where there is none; ``count``: its items, if known.
 
         The mean over no item is nan, and 0 * nan is nan; with one target it is finite, its weight ``n / n_mean`` is
         still an exact zero, and every parameter is still touched. Decided on the device, without a sync.

@@ -26,7 +26,7 @@ HF_ACCUM_FIX=0 runs the command as it is.
 """
 
 EPILOG: Final = """\
-exit code: that of the command, which takes this process's place, so that signals reach it as well;
+exit code: the command's, which takes this process's place, so that signals reach it as well;
 2 wrong usage, 126 the command cannot be run, 127 it is not found.
 A process in which apply() refuses, for the installed release or for somebody else's patch, ends with that error.
 """

@@ -27,7 +27,7 @@ from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 DESCRIPTION: Final = """\
 Run a training script, unedited, until it calls trainer.train(). There, instead of training, the first global batch is
 cut in several ways, each cut is run through the trainer's own loop without a step being taken, and its gradient is
-compared with that of the full batch: as the script would train, and with apply().
+compared with the full batch's: as the script would train, and with apply().
 
 The script runs in a process of its own, which is ended there: no line of it after trainer.train() is run, and none of
 the processes that it starts trains.

@@ -114,7 +114,7 @@ class RankLoss:
         return Alarm(
             f"rank-loss-{named.rank}",
             f"rank {named.rank}: mean loss {its.mean:.4g} over its last {its.items:,.0f} items, "
-            f"{abs(named.difference):.4g} {'above' if named.difference > 0 else 'below'} that of the others, "
+            f"{abs(named.difference):.4g} {'above' if named.difference > 0 else 'below'} the others', "
             f"{abs(named.unusual):.1f} standard errors and not for the first time"
             f"{OF_TWO if len(measured) == 2 else ''}; {LOOK_AT}",
         )

@@ -108,7 +108,7 @@ def _recognised(
 
 
 def convention_of(session: Session) -> Convention:
-    """That of the router's loss as it is trained."""
+    """The convention by which the router's loss is trained."""
     return Convention.MEAN if session.router is None else session.router.in_force
 
 

@@ -91,7 +91,7 @@ def check_setup(trainer: Any) -> None:
     if split:
         told = ", ".join(f"{kind}_size={size}" for kind, size in split.items())
         raise UnsupportedSetupError(
-            f"{name} splits samples over ranks ({told}), so that no rank sees the items of a sample; needed are "
-            "ranks with whole samples: leave context and sequence parallelism out of the parallelism_config (data and "
-            "tensor parallelism are supported)"
+            f"{name}: got samples that are split over ranks ({told}), so that no rank sees the items of a sample; "
+            "expected ranks with whole samples; leave context and sequence parallelism out of the parallelism_config "
+            "(data and tensor parallelism are supported)"
         )
