@@ -394,7 +394,7 @@ class AccumulationWindows:
                 "accumulation_windows(..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
             )
         seen, gathered = self._seen(model, window)
-        if any(map(shows_no_call, gathered)):
+        if any(map(shows_no_call, gathered)) and self.steps * self.world_size > 1:
             _, gathered = self._seen(model, window, seen)
         observed = [each for each in gathered if each is not None]
         if observed and len(observed) < len(gathered):

@@ -652,9 +652,6 @@ def _reduced(
             # Noise differs from part to part, and masked labels may be inputs too (a decoder's): the call decides.
             reason = "the loss call is the mean over these items"
             return LossContract(Reduction.MEAN, named[0], alternatives=tuple(named), reason=reason)
-        if not fitting and 0.0 in losses:
-            reason = "a part of the samples seen has a loss of zero, which shows nothing"
-            return LossContract(Reduction.PLAIN, conclusive=False, reason=reason)
         if not fitting:
             return LossContract(
                 Reduction.PLAIN,

@@ -178,8 +178,8 @@ def check_dealing(trainer: Any, contract: LossContract, options: Options) -> Non
     reason = unfit(contract)
     if reason is not None:
         raise UnsupportedSetupError(
-            f"balance_windows: got {head_name(trainer)}: {reason}; expected a mean over items or a sum, which dealing "
-            "samples by length does not change; leave balance_windows out"
+            f"balance_windows: {head_name(trainer)}: {reason}. Dealing samples by length would change such a loss; "
+            "expected a mean over items or a sum; leave balance_windows out"
         )
 
 

@@ -88,7 +88,9 @@ def settle_contract(
         _check_alike(trainer, window, trouble)
         seen, trouble = _observed(trainer, session, window)
         # Ranks may meet in every forward, and run as many.
-        if any(ranks.agreed(shows_no_call(seen), trouble, **place(trainer))):
+        anywhere = any(ranks.agreed(shows_no_call(seen), trouble, **place(trainer)))
+        # The loss of the only micro-batch is right, whatever it is weighed by.
+        if anywhere and trainer.args.gradient_accumulation_steps * data_ranks(trainer) > 1:
             response = session.response
             again, trouble = _observed(trainer, session, window, again=True)
             session.response = response

@@ -320,7 +320,7 @@ def _share_of_window(
             rule = contract.extra[0]
             ratio = 0.0 if micro_batch.weightless else micro_batch.run_counts[rule] / window.cut.means[rule]
             loss = weighed_terms(loss, ratio, [(micro_batch.base * response.factor, 1.0)])
-        return loss * (_divided_by(trainer, response.divides, micro_batch, steps) / steps)
+        return _for_window(loss, _divided_by(trainer, response.divides, micro_batch, steps), steps)
     if micro_batch.weightless:
         return loss * 0.0
     if contract.owned_by_trainer and contract.reduction is Reduction.MEAN:
@@ -334,7 +334,12 @@ def _share_of_window(
         return loss * (window.cut.world_size * _divided_by(trainer, contract.divides, micro_batch, steps))
     if scales_itself(trainer):
         return loss * 1.0
-    return loss * (_divided_by(trainer, contract.divides, micro_batch, steps) / steps)
+    return _for_window(loss, _divided_by(trainer, contract.divides, micro_batch, steps), steps)
+
+
+def _for_window(loss: Tensor, divided: int, steps: int) -> Tensor:
+    """A loss that the trainer has divided, divided by G; bit for bit as stock where one of the two is nothing."""
+    return loss * 1.0 if divided == steps else loss * divided / steps
 
 
 def _divided_by(trainer: Any, divides: Divides, micro_batch: MicroBatch, steps: int) -> int:
