@@ -396,7 +396,9 @@ def _owned_mean(evidence: _Evidence) -> LossContract | None:
     if not (evidence.in_parts and evidence.sliced) or evidence.whole.random:
         return None
     losses = [each.loss for each in evidence.seen]
-    rules = list(_rules(evidence.batches[0], evidence.whole.calls))
+    # A head that a trainer calls by itself averages its number of listed targets over ranks.
+    alone = evidence.world_size == 1
+    rules = [rule for rule in _rules(evidence.batches[0], evidence.whole.calls) if rule.entry is None or alone]
     fitting = [rule for rule in rules if _composes(rule, evidence.batches, losses, evidence.tolerance)]
     found = _reduced(evidence, losses, rules, fitting)
     if found.reduction is Reduction.SUM:
@@ -572,8 +574,7 @@ def _with_rest(
 def _by_parts(evidence: _Evidence) -> LossContract:
     """The loss does not move with the number: a mean over something, a sum, or neither."""
     inputs, whole, configured = evidence.batches[0], evidence.whole, evidence.configured
-    # Heads with lists of targets divide by their number averaged over ranks, which one rank's samples do not show.
-    rules = [rule for rule in _rules(inputs, whole.calls) if rule.entry is None or evidence.world_size == 1]
+    rules = list(_rules(inputs, whole.calls))
     if not np.isfinite(whole.loss) or _close(whole.loss, _weighed(configured, whole.router), 1e-6):
         # Weighed by its items, of which there are none, such a window is an exact zero whatever the loss does.
         aux, z = (c if value else 0.0 for c, value in zip(configured, whole.router, strict=True))
@@ -762,7 +763,9 @@ def _mixed(by_rule: Mapping[Items, Sequence[float]], weights: Sequence[float]) -
         factors, _, rank, _ = np.linalg.lstsq(rows, np.array(weights), rcond=None)
         # Samples with as many rows each do not tell the two apart.
         if rank == 2 and np.abs(rows @ factors - weights).max() <= 1e-5 * max(weights):
-            yield Items(mix=((float(factors[0]), rule), (float(factors[1]), Items())))
+            # Weights in float32 have other last digits on another rank.
+            of_rows, of_samples = (round(float(factor), 6) for factor in factors)
+            yield Items(mix=((of_rows, rule), (of_samples, Items())))
 
 
 def composing_rules(
@@ -964,12 +967,12 @@ def _rules(inputs: Mapping[str, Any], calls: Sequence[WatchedLoss]) -> Iterator[
     masks = [key for key in tensors if "mask" in key and (_is_mask(tensors[key]) or "observed" in key)]
     telling = [key for key in masks if "attention" not in key]
     yield from (Items((key,), ignore_index=0) for key in sorted(telling, key=lambda key: "past" in key))
-    yield from _listed(inputs)
+    yield from listed_targets(inputs)
     yield Items()
     yield from (Items((key,), ignore_index=0) for key in masks if key not in telling)
 
 
-def _listed(inputs: Mapping[str, Any]) -> Iterator[Items]:
+def listed_targets(inputs: Mapping[str, Any]) -> Iterator[Items]:
     """Ways of counting the rows of what is listed for each sample: the boxes of an image, or its masks."""
     for key, value in inputs.items():
         if "label" not in key or not isinstance(value, (list, tuple)) or not value:
@@ -1213,7 +1216,7 @@ def _least_row(inputs: Mapping[str, Any]) -> int:
 
     Of targets listed for each sample, the row whose number of them is furthest from the others'.
     """
-    listed = next(_listed(inputs), None)
+    listed = next(listed_targets(inputs), None)
     if listed is not None:
         targets = [_counts(listed, _rows(inputs, [row])) for row in range(sample_count(inputs))]
         return max(range(len(targets)), key=lambda row: abs(targets[row] - sum(targets) / len(targets)))
