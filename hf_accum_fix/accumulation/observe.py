@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
@@ -93,11 +94,12 @@ class WithoutNoise(TorchFunctionMode):
 
     Args:
         dropout: let it drop, the same of every row: a term that is zero without it (R-Drop's) is then seen.
+        alike: noise is a function of its shape, so that a row meets the same in every batch (points in a mask).
     """
 
-    def __init__(self, *, dropout: bool = False) -> None:
+    def __init__(self, *, dropout: bool = False, alike: bool = False) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.dropout, self.alike = dropout, alike
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -110,7 +112,12 @@ class WithoutNoise(TorchFunctionMode):
             args, kwargs = _without_dropout(args, kwargs, position=1, name="p")
         elif func is F.scaled_dot_product_attention:
             args, kwargs = _without_dropout(args, kwargs, position=4, name="dropout_p")
-        out = func(*args, **kwargs)
+        if self.alike and func in _RANDOM | _RANDOM_IN_PLACE:
+            with random_states_kept():
+                torch.manual_seed(0)
+                out = func(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
         if func in _RANDOM and isinstance(out, Tensor) and out.ndim > 1:
             out = out[:1].expand_as(out).clone()
         elif func in _RANDOM_IN_PLACE and out.ndim > 1:
@@ -211,6 +218,8 @@ def observe(
     """
     inputs, stacked = _probe(window)
     sharded = holds_shards(model)
+    # Heads with listed targets match them by loss functions, once a sample, and log others: neither has a gradient.
+    graded = not sharded and next(listed_targets(inputs), None) is not None
 
     with undisturbed(model, *others, leave=leave, sharded=sharded) as state:
 
@@ -222,10 +231,12 @@ def observe(
             handed = None if number is None else torch.tensor(number, device=device)
             try:
                 with (
-                    WithoutNoise(dropout=dropout),
-                    LossCalls() as calls,
+                    WithoutNoise(dropout=dropout, alike=graded),
+                    LossCalls(graded=graded) as calls,
                     setting(),
-                    torch.set_grad_enabled(with_gradient),
+                    torch.set_grad_enabled(with_gradient or graded),
+                    # Nothing goes back through it, and so nothing is kept.
+                    nullcontext() if with_gradient else saved_tensors_hooks(_forget, _forget),
                 ):
                     loss, outputs = call(dict(batch), handed)
                 aux, z = (router_loss(outputs, kind) for kind in ("aux_loss", "z_loss"))
@@ -319,7 +330,12 @@ def observe(
     if batch_norm is not None and found.by_number:
         # Its trainer divides by the number, and goes on doing so.
         found = replace(found, conclusive=False, reason=normalised)
-    return replace(found, dtype=first.dtype, owned_by_trainer=first.own)
+    made_of = None if found.made_of is None else replace(found.made_of, graded=graded)
+    return replace(found, made_of=made_of, dtype=first.dtype, owned_by_trainer=first.own)
+
+
+def _forget(_: object) -> None:
+    """Keep nothing of a tensor."""
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -686,7 +702,8 @@ def _of_terms(evidence: _Evidence, losses: Sequence[float], rules: Sequence[Item
     limit = evidence.tolerance * max(map(abs, losses))
     terms = [_rules_of_call(evidence, place, rules) for place in range(calls)]
     listed = tuple(rule for rule in rules if rule.entry is not None)
-    for factors, rest_composes in _sums_of_calls(values, wanted, [bool(each) for each in terms], bool(listed)):
+    sums = _sums_of_calls(values, wanted, [bool(each) for each in terms], bool(listed))
+    for factors, rest_composes in (*sums, *_times_of_calls(evidence, values, wanted, terms, listed)):
         made_of = Composition(tuple(map(float, factors)), terms=tuple(terms))
         rests = wanted - np.where(factors == 0, 0, values) @ factors
         near = made_of.rounding(evidence.whole.dtype) * max(map(abs, losses))
@@ -736,6 +753,27 @@ def _sums_of_calls(values: Any, wanted: Any, countable: Sequence[bool], alone: b
         factors[places] = np.linalg.lstsq(values[:, places], wanted, rcond=None)[0]
         if np.abs(factors).max() < 1e6:
             yield np.where(np.abs(factors) < 1e-9, 0.0, factors), False
+
+
+def _times_of_calls(
+    evidence: _Evidence, values: Any, wanted: Any, terms: Sequence[tuple[Items, ...]], listed: Sequence[Items]
+) -> Iterator[tuple[Any, bool]]:
+    """As `_sums_of_calls`, but the loss holds the calls several times: Mask2Former's takes its cross entropies twice.
+
+    The one equation that a batch and its parts give is no evidence for just any factor; it is for a whole number, where
+    the next one would be 50 roundings away.
+    """
+    rounding = 16 * torch.finfo(evidence.whole.dtype).eps * max(map(abs, wanted))
+    for rule in listed:
+        whole, *parts = [_counts(rule, batch) for batch in evidence.batches]
+        signed = np.array([whole, *(-each for each in parts)])
+        others = [bool(each) and rule not in each for each in terms]
+        once = float(signed @ values[:, others].sum(axis=1)) if any(others) else 0.0
+        if abs(once) < 50 * rounding * whole:
+            continue
+        times = float(signed @ wanted) / once
+        if abs(times - round(times)) * abs(once) <= rounding * whole:
+            yield np.where(others, float(round(times)), 0.0), True
 
 
 def _rules_of_call(evidence: _Evidence, place: int, rules: Sequence[Items]) -> tuple[Items, ...]:

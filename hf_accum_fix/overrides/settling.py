@@ -262,7 +262,7 @@ def _observe(trainer: Any, session: Session, window: list[Any], *, dropout: bool
             session.base_factor = _FACTOR if number is not None and float(number) == HIGH and not owned else 1.0
             listens = None if owned or compute_loss is None else LossCalls.listening()
             session.base_calls = listens
-            with LossCalls() if listens is not None else nullcontext() as beside:
+            with LossCalls(graded=listens.graded) if listens is not None else nullcontext() as beside:
                 loss, outputs = forward(inputs, number)
             if listens is not None and beside is not None and session.base_loss is None:
                 listens.seen.extend(beside.seen)

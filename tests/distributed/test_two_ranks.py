@@ -21,8 +21,8 @@ def every_case() -> Iterator[Any]:
     """Every head and cut, and some of them with a rank that has no item, as parameters."""
     for name, head in HEADS.items():
         for split in SPLITS if name not in LEFT_OUT else ():
-            marks = [] if split == EVERYDAY and not head.in_zoo else [pytest.mark.zoo]
-            if head.in_zoo and split != OF_A_CLASS:
+            marks = [] if split == EVERYDAY and head.everyday and not head.in_zoo else [pytest.mark.zoo]
+            if (head.in_zoo or not head.everyday) and split != OF_A_CLASS:
                 marks = [pytest.mark.zoo_all]
             yield pytest.param(f"{name} {split[0]}x{split[1]}", marks=marks)
     for name in WITHOUT_ITEMS:

@@ -24,7 +24,9 @@ def every_cut() -> Iterator[Any]:
     for name, head in HEADS.items():
         for split in SPLITS:
             marks = []
-            if head.in_zoo and split not in (ONE, SEVERAL):
+            if not head.everyday:
+                marks = [pytest.mark.zoo if split == ONE else pytest.mark.zoo_all]
+            elif head.in_zoo and split not in (ONE, SEVERAL):
                 marks = [pytest.mark.zoo_all]
             elif split != ONE and (head.in_zoo or split != SEVERAL):
                 marks = [pytest.mark.zoo]
