@@ -54,6 +54,7 @@ from hf_accum_fix.duplicates import WithoutDuplicates
 from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, reducing, waits_every_micro_batch
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnevenRanksError, UnsupportedSetupError
 from hf_accum_fix.options import ROUTER_LOSSES
+from hf_accum_fix.own_counts import own_counts
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -125,7 +126,7 @@ class AccumulationWindow:
         assert self._cut is not None
 
         def run(inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:
-            outputs = model(**self._windows._handed(inputs, number))
+            outputs = self._windows._run(model, inputs, number)
             return loss_among(outputs, batch, model), outputs
 
         batch, counts = self._counted(contract, batch)
@@ -459,7 +460,7 @@ class AccumulationWindows:
 
         def call(inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:
             inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
-            outputs = module(**self._handed(inputs, number))
+            outputs = self._run(module, inputs, number)
             return loss_among(outputs, inputs, model), outputs
 
         found = observe(
@@ -492,7 +493,7 @@ class AccumulationWindows:
             assert model is not None
             inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
             number = contract.as_number(torch.ones((), dtype=count_dtype(device), device=device))
-            return loss_among((inside_ddp(model) or model)(**self._handed(inputs, number)), inputs, model)
+            return loss_among(self._run(inside_ddp(model) or model, inputs, number), inputs, model)
 
         if router.form is None or not router.form.settled:
             seen = Form(settled=False)
@@ -512,11 +513,11 @@ class AccumulationWindows:
             dist.all_gather_object(gathered, value)
         return gathered
 
-    def _handed(self, inputs: Batch, number: Tensor | None) -> dict[str, Any]:
-        given = dict(inputs)
-        if self._passes_number and number is not None:
-            given["num_items_in_batch"] = number
-        return given
+    def _run(self, model: nn.Module, inputs: Batch, number: Tensor | None) -> Any:
+        """The outputs of a forward, which is handed the number where it takes one."""
+        handed = {"num_items_in_batch": number} if self._passes_number and number is not None else {}
+        with own_counts(inputs):
+            return model(**{**inputs, **handed})
 
     def _say(self, head: str, steps: int, contract: LossContract) -> None:
         """Once: what was observed, in the log and for report()."""

@@ -76,6 +76,7 @@ class Composition:
         terms: where the calls reduce over different items, for each the rules that count them, the first in use; no
             rule for a call with factor 0.0. Empty: they all reduce over the contract's items.
         rest_terms: the rules of a rest that is a mean over items of its own; empty: it is nothing, or a constant.
+        graded: calls without a gradient are left out (see `LossCalls`).
     """
 
     factors: tuple[float, ...]
@@ -84,6 +85,7 @@ class Composition:
     per_item: float = 1.0
     terms: tuple[tuple[Items, ...], ...] = ()
     rest_terms: tuple[Items, ...] = ()
+    graded: bool = False
 
     @property
     def has_terms(self) -> bool:
@@ -192,6 +194,11 @@ class LossContract:
     def rest_terms(self) -> tuple[Items, ...]:
         """The rules of a rest, beside its loss calls, that is a mean over items of its own."""
         return () if self.made_of is None else self.made_of.rest_terms
+
+    @property
+    def graded(self) -> bool:
+        """Whether it was made of calls with a gradient alone."""
+        return self.made_of is not None and self.made_of.graded
 
     @property
     def has_router_loss(self) -> bool:

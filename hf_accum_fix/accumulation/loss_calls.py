@@ -74,11 +74,15 @@ class LossCall:
 class LossCalls(AbstractContextManager["LossCalls"]):
     """Note the loss calls that this thread makes inside a ``with`` block.
 
+    Args:
+        graded: leave out calls without a gradient: a matcher's, and what is only logged.
+
     Attributes:
         seen: the calls, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, graded: bool = False) -> None:
+        self.graded = graded
         self.seen: list[LossCall] = []
 
     def __enter__(self) -> LossCalls:
@@ -112,7 +116,7 @@ class LossCalls(AbstractContextManager["LossCalls"]):
     ) -> None:
         given = _given(name, args, kwargs)
         reduction = given["reduction"]
-        if out.ndim > 0 and reduction != "none":
+        if (out.ndim > 0 and reduction != "none") or (self.graded and not out.requires_grad):
             return
         items: Tensor | int
         targets: Tensor | int | None = None

@@ -81,7 +81,7 @@ def run_micro_batch(
     )
     with (
         weighed_by_sample(contract.items, share.inputs),
-        LossCalls() if certificate is not None else nullcontext() as calls,
+        LossCalls(graded=contract.graded) if certificate is not None else nullcontext() as calls,
     ):
         loss, outputs = run(share.inputs, share.number)
     carried = None

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
@@ -97,11 +98,12 @@ class WithoutNoise(TorchFunctionMode):
 
     Args:
         dropout: let it drop, the same of every row: a term that is zero without it (R-Drop's) is then seen.
+        alike: noise is a function of its shape, so that a row meets the same in every batch (points in a mask).
     """
 
-    def __init__(self, *, dropout: bool = False) -> None:
+    def __init__(self, *, dropout: bool = False, alike: bool = False) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.dropout, self.alike = dropout, alike
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -114,7 +116,12 @@ class WithoutNoise(TorchFunctionMode):
             args, kwargs = _without_dropout(args, kwargs, position=1, name="p")
         elif func is F.scaled_dot_product_attention:
             args, kwargs = _without_dropout(args, kwargs, position=4, name="dropout_p")
-        out = func(*args, **kwargs)
+        if self.alike and func in _RANDOM | _RANDOM_IN_PLACE:
+            with random_states_kept():
+                torch.manual_seed(0)
+                out = func(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
         if func in _RANDOM and isinstance(out, Tensor) and out.ndim > 1:
             out = out[:1].expand_as(out).clone()
         elif func in _RANDOM_IN_PLACE and out.ndim > 1:
@@ -215,6 +222,8 @@ def observe(
     """
     inputs, stacked = _probe(window, again=again)
     sharded = holds_shards(model)
+    # Heads with listed targets match them by loss functions, once a sample, and log others: neither has a gradient.
+    graded = not sharded and next(listed_targets(inputs), None) is not None
 
     with undisturbed(model, *others, leave=leave, sharded=sharded) as state:
 
@@ -226,10 +235,12 @@ def observe(
             handed = None if number is None else torch.tensor(number, device=device)
             try:
                 with (
-                    WithoutNoise(dropout=again),
-                    LossCalls() as calls,
+                    WithoutNoise(dropout=again, alike=graded),
+                    LossCalls(graded=graded) as calls,
                     setting(),
-                    torch.set_grad_enabled(with_gradient),
+                    torch.set_grad_enabled(with_gradient or graded),
+                    # Nothing goes back through it, and so nothing is kept.
+                    nullcontext() if with_gradient else saved_tensors_hooks(_forget, _forget),
                 ):
                     loss, outputs = call(dict(batch), handed)
                 aux, z = (router_loss(outputs, kind) for kind in ("aux_loss", "z_loss"))
@@ -323,7 +334,12 @@ def observe(
     if batch_norm is not None and found.by_number:
         # Its trainer divides by the number, and goes on doing so.
         found = replace(found, conclusive=False, reason=normalised)
-    return replace(found, dtype=first.dtype, owned_by_trainer=first.own)
+    made_of = None if found.made_of is None else replace(found.made_of, graded=graded)
+    return replace(found, made_of=made_of, dtype=first.dtype, owned_by_trainer=first.own)
+
+
+def _forget(_: object) -> None:
+    """Keep nothing of a tensor."""
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -419,7 +435,9 @@ def _owned_mean(evidence: _Evidence) -> LossContract | None:
     if not (evidence.in_parts and evidence.sliced) or evidence.whole.random:
         return None
     losses = [each.loss for each in evidence.seen]
-    rules = list(_rules(evidence.batches[0], evidence.whole.calls))
+    # A head that a trainer calls by itself averages its number of listed targets over ranks.
+    alone = evidence.world_size == 1
+    rules = [rule for rule in _rules(evidence.batches[0], evidence.whole.calls) if rule.entry is None or alone]
     fitting = [rule for rule in rules if _composes(rule, evidence.batches, losses, evidence.tolerance)]
     found = _reduced(evidence, losses, rules, fitting)
     if found.reduction is Reduction.SUM:
@@ -598,8 +616,7 @@ def _with_rest(
 def _by_parts(evidence: _Evidence) -> LossContract:
     """The loss does not move with the number: a mean over something, a sum, or neither."""
     inputs, whole, configured = evidence.batches[0], evidence.whole, evidence.configured
-    # Heads with lists of targets divide by their number averaged over ranks, which one rank's samples do not show.
-    rules = [rule for rule in _rules(inputs, whole.calls) if rule.entry is None or evidence.world_size == 1]
+    rules = list(_rules(inputs, whole.calls))
     if not np.isfinite(whole.loss) or _close(whole.loss, _weighed(configured, whole.router), 1e-6):
         # Weighed by its items, of which there are none, such a window is an exact zero whatever the loss does.
         aux, z = (c if value else 0.0 for c, value in zip(configured, whole.router, strict=True))
@@ -712,7 +729,8 @@ def _of_terms(evidence: _Evidence, losses: Sequence[float], rules: Sequence[Item
     limit = evidence.tolerance * max(map(abs, losses))
     terms = [_rules_of_call(evidence, place, rules) for place in range(calls)]
     listed = tuple(rule for rule in rules if rule.entry is not None)
-    for factors, rest_composes in _sums_of_calls(values, wanted, [bool(each) for each in terms], bool(listed)):
+    sums = _sums_of_calls(values, wanted, [bool(each) for each in terms], bool(listed))
+    for factors, rest_composes in (*sums, *_times_of_calls(evidence, values, wanted, terms, listed)):
         made_of = Composition(tuple(map(float, factors)), terms=tuple(terms))
         rests = wanted - np.where(factors == 0, 0, values) @ factors
         near = made_of.rounding(evidence.whole.dtype) * max(map(abs, losses))
@@ -774,6 +792,27 @@ def _sums_of_calls(values: Any, wanted: Any, countable: Sequence[bool], alone: b
             yield np.where(np.abs(factors) < 1e-9, 0.0, factors), False
 
 
+def _times_of_calls(
+    evidence: _Evidence, values: Any, wanted: Any, terms: Sequence[tuple[Items, ...]], listed: Sequence[Items]
+) -> Iterator[tuple[Any, bool]]:
+    """As `_sums_of_calls`, but the loss holds the calls several times: Mask2Former's takes its cross entropies twice.
+
+    The one equation that a batch and its parts give is no evidence for just any factor; it is for a whole number, where
+    the next one would be 50 roundings away.
+    """
+    rounding = 16 * torch.finfo(evidence.whole.dtype).eps * max(map(abs, wanted))
+    for rule in listed:
+        whole, *parts = [_counts(rule, batch) for batch in evidence.batches]
+        signed = np.array([whole, *(-each for each in parts)])
+        others = [bool(each) and rule not in each for each in terms]
+        once = float(signed @ values[:, others].sum(axis=1)) if any(others) else 0.0
+        if abs(once) < 50 * rounding * whole:
+            continue
+        times = float(signed @ wanted) / once
+        if abs(times - round(times)) * abs(once) <= rounding * whole:
+            yield np.where(others, float(round(times)), 0.0), True
+
+
 def _rules_of_call(evidence: _Evidence, place: int, rules: Sequence[Items]) -> tuple[Items, ...]:
     """The rules that count what a mean call reduces over, where it composes by that."""
     calls = [each.calls[place] for each in evidence.seen]
@@ -799,7 +838,9 @@ def _mixed(by_rule: Mapping[Items, Sequence[float]], weights: Sequence[float]) -
         factors, _, rank, _ = np.linalg.lstsq(rows, np.array(weights), rcond=None)
         # Samples with as many rows each do not tell the two apart.
         if rank == 2 and np.abs(rows @ factors - weights).max() <= 1e-5 * max(weights):
-            yield Items(mix=((float(factors[0]), rule), (float(factors[1]), Items())))
+            # Weights in float32 have other last digits on another rank.
+            of_rows, of_samples = (round(float(factor), 6) for factor in factors)
+            yield Items(mix=((of_rows, rule), (of_samples, Items())))
 
 
 def composing_rules(
@@ -1001,12 +1042,12 @@ def _rules(inputs: Mapping[str, Any], calls: Sequence[WatchedLoss]) -> Iterator[
     masks = [key for key in tensors if "mask" in key and (_is_mask(tensors[key]) or "observed" in key)]
     telling = [key for key in masks if "attention" not in key]
     yield from (Items((key,), ignore_index=0) for key in sorted(telling, key=lambda key: "past" in key))
-    yield from _listed(inputs)
+    yield from listed_targets(inputs)
     yield Items()
     yield from (Items((key,), ignore_index=0) for key in masks if key not in telling)
 
 
-def _listed(inputs: Mapping[str, Any]) -> Iterator[Items]:
+def listed_targets(inputs: Mapping[str, Any]) -> Iterator[Items]:
     """Ways of counting the rows of what is listed for each sample: the boxes of an image, or its masks."""
     for key, value in inputs.items():
         if "label" not in key or not isinstance(value, (list, tuple)) or not value:
@@ -1254,7 +1295,7 @@ def _least_row(inputs: Mapping[str, Any]) -> int:
 
     Of targets listed for each sample, the row whose number of them is furthest from the others'.
     """
-    listed = next(_listed(inputs), None)
+    listed = next(listed_targets(inputs), None)
     if listed is not None:
         targets = [_counts(listed, _rows(inputs, [row])) for row in range(sample_count(inputs))]
         return max(range(len(targets)), key=lambda row: abs(targets[row] - sum(targets) / len(targets)))

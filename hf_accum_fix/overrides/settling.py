@@ -53,6 +53,7 @@ from hf_accum_fix.overrides.live import (
 )
 from hf_accum_fix.overrides.loader import check_dealing
 from hf_accum_fix.overrides.session import SESSION, Response, Session, session_of
+from hf_accum_fix.own_counts import own_counts
 from hf_accum_fix.shadow import shadow
 
 logger = logging.getLogger("hf_accum_fix")
@@ -247,7 +248,7 @@ def _observe(trainer: Any, session: Session, window: list[Any], *, again: bool =
             session.base_factor = _FACTOR if number is not None and float(number) == HIGH and not owned else 1.0
             listens = None if owned or compute_loss is None else LossCalls.listening()
             session.base_calls = listens
-            with LossCalls() if listens is not None else nullcontext() as beside:
+            with LossCalls(graded=listens.graded) if listens is not None else nullcontext() as beside:
                 loss, outputs = forward(inputs, number)
             if listens is not None and beside is not None and session.base_loss is None:
                 listens.seen.extend(beside.seen)
@@ -466,18 +467,19 @@ def base_loss(
     Source: the contract of ``Trainer.compute_loss``, which the releases share: the number goes to a model that accepts
     it; ``compute_loss_func`` owns its loss; the label smoother takes the labels out of the model's sight.
     """
-    inputs, labels = dict(inputs), None
+    given, inputs, labels = inputs, dict(inputs), None
     func, smoother = loss_func(trainer), trainer.label_smoother if smooth else None
     if func is not None or smoother is not None:
         labels = inputs.pop("labels", None)
     session: Session = trainer.__dict__[SESSION]
     if session.passes_number and number is not None:
         inputs["num_items_in_batch"] = number
-    outputs = model(**inputs)
-    if getattr(trainer.args, "past_index", -1) >= 0:
-        trainer._past = outputs[trainer.args.past_index]
-    if func is not None:
-        return func(outputs, labels, num_items_in_batch=number), outputs
+    with own_counts(given):
+        outputs = model(**inputs)
+        if getattr(trainer.args, "past_index", -1) >= 0:
+            trainer._past = outputs[trainer.args.past_index]
+        if func is not None:
+            return func(outputs, labels, num_items_in_batch=number), outputs
     if smoother is not None and labels is not None:
         contract = session.contract
         shift = contract is not None and contract.items is not None and contract.items.shift

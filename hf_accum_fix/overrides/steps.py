@@ -179,7 +179,7 @@ def training_step(
         try:
             with (
                 in_the_window(session, window) if depth == 1 else nullcontext(),
-                LossCalls() if listens else nullcontext() as calls,
+                LossCalls(graded=contract.graded) if listens else nullcontext() as calls,
             ):
                 result = original_loss(*loss_args, **loss_kwargs)
         finally:

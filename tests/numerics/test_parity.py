@@ -23,8 +23,8 @@ def every_cut() -> Iterator[Any]:
     """Every head and cut, as parameters."""
     for name, head in HEADS.items():
         for split in SPLITS:
-            marks = [] if split == ONE and not head.in_zoo else [pytest.mark.zoo]
-            if head.in_zoo and split != ONE:
+            marks = [] if split == ONE and head.everyday and not head.in_zoo else [pytest.mark.zoo]
+            if (head.in_zoo or not head.everyday) and split != ONE:
                 marks = [pytest.mark.thorough]
             yield pytest.param(name, split, id=f"{name}-{split[0]}x{split[1]}", marks=marks)
 

@@ -70,6 +70,7 @@ class Head:
         router_loss: that loss, from the model's outputs.
         arguments, trainer: further keyword arguments of TrainingArguments and of the Trainer.
         told_false: ``model_accepts_loss_kwargs`` is set False after ``Trainer.__init__``, as LLaMA-Factory does.
+        everyday: False: every cut of it is marked.
         exact: False for a loss that is no weighted mean over items; its reference is the mean over micro-batches.
     """
 
@@ -87,6 +88,7 @@ class Head:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     collate: Callable[[Sequence[Sample]], Batch] | None = None
     exact: bool = True
+    everyday: bool = True
     told_false: bool = False
 
     @property

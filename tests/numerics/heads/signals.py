@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.numerics.heads.head import FLOAT64, VOCABULARY, Head, Origin, of_class
-from tests.numerics.heads.samples import heard, one_class, series, speech, text, with_labels
+from tests.numerics.heads.head import FLOAT64, VOCABULARY, Head, Origin, Sample, of_class
+from tests.numerics.heads.samples import generator, heard, one_class, series, speech, text, with_labels
 from tests.numerics.heads.seq2seq import BART
 
 WAV2VEC2 = {
@@ -57,7 +57,34 @@ CTC: list[Row] = [("HubertForCTC", {}), ("WavLMForCTC", WAVLM), ("Data2VecAudioF
 X_VECTOR = {"tdnn_dim": [8, 8], "tdnn_kernel": [2, 2], "tdnn_dilation": [1, 1], "xvector_output_dim": 8}
 
 
+#: Without the attention that looks at keys drawn at random, and the BatchNorm between its layers.
+INFORMER = {**TIME_SERIES, "attention_type": "full", "distil": False}
+PATCHES = {
+    "num_input_channels": 2, "context_length": 8, "prediction_length": 4, "patch_length": 2, "patch_stride": 2,
+    "d_model": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 16, "norm_type": "layernorm",
+    "attention_dropout": 0.0, "ff_dropout": 0.0, "head_dropout": 0.0, "loss": "mse", "do_mask_input": False,
+}  # fmt: skip
+MIXER = {
+    "num_input_channels": 2, "context_length": 8, "prediction_length": 4, "patch_length": 2, "patch_stride": 2,
+    "d_model": 8, "num_layers": 1, "dropout": 0.0, "head_dropout": 0.0, "loss": "mse",
+}  # fmt: skip
+
+
+def with_target(name: str, *shape: int) -> list[Sample]:
+    """Eight steps of two channels, and a target of a shape."""
+    g = generator(17)
+    return [
+        {
+            "past_values": torch.randn(8, 2, generator=g, dtype=torch.float64),
+            **({name: torch.randn(*shape, generator=g, dtype=torch.float64)} if name else {}),
+        }
+        for _ in range(8)
+    ]
+
+
 def heads() -> list[Head]:
+    past = with_target("")
+    by_class = [{**sample, "target_values": torch.tensor(index % 3)} for index, sample in enumerate(past)]
     ctc = {"model": "Wav2Vec2ForCTC", "samples": speech(), "origin": Origin.LOSS_TYPE_DROPS}
     spoken = [{**s, "labels": torch.tensor(i % 3)} for i, s in enumerate(speech())]
     frames = [{**s, "labels": F.one_hot(torch.arange(i, i + 39) % 3, 3).double()} for i, s in enumerate(speech())]
@@ -74,6 +101,18 @@ def heads() -> list[Head]:
         of_class(config={**WAV2VEC2, "ctc_loss_reduction": "mean"}, name="wav2vec2-ctc-mean", **ctc),
         of_class(config={**WAV2VEC2, "ctc_loss_reduction": "sum"}, name="wav2vec2-ctc-sum", stock_wrong=False, **ctc),
         of_class("TimeSeriesTransformerForPrediction", TIME_SERIES, series(), name="time-series", origin=None),
+        *(
+            of_class(name, config, samples, FLOAT64, origin=None, stock_wrong=name.startswith("Inf"), everyday=False)
+            for name, config, samples in (
+                ("InformerForPrediction", INFORMER, series()),
+                ("PatchTSTForPretraining", {**PATCHES, "do_mask_input": True, "mask_type": "forecast"}, past),
+                ("PatchTSTForPrediction", PATCHES, with_target("future_values", 4, 2)),
+                ("PatchTSTForClassification", {**PATCHES, "num_targets": 3}, by_class),
+                ("PatchTSMixerForPretraining", {**MIXER, "mask_type": "forecast"}, past),
+                ("PatchTSMixerForPrediction", MIXER, with_target("future_values", 4, 2)),
+                ("PatchTSMixerForTimeSeriesClassification", {**MIXER, "num_targets": 3}, by_class),
+            )
+        ),
         *(
             of_class(name, {**WAV2VEC2, "ctc_loss_reduction": "mean", **more}, speech(), origin=Origin.LOSS_TYPE_DROPS)
             for name, more in CTC

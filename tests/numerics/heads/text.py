@@ -40,6 +40,27 @@ GPT2 = {
 }  # fmt: skip
 
 
+#: The words of a column and a row of a table each, and one of three ways to put the chosen cells together.
+TAPAS = {
+    **ENCODER, "type_vocab_sizes": [3, 8, 8, 2, 8, 8, 10], "num_aggregation_labels": 3, "aggregation_loss_weight": 2.0,
+}  # fmt: skip
+
+
+def cells() -> list[Sample]:
+    places = torch.arange(12)
+    of_table = torch.stack([places > 3, places % 3 + 1, places // 3, *[places * 0] * 4], dim=-1).long()
+    of_table[:4] = 0
+    return [
+        {
+            **sample,
+            "token_type_ids": of_table,
+            "labels": ((places % 3 + 1 == 1 + index % 3) & (places // 3 == 1 + index % 2)).long(),
+            "aggregation_labels": torch.tensor(index % 3),
+        }
+        for index, sample in enumerate(alike())
+    ]
+
+
 def llama_config(**overrides: Any) -> Any:
     return hf.LlamaConfig(**{**DECODER, **overrides})
 
@@ -270,6 +291,7 @@ def heads() -> list[Head]:
         *(of_class(name, {**decoder, "num_labels": 3, **more}, classes) for name, more in CLASSES),
         of_class("XLMRobertaForSequenceClassification", three, classes, FLOAT64),
         of_class("TapasForSequenceClassification", three, classes, FLOAT64),
+        of_class("TapasForQuestionAnswering", TAPAS, cells(), FLOAT64, everyday=False),
         of_class("OpenAIGPTForSequenceClassification", {**gpt, "num_labels": 3}, classes, FLOAT64),
         of_class("CTRLForSequenceClassification", {**ctrl, "num_labels": 3}, classes, FLOAT64),
         of_class("BertForNextSentencePrediction", ENCODER, with_labels(right_or_wrong), FLOAT64),

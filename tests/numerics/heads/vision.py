@@ -107,6 +107,12 @@ VJEPA = {
     "pred_num_attention_heads": 2, "pred_num_hidden_layers": 1, "drop_path_rate": 0.0,
 }  # fmt: skip
 
+CVT = {
+    "embed_dim": [8, 16], "depth": [1, 2], "num_heads": [1, 2], "patch_sizes": [7, 3], "patch_stride": [4, 2],
+    "patch_padding": [2, 1], "drop_path_rate": [0.0, 0.0], "cls_token": [False, True], "mlp_ratio": [2.0, 2.0],
+    "drop_rate": [0.0, 0.0], "attention_drop_rate": [0.0, 0.0], "num_labels": 3,
+}  # fmt: skip
+
 CLASSES: list[Row] = [
     ("BeitForImageClassification", {**VIT, "drop_path_rate": 0.0}),
     ("SiglipForImageClassification", CLIP_PAIR),
@@ -196,6 +202,14 @@ def heads() -> list[Head]:
             FLOAT64,
             name="segformer-batch-norm",
             exact=False,
+        ),
+        of_class(
+            "CvtForImageClassification",
+            CVT,
+            images(lambda i, g: torch.tensor(i % 3)),
+            FLOAT64,
+            prepare=frozen_batch_norm,
+            everyday=False,
         ),
         # Its denominator is the count plus 1e-5.
         of_class(

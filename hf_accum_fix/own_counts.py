@@ -1,0 +1,58 @@
+"""Let a head divide by the targets of its own micro-batch, not by their mean over ranks.
+
+Heads whose targets are a list for each sample (the boxes of an image, or its masks) sum their number of targets over the
+ranks in the midst of the forward, and divide by W. A micro-batch's loss then depends on the micro-batches of the other
+ranks, and a rank that runs more of them than the others waits for ever. In here every rank counts alone: what the head
+divides by is known, and nobody waits.
+
+Source: ``num_boxes = reduce(num_boxes)`` beside ``PartialState().num_processes`` (5.23.0, ``loss_for_object_detection``
+and MaskFormer's kin; ``reduce`` has taken the mean already, so that stock divides by W once too often), and
+``dist.all_reduce(num_boxes)`` beside ``dist.get_world_size()`` (``loss_lw_detr``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from torch import Tensor
+
+from hf_accum_fix.accumulation.observe import listed_targets
+from hf_accum_fix.shadow import shadow
+
+
+@contextmanager
+def own_counts(inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Around the forward of one micro-batch; nothing is changed where its targets are no lists.
+
+    Args:
+        inputs: of the forward.
+    """
+    ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if not ranks or next(listed_targets(inputs), None) is None:
+        yield
+        return
+    with shadow(dist, "all_reduce", _all_reduce):
+        if not PartialState._shared_state:
+            yield
+            return
+        state = PartialState()
+        with shadow(state, "num_processes", 1), shadow(state, "distributed_type", DistributedType.NO):
+            yield
+
+
+_original = dist.all_reduce if dist.is_available() else None
+
+
+def _all_reduce(tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+    """W times a rank's own count in the place of the sum of all counts; anything else is summed as ever."""
+    assert _original is not None
+    op = dist.ReduceOp.SUM if op is None else op
+    is_count = tensor.numel() == 1 and not tensor.requires_grad and group is None and not async_op
+    if is_count and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        return tensor.mul_(dist.get_world_size()) if op == dist.ReduceOp.SUM else tensor
+    return _original(tensor, op=op, group=group, async_op=async_op)
