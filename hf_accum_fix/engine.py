@@ -97,9 +97,10 @@ def narrow_leaves(accelerator: Any, model: nn.Module) -> Iterator[Leaf]:
                     sharded.add(each.sharded_param)
                     yield from _leaves_of_fsdp2(each)
         elif (handle := getattr(module, "_handle", None)) is not None and hasattr(handle, "flat_param"):
-            sharded.update((handle.flat_param, *(handle.flat_param._params or ())))
+            views = tuple(handle.flat_param._params or ())
+            sharded.update((handle.flat_param, *views))
             if handle.flat_param.requires_grad and handle._fwd_bwd_param_dtype in NARROW:
-                yield Leaf(handle.flat_param, Arrival.FLAT)
+                yield Leaf(handle.flat_param, Arrival.FLAT, views)
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in NARROW and parameter not in sharded:
             yield Leaf(parameter)

@@ -43,10 +43,15 @@ class Arrival(Enum):
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that gradients arrive at; of a sharded model the one that its engine adds them up in."""
+    """A tensor that gradients arrive at; of a sharded model the one that its engine adds them up in.
+
+    Attributes:
+        views: parameters whose ``.grad`` is a part of the tensor's.
+    """
 
     tensor: Any
     arrival: Arrival = Arrival.AUTOGRAD
+    views: tuple[Tensor, ...] = ()
 
 
 class _InFloat32:
@@ -111,7 +116,7 @@ class WindowGradient:
         self.matters = False
         self._kind = _SUMS.get(accumulate_in)
         self._estimate = None if self._kind else _Loss()
-        self._leaves: dict[Tensor, Arrival] = {}
+        self._leaves: dict[Tensor, Leaf] = {}
         self._sums: dict[Tensor, _InFloat32 | _Compensated] = {}
         self._arrived_last: set[Tensor] = set()
         self._hooks: list[Any] = []
@@ -176,13 +181,13 @@ class WindowGradient:
             tensor, arrival = leaf.tensor, leaf.arrival
             if tensor in self._leaves:
                 continue
-            self._leaves[tensor] = arrival
+            self._leaves[tensor] = leaf
             if self._estimate is not None:
                 if arrival is not Arrival.REDUCED and self._begun == 1:
                     self._hooks.append(tensor.register_hook(partial(self._estimate.add, tensor)))
                 continue
             _refuse_steps_within_backward(tensor)
-            if tensor.grad is not None:
+            if tensor.grad is not None and arrival is not Arrival.FLAT:
                 # It may be a view of a bucket.
                 self._add(tensor, tensor.grad.clone())
             if arrival is not Arrival.REDUCED:
@@ -206,7 +211,8 @@ class WindowGradient:
             self._add(leaf, leaf.grad)
 
     def _add(self, leaf: Tensor, gradient: Tensor) -> None:
-        leaf.grad = None
+        for each in (leaf, *self._leaves[leaf].views):
+            each.grad = None
         if leaf in self._sums:
             self._sums[leaf].add(_dense(gradient))
         else:
@@ -216,7 +222,7 @@ class WindowGradient:
     def _offer(self) -> None:
         """Have ``.grad`` hold the sum so far: a parameter that the last micro-batch does not use gets no gradient."""
         for leaf, summed in self._sums.items():
-            if self._leaves[leaf] is Arrival.AUTOGRAD:
+            if self._leaves[leaf].arrival is Arrival.AUTOGRAD:
                 leaf.grad = summed.rounded()
 
     @torch.no_grad()
@@ -224,7 +230,7 @@ class WindowGradient:
         """Take what has come past the hooks."""
         if self._kind is None:
             return
-        for leaf, arrival in self._leaves.items():
+        for leaf, arrival in ((each, known.arrival) for each, known in self._leaves.items()):
             reduced = arrival is Arrival.REDUCED
             if leaf.grad is not None and (reduced or not self._last):
                 self._add(leaf, leaf.grad)

@@ -125,4 +125,3 @@ def by_loop(model: nn.Module, rows: Sequence[dict[str, Any]], steps: int, accumu
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
-
