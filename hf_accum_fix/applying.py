@@ -265,6 +265,7 @@ def apply(
     router_loss: str = "mean",
     balance_windows: bool | BalanceOptions = False,
     per_sample: bool = False,
+    accumulate_in: str = "parameter",
     quiet: bool = False,
 ) -> PatchHandle:
     """Patch transformers.Trainer, for every subclass there is or will be.
@@ -286,6 +287,7 @@ def apply(
             almost nothing padded. True, or `BalanceOptions`; off by default.
         per_sample: train the mean of sample means, so that every sample weighs as much however many targets it has;
             off by default, because stock weighs every target alike.
+        accumulate_in: what the gradients of 16-bit parameters are added in, as in `Options`.
         quiet: leave out the line on stderr that says, once a job, that the patch is on; HF_ACCUM_FIX_QUIET=1 does, too.
 
     Returns:
@@ -304,7 +306,16 @@ def apply(
     from hf_accum_fix.upstream.plan import make_plan
     from hf_accum_fix.upstream.seams import GUARD, TRAINER_MODULE
 
-    options = Options(contract, allow_foreign, eval_loss, drop_duplicates, router_loss, balance_windows, per_sample)
+    options = Options(
+        contract,
+        allow_foreign,
+        eval_loss,
+        drop_duplicates,
+        router_loss,
+        balance_windows,
+        per_sample,
+        accumulate_in,
+    )
     if not enabled():
         _LOG.info("hf-accum-fix is switched off by %s: transformers.Trainer stays as it is", SWITCH)
         return PatchHandle(options, make_plan(detect(), options), off=True)

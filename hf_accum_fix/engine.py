@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from accelerate.utils import DistributedType
 from torch import nn
+
+from hf_accum_fix.accumulation.precision import NARROW, Arrival, Leaf
+from hf_accum_fix.errors import UnsupportedSetupError
 
 
 def engine_divisor(accelerator: Any, backward_kwargs: Mapping[str, Any]) -> int:
@@ -68,3 +72,65 @@ def inputs_are_rounded(accelerator: Any) -> bool:
     number above 65504 would be infinite.
     """
     return is_sharded(accelerator) and accelerator.mixed_precision != "no"
+
+
+def narrow_leaves(accelerator: Any, model: nn.Module) -> Iterator[Leaf]:
+    """Where a model's gradients arrive that its engine would add micro-batch by micro-batch in 16 bits.
+
+    FSDP adds the gradients of whole parameters in the dtype that it computes in, FSDP2 in the dtype that it reduces in;
+    FSDP2 makes its whole parameters in the first forward. DeepSpeed keeps sums of its own.
+
+    Args:
+        accelerator: the live ``accelerate.Accelerator``, or None.
+        model: as it was prepared.
+    """
+    if accelerator is not None and accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return
+    sharded = set()
+    module: Any
+    for module in model.modules():
+        # Not by their classes, which take long to import.
+        if hasattr(module, "_get_fsdp_state"):
+            state = module._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                for each in group.fsdp_params if group is not None else ():
+                    sharded.add(each.sharded_param)
+                    yield from _leaves_of_fsdp2(each)
+        elif (handle := getattr(module, "_handle", None)) is not None and hasattr(handle, "flat_param"):
+            views = tuple(handle.flat_param._params or ())
+            sharded.update((handle.flat_param, *views))
+            if handle.flat_param.requires_grad and handle._fwd_bwd_param_dtype in NARROW:
+                yield Leaf(handle.flat_param, Arrival.FLAT, views)
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in NARROW and parameter not in sharded:
+            yield Leaf(parameter)
+
+
+def _leaves_of_fsdp2(each: Any) -> Iterator[Leaf]:
+    """A parameter of FSDP2: whole, as autograd knows it, and this rank's piece, where every micro-batch is reduced."""
+    whole = getattr(each, "_unsharded_param", None)
+    if whole is not None and whole.requires_grad and whole.dtype in NARROW and each.reduce_dtype is not torch.float32:
+        yield Leaf(whole)
+    if each.sharded_param.requires_grad and each.sharded_param.dtype in NARROW:
+        yield Leaf(each.sharded_param, Arrival.REDUCED)
+
+
+def check_engine_adds(accelerator: Any, accumulate_in: str) -> str | None:
+    """Compare what DeepSpeed adds gradients in with what was asked for; every other engine leaves it to us.
+
+    Returns:
+        What to say where it was not asked and DeepSpeed adds in 16 bits.
+
+    Raises:
+        UnsupportedSetupError: if it adds in 16 bits, and something better was asked for.
+    """
+    if accelerator is None or accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return None
+    adds_in = accelerator.deepspeed_engine_wrapped.engine.get_data_types()[1]
+    if adds_in not in NARROW:
+        return None
+    found = f"DeepSpeed adds the gradients of a window in {adds_in}"
+    what = 'write "data_types": {"grad_accum_dtype": "fp32"} into its configuration (ZeRO 1 to 3)'
+    if accumulate_in != "parameter":
+        raise UnsupportedSetupError(f"got accumulate_in={accumulate_in!r}, but {found}; expected float32: {what}")
+    return f"{found}, which rounds with every micro-batch: {what}"

@@ -22,6 +22,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -46,14 +47,22 @@ from hf_accum_fix.accumulation.declared import (
 from hf_accum_fix.accumulation.micro_batch import run_micro_batch
 from hf_accum_fix.accumulation.observe import ATTEMPTS, NO_TARGET_SEEN, SEVERAL_FIT, observe
 from hf_accum_fix.accumulation.per_sample import by_sample
+from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
 from hf_accum_fix.accumulation.router_loss import Convention, Form, RouterLoss, one_form
 from hf_accum_fix.accumulation.second_look import as_before, as_both_show, is_due, several_fit, shows_no_call
 from hf_accum_fix.accumulation.share import Cut, loss_among, share_of
 from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules, count_dtype
 from hf_accum_fix.duplicates import WithoutDuplicates
-from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, reducing, waits_every_micro_batch
+from hf_accum_fix.engine import (
+    check_engine_adds,
+    engine_divisor,
+    inputs_are_rounded,
+    narrow_leaves,
+    reducing,
+    waits_every_micro_batch,
+)
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnevenRanksError, UnsupportedSetupError
-from hf_accum_fix.options import ROUTER_LOSSES
+from hf_accum_fix.options import ACCUMULATE_IN, ROUTER_LOSSES, check_choice
 from hf_accum_fix.own_counts import own_counts
 
 logger = logging.getLogger("hf_accum_fix")
@@ -103,7 +112,7 @@ class AccumulationWindow:
                 "expected once for each; enter it around one forward and backward"
             )
         last = self._begun == len(self.batches)
-        with self._windows._reducing(model, last=last):
+        with self._windows._reducing(model, last=last), self._windows._adding(model, len(self), self._begun):
             yield
         if last and self._certificate is not None:
             self._end(model, self._certificate)
@@ -301,6 +310,7 @@ class AccumulationWindows:
         drop_duplicates: bool,
         router_loss: str,
         per_sample: bool,
+        accumulate_in: str,
     ) -> None:
         """Made by `accumulation_windows` alone."""
         self.contract = contract
@@ -308,6 +318,8 @@ class AccumulationWindows:
         self._dataloader = dataloader
         self._drop_duplicates = drop_duplicates
         self._per_sample = per_sample
+        self._accumulate_in = accumulate_in
+        self._gradient = WindowGradient(accumulate_in)
         self._accelerator = accelerator
         self._router = RouterLoss(Convention(router_loss))
         self._steps = steps
@@ -357,7 +369,10 @@ class AccumulationWindows:
                     )
             self._opened += 1
             window = AccumulationWindow(self, fetched)
-            yield window
+            try:
+                yield window
+            finally:
+                self._gradient.drop()
             window._check_run()
         self._closing.read(_Loop(self))
         if self.world_size > 1:
@@ -574,6 +589,26 @@ class AccumulationWindows:
             return reducing(self._accelerator, model, last=last)
         return nullcontext() if last else getattr(model, "no_sync", nullcontext)()
 
+    @contextmanager
+    def _adding(self, model: nn.Module, micro_batches: int, begun: int) -> Iterator[None]:
+        """What gradients are added in; after the first window say what 16 bits have lost, where that matters."""
+        gradient, first = self._gradient, begun == 1
+        if first and micro_batches > 1 and (said := check_engine_adds(self._accelerator, self._accumulate_in)):
+            self._tell_rounded(said)
+        unknown = gradient.lost is None
+        leaves = partial(narrow_leaves, self._accelerator, model)
+        with gradient.micro_batch(leaves, first=first, last=begun == micro_batches):
+            yield
+        if unknown and gradient.matters and gradient.lost is not None:
+            self._tell_rounded(f"{self._name(model)}: {rounding_words(gradient.lost, micro_batches)}")
+
+    def _tell_rounded(self, words: str) -> None:
+        if "16 bits" not in self._said:
+            self._inexact += 1
+            if self._recorded:
+                observations.amend({"exact": False, "inexact_windows": self._inexact})
+        self._warn_once("16 bits", words)
+
     def _divisor(self) -> int:
         return 1 if self._accelerator is None else engine_divisor(self._accelerator, {})
 
@@ -647,6 +682,7 @@ def accumulation_windows(
     drop_duplicates: bool = False,
     router_loss: str = "mean",
     per_sample: bool = False,
+    accumulate_in: str = "parameter",
 ) -> AccumulationWindows:
     """The epochs of a dataloader as accumulation windows, exact for every cut into micro-batches and ranks.
 
@@ -662,6 +698,7 @@ def accumulation_windows(
             many; a micro-batch of nothing else is run and counts nothing.
         router_loss: what the load-balancing loss of a mixture of experts is, as in `Options`.
         per_sample: train the mean of sample means, as in `Options`.
+        accumulate_in: what the gradients of 16-bit parameters are added in, as in `Options`.
 
     Raises:
         OptionsError: if neither an accelerator nor steps are given, or steps is no positive integer.
@@ -678,6 +715,8 @@ def accumulation_windows(
         raise UnsupportedSetupError(f"ranks split samples {split}; only data-parallel ranks are supported")
     if per_sample and contract is not None:
         raise OptionsError("got per_sample=True and a contract; expected one of them: the loss has to be observed")
-    if router_loss not in ROUTER_LOSSES:
-        raise OptionsError(f"got router_loss={router_loss!r}; expected one of {', '.join(map(repr, ROUTER_LOSSES))}")
-    return AccumulationWindows(dataloader, accelerator, steps, contract, drop_duplicates, router_loss, per_sample)
+    check_choice("router_loss", router_loss, ROUTER_LOSSES)
+    check_choice("accumulate_in", accumulate_in, ACCUMULATE_IN)
+    return AccumulationWindows(
+        dataloader, accelerator, steps, contract, drop_duplicates, router_loss, per_sample, accumulate_in
+    )

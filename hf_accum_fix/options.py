@@ -20,6 +20,9 @@ _OFF: Final = ("0", "off", "false", "no")
 #: The conventions of `hf_accum_fix.accumulation.router_loss`, by name, so that importing this needs no torch.
 ROUTER_LOSSES: Final = ("mean", "window", "exact")
 
+#: What a window's gradients are added in: see `hf_accum_fix.accumulation.precision`.
+ACCUMULATE_IN: Final = ("parameter", "float32", "compensated")
+
 
 @dataclass(frozen=True)
 class BalanceOptions:
@@ -76,10 +79,12 @@ class Options:
         balance_windows: deal the samples of a global batch into micro-batches by length; True is `BalanceOptions()`.
         per_sample: train the mean of sample means, so that every sample weighs as much however many targets it has;
             off, because stock weighs every target alike.
+        accumulate_in: what the gradients of 16-bit parameters are added in: "parameter", their dtype, as torch does;
+            "float32", 4 bytes a parameter more; "compensated", twice their dtype, 2 bytes more.
 
     Raises:
         OptionsError: if allow_foreign is not a tuple of "module.qualname" strings, a switch is no bool, router_loss
-            is none of the three, or balance_windows is neither a bool nor `BalanceOptions`.
+            or accumulate_in is none of the three, or balance_windows is neither a bool nor `BalanceOptions`.
     """
 
     contract: LossContract | None = None
@@ -89,6 +94,7 @@ class Options:
     router_loss: str = "mean"
     balance_windows: bool | BalanceOptions = False
     per_sample: bool = False
+    accumulate_in: str = "parameter"
 
     def __post_init__(self) -> None:
         """Refuse values that would be misread later, such as a bare string taken for a sequence of names."""
@@ -108,15 +114,20 @@ class Options:
                 raise OptionsError(f"got {switch}={getattr(self, switch)!r}; expected True or False")
         if self.per_sample and self.contract is not None:
             raise OptionsError("got per_sample=True and a contract; expected one of them: the loss has to be observed")
-        if self.router_loss not in ROUTER_LOSSES:
-            known = ", ".join(map(repr, ROUTER_LOSSES))
-            raise OptionsError(f"got router_loss={self.router_loss!r}; expected one of {known}")
+        check_choice("router_loss", self.router_loss, ROUTER_LOSSES)
+        check_choice("accumulate_in", self.accumulate_in, ACCUMULATE_IN)
         if self.balance_windows is True:
             object.__setattr__(self, "balance_windows", BalanceOptions())
         if self.balance_windows is not False and not isinstance(self.balance_windows, BalanceOptions):
             raise OptionsError(
                 f"got balance_windows={self.balance_windows!r}; expected True, False or BalanceOptions(...)"
             )
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise `OptionsError` for a value that is none of the choices."""
+    if value not in choices:
+        raise OptionsError(f"got {name}={value!r}; expected one of {', '.join(map(repr, choices))}")
 
 
 def enabled() -> bool:

@@ -54,6 +54,7 @@ def _travelling(options: Options) -> dict[str, Any]:
         "router_loss": options.router_loss,
         "balance_windows": bool(options.balance_windows),
         "per_sample": options.per_sample,
+        "accumulate_in": options.accumulate_in,
     }
 
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from hf_accum_fix.cli.inherit import environment_for
 from hf_accum_fix.errors import OptionsError
-from hf_accum_fix.options import ROUTER_LOSSES, SWITCH, Options, enabled
+from hf_accum_fix.options import ACCUMULATE_IN, ROUTER_LOSSES, SWITCH, Options, enabled
 
 DESCRIPTION: Final = """\
 Run a command with the patch on, in it and in every Python process it starts: torchrun, accelerate launch, deepspeed,
@@ -63,6 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--router-loss", choices=ROUTER_LOSSES, default="mean", help="of a mixture of experts")
     parser.add_argument("--balance-windows", action="store_true", help="deal samples into micro-batches by length")
     parser.add_argument("--per-sample", action="store_true", help="train the mean of sample means")
+    parser.add_argument(
+        "--accumulate-in", choices=ACCUMULATE_IN, default="parameter", help="of gradients of 16-bit parameters"
+    )
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="CMD ...", help="the command and its arguments")
 
 
@@ -83,6 +86,7 @@ def execute(arguments: argparse.Namespace) -> int:
         router_loss=arguments.router_loss,
         balance_windows=arguments.balance_windows,
         per_sample=arguments.per_sample,
+        accumulate_in=arguments.accumulate_in,
     )
     command = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if not command or not command[0]:

@@ -60,6 +60,7 @@ def end_window(trainer: Any, session: Session, window: Window) -> Tensor | float
         What the gradient, and the loss for the log, were multiplied by; None: they are right as they are.
     """
     window.ended = True
+    session.gradient.finish()
     if window.certificate is None or not window.batches:
         return None
     left_out = len(window.batches) - window.steps_run

@@ -15,6 +15,7 @@ from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.closing import Closing
 from hf_accum_fix.accumulation.contract import Divides, LossContract
 from hf_accum_fix.accumulation.loss_calls import LossCalls
+from hf_accum_fix.accumulation.precision import WindowGradient
 from hf_accum_fix.accumulation.router_loss import RouterLoss
 from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.accumulation.window import Items
@@ -119,6 +120,7 @@ class Session:
         closing: what ends its windows.
         inexact_windows: found to be made in another way than observed.
         deferred: the window as a ``get_batch_samples`` of the trainer's own was given it, before it is counted.
+        gradient: what the gradients of a window are added in.
     """
 
     options: Options
@@ -147,6 +149,10 @@ class Session:
     repeated: dict[str, Any] = field(default_factory=dict)
     router: RouterLoss | None = None
     counting_loss: tuple[tuple[Any, ...], Callable[..., Any] | None] | None = None
+    gradient: WindowGradient = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gradient = WindowGradient(self.options.accumulate_in)
 
     def warn_once(self, kind: str, message: str) -> None:
         """Warn once for each kind and run."""

@@ -25,6 +25,7 @@ from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.announcing import announce
 from hf_accum_fix.overrides.certifying import end_window, gradient_versions
 from hf_accum_fix.overrides.live import loss_func, remakes_inputs, scales_itself
+from hf_accum_fix.overrides.precision import adding
 from hf_accum_fix.overrides.routing import in_the_window, note_routing
 from hf_accum_fix.overrides.session import MicroBatch, Session, Window, session_of
 from hf_accum_fix.overrides.settling import base_loss
@@ -207,6 +208,7 @@ def training_step(
             shadow(trainer, "compute_loss", record_loss),
             shadow(accelerator, "backward", set_loss),
             _reduced_in_the_last(trainer, window, model),
+            adding(trainer, session, window, model),
         ):
             result = wrapped(*args, **kwargs)
     finally:

@@ -48,6 +48,7 @@ def train(
             result = wrapped(*args, **kwargs)
     finally:
         session.window = None
+        session.gradient.drop()
     if session.empty_windows is not None and int(session.empty_windows):
         warn_empty(session)
     note_routing(trainer, session)

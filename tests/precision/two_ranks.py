@@ -1,0 +1,208 @@
+"""Run by torchrun on two gloo ranks: errors of the gradient of 16-bit models, by engine and mode; JSON on rank 0.
+
+torchrun --nproc_per_node 2 -m tests.precision.two_ranks OUTPUT.json MICRO_BATCHES CASE ...
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from hf_accum_fix import accumulation_windows
+from tests.precision.gradients import Gradient, Keep, batch, error, llama, reference, samples
+from tests.precision.sometimes import CONTRACT, Sometimes
+from tests.torchrun import leave_with
+
+#: Two ranks with as many samples each.
+ROWS = samples(128)
+MODES = ("parameter", "float32", "compensated")
+HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+
+def ddp(**given: Any) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: DistributedDataParallel(model, **given)
+
+
+def reducing_in_each(**given: Any) -> Callable[[nn.Module], nn.Module]:
+    """As accelerate does with ``sync_each_batch``; with a static graph torch's reducer fails otherwise, stock or not."""
+
+    def wrap(model: nn.Module) -> nn.Module:
+        wrapped: Any = DistributedDataParallel(model, **given)
+        wrapped.no_sync = nullcontext
+        return wrapped  # type: ignore[no-any-return]
+
+    return wrap
+
+
+def checkpointed(reentrant: bool) -> Callable[[nn.Module], nn.Module]:
+    def wrap(model: Any) -> nn.Module:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return DistributedDataParallel(model)
+
+    return wrap
+
+
+def fsdp2(**given: Any) -> Callable[[nn.Module], nn.Module]:
+    def wrap(model: Any) -> nn.Module:
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, **given)
+        return fully_shard(model, mesh=mesh, **given)
+
+    return wrap
+
+
+def fsdp1(**given: Any) -> Callable[[nn.Module], nn.Module]:
+    policy = ModuleWrapPolicy({LlamaDecoderLayer})
+    return lambda model: FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True, **given
+    )
+
+
+def tied() -> nn.Module:
+    return llama(tie_word_embeddings=True)
+
+
+#: The model, what is put around it, and its dtype.
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Module], torch.dtype]] = {
+    "ddp": (llama, ddp(), torch.bfloat16),
+    "ddp-float16": (llama, ddp(), torch.float16),
+    "ddp-bucket-view": (tied, ddp(gradient_as_bucket_view=True), torch.bfloat16),
+    "ddp-every-micro-batch": (llama, reducing_in_each(), torch.bfloat16),
+    "ddp-static-graph": (llama, reducing_in_each(static_graph=True), torch.bfloat16),
+    "ddp-unused": (Sometimes, ddp(find_unused_parameters=True), torch.bfloat16),
+    "ddp-unused-bucket-view": (
+        Sometimes,
+        ddp(find_unused_parameters=True, gradient_as_bucket_view=True),
+        torch.bfloat16,
+    ),
+    "ddp-checkpointing": (tied, checkpointed(False), torch.bfloat16),
+    "ddp-checkpointing-reentrant": (llama, checkpointed(True), torch.bfloat16),
+    "fsdp2": (llama, fsdp2(), torch.bfloat16),
+    "fsdp2-every-micro-batch": (llama, fsdp2(), torch.bfloat16),
+    "fsdp2-reduces-float32": (llama, fsdp2(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)), torch.bfloat16),
+    "fsdp2-mixed": (
+        llama,
+        fsdp2(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)),
+        torch.float32,
+    ),
+    "fsdp1": (llama, fsdp1(), torch.bfloat16),
+    "fsdp1-mixed": (llama, fsdp1(mixed_precision=HALF), torch.float32),
+}
+
+
+class Plain:
+    """What the windows ask of an accelerator, for FSDP2 with ``no_sync`` as accelerate has it."""
+
+    def __init__(self, steps: int) -> None:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        PartialState(cpu=True, backend="gloo")
+        PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+        self.live = Accelerator(gradient_accumulation_steps=steps)
+        assert self.live.is_fsdp2
+
+
+def run(case: str, steps: int, mode: str) -> tuple[Gradient, int]:
+    """The gradient of two windows' last, whole; and what is left of hooks."""
+    build, wrap, dtype = CASES[case]
+    model = build().to(dtype)
+    optimizer = Keep(model)
+    trained = wrap(model)
+    optimizer.named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    trained.train()
+    mine = ROWS[dist.get_rank() :: 2]
+    size = len(mine) // steps
+    loader = [batch(mine[start : start + size]) for start in range(0, len(mine), size)]
+    live = Plain(steps).live if case.startswith("fsdp2") and case != "fsdp2-every-micro-batch" else None
+    contract = CONTRACT if isinstance(model, Sometimes) else None
+    windows = accumulation_windows(loader, live, steps=steps, accumulate_in=mode, contract=contract)
+    for _ in range(2):
+        for window in windows:
+            for each in window:
+                with window.micro_batch(trained):
+                    if contract is None:
+                        loss = window.loss(trained, each)
+                    else:
+                        loss = window.scale(trained(**each)["loss"], each)
+                    loss.backward() if live is None else live.backward(loss)
+            found = whole(trained, optimizer)
+            trained.zero_grad()
+    hooks = sum(
+        len(each._backward_hooks or ()) + len(getattr(each, "_post_accumulate_grad_hooks", None) or ())
+        for each in model.parameters()
+    )
+    return found, hooks
+
+
+def whole(model: nn.Module, optimizer: Keep) -> Gradient:
+    """The reduced gradient, put together."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            return {
+                name.replace("_fsdp_wrapped_module.", ""): each.grad.double().clone()
+                for name, each in model.named_parameters()
+                if each.grad is not None
+            }
+    optimizer.step()
+    return {
+        name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in optimizer.seen[-1].items()
+    }
+
+
+def exact(case: str, steps: int) -> Gradient:
+    """Of the same weights, rounded where they are computed with."""
+    model = CASES[case][0]().to(torch.bfloat16 if CASES[case][2] is torch.float32 else CASES[case][2])
+    if not isinstance(model, Sometimes):
+        return reference(model, ROWS)
+    double = model.double()
+    size = len(ROWS) // 2 // steps
+    for rank in range(2):
+        mine = ROWS[rank::2]
+        for start in range(0, len(mine), size):
+            double.summed(**batch(mine[start : start + size])).backward()
+    items = sum(len(row["labels"]) for row in ROWS)
+    return {name: each.grad / items for name, each in double.named_parameters() if each.grad is not None}
+
+
+def main(output: Path, steps: Sequence[int], cases: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rows = []
+    for case in cases:
+        # A rank that waits for ever says where.
+        faulthandler.dump_traceback_later(250, exit=True)
+        row: dict[str, Any] = {"case": case}
+        try:
+            for mode in MODES:
+                for count in steps if mode == MODES[0] else steps[-1:]:
+                    found, hooks = run(case, count, mode)
+                    row[f"{mode} {count}"] = error(found, exact(case, count))
+                    assert not hooks
+        except Exception:
+            row["raised"] = traceback.format_exc()[-3000:]
+        rows.append(row)
+    leave_with(rows, output)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [int(each) for each in sys.argv[2].split(",")], sys.argv[3:])
