@@ -343,11 +343,11 @@ def _observe(trainer: Any, session: Session, window: list[Any], *, dropout: bool
 
 
 def _shows_no_call(found: LossContract | None) -> bool:
-    """Whether something in the loss is weighed by its items that no loss call shows in training."""
+    """Whether something in the loss is, or may be under dropout, weighed by its items that no loss call shows."""
     if found is None or found.extra:
         return found is not None
     if found.made_of is not None:
-        return bool(found.made_of.rest_terms)
+        return bool(found.made_of.rest_terms) or found.made_of.has_several_calls
     return found.owned_by_trainer and found.reduction is Reduction.MEAN
 
 
@@ -356,8 +356,12 @@ def _with_dropout(found: LossContract, again: LossContract) -> LossContract:
     if found.extra:
         common = tuple(rule for rule in found.extra if rule in again.extra)
         return replace(found, extra=common, changed_by_trainer=not common)
-    if again.reduction is found.reduction and set(again.rules) == set(found.rules):
+    alike = again.reduction is found.reduction
+    if alike and set(again.rules) == set(found.rules):
         return found
+    if alike and not _rest_terms(found) and _rest_terms(again) and found.items in again.rules:
+        # Two draws of one model are apart only under dropout.
+        return again
     reason = "a term that no loss call shows is another one under dropout"
     return replace(found, reduction=Reduction.PLAIN, items=None, made_of=None, reason=reason)
 

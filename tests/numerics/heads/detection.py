@@ -52,8 +52,8 @@ SEGMENTING = {
     **DETR, "backbone_config": PYRAMID, "hidden_size": 32, "encoder_attention_heads": 8, "decoder_attention_heads": 8,
 }  # fmt: skip
 DEFORMABLE = {
-    **DETR, "hidden_size": 32, "decoder_layers": 2, "encoder_n_points": 2, "decoder_n_points": 2, "num_feature_levels": 2,
-    "disable_custom_kernels": True,
+    **DETR, "hidden_size": 32, "decoder_layers": 2, "encoder_n_points": 2, "decoder_n_points": 2,
+    "num_feature_levels": 2, "disable_custom_kernels": True,
 }  # fmt: skip
 LW_DETR = {
     "backbone_config": {
@@ -170,7 +170,9 @@ def heads() -> list[Head]:
             )
             for family, config in (("RTDetr", RT_DETR), ("RTDetrV2", RT_DETR), ("DFine", D_FINE), ("LwDetr", LW_DETR))
         ),
-        of_class("GroundingDinoForObjectDetection", GROUNDING_DINO, prompted(), FLOAT32, dtype=torch.float32, everyday=False),
+        of_class(
+            "GroundingDinoForObjectDetection", GROUNDING_DINO, prompted(), FLOAT32, dtype=torch.float32, everyday=False
+        ),
         of_class(
             "Mask2FormerForUniversalSegmentation",
             MASK2FORMER,

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.numerics.heads.detection import ONE_FORMER, masked, two_lists
 from tests.numerics.heads.experts import ROUTED
 from tests.numerics.heads.head import FLOAT64, NO_DROPOUT, VOCABULARY, Batch, Head, Sample, collate, of_class
-from tests.numerics.heads.detection import ONE_FORMER, masked, two_lists
 from tests.numerics.heads.multimodal import CLIP, VILT, pictured
 from tests.numerics.heads.samples import (
+    alike,
     generator,
     images,
     masked_tokens,
     one_class,
     pairs,
-    alike,
     series,
     speech,
     text,
@@ -154,7 +154,11 @@ def with_task(samples: Sequence[Sample]) -> Batch:
     """A task for each image, and four texts that its queries are told from those of the other images by."""
     g = generator(18)
     tasks = torch.randint(1, 20, (len(samples), 4), generator=g)
-    return {**two_lists(samples), "task_inputs": tasks, "text_inputs": torch.randint(1, 20, (len(samples), 4, 4), generator=g)}
+    return {
+        **two_lists(samples),
+        "task_inputs": tasks,
+        "text_inputs": torch.randint(1, 20, (len(samples), 4, 4), generator=g),
+    }
 
 
 def voices() -> list[Sample]:
@@ -183,7 +187,6 @@ def not_decomposable() -> list[LeftOut]:
     spoken = [{**s, "labels": torch.tensor(i % 3)} for i, s in enumerate(speech())]
     conformer = {**WAV2VEC2, "classifier_proj_size": 8, "conformer_conv_dropout": 0.0, "conv_depthwise_kernel_size": 3}
 
-
     def tried(model: str, config: dict[str, Any], samples: Sequence[Sample], **more: Any) -> Head:
         return of_class(model, {"num_labels": 3, **config}, samples, FLOAT64, exact=False, **more)
 
@@ -191,7 +194,9 @@ def not_decomposable() -> list[LeftOut]:
         LeftOut(tried("SiglipModel", SIGLIP, pairs(), collate=with_return_loss), NEGATIVES),
         LeftOut(tried("OwlViTModel", OWL, pairs(), collate=with_return_loss, everyday=False), NEGATIVES),
         LeftOut(tried("RoCBertForPreTraining", ROC_BERT, attacked(), everyday=False), NEGATIVES),
-        LeftOut(tried("AutoformerForPrediction", AUTOFORMER, in_float32(), dtype=torch.float32, everyday=False), ACROSS),
+        LeftOut(
+            tried("AutoformerForPrediction", AUTOFORMER, in_float32(), dtype=torch.float32, everyday=False), ACROSS
+        ),
         LeftOut(tried("Wav2Vec2ForPreTraining", QUANTIZED, heard_codes(), collate=with_own_negatives), CODES),
         LeftOut(
             tried("SpeechT5ForTextToSpeech", SPOKEN, voices(), collate=with_padded_frames),
