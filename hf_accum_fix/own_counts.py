@@ -1,9 +1,9 @@
 """Let a head divide by the targets of its own micro-batch, not by their mean over ranks.
 
-Heads whose targets are a list for each sample (the boxes of an image, or its masks) sum their number of targets over the
-ranks in the midst of the forward, and divide by W. A micro-batch's loss then depends on the micro-batches of the other
-ranks, and a rank that runs more of them than the others waits for ever. In here every rank counts alone: what the head
-divides by is known, and nobody waits.
+Heads whose targets are a list for each sample (the boxes of an image, or its masks) sum their number over the ranks in
+the midst of the forward, and divide by W. A micro-batch's loss then depends on those of the other ranks, and
+a rank that runs more of them than the others waits for ever. In here every rank counts alone: what the head divides by
+is known, and nobody waits.
 
 Source: ``num_boxes = reduce(num_boxes)`` beside ``PartialState().num_processes`` (5.23.0, ``loss_for_object_detection``
 and MaskFormer's kin; ``reduce`` has taken the mean already, so that stock divides by W once too often), and

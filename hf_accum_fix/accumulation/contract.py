@@ -92,6 +92,11 @@ class Composition:
         """Whether its terms count items of their own."""
         return bool(self.terms or self.rest_terms)
 
+    @property
+    def has_several_calls(self) -> bool:
+        """Whether it has several calls over the same items, such as those of two draws of dropout."""
+        return len(self.factors) > 1 and not self.has_terms
+
     def rounding(self, dtype: torch.dtype) -> float:
         """Relative error of a loss that is made so: a few units in the last place, where factors were not estimated."""
         if all(factor in (0.0, 1.0) for factor in self.factors):

@@ -39,6 +39,7 @@ from hf_accum_fix.accumulation.loss_calls import LossCall, LossCalls
 from hf_accum_fix.accumulation.preserve import Preserved
 from hf_accum_fix.accumulation.random_states import random_states_kept
 from hf_accum_fix.accumulation.window import Items, sample_count
+from hf_accum_fix.errors import ContractError
 
 #: One forward: (inputs, number or None) -> (loss, outputs); no outputs where the loss is a trainer's own, of which
 #: nothing but the loss is known.
@@ -240,7 +241,7 @@ def observe(
                     setting(),
                     torch.set_grad_enabled(with_gradient or graded),
                     # Nothing goes back through it, and so nothing is kept.
-                    nullcontext() if with_gradient else saved_tensors_hooks(_forget, _forget),
+                    nullcontext() if with_gradient else saved_tensors_hooks(_forget, _forgotten),
                 ):
                     loss, outputs = call(dict(batch), handed)
                 aux, z = (router_loss(outputs, kind) for kind in ("aux_loss", "z_loss"))
@@ -249,7 +250,8 @@ def observe(
                     loss.dtype,
                     (0.0 if aux is None else float(aux.detach()), 0.0 if z is None else float(z.detach())),
                     tuple(map(WatchedLoss.read, calls.seen)),
-                    _rng_state() != before,
+                    # Dropout draws as much for any number of rows, and so the same in every forward.
+                    not again and _rng_state() != before,
                     own=outputs is None,
                 )
             finally:
@@ -340,6 +342,10 @@ def observe(
 
 def _forget(_: object) -> None:
     """Keep nothing of a tensor."""
+
+
+def _forgotten(_: object) -> Tensor:
+    raise ContractError("got a gradient inside of a forward that kept nothing for one; expected none: run it with one")
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -730,7 +736,8 @@ def _of_terms(evidence: _Evidence, losses: Sequence[float], rules: Sequence[Item
     terms = [_rules_of_call(evidence, place, rules) for place in range(calls)]
     listed = tuple(rule for rule in rules if rule.entry is not None)
     sums = _sums_of_calls(values, wanted, [bool(each) for each in terms], bool(listed))
-    for factors, rest_composes in (*sums, *_times_of_calls(evidence, values, wanted, terms, listed)):
+    others = (*_times_of_calls(evidence, values, wanted, terms, listed), *_means_of_calls(terms))
+    for factors, rest_composes in (*sums, *others):
         made_of = Composition(tuple(map(float, factors)), terms=tuple(terms))
         rests = wanted - np.where(factors == 0, 0, values) @ factors
         near = made_of.rounding(evidence.whole.dtype) * max(map(abs, losses))
@@ -790,6 +797,14 @@ def _sums_of_calls(values: Any, wanted: Any, countable: Sequence[bool], alone: b
         factors[places] = np.linalg.lstsq(values[:, places], wanted, rcond=None)[0]
         if np.abs(factors).max() < 1e6:
             yield np.where(np.abs(factors) < 1e-9, 0.0, factors), False
+
+
+def _means_of_calls(terms: Sequence[tuple[Items, ...]]) -> Iterator[tuple[Any, bool]]:
+    """As `_sums_of_calls`, but the loss holds the mean of the calls over the same items: R-Drop's, of two draws."""
+    for rules in dict.fromkeys(each for each in terms if each):
+        alike = np.array([each == rules for each in terms])
+        if alike.sum() > 1:
+            yield alike / alike.sum(), True
 
 
 def _times_of_calls(

@@ -19,10 +19,12 @@ from hf_accum_fix.accumulation.window import Items
 
 
 def shows_no_call(found: LossContract | None) -> bool:
-    """Whether something in a loss is weighed by its items that no loss call shows."""
+    """Whether something in a loss is, or may be under dropout, weighed by its items that no loss call shows."""
     if found is None or found.extra:
         return found is not None
-    return bool(found.rest_terms) if found.made_of is not None else found.reduction is Reduction.MEAN
+    if found.made_of is not None:
+        return bool(found.rest_terms) or found.made_of.has_several_calls
+    return found.reduction is Reduction.MEAN
 
 
 def as_both_show(found: LossContract, again: LossContract) -> LossContract:
@@ -32,6 +34,9 @@ def as_both_show(found: LossContract, again: LossContract) -> LossContract:
         found, again = (replace(each, extra=extra, changed_by_trainer=not extra) for each in (found, again))
     if not again.conclusive or found.items is None:
         return found
+    if again.reduction is found.reduction and again.rest_terms and not found.rest_terms and found.items in again.rules:
+        # Two draws of one model are apart only under dropout.
+        return again
     common, rest = _in_both(found.alternatives, again.alternatives), _in_both(found.rest_terms, again.rest_terms)
     if again.reduction is found.reduction and common and bool(rest) == bool(found.rest_terms):
         # What drew at random at its first run (a teacher that is made then) shows no calls.

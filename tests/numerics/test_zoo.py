@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import Reduction
 from tests.numerics.heads import HEADS, LEFT_OUT, Batch, Origin
-from tests.numerics.heads.left_out import NOT_DECOMPOSABLE, NOT_RUN, LeftOut
+from tests.numerics.heads.left_out import NOT_DECOMPOSABLE, NOT_RUN, ONE_FORMER_HEAD, LeftOut
 from tests.numerics.parity import contract_of, cut, reference_step, take_step
 from tests.numerics.zoo_table import TABLE
 
@@ -75,6 +75,28 @@ def test_rows_that_change_one_another_are_weighed_by_their_items(tmp_path: Path)
     reference = reference_step(replace(head, loss=loss), cut(head.samples, 2))
     assert take_step(head, head.samples, 2, 4, "stock", tmp_path).error(reference) > 1e-3
     assert take_step(head, head.samples, 2, 4, "trainer", tmp_path).error(reference) <= head.tolerance
+
+
+@pytest.mark.zoo
+def test_stock_cannot_log_a_loss_with_an_axis(tmp_path: Path) -> None:
+    assert ONE_FORMER_HEAD.model in LEFT_OUT
+    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+        take_step(ONE_FORMER_HEAD, ONE_FORMER_HEAD.samples, 4, 2, "stock", tmp_path)
+
+
+@pytest.mark.zoo
+def test_points_drawn_at_random_are_no_term_of_the_contract(tmp_path: Path) -> None:
+    """In the zoo every mask has the same points in every cut, as dropout is off; drawn, it has the same contract."""
+    head = HEADS["Mask2FormerForUniversalSegmentation"]
+    drawn = replace(head, build=lambda: undrawn(head.build()))
+    found = [contract_of(take_step(each, head.samples, 2, 4, "trainer", tmp_path)) for each in (head, drawn)]
+    assert found[0] == found[1] and found[0].exact
+
+
+def undrawn(model: nn.Module) -> nn.Module:
+    """A model without the forward that draws alike."""
+    del model.__dict__["forward"]
+    return model
 
 
 @pytest.mark.parametrize("case", WITHOUT_PACKAGE, ids=named)

@@ -52,8 +52,8 @@ SEGMENTING = {
     **DETR, "backbone_config": PYRAMID, "hidden_size": 32, "encoder_attention_heads": 8, "decoder_attention_heads": 8,
 }  # fmt: skip
 DEFORMABLE = {
-    **DETR, "hidden_size": 32, "decoder_layers": 2, "encoder_n_points": 2, "decoder_n_points": 2, "num_feature_levels": 2,
-    "disable_custom_kernels": True,
+    **DETR, "hidden_size": 32, "decoder_layers": 2, "encoder_n_points": 2, "decoder_n_points": 2,
+    "num_feature_levels": 2, "disable_custom_kernels": True,
 }  # fmt: skip
 LW_DETR = {
     "backbone_config": {

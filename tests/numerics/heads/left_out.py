@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.numerics.heads.detection import ONE_FORMER, masked, two_lists
 from tests.numerics.heads.experts import ROUTED
 from tests.numerics.heads.head import FLOAT64, NO_DROPOUT, VOCABULARY, Batch, Head, Sample, collate, of_class
-from tests.numerics.heads.detection import ONE_FORMER, masked, two_lists
 from tests.numerics.heads.multimodal import CLIP, VILT, pictured
 from tests.numerics.heads.samples import (
+    alike,
     generator,
     images,
     masked_tokens,
     one_class,
     pairs,
-    alike,
     series,
     speech,
     text,

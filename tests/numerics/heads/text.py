@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from tests.numerics.heads.head import FLOAT64, NO_DROPOUT, TINY, VOCABULARY, Head, Origin, of_class, seeded
+from tests.numerics.heads.head import FLOAT64, NO_DROPOUT, TINY, VOCABULARY, Head, Origin, Sample, of_class, seeded
 from tests.numerics.heads.losses import smoothing_reference
 from tests.numerics.heads.samples import (
     alike,
