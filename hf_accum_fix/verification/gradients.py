@@ -58,7 +58,7 @@ def averaged(gradient: Gradient, parameters: Sequence[nn.Parameter], world_size:
         return list(gradient)
     found: list[Tensor | None] = []
     for each, parameter in zip(gradient, parameters, strict=True):
-        mean = torch.zeros_like(parameter) if each is None else each.detach().clone()
+        mean = torch.zeros_like(parameter) if each is None else each.detach().to(parameter.device, copy=True)
         dist.all_reduce(mean)
         found.append(mean / world_size)
     return found

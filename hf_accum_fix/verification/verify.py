@@ -25,7 +25,7 @@ from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.verification import explanation
 from hf_accum_fix.verification.evaluate import evaluate
 from hf_accum_fix.verification.explanation import Explanation, Facts
-from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, fit, take
+from hf_accum_fix.verification.gradients import Gradient, Sum, averaged, distance, dots, fit, take
 from hf_accum_fix.verification.modes import active_mode, in_mode, options_of
 from hf_accum_fix.verification.reference import FLOORS, WIDEST, Reference, Scene, compute, out_of_memory
 from hf_accum_fix.verification.rehearsal import Rehearsal, rehearse, understudy
@@ -328,6 +328,8 @@ class _Cut:
         if error <= tolerance and (kept := self._kept(tolerance, scale, count)) is not False:
             if kept is not True:
                 return replace(result, verdict=could_not_tell(kept))
+            if router is None and (rounded := self._rounded_off(run.gradient, count)) is not None:
+                return replace(result, verdict=_off(rounded, self._rounding()))
             # A router loss that the trainer itself adds is no term of the contract.
             named = router is not None or _is_whole(run.router)
             words = f"exact to the floor, the router's loss {_words(run.router)}" if named else "exact to the floor"
@@ -408,16 +410,37 @@ class _Cut:
             return Explanation(inherent)
         return Explanation("not one of the known kinds")
 
+    def _narrow(self) -> set[torch.dtype]:
+        """The 16-bit dtypes of the parameters, where a sum of micro-batches can be made anew."""
+        dtypes = {each.dtype for each in self.verification.parameters if each.dtype.itemsize < 4}
+        return dtypes if self.scene.contract.items is not None else set()
+
+    def _rounded_off(self, gradient: Gradient, count: int) -> float | None:
+        """What adding the micro-batches in 16 bits has lost, relative; None: less than one unit in the last place.
+
+        Beside the same micro-batches' gradients added in 32 bits: the noise of a 16-bit forward, which is there in one
+        micro-batch as well, is in both, and hides nothing.
+        """
+        if count == 1 or not (narrow := self._narrow()):
+            return None
+        parameters, world_size = self.verification.parameters, self.trainer.args.world_size
+        wide = averaged(self._rank_mean(of_all=True, wide=True), parameters, world_size)
+        lost = _worst(self.trainer, distance(gradient, [wide], [1.0]) / (math.sqrt(float(dots(wide)[0, 0])) or 1.0))
+        return lost if lost > max(torch.finfo(dtype).eps for dtype in narrow) else None
+
+    def _rounding(self) -> str:
+        named = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self._narrow()))
+        return f"rounding, by adding up micro-batches in {named}; take accumulate_in='float32' or 'compensated'"
+
     def _sums_in_16_bits(self, gradient: Gradient, tolerance: float) -> str:
         """The rounding of sums in the parameters' own 16 bits, in words; empty where it is not the cause."""
         parameters = self.verification.parameters
-        narrow = {str(each.dtype).removeprefix("torch.") for each in parameters if each.dtype.itemsize < 4}
-        if not narrow or self.scene.contract.items is None:
+        if not self._narrow():
             return ""
         summed = averaged(self._rank_mean(of_all=True), parameters, self.trainer.args.world_size)
         if distance(gradient, [summed], [1.0]) > tolerance * math.sqrt(float(dots(summed)[0, 0])):
             return ""
-        return f"rounding, by adding up micro-batches in {' and '.join(sorted(narrow))}; keep the gradient in float32"
+        return self._rounding()
 
     def _inherent(self) -> str:
         """Why no cut at all can equal the full batch; empty where one can."""
@@ -432,8 +455,14 @@ class _Cut:
                 self.scene.backward(inputs, 1 / count)
         return take(self.verification.parameters)
 
-    def _rank_mean(self, *, of_all: bool = False) -> list[Any]:
-        """The mean over this rank's items; or its share of the mean over all, such that ranks are averaged."""
+    def _rank_mean(self, *, of_all: bool = False, wide: bool = False) -> list[Any]:
+        """The mean over this rank's items; or its share of the mean over all, such that ranks are averaged.
+
+        Args:
+            of_all: that share.
+            wide: added in 32 bits, whatever the parameters have.
+        """
+        summed = Sum(self.verification.parameters)
         batches = self.micro_batches()
         counts = [self._items(inputs) or 0.0 for inputs in batches]
         every = self.scene.count(self.every) or 0.0
@@ -441,7 +470,9 @@ class _Cut:
         for inputs, counted in zip(batches, counts, strict=True):
             if counted:
                 self.scene.backward(inputs, counted / total)
-        return take(self.verification.parameters)
+                if wide:
+                    summed.add()
+        return summed.take()
 
     def _items(self, inputs: Any) -> float | None:
         items = self.scene.contract.items

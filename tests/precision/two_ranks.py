@@ -42,7 +42,7 @@ def ddp(**given: Any) -> Callable[[nn.Module], nn.Module]:
 
 
 def reducing_in_each(**given: Any) -> Callable[[nn.Module], nn.Module]:
-    """As accelerate does with ``sync_each_batch``; with a static graph torch's reducer fails otherwise, stock or not."""
+    """As with ``sync_each_batch``, without which torch's reducer fails with a static graph, stock or not."""
 
     def wrap(model: nn.Module) -> nn.Module:
         wrapped: Any = DistributedDataParallel(model, **given)

@@ -1,0 +1,179 @@
+"""What a window's gradient loses in 16 bits, by the number of micro-batches it is cut into, and what keeps it.
+
+    python recipes/gradient_precision.py --output results/gradient_precision
+
+The same 1,024 ragged samples are cut into G = 1 to 1,024 micro-batches, by a loop of accumulation windows; the gradient
+that the optimizer would see is compared with the float64 gradient at the same rounded weights. Writes rows.json,
+table.md and error.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_accum_fix import accumulation_windows
+
+MODES = ("parameter", "float32", "compensated")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+VOCABULARY = 64
+TINY = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**TINY, num_key_value_heads=2, pad_token_id=0))
+
+
+def bert() -> nn.Module:
+    torch.manual_seed(0)
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return hf.BertForTokenClassification(hf.BertConfig(**TINY, **dropout, num_labels=VOCABULARY))
+
+
+HEADS = {"Llama": llama, "BERT": bert}
+
+
+def samples(count: int) -> list[list[int]]:
+    """Ragged: 2 to 6 tokens."""
+    drawn = torch.Generator().manual_seed(0)
+    return [torch.randint(1, VOCABULARY, (2 + index % 5,), generator=drawn).tolist() for index in range(count)]
+
+
+def batch(rows: Sequence[list[int]]) -> dict[str, Tensor]:
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that are run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def held(model: nn.Module, windows: Any) -> int:
+    """Bytes of gradients and of the sums beside them, each storage once."""
+    tensors = [each.grad for each in model.parameters()]
+    for summed in windows._gradient._sums.values():
+        tensors += [each for each in vars(summed).values() if isinstance(each, Tensor)]
+    storages = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors if each is not None
+    }
+    return sum(storages.values())
+
+
+def measure(head: str, dtype: str, rows: Sequence[list[int]], steps: int, mode: str) -> dict[str, Any]:
+    """One window: error, processor seconds and operators of a micro-batch, the most bytes that gradients took."""
+    model = HEADS[head]().to(DTYPES[dtype]).train()
+    exact = copy.deepcopy(model).double()
+    exact(**batch(rows))["loss"].backward()
+    size = len(rows) // steps
+    loader = [batch(rows[start : start + size]) for start in range(0, len(rows), size)]
+    windows = accumulation_windows(loader, steps=steps, accumulate_in=mode)
+    seconds: list[float] = []
+    calls, bytes_held = 0, 0
+    for window in windows:
+        for place, each in enumerate(window):
+            began = time.process_time()
+            with Calls() if place == 2 else torch.enable_grad() as counted, window.micro_batch(model):
+                window.loss(model, each).backward()
+                bytes_held = max(bytes_held, held(model, windows)) if place + 1 == steps else bytes_held
+            if isinstance(counted, Calls):
+                calls = counted.count
+            seconds.append(time.process_time() - began)
+    far = norm = 0.0
+    for found, wanted in zip(model.parameters(), exact.parameters(), strict=True):
+        if wanted.grad is not None:
+            far += float((found.grad.double() - wanted.grad).square().sum())
+            norm += float(wanted.grad.square().sum())
+    trained = [each for each in model.parameters() if each.grad is not None]
+    return {
+        "head": head,
+        "dtype": dtype,
+        "micro_batches": steps,
+        "accumulate_in": mode,
+        "error": (far / norm) ** 0.5,
+        "ms": 1e3 * sorted(seconds)[len(seconds) // 2],
+        "operators": calls / len(trained),
+        "bytes": bytes_held / sum(each.numel() for each in trained),
+    }
+
+
+def table(rows: Sequence[dict[str, Any]], cuts: Sequence[int]) -> str:
+    lines = [f"| head | parameters | accumulate_in | {' | '.join(f'G = {cut}' for cut in cuts)} |"]
+    lines.append("|---|---|---|" + "---|" * len(cuts))
+    for key in dict.fromkeys((row["head"], row["dtype"], row["accumulate_in"]) for row in rows):
+        found = {row["micro_batches"]: row["error"] for row in rows if key == _key(row)}
+        lines.append(f"| {' | '.join(key)} | {' | '.join(f'{found[cut]:.2%}' for cut in cuts)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["head"], row["dtype"], row["accumulate_in"]
+
+
+def picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(DTYPES), sharex=True)
+    for panel, dtype in zip(panels, DTYPES, strict=True):
+        for head, line in zip(HEADS, ("-", "--"), strict=True):
+            for mode, colour in zip(MODES, ("tab:red", "tab:blue", "tab:green"), strict=True):
+                some = [row for row in rows if _key(row) == (head, dtype, mode)]
+                x, y = [row["micro_batches"] for row in some], [100 * row["error"] for row in some]
+                panel.plot(x, y, line, color=colour, marker="o", markersize=3, label=f"{head}, {mode}")
+        panel.set(
+            xscale="log", yscale="log", title=f"{dtype} parameters", xlabel="micro-batches of one global batch, G"
+        )
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("error of the gradient beside float64 [%]")
+    panels[0].legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=1024, help="of the global batch")
+    parser.add_argument("--cuts", default="1,4,16,64,256,1024", help="micro-batches, comma-separated")
+    parser.add_argument("--output", type=Path, default=Path("results/gradient_precision"))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    cuts = [int(cut) for cut in given.cuts.split(",")]
+    rows, drawn = [], samples(given.samples)
+    for head in HEADS:
+        for dtype in DTYPES:
+            for mode in MODES:
+                for cut in cuts:
+                    rows.append(measure(head, dtype, drawn, cut, mode))
+                    print(json.dumps(rows[-1]), flush=True)
+    given.output.mkdir(parents=True, exist_ok=True)
+    (given.output / "rows.json").write_text(json.dumps(rows, indent=1))
+    (given.output / "table.md").write_text(table(rows, cuts))
+    picture(rows, given.output / "error.png")
+
+
+if __name__ == "__main__":
+    main()
