@@ -66,6 +66,7 @@ class Window:
         cut: n_mean, G and W.
         upstream_number: what the installed release counted, over all ranks; None: nothing.
         differs: some rank's window before counted otherwise than the rule.
+        inexact_elsewhere: another rank has found a window before to be made in another way than observed.
         certificate: what its micro-batches have shown of their loss.
         reported: the sum of what was returned for the log, 0-dim.
         gradients: `gradient_versions` after its last micro-batch so far; None: not looked at.
@@ -79,6 +80,7 @@ class Window:
     upstream_number: Any = None
     steps_run: int = 0
     differs: bool = False
+    inexact_elsewhere: bool = False
     certificate: Certificate | None = None
     reported: Tensor | None = None
     gradients: int | None = None
@@ -119,6 +121,7 @@ class Session:
         more_steps: the trainer says more accumulation steps, to see what an override makes of them.
         closing: what ends its windows.
         inexact_windows: found to be made in another way than observed.
+        news: one was found since the other ranks were last told, with the counts of a window.
         deferred: the window as a ``get_batch_samples`` of the trainer's own was given it, before it is counted.
         gradient: what the gradients of a window are added in.
     """
@@ -141,6 +144,7 @@ class Session:
     response: Response = Response()
     closing: Closing = field(default_factory=Closing)
     inexact_windows: int = 0
+    news: bool = False
     deferred: list[Any] | None = None
     busy: set[str] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
@@ -163,6 +167,7 @@ class Session:
     def note_inexact(self) -> None:
         """Let the report say so, if the run is in it already."""
         self.inexact_windows += 1
+        self.news = True
         if "announced" in self.said:
             observations.amend({"exact": False, "inexact_windows": self.inexact_windows})
 

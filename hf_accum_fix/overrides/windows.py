@@ -114,8 +114,20 @@ def open_window(
     routing, trouble = count_routing(trainer, session, contract, batches, options, trouble)
     flag = session.closing.differs if contract.made_of is not None and not session.closing.corrects else None
     session.window = window = _counted(
-        trainer, contract, batches, upstream_number, trouble, session.router, routing, differs=flag
+        trainer,
+        contract,
+        batches,
+        upstream_number,
+        trouble,
+        session.router,
+        routing,
+        differs=flag,
+        inexact=session.news,
     )
+    session.news = False
+    if window.inexact_elsewhere:
+        session.note_inexact()
+        session.news = False
     session.closing.corrects = session.closing.corrects or window.differs
     if contract.made_of is not None or remakes_inputs(trainer):
         window.certificate = Certificate(contract, constant=session.response.constant)
@@ -147,6 +159,7 @@ def _counted(
     routing: Tensor | None = None,
     *,
     differs: bool | None = None,
+    inexact: bool = False,
 ) -> Window:
     """The window with its items counted over all ranks, by the one collective of an optimizer step.
 
@@ -156,7 +169,7 @@ def _counted(
     device, world_size, data = trainer.args.device, trainer.args.world_size, data_ranks(trainer)
     zero = torch.zeros((), dtype=count_dtype(device), device=device)
     by_rule: list[dict[Items, Tensor]] = []
-    totals = [zero] * max(len(contract.rules), 1)
+    totals, elsewhere = [zero] * max(len(contract.rules), 1), False
     try:
         if contract.rules:
             by_rule, totals = count_by_rules(contract.rules, batches, device, several_ranks=world_size > 1)
@@ -170,7 +183,7 @@ def _counted(
         if routing is not None:
             sums = torch.cat([sums, routing])
         if differs is not None:
-            sums = torch.cat([sums, zero[None] + differs])
+            sums = torch.cat([sums, zero[None] + differs, zero[None] + inexact])
         sums = trainer.accelerator.reduce(sums, reduction="sum")
         suspects = len(batches) < trainer.args.gradient_accumulation_steps
         ranks.check_marks(sums[2:5], runs, trouble, fetched=len(batches), suspects=suspects, **place(trainer))
@@ -178,7 +191,8 @@ def _counted(
         copies = world_size // data
         if differs is not None:
             # Read only where that waits for no device: there it is never set on another.
-            differs, sums = device.type == "cpu" and bool(sums[-1]), sums[:-1]
+            elsewhere = device.type == "cpu" and float(sums[-1]) > inexact
+            differs, sums = device.type == "cpu" and bool(sums[-2]), sums[:-2]
         last = 4 + len(totals)
         totals = [sums[0] / copies, *(sums[5:last] / copies)]
         number, routing = sums[1], sums[last:] / copies
@@ -189,7 +203,16 @@ def _counted(
         router.settle(routing, cut.micro_batches, cut.world_size)
     counted = None if upstream_number is None else number
     counts = [each[contract.items] for each in by_rule] if contract.items is not None else []
-    return Window(batches, counts, totals[0], cut, counted, differs=bool(differs) and world_size > 1, by_rule=by_rule)
+    return Window(
+        batches,
+        counts,
+        totals[0],
+        cut,
+        counted,
+        differs=bool(differs) and world_size > 1,
+        inexact_elsewhere=elsewhere,
+        by_rule=by_rule,
+    )
 
 
 def _mark_state(trainer: Any, session: Session) -> None:

@@ -127,7 +127,7 @@ def outcome(composition: Composition, output: Path) -> Outcome:
         plain = stock(case, composition, output)
         faults = () if plain is None else (f"raised, where stock trains: {type(error).__name__}: {error}",)
         return Outcome(None, plain, faults)
-    patched = replace(patched, said=_of_all_ranks(patched.said))
+    patched = _of_all_ranks(patched)
     if all(error <= floor for error in patched.errors):
         return Outcome(patched, None, ())
     plain = stock(case, composition, output)
@@ -156,13 +156,15 @@ def stock(case: Case, composition: Composition, output: Path) -> Training | None
         return None
 
 
-def _of_all_ranks(said: Any) -> list[tuple[int, str]]:
-    said = [(window, words) for window, words in said if not any(each in words for each in BESIDE)]
-    if not dist.is_initialized():
-        return said
-    gathered: list[list[tuple[int, str]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, said)
-    return [each for rank in gathered for each in rank]
+def _of_all_ranks(training: Training) -> Training:
+    """What any rank has said; it is called exact if all do, since a rank learns with the next window of the others'."""
+    said = [(window, words) for window, words in training.said if not any(each in words for each in BESIDE)]
+    mine = said, training.exact
+    gathered: list[Any] = [mine] if not dist.is_initialized() else [None] * dist.get_world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(gathered, mine)
+    exact = training.exact and all(each for _, each in gathered)
+    return replace(training, said=[each for rank, _ in gathered for each in rank], exact=exact)
 
 
 def told(composition: Composition, found: Outcome) -> str:
