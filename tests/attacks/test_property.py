@@ -96,6 +96,7 @@ def wrong_uncut(head: Head, override: str) -> bool:
     return (by_number and counts_otherwise) or (override == "smoothing" and head.level == "next")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("head", "override"), PAIRS)
 def test_the_reference_is_one_micro_batch_of_stock(head: str, override: str, output: Path) -> None:
     """Held against stock without accumulation, so that no reference is of another loss."""
