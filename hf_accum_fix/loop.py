@@ -457,9 +457,8 @@ class AccumulationWindows:
 
     def _narrowed(self, known: LossContract, found: LossContract, window: AccumulationWindow) -> LossContract:
         """The contract after a later window was observed too: as it was, narrowed down, or with a warning another."""
-        if found.reason == NO_TARGET_SEEN or not (found.conclusive or found.reason == SEVERAL_FIT):
-            return known
-        narrowed = as_before(known, found)
+        shows = found.reason != NO_TARGET_SEEN and (found.conclusive or found.reason == SEVERAL_FIT)
+        narrowed = as_before(known, found) if shows else known
         self.contract = narrowed or found
         if narrowed is None:
             self._tell_inexact(f"the loss {found}; it was observed as: {known}")

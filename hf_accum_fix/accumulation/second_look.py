@@ -34,6 +34,9 @@ def as_both_show(found: LossContract, again: LossContract) -> LossContract:
         found, again = (replace(each, extra=extra, changed_by_trainer=not extra) for each in (found, again))
     if not again.conclusive or found.items is None:
         return found
+    if not found.conclusive:
+        # A part of the first samples had no target, or none of them.
+        return again
     if again.reduction is found.reduction and again.rest_terms and not found.rest_terms and found.items in again.rules:
         # Two draws of one model are apart only under dropout.
         return again

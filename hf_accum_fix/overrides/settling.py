@@ -142,6 +142,7 @@ def _still(
 ) -> LossContract:
     """The contract after a later window was observed too: as it was, narrowed down, or with a warning another one."""
     if found.reason == NO_TARGET_SEEN or not (found.conclusive or found.reason == SEVERAL_FIT):
+        _say_if_several_fit(trainer, session, known, window)
         return known
     narrowed = as_before(known, found)
     session.contract = narrowed or (
@@ -311,9 +312,6 @@ def _observe(trainer: Any, session: Session, window: list[Any], *, again: bool =
         found = replace(found, extra=response.extra)
     elif response.extra:
         found = replace(found, changed_by_trainer=True)
-    if found.rest_terms and not told_apart_in(found.rest_terms, window):
-        reason = "several ways of counting fit a term that no loss call shows"
-        found = replace(found, beside=True, conclusive=False, reason=reason)
     if is_compiled(module):
         found = found.without_calls()
     made_of = found.made_of

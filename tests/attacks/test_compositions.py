@@ -37,6 +37,12 @@ FOUND = {
     "a second call, weighed, taken for a mean that no call shows": Composition(
         "two-terms-weighed", "super-without-number", "other-labels", ("alike", "rare"), (1, 8), 4, False, 17989
     ),
+    "a term beside the calls, which a teacher's random draws hid at first": Composition(
+        "number-and-z", "teacher-by-torch", "left", ("alike", "empty"), (2, 4), 1, True, 23581
+    ),
+    "a part of the first samples without a target": Composition(
+        "without-nan", "half", "left", ("empty", "rare"), (4, 2), 4, False, 42365
+    ),
     "a mean taken for a sum, where a part has no target": Composition(
         "chosen", "models-own-by-steps", "names", ("empty", "rare", "whole"), (3, 3), 4, False, 31019
     ),
