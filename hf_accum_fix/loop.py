@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -49,7 +49,7 @@ from hf_accum_fix.accumulation.observe import ATTEMPTS, NO_TARGET_SEEN, SEVERAL_
 from hf_accum_fix.accumulation.per_sample import by_sample
 from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
 from hf_accum_fix.accumulation.router_loss import Convention, Form, RouterLoss, one_form
-from hf_accum_fix.accumulation.second_look import as_before, as_both_show, is_due, several_fit, shows_no_call
+from hf_accum_fix.accumulation.second_look import as_before, is_due, look, several_fit
 from hf_accum_fix.accumulation.share import Cut, loss_among, share_of
 from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules, count_dtype
 from hf_accum_fix.duplicates import WithoutDuplicates
@@ -409,9 +409,13 @@ class AccumulationWindows:
                 "got a loss of your own, which cannot be observed; expected how it is reduced and what it counts; give "
                 "accumulation_windows(..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
             )
-        seen, gathered = self._seen(model, window)
-        if any(map(shows_no_call, gathered)) and self.steps * self.world_size > 1:
-            _, gathered = self._seen(model, window, seen)
+        seen, trouble = look(
+            lambda again: self._seen(model, window, again=again),
+            lambda mine, trouble: any(self._agreed(mine, trouble)),
+            window.batches,
+            is_cut=self.steps * self.world_size > 1,
+        )
+        gathered = self._agreed(seen, trouble)
         observed = [each for each in gathered if each is not None]
         if observed and len(observed) < len(gathered):
             raise self._uneven()
@@ -437,22 +441,18 @@ class AccumulationWindows:
         return is_due(self.contract, self._opened, window.batches, alone=self.world_size == 1)
 
     def _seen(
-        self, model: nn.Module | None, window: AccumulationWindow, first: LossContract | None = None
-    ) -> tuple[LossContract | None, list[LossContract | None]]:
-        """What this rank sees of the loss, and every rank; with what it saw ``first``, by a second look."""
-        seen, trouble = None, None
+        self, model: nn.Module | None, window: AccumulationWindow, *, again: bool
+    ) -> tuple[LossContract | None, Exception | None]:
+        """What this rank sees of the loss; None: it has no model, or the trouble that it met."""
         try:
-            if model is not None:
-                seen = self._observe(model, window.batches, again=first is not None)
-                if first is not None:
-                    seen = as_both_show(first, seen)
-                    if seen.conclusive and several_fit(seen, window.batches):
-                        seen = replace(seen, conclusive=False, reason=SEVERAL_FIT)
+            return None if model is None else self._observe(model, window.batches, again=again), None
         except Exception as error:
-            # Raised as soon as the other ranks know.
-            trouble = error
-        return seen, ranks.agreed_by(
-            lambda said: self._gathered(said[0]), seen, trouble, rank=self._rank, world_size=self.world_size
+            return None, error
+
+    def _agreed(self, value: Any, trouble: Exception | None) -> list[Any]:
+        """A value of every rank; the trouble of one is raised as soon as all know."""
+        return ranks.agreed_by(
+            lambda said: self._gathered(said[0]), value, trouble, rank=self._rank, world_size=self.world_size
         )
 
     def _narrowed(self, known: LossContract, found: LossContract, window: AccumulationWindow) -> LossContract:
@@ -466,7 +466,7 @@ class AccumulationWindows:
             self._tell_inexact(SEVERAL_FIT)
         return self.contract
 
-    def _observe(self, model: nn.Module, batches: list[Batch], *, again: bool = False) -> LossContract:
+    def _observe(self, model: nn.Module, batches: list[Batch], *, again: bool) -> LossContract:
         module = inside_ddp(model) or model
         # An engine that keeps its parameters on the CPU runs them elsewhere.
         device = self._device_beside(next(iter(model.parameters())).device)

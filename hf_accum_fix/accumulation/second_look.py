@@ -7,15 +7,39 @@ fitted so far count the micro-batches of a window differently. What is still ope
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.observe import told_apart_in
+from hf_accum_fix.accumulation.observe import SEVERAL_FIT, told_apart_in
 from hf_accum_fix.accumulation.window import Items
+
+#: Observe a loss, the first time or again: what this rank sees, None if it has no window; and the trouble that it met.
+Observe = Callable[[bool], tuple[LossContract | None, Exception | None]]
+
+
+def look(
+    observe: Observe, anywhere: Callable[[bool, Exception | None], bool], window: Sequence[Any], *, is_cut: bool
+) -> tuple[LossContract | None, Exception | None]:
+    """What this rank sees of the loss of a window, and the trouble that it met; every rank runs as many forwards.
+
+    Args:
+        observe: the loss; not again, and again.
+        anywhere: whether any rank says so, of a rank's own answer and trouble; raises where one is in trouble.
+        window: its micro-batches.
+        is_cut: the global batch has more than one micro-batch: the loss of the only one is right, whatever weighs it.
+    """
+    seen, trouble = observe(False)
+    # Ranks may meet in every forward.
+    if anywhere(shows_no_call(seen), trouble) and is_cut:
+        again, trouble = observe(True)
+        seen = seen if seen is None or again is None else as_both_show(seen, again)
+    if seen is not None and seen.conclusive and several_fit(seen, window):
+        seen = replace(seen, conclusive=False, reason=SEVERAL_FIT)
+    return seen, trouble
 
 
 def shows_no_call(found: LossContract | None) -> bool:

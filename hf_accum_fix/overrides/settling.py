@@ -37,7 +37,7 @@ from hf_accum_fix.accumulation.observe import (
     told_apart_in,
 )
 from hf_accum_fix.accumulation.per_sample import by_sample, weighed_by_sample
-from hf_accum_fix.accumulation.second_look import as_before, as_both_show, is_due, several_fit, shows_no_call
+from hf_accum_fix.accumulation.second_look import as_before, is_due, look, several_fit
 from hf_accum_fix.accumulation.share import loss_among
 from hf_accum_fix.accumulation.window import Items, sample_count
 from hf_accum_fix.errors import ContractError, RankError
@@ -87,17 +87,12 @@ def settle_contract(
         found = _given(trainer, session, options.contract)
     else:
         _check_alike(trainer, window, trouble)
-        seen, trouble = _observed(trainer, session, window)
-        # Ranks may meet in every forward, and run as many.
-        anywhere = any(ranks.agreed(shows_no_call(seen), trouble, **place(trainer)))
-        # The loss of the only micro-batch is right, whatever it is weighed by.
-        if anywhere and trainer.args.gradient_accumulation_steps * data_ranks(trainer) > 1:
-            response = session.response
-            again, trouble = _observed(trainer, session, window, again=True)
-            session.response = response
-            seen = seen if seen is None or again is None else as_both_show(seen, again)
-        if seen is not None and seen.conclusive and several_fit(seen, window):
-            seen = replace(seen, conclusive=False, reason=SEVERAL_FIT)
+        seen, trouble = look(
+            lambda again: _observed(trainer, session, window, again=again),
+            lambda mine, trouble: any(ranks.agreed(mine, trouble, **place(trainer))),
+            window,
+            is_cut=trainer.args.gradient_accumulation_steps * data_ranks(trainer) > 1,
+        )
         found = _agreed(trainer, seen, trouble, window)
         if options.per_sample:
             found = by_sample(found)
@@ -124,17 +119,21 @@ def settle_contract(
 
 
 def _observed(
-    trainer: Any, session: Session, window: list[Any], *, again: bool = False
+    trainer: Any, session: Session, window: list[Any], *, again: bool
 ) -> tuple[LossContract | None, Exception | None]:
     """What this rank sees of the loss; None: it has no window, or the trouble that it met."""
     if not window:
         return None, None
+    response = session.response
     try:
         # The loop notes the length of a window once it was fetched; a loss of one's own may divide a term by it.
         with shadow(trainer, "current_gradient_accumulation_steps", len(window)):
             return _observe(trainer, session, window, again=again), None
     except Exception as error:
         return None, error
+    finally:
+        if again:
+            session.response = response
 
 
 def _still(
