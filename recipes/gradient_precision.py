@@ -14,6 +14,7 @@ import copy
 import json
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,41 +87,56 @@ def held(model: nn.Module, windows: Any) -> int:
     return sum(storages.values())
 
 
-def measure(head: str, dtype: str, rows: Sequence[list[int]], steps: int, mode: str) -> dict[str, Any]:
-    """One window: error, processor seconds and operators of a micro-batch, the most bytes that gradients took."""
-    model = HEADS[head]().to(DTYPES[dtype]).train()
-    exact = copy.deepcopy(model).double()
-    exact(**batch(rows))["loss"].backward()
+def run(model: nn.Module, rows: Sequence[list[int]], steps: int, mode: str, epochs: int = 1) -> dict[str, float]:
+    """Epochs of one window: milliseconds and operators of a micro-batch of the last, and the most bytes held."""
     size = len(rows) // steps
     loader = [batch(rows[start : start + size]) for start in range(0, len(rows), size)]
     windows = accumulation_windows(loader, steps=steps, accumulate_in=mode)
-    seconds: list[float] = []
-    calls, bytes_held = 0, 0
-    for window in windows:
-        for place, each in enumerate(window):
-            began = time.process_time()
-            with Calls() if place == 2 else torch.enable_grad() as counted, window.micro_batch(model):
-                window.loss(model, each).backward()
-                bytes_held = max(bytes_held, held(model, windows)) if place + 1 == steps else bytes_held
-            if isinstance(counted, Calls):
-                calls = counted.count
-            seconds.append(time.process_time() - began)
+    most = 0
+    for _ in range(epochs):
+        model.zero_grad()
+        seconds, counted = [], Calls()
+        for window in windows:
+            for place, each in enumerate(window):
+                began = time.process_time()
+                with counted if place == 2 else nullcontext(), window.micro_batch(model):
+                    loss = window.loss(model, each)
+                    seconds.append(time.process_time() - began)
+                    most = max(most, held(model, windows))
+                    began = time.process_time()
+                    loss.backward()
+                seconds[-1] += time.process_time() - began
+    return {"ms": 1e3 * sorted(seconds)[len(seconds) // 2], "operators": counted.count, "bytes": most}
+
+
+def error(head: str, dtype: str, rows: Sequence[list[int]], steps: int, mode: str) -> dict[str, Any]:
+    """Of the window's gradient, beside float64 at the same rounded weights."""
+    model = HEADS[head]().to(DTYPES[dtype]).train()
+    exact = copy.deepcopy(model).double()
+    exact(**batch(rows))["loss"].backward()
+    run(model, rows, steps, mode)
     far = norm = 0.0
     for found, wanted in zip(model.parameters(), exact.parameters(), strict=True):
         if wanted.grad is not None:
             far += float((found.grad.double() - wanted.grad).square().sum())
             norm += float(wanted.grad.square().sum())
-    trained = [each for each in model.parameters() if each.grad is not None]
-    return {
-        "head": head,
-        "dtype": dtype,
-        "micro_batches": steps,
-        "accumulate_in": mode,
-        "error": (far / norm) ** 0.5,
-        "ms": 1e3 * sorted(seconds)[len(seconds) // 2],
-        "operators": calls / len(trained),
-        "bytes": bytes_held / sum(each.numel() for each in trained),
-    }
+    named = {"head": head, "dtype": dtype, "micro_batches": steps, "accumulate_in": mode}
+    return {**named, "error": (far / norm) ** 0.5}
+
+
+def costs(rows: Sequence[list[int]]) -> str:
+    """Of a micro-batch, in the second of two windows, since the first is estimated in as well."""
+    lines = ["| head | accumulate_in | ms | operators more, a parameter | bytes of gradients, a parameter |"]
+    lines.append("|---|---|---|---|---|")
+    for head in HEADS:
+        model = HEADS[head]().bfloat16().train()
+        trained = list(model.parameters())
+        found = {mode: run(model, rows, len(rows), mode, epochs=2) for mode in MODES}
+        for mode, cost in found.items():
+            more = (cost["operators"] - found[MODES[0]]["operators"]) / len(trained)
+            each = cost["bytes"] / sum(parameter.numel() for parameter in trained)
+            lines.append(f"| {head} | {mode} | {cost['ms']:.2f} | {more:.1f} | {each:.1f} |")
+    return "\n".join(lines) + "\n"
 
 
 def table(rows: Sequence[dict[str, Any]], cuts: Sequence[int]) -> str:
@@ -167,11 +183,11 @@ def main() -> None:
         for dtype in DTYPES:
             for mode in MODES:
                 for cut in cuts:
-                    rows.append(measure(head, dtype, drawn, cut, mode))
+                    rows.append(error(head, dtype, drawn, cut, mode))
                     print(json.dumps(rows[-1]), flush=True)
     given.output.mkdir(parents=True, exist_ok=True)
     (given.output / "rows.json").write_text(json.dumps(rows, indent=1))
-    (given.output / "table.md").write_text(table(rows, cuts))
+    (given.output / "table.md").write_text(table(rows, cuts) + "\n" + costs(drawn[:64]))
     picture(rows, given.output / "error.png")
 
 

@@ -118,7 +118,6 @@ class WindowGradient:
         self._estimate = None if self._kind else _Loss()
         self._leaves: dict[Tensor, Leaf] = {}
         self._sums: dict[Tensor, _InFloat32 | _Compensated] = {}
-        self._arrived_last: set[Tensor] = set()
         self._hooks: list[Any] = []
         self._begun = 0
         self._last = False
@@ -170,7 +169,6 @@ class WindowGradient:
         self._hooks.clear()
         self._sums.clear()
         self._leaves.clear()
-        self._arrived_last.clear()
         self._begun, self._last = 0, False
         if self._estimate is not None:
             self._estimate = _Loss()
@@ -200,10 +198,11 @@ class WindowGradient:
         """In the last micro-batch autograd is handed the sum, as if it had just been computed."""
         if not self._last or leaf not in self._sums:
             return None
-        self._arrived_last.add(leaf)
-        self._sums[leaf].add(_dense(gradient))
+        # Not held any longer, so that autograd takes it as it is, without a copy.
+        summed = self._sums.pop(leaf)
+        summed.add(_dense(gradient))
         leaf.grad = None
-        return self._sums[leaf].rounded()
+        return summed.rounded()
 
     @torch.no_grad()
     def _arrived(self, leaf: Tensor) -> None:
@@ -236,7 +235,7 @@ class WindowGradient:
                 self._add(leaf, leaf.grad)
             if self._last and reduced and leaf in self._sums:
                 leaf.grad = self._sums[leaf].rounded()
-            if self._last and arrival is Arrival.FLAT and leaf in self._sums and leaf not in self._arrived_last:
+            if self._last and arrival is Arrival.FLAT and leaf in self._sums:
                 raise UnsupportedSetupError(
                     "got a unit of FSDP that the last micro-batch of a window does not use, so that its gradient was "
                     "not reduced; expected every unit to be used: take FSDP2, or accumulate_in='parameter'"

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from importlib import import_module
 from typing import Any, Final
@@ -21,6 +21,7 @@ from hf_accum_fix.errors import ContractError
 from hf_accum_fix.reporting import Report, loss_of, off_by, plain, versions, wrapped
 from hf_accum_fix.upstream.defects import DEFECTS
 from hf_accum_fix.upstream.environment import parsed
+from hf_accum_fix.upstream.limits import LIMITS
 from hf_accum_fix.upstream.plan import Decision
 from hf_accum_fix.upstream.seams import TESTED_RELEASES, TRAINER_MODULE, seams_of
 
@@ -238,7 +239,9 @@ def _of_release(report: Report, verdict: Verdict) -> str:
 def to_json(diagnosis: Diagnosis) -> str:
     """Everything, `Report.to_dict()` included."""
     told = {"answer": answer(diagnosis), "verdict": diagnosis.verdict.name.lower(), "reason": diagnosis.reason}
-    return json.dumps({**told, "head": dict(diagnosis.head) or None, **diagnosis.report.to_dict()}, indent=2)
+    limits = [asdict(each) for each in LIMITS]
+    told_of = {"head": dict(diagnosis.head) or None, **diagnosis.report.to_dict(), "limits": limits}
+    return json.dumps({**told, **told_of}, indent=2)
 
 
 def to_text(diagnosis: Diagnosis) -> str:
@@ -249,6 +252,7 @@ def to_text(diagnosis: Diagnosis) -> str:
     if report.present:
         mended = len(report.plan.mended)
         lines.append(f"{len(report.present)} defects, of which apply() mends {mended}: hf-accum-fix doctor --verbose")
+    lines += [f"not a release's defect but {each.owner}'s own: hf-accum-fix explain {each.name}" for each in LIMITS]
     if not diagnosis.head:
         lines.append("your model: hf-accum-fix doctor --model CLASS (or the folder of a checkpoint)")
     return "\n".join([answer(diagnosis), "", *wrapped(*lines)])
@@ -264,6 +268,9 @@ def to_verbose(diagnosis: Diagnosis) -> str:
         left = defect.not_mended and f"not mended: {defect.not_mended}"
         told = (line for line in (defect.summary, defect.who, left) if line)
         blocks.append([f"{defect.name}: {factor}", *(f"    {line}" for line in told)])
+    for limit in LIMITS:
+        first = f"{limit.name}: {limit.owner}'s own, not a release's defect"
+        blocks.append([first, *(f"    {line}" for line in (limit.summary, limit.who, f"take {limit.remedy}"))])
     blocks.append(_what_apply_does(diagnosis))
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -279,6 +286,7 @@ def to_markdown(diagnosis: Diagnosis) -> str:
             cells = (link, defect.gradient or "-", defect.summary + left, defect.who or "-")
             lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
         lines.append("")
+    lines += [f"- {each.owner}'s own, not a release's defect: `{each.name}`, {each.summary}" for each in LIMITS]
     lines += [f"- {line}" for line in (*_why(diagnosis), *_what_apply_does(diagnosis), *_model(diagnosis))]
     return "\n".join(lines)
 

@@ -9,6 +9,7 @@ from typing import Final
 from hf_accum_fix.cli import LEGEND
 from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.upstream.defects import DEFECTS, Defect
+from hf_accum_fix.upstream.limits import LIMITS, Limit
 
 DESCRIPTION: Final = "Explain one defect of transformers; without a name, list all there are."
 EPILOG: Final = "exit code: 0, or 2 for a name that is no defect's."
@@ -27,15 +28,16 @@ def execute(arguments: argparse.Namespace) -> int:
     Raises:
         OptionsError: if there is no such row; it suggests the nearest.
     """
-    rows = {defect.name: defect for defect in DEFECTS}
+    rows: dict[str, Defect | Limit] = {row.name: row for row in (*DEFECTS, *LIMITS)}
     if arguments.defect is None:
         width = max(map(len, rows))
-        lines = [f"{name:{width}}  {defect.summary}" for name, defect in rows.items()]
+        lines = [f"{name:{width}}  {row.summary}" for name, row in rows.items()]
         sys.stdout.write("\n".join(lines) + "\n")
         return 0
     if arguments.defect not in rows:
         raise _unknown(arguments.defect, list(rows))
-    sys.stdout.write(explanation(rows[arguments.defect]) + "\n")
+    row = rows[arguments.defect]
+    sys.stdout.write((explanation(row) if isinstance(row, Defect) else explanation_of_limit(row)) + "\n")
     return 0
 
 
@@ -55,6 +57,21 @@ def explanation(defect: Defect) -> str:
     }
     lines = [f"{name:10}  {fact}" for name, fact in facts.items() if fact]
     return "\n".join([defect.name, defect.summary, "", *lines, "", LEGEND])
+
+
+def explanation_of_limit(limit: Limit) -> str:
+    """What is no release's defect, as text."""
+    return "\n".join(
+        [
+            limit.name,
+            limit.summary,
+            "",
+            f"releases    all: {limit.owner}'s own, not a release's defect",
+            f"whose runs  {limit.who}",
+            f"remedy      {limit.remedy}",
+            f"reported    {f'{chr(10)}            '.join(limit.source)}",
+        ]
+    )
 
 
 def _unknown(name: str, names: list[str]) -> OptionsError:

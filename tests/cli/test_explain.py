@@ -9,6 +9,7 @@ import pytest
 from hf_accum_fix.cli import main
 from hf_accum_fix.cli.explain import explanation
 from hf_accum_fix.upstream.defects import DEFECTS, Defect
+from hf_accum_fix.upstream.limits import LIMITS
 
 EXAMPLE = replace(
     DEFECTS[0], gradient="G", who="runs on several ranks", wrong="sum(S) / n", right="sum(S) / N", evidence="read"
@@ -18,7 +19,9 @@ EXAMPLE = replace(
 def test_the_list_has_every_name_and_summary(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [tuple(line.split(maxsplit=1)) for line in lines] == [(each.name, each.summary) for each in DEFECTS]
+    assert [tuple(line.split(maxsplit=1)) for line in lines] == [
+        (each.name, each.summary) for each in (*DEFECTS, *LIMITS)
+    ]
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)

@@ -25,7 +25,7 @@ def test_pythonpath_of_the_user_is_kept_behind_ours() -> None:
 
 def test_the_options_travel() -> None:
     switches = {"eval_loss": True, "drop_duplicates": True, "balance_windows": True}
-    options = Options(allow_foreign=("a.b", "c.d"), router_loss="exact", **switches)
+    options = Options(allow_foreign=("a.b", "c.d"), router_loss="exact", accumulate_in="float32", **switches)
     assert inherited_options(environment_for(options, {})) == options
     assert inherited_options({}) == Options()
     assert VARIABLE.startswith("PYTHON")
