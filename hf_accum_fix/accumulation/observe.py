@@ -623,6 +623,10 @@ def _by_parts(evidence: _Evidence) -> LossContract:
     """The loss does not move with the number: a mean over something, a sum, or neither."""
     inputs, whole, configured = evidence.batches[0], evidence.whole, evidence.configured
     rules = list(_rules(inputs, whole.calls))
+    listed = [rule for rule in rules if rule.entry is not None]
+    if listed and not any(_counts(rule, inputs) for rule in listed):
+        # Divided by 1 where there is none, such a loss looks like a sum.
+        return LossContract(Reduction.MEAN, listed[0], conclusive=False, reason=NO_TARGET_SEEN)
     if not np.isfinite(whole.loss) or _close(whole.loss, _weighed(configured, whole.router), 1e-6):
         # Weighed by its items, of which there are none, such a window is an exact zero whatever the loss does.
         aux, z = (c if value else 0.0 for c, value in zip(configured, whole.router, strict=True))
@@ -735,6 +739,8 @@ def _of_terms(evidence: _Evidence, losses: Sequence[float], rules: Sequence[Item
     limit = evidence.tolerance * max(map(abs, losses))
     terms = [_rules_of_call(evidence, place, rules) for place in range(calls)]
     listed = tuple(rule for rule in rules if rule.entry is not None)
+    # A part that lists nothing has nothing of such a term.
+    shown = [not listed or any(_counts(rule, batch) for rule in listed) for batch in evidence.batches]
     sums = _sums_of_calls(values, wanted, [bool(each) for each in terms], bool(listed))
     others = (*_times_of_calls(evidence, values, wanted, terms, listed), *_means_of_calls(terms))
     for factors, rest_composes in (*sums, *others):
@@ -743,7 +749,7 @@ def _of_terms(evidence: _Evidence, losses: Sequence[float], rules: Sequence[Item
         near = made_of.rounding(evidence.whole.dtype) * max(map(abs, losses))
         if np.abs(rests - rests[0]).max() <= near:
             made_of = replace(made_of, rest=bool(abs(rests[0]) > near))
-        elif rest_composes and evidence.sliced and np.abs(rests).min() > limit:
+        elif rest_composes and evidence.sliced and np.abs(rests[shown]).min() > limit:
             # What is not made of any call is taken for a mean only where a list of targets is counted.
             offered = rules if factors.any() else listed
             found = composing_rules(evidence.batches, list(rests), offered, evidence.tolerance)
@@ -1054,10 +1060,10 @@ def _rules(inputs: Mapping[str, Any], calls: Sequence[WatchedLoss]) -> Iterator[
             if value.ndim == 2 and mask is not None:
                 yield Items((key,), ignore, shift=True, mask=mask)
                 yield Items((key,), ignore, mask=mask)
+    yield from listed_targets(inputs)
     masks = [key for key in tensors if "mask" in key and (_is_mask(tensors[key]) or "observed" in key)]
     telling = [key for key in masks if "attention" not in key]
     yield from (Items((key,), ignore_index=0) for key in sorted(telling, key=lambda key: "past" in key))
-    yield from listed_targets(inputs)
     yield Items()
     yield from (Items((key,), ignore_index=0) for key in masks if key not in telling)
 
@@ -1108,8 +1114,9 @@ def _composes(
     tolerance: float,
 ) -> bool:
     """Whether  L(AB) n(AB) = L(A) n(A) + L(B) n(B)."""
-    whole, one, other = (_counts(rule, batch) for batch in batches)
-    if 0.0 in (whole, one, other):
+    counts = [rule.count(batch) for batch in batches]
+    whole, one, other = (float(rule.divisor(count)) for count in counts)
+    if not float(counts[0]) or 0.0 in (one, other):
         return False
     error = abs(losses[0] - (losses[1] * one + losses[2] * other) / whole)
     return error <= tolerance * max(abs(loss) for loss in losses)

@@ -23,7 +23,8 @@ SPLITS = ((4, 1), (2, 2), (1, 4))
 LEFT_OUT = ("compiled", "compiled-no-kwargs", "ReformerForMaskedLM")
 
 WITHOUT_ITEMS = (
-    "llama", "mixtral", "uses-tensor", "bert-mlm", "no-kwargs", "llama-smoothing", "func-with-mean", "yolos",
+    "llama", "mixtral", "uses-tensor", "bert-mlm", "no-kwargs", "llama-smoothing", "func-with-mean",
+    "DetrForObjectDetection",
 )  # fmt: skip
 
 
