@@ -28,6 +28,7 @@ def what_is_imported_is_no_garbage() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share a fixture of their file run in one process, which makes it once; the others in any."""
     for item in items:
