@@ -414,8 +414,8 @@ def _noting(found: list[Tally], pools: Sequence[Pool]) -> Callable[[Call], Any]:
 
 def _other_calls(found: int, wanted: int) -> ContractError:
     return ContractError(
-        f"got {found} calls of {FUNCTION} in a micro-batch; expected {wanted}, as in the one it was learnt from; take "
-        'router_loss="mean"'
+        f"{FUNCTION} was called {found} times in one micro-batch; expected {wanted} times, as in the one it was learnt "
+        'from; take router_loss="mean"'
     )
 
 

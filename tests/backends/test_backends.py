@@ -13,8 +13,13 @@ from tests.backends.rows import BACKENDS, Backend
 RUN_BY = ("tests.backends.two_ranks", 900)
 #: A head that divides by the number, which the installed release gets right, and one that drops it.
 BY_NUMBER, MEAN = "llama", "llama-classification"
-#: Of the engines themselves; what else a backend sets does not hang on the head.
-ENGINES = ("ddp", "fsdp1-launched", "fsdp2-launched", "deepspeed-zero-0", "deepspeed-zero-2", "deepspeed-zero-3")
+#: What else a backend sets does not hang on the head, nor on which of these engines it is of.
+ENGINES = (
+    *("ddp", "ddp-static-graph", "ddp-gradient-checkpointing-reentrant", "ddp-bf16", "fsdp1-launched", "fsdp1-bf16"),
+    *("fsdp2-launched", "fsdp2-bf16", "tensor-parallel", "tensor-parallel-counted-apart"),
+    *("deepspeed-zero-0", "deepspeed-zero-2", "deepspeed-zero-3", "deepspeed-zero-2-not-told", "deepspeed-zero-3-bf16"),
+)
+BOTH_HEADS = ("ddp", "fsdp1-launched", "fsdp2-launched", "tensor-parallel-counted-apart", "deepspeed-zero-2")
 #: Streams end in a short window that stock never steps; it is filled up with blanks that no engine sees.
 STREAMED = ("ddp", "fsdp2-launched", "deepspeed-zero-0", "deepspeed-zero-1", "deepspeed-zero-2", "deepspeed-zero-3")
 
@@ -30,7 +35,7 @@ def every_case() -> Iterator[Any]:
 
 def parameter(name: str, what: str) -> Any:
     backend = BACKENDS[name]
-    shown = what == MEAN or name in ENGINES or backend.data_ranks == 1 or backend.compiles
+    shown = backend.compiles or name in (ENGINES if what == MEAN else BOTH_HEADS)
     return pytest.param(f"{name} {what}", marks=backend.mark if shown else pytest.mark.thorough)
 
 

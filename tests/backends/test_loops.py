@@ -34,8 +34,20 @@ CASES = (
 )
 
 
+#: Those that show nothing new of the others.
+THOROUGH = {
+    *(
+        "fsdp1-launched no-kwargs",
+        "fsdp1-launched-offloaded llama",
+        "fsdp2-launched-offloaded llama",
+        "fsdp2-bf16 llama",
+    ),
+    *("deepspeed-zero-1 llama", "deepspeed-zero-1 bert", "deepspeed-zero-2 no-kwargs", "deepspeed-zero-2 bert"),
+}
+
+
 def marked(case: str) -> Any:
-    return pytest.param(case, marks=BACKENDS[case.split()[0]].mark)
+    return pytest.param(case, marks=pytest.mark.thorough if case in THOROUGH else BACKENDS[case.split()[0]].mark)
 
 
 @pytest.mark.timeout(660)

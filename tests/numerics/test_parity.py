@@ -14,9 +14,9 @@ from tests.numerics.heads import HEADS, Head
 from tests.numerics.parity import Step, contract_of, cut, reference_step, reference_windows, take_step
 
 SPLITS = ((8, 1), (4, 2), (2, 4), (1, 8))
-#: The everyday tests run this cut of every head that stands for more than its class; the others are marked "zoo", and
-#: those that show nothing new of a class's loss "thorough".
-ONE = (1, 8)
+#: The everyday tests run one sample to a micro-batch of every head that stands for more than its class; "zoo" the same of
+#: the others, and the first in several; the rest, which shows nothing new, is "thorough".
+ONE, SEVERAL = (1, 8), (4, 2)
 
 
 def every_cut() -> Iterator[Any]:
@@ -24,7 +24,8 @@ def every_cut() -> Iterator[Any]:
     for name, head in HEADS.items():
         for split in SPLITS:
             marks = [] if split == ONE and head.everyday and not head.in_zoo else [pytest.mark.zoo]
-            if (head.in_zoo or not head.everyday) and split != ONE:
+            stands_alone = head.in_zoo or not head.everyday
+            if split not in (ONE, SEVERAL) or (stands_alone and split != ONE):
                 marks = [pytest.mark.thorough]
             yield pytest.param(name, split, id=f"{name}-{split[0]}x{split[1]}", marks=marks)
 

@@ -340,7 +340,7 @@ def test_bert_is_wrong_since_5_0(tmp_path: Path) -> None:
             id="accelerate",
             marks=pytest.mark.thorough,
         ),
-        pytest.param(launcher(4), id="torchrun"),
+        pytest.param(launcher(4), id="torchrun", marks=pytest.mark.thorough),
     ],
 )
 def test_four_processes_see_the_same_batch(launched: tuple[str, ...], tmp_path: Path) -> None:

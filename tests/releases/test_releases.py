@@ -48,7 +48,7 @@ def test_verify_tells_what_the_release_does(release: str) -> None:
     run_tests_in(release, *tests)
 
 
-@pytest.mark.parametrize("release", ("4.45.2", *RELEASES))
+@pytest.mark.parametrize("release", (pytest.param("4.45.2", marks=pytest.mark.thorough), *RELEASES))
 def test_data_and_hand_written_loops(release: str) -> None:
     """Streams that wrap, repeated samples, resumed epochs, losses that are not finite, and the loop on two ranks."""
     tests = ["tests/data", "tests/test_loss_log.py", "tests/loop/test_two_ranks.py"]
