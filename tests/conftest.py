@@ -1,4 +1,4 @@
-"""What every test gets: the Trainer class left as it was, short garbage collections, and a process of its file."""
+"""What every test gets: a check that it left the Trainer class as it found it, and a short garbage collection."""
 
 from __future__ import annotations
 
@@ -26,15 +26,6 @@ def what_is_imported_is_no_garbage() -> None:
     """Every training collects garbage first; looking through torch and transformers was three quarters of its time."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share a fixture of their file run in one process, which makes it once; the others in any."""
-    for item in items:
-        fixtures = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
-        if any(each.scope == "module" for found in fixtures for each in found):
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
 
 
 def _trainer_attributes() -> dict[str, object] | None:
