@@ -14,7 +14,7 @@ from tests.numerics.heads import HEADS, Head
 from tests.numerics.parity import Step, contract_of, cut, reference_step, reference_windows, take_step
 
 SPLITS = ((8, 1), (4, 2), (2, 4), (1, 8))
-#: The everyday tests run one sample to a micro-batch of each head that stands for more than its class; "zoo" the same of
+#: The everyday tests run one sample to a micro-batch of every head that stands for more than its class, "zoo" that of
 #: the others, and the first in several; the rest, which shows nothing new, is "thorough".
 ONE, SEVERAL = (1, 8), (4, 2)
 
