@@ -87,6 +87,7 @@ def narrow_leaves(accelerator: Any, model: nn.Module) -> Iterator[Leaf]:
     if accelerator is not None and accelerator.distributed_type == DistributedType.DEEPSPEED:
         return
     sharded = set()
+    looks = getattr(model, "find_unused_parameters", False) or getattr(model, "static_graph", False)
     module: Any
     for module in model.modules():
         # Not by their classes, which take long to import.
@@ -103,7 +104,7 @@ def narrow_leaves(accelerator: Any, model: nn.Module) -> Iterator[Leaf]:
                 yield Leaf(handle.flat_param, Arrival.FLAT, views)
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in NARROW and parameter not in sharded:
-            yield Leaf(parameter)
+            yield Leaf(parameter, Arrival.HELD if looks else Arrival.AUTOGRAD)
 
 
 def _leaves_of_fsdp2(each: Any) -> Iterator[Leaf]:
@@ -115,26 +116,19 @@ def _leaves_of_fsdp2(each: Any) -> Iterator[Leaf]:
         yield Leaf(each.sharded_param, Arrival.REDUCED)
 
 
-def check_engine_adds(accelerator: Any, model: nn.Module, accumulate_in: str) -> str | None:
-    """Compare what an engine adds gradients in with what was asked for; most leave it to us.
+def check_engine_adds(accelerator: Any, accumulate_in: str) -> str | None:
+    """Compare what DeepSpeed adds gradients in with what was asked for; every other engine leaves it to us.
 
     Args:
         accelerator: the live ``accelerate.Accelerator``, or None.
-        model: as it was prepared.
         accumulate_in: as in `Options`.
 
     Returns:
         What to say where it was not asked and DeepSpeed adds in 16 bits.
 
     Raises:
-        UnsupportedSetupError: if it adds in 16 bits, and something better was asked for that cannot be done.
+        UnsupportedSetupError: if it adds in 16 bits, and something better was asked for.
     """
-    asked = accumulate_in != "parameter"
-    if asked and getattr(model, "static_graph", False) and any(True for _ in narrow_leaves(accelerator, model)):
-        raise UnsupportedSetupError(
-            f"got accumulate_in={accumulate_in!r} and DistributedDataParallel(static_graph=True), which reduces other "
-            "gradients than it is handed; expected static_graph=False: leave it out, or accumulate_in='parameter'"
-        )
     if accelerator is None or accelerator.distributed_type != DistributedType.DEEPSPEED:
         return None
     adds_in = accelerator.deepspeed_engine_wrapped.engine.get_data_types()[1]
@@ -142,6 +136,6 @@ def check_engine_adds(accelerator: Any, model: nn.Module, accumulate_in: str) ->
         return None
     found = f"DeepSpeed adds the gradients of a window in {adds_in}"
     what = 'write "data_types": {"grad_accum_dtype": "fp32"} into its configuration (ZeRO 1 to 3)'
-    if asked:
+    if accumulate_in != "parameter":
         raise UnsupportedSetupError(f"got accumulate_in={accumulate_in!r}, but {found}; expected float32: {what}")
     return f"{found}, which rounds with every micro-batch: {what}"

@@ -592,7 +592,7 @@ class AccumulationWindows:
     def _adding(self, model: nn.Module, micro_batches: int, begun: int) -> Iterator[None]:
         """What gradients are added in; after the first window say what 16 bits have lost, where that matters."""
         gradient, first = self._gradient, begun == 1
-        if first and micro_batches > 1 and (said := check_engine_adds(self._accelerator, model, self._accumulate_in)):
+        if first and micro_batches > 1 and (said := check_engine_adds(self._accelerator, self._accumulate_in)):
             self._tell_rounded(said)
         unknown = gradient.lost is None
         leaves = partial(narrow_leaves, self._accelerator, model)

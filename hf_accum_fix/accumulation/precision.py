@@ -35,6 +35,8 @@ class Arrival(Enum):
 
     #: By autograd; ``.grad`` is ours between two of them.
     AUTOGRAD = "autograd"
+    #: By autograd; a parameter whose ``.grad`` is gone counts as unused (DDP that looks for unused parameters).
+    HELD = "held"
     #: By autograd; ``.grad`` belongs to the engine until the backward has ended (FSDP1).
     FLAT = "flat"
     #: The engine adds the reduced gradient to ``.grad`` at the end of every backward (FSDP2 without ``no_sync``).
@@ -221,7 +223,7 @@ class WindowGradient:
     def _offer(self) -> None:
         """Have ``.grad`` hold the sum so far: a parameter that the last micro-batch does not use gets no gradient."""
         for leaf, summed in self._sums.items():
-            if self._leaves[leaf].arrival is Arrival.AUTOGRAD:
+            if self._leaves[leaf].arrival in (Arrival.AUTOGRAD, Arrival.HELD):
                 leaf.grad = summed.rounded()
 
     @torch.no_grad()
@@ -232,7 +234,8 @@ class WindowGradient:
         for leaf, arrival in ((each, known.arrival) for each, known in self._leaves.items()):
             reduced = arrival is Arrival.REDUCED
             if leaf.grad is not None and (reduced or not self._last):
-                self._add(leaf, leaf.grad)
+                # DDP may have put a view of a bucket there.
+                self._add(leaf, leaf.grad.clone() if arrival is Arrival.HELD else leaf.grad)
             if self._last and reduced and leaf in self._sums:
                 leaf.grad = self._sums[leaf].rounded()
             if self._last and arrival is Arrival.FLAT and leaf in self._sums:

@@ -22,7 +22,7 @@ def adding(trainer: Any, session: Session, window: Window, model: nn.Module) -> 
     gradient, accelerator = session.gradient, trainer.accelerator
     first, last = window.steps_run == 0, window.steps_run + 1 >= len(window.batches)
     if first and not last:
-        _check(trainer, session, model)
+        _check(trainer, session)
     unknown = gradient.lost is None
     with gradient.micro_batch(lambda: narrow_leaves(accelerator, model), first=first, last=last):
         yield
@@ -34,7 +34,7 @@ def adding(trainer: Any, session: Session, window: Window, model: nn.Module) -> 
             session.warn_once("16 bits", f"{head_name(trainer)}: {words}")
 
 
-def _check(trainer: Any, session: Session, model: nn.Module) -> None:
+def _check(trainer: Any, session: Session) -> None:
     """Refuse what steps before the sum is whole, and say what DeepSpeed adds in."""
     asked = session.options.accumulate_in
     if asked != "parameter" and getattr(trainer.accelerator, "has_lomo_optimizer", False):
@@ -42,6 +42,6 @@ def _check(trainer: Any, session: Session, model: nn.Module) -> None:
             f"got accumulate_in={asked!r} and LOMO, which steps within the backward of every micro-batch; expected an "
             "optimizer that steps once a window: take another one, or accumulate_in='parameter'"
         )
-    if (said := check_engine_adds(trainer.accelerator, model, asked)) is not None:
+    if (said := check_engine_adds(trainer.accelerator, asked)) is not None:
         session.note_inexact()
         session.warn_once("16 bits", said)

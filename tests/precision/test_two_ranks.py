@@ -10,8 +10,8 @@ from tests.precision.test_gradients import NOISE
 from tests.precision.two_ranks import CASES
 from tests.torchrun import found_by
 
-#: Every case but those whose engine adds in float32 by itself.
-ROUNDED = [case for case in CASES if case not in ("ddp-static-graph", "fsdp2-reduces-float32")]
+#: Every case but the one whose engine adds in float32 by itself.
+ROUNDED = [case for case in CASES if case != "fsdp2-reduces-float32"]
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,3 @@ def test_the_sum_is_right_to_the_noise_of_one_micro_batch(case: str, rows: dict[
         assert row["parameter 32"] > NOISE * row["float32 32"], row
     else:
         assert row["parameter 32"] <= NOISE * floor, row
-
-
-@pytest.mark.backends
-@pytest.mark.timeout(600)
-def test_a_static_graph_is_refused(rows: dict[str, Any]) -> None:
-    assert "expected static_graph=False" in rows["ddp-static-graph"]["raised"]
