@@ -926,7 +926,10 @@ def _combinations(values: Any, wanted: Any) -> Iterator[tuple[Any, float]]:
     for mask in usable:
         yield mask * (wanted[0] / (values[0] @ mask)), 0.0
     if 1 < calls < runs and np.isfinite(values).all():
-        yield np.linalg.lstsq(values, wanted, rcond=None)[0], 0.0
+        factors = np.linalg.lstsq(values, wanted, rcond=None)[0]
+        # Calls that compose as the loss does fit it by factors that all but cancel each other.
+        if np.abs(values * factors).max() <= 10 * np.abs(wanted).max():
+            yield factors, 0.0
     # A factor estimated beside a constant would fit whatever composes by the same items.
     yield from ((mask, float(wanted[0] - values[0] @ mask)) for mask in usable)
 

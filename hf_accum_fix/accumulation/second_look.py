@@ -65,6 +65,10 @@ def as_both_show(found: LossContract, again: LossContract) -> LossContract:
         # Two draws of one model are apart only under dropout.
         return again
     common, rest = _in_both(found.alternatives, again.alternatives), _in_both(found.rest_terms, again.rest_terms)
+    # The same items weigh it, whatever it is made of.
+    alike = set(again.rules) == set(found.rules)
+    if again.reduction is found.reduction and alike and bool(rest) != bool(found.rest_terms):
+        return found
     if again.reduction is found.reduction and common and bool(rest) == bool(found.rest_terms):
         # What drew at random at its first run (a teacher that is made then) shows no calls.
         found = again if found.made_of is None else found
