@@ -126,6 +126,7 @@ class LossContract:
         beside: an owned or changed loss, or a head's, holds a term that depends on the cut in another way.
         extra: what a trainer's own ``compute_loss`` adds to the base's loss is a mean over items of its own: the rules
             that count them, the first in use.
+        random: its forward draws at random, dropout aside, so that the parts of a batch do not show how it composes.
         conclusive: False: settled by the loss call as watched alone, to be observed again in the next window.
         reason: one sentence on how it was found out.
     """
@@ -144,6 +145,7 @@ class LossContract:
     takes_world_size: bool | None = None
     beside: bool = False
     extra: tuple[Items, ...] = ()
+    random: bool = False
     conclusive: bool = True
     reason: str = "given by hand"
 

@@ -337,7 +337,7 @@ def observe(
         # Its trainer divides by the number, and goes on doing so.
         found = replace(found, conclusive=False, reason=normalised)
     made_of = None if found.made_of is None else replace(found.made_of, graded=graded)
-    return replace(found, made_of=made_of, dtype=first.dtype, owned_by_trainer=first.own)
+    return replace(found, made_of=made_of, dtype=first.dtype, owned_by_trainer=first.own, random=first.random)
 
 
 def _forget(_: object) -> None:

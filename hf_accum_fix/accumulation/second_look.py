@@ -48,7 +48,7 @@ def shows_no_call(found: LossContract | None) -> bool:
         return found is not None
     if found.made_of is not None:
         return bool(found.rest_terms) or found.made_of.has_several_calls
-    return found.reduction is Reduction.MEAN
+    return found.reduction is Reduction.MEAN and not found.random
 
 
 def as_both_show(found: LossContract, again: LossContract) -> LossContract:

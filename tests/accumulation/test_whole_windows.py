@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -22,6 +22,7 @@ def loader(batches: int) -> DataLoader[int]:
     return DataLoader(list(range(batches)), batch_size=1)  # type: ignore[arg-type]
 
 
+@settings(deadline=None)
 @given(batches=st.integers(0, 20), steps=st.integers(1, 6))
 def test_an_epoch_is_whole_windows_and_loses_nothing(batches: int, steps: int) -> None:
     whole = WholeWindows(loader(batches), steps)
