@@ -1,0 +1,49 @@
+"""The host waits for the device nowhere after the first window: not in the Trainer, not in a loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.waits import CONTRACTS, WINDOWS, WaitError, by_loop, by_trainer
+from tests.numerics.heads import HEADS
+from tests.numerics.heads.own import UsesTensor
+
+
+class Reads(UsesTensor):
+    """Reads a number in every forward."""
+
+    def forward(self, input_ids: Any, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        float(self.head.bias.sum())
+        return super().forward(input_ids, labels, num_items_in_batch, **kwargs)
+
+
+class Copies(UsesTensor):
+    """Puts a number on the device in every forward."""
+
+    def forward(self, input_ids: Any, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        torch.tensor(1.0, device=input_ids.device)
+        return super().forward(input_ids, labels, num_items_in_batch, **kwargs)
+
+
+def no_waits(device: str, output: Path) -> None:
+    """Every head by stock, by the patch and by a loop; a head that does wait is seen."""
+    for name, contract in CONTRACTS.items():
+        for given in (None, contract):
+            assert by_trainer(HEADS[name].build(), given, device, output) == WINDOWS
+        assert by_loop(HEADS[name].build(), contract, device) == WINDOWS
+    for waiting in (Reads(), Copies()):
+        with pytest.raises((WaitError, RuntimeError), match="waits for the device|synchronizing CUDA operation"):
+            by_trainer(waiting.double(), CONTRACTS["uses-tensor"], device, output)
+
+
+def test_on_the_device_without_numbers(tmp_path: Path) -> None:
+    """On "meta", whose paths are those of a GPU."""
+    no_waits("meta", tmp_path)
+
+
+def test_by_the_sync_debug_mode(cuda: str, tmp_path: Path) -> None:
+    no_waits(cuda, tmp_path)
