@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def device() -> Iterator[str]:
-    """"cuda", or "cpu" as its stand-in; convolutions in float32, as everything else."""
+    """ "cuda", or "cpu" as its stand-in; convolutions in float32, as everything else."""
     if os.environ.get(STAND_IN) == "1":
         yield "cpu"
     elif not torch.cuda.is_available():

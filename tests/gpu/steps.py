@@ -78,5 +78,10 @@ def assert_every_cut(
         step = by_trainer(head, device, split, path, output, **arguments)
         found[split] = step.error(wanted)
         assert found[split] <= tolerance, (head.name, split, found[split], floor)
-        assert abs(step.loss / wanted.loss - 1) <= max(tolerance, FLOAT32_SUMS), (head.name, split, step.loss, wanted.loss)
+        assert abs(step.loss / wanted.loss - 1) <= max(tolerance, FLOAT32_SUMS), (
+            head.name,
+            split,
+            step.loss,
+            wanted.loss,
+        )
     return found

@@ -36,7 +36,7 @@ def no_waits(device: str, output: Path) -> None:
             assert by_trainer(HEADS[name].build(), given, device, output) == WINDOWS
         assert by_loop(HEADS[name].build(), contract, device) == WINDOWS
     for waiting in (Reads(), Copies()):
-        with pytest.raises((WaitError, RuntimeError), match="waits for the device|synchronizing CUDA operation"):
+        with pytest.raises((WaitError, RuntimeError), match=r"waits for the device|synchronizing CUDA operation"):
             by_trainer(waiting.double(), CONTRACTS["uses-tensor"], device, output)
 
 
