@@ -115,7 +115,7 @@ class Nothing(nn.Module):
 
     def of(self, labels: Tensor, number: Any) -> dict[str, Tensor]:
         targets = labels[..., 1:].flatten() if labels.ndim > 1 else labels
-        logits = self.weight * torch.zeros(len(targets), VOCABULARY)
+        logits = self.weight * torch.zeros(len(targets), VOCABULARY, device=targets.device)
         loss = nn.functional.cross_entropy(logits, targets, reduction="mean" if number is None else "sum")
         return {"loss": loss if number is None else loss / number}
 

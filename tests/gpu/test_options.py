@@ -33,12 +33,11 @@ def test_router_loss_exact(device: str, tmp_path: Path) -> None:
     how = {"use_cpu": device == "cpu", "learning_rate": RATE}
 
     def added(convention: str) -> Tensor:
-        with_it, without = (
-            flat(step(in_float32(head), convention, 4, each, **how).change) for each in (COEFFICIENT, 0)
-        )
+        taken = (step(in_float32(head), convention, 4, each, **how) for each in (COEFFICIENT, 0.0))
+        with_it, without = (flat(each.change) for each in taken)
         return (with_it - without) / RATE
 
-    assert _off(added("exact"), wanted) <= max(FLOORS * floor, 10 * FLOAT32_SUMS)
+    assert _off(added("exact"), wanted) <= max(FLOORS * floor, FLOAT32_SUMS)
     assert _off(added("mean"), wanted) > 0.3
 
 
@@ -95,7 +94,7 @@ def test_verify(precision: str, device: str, tmp_path: Path) -> None:
     """A BERT classifier: wrong as the release trains it, exact with apply()."""
     how = {"use_cpu": device == "cpu", "bf16": precision == "bfloat16"}
     report = verify(trainer_of(in_float32(HEADS["bert-classes"]), tmp_path, **how))
-    assert report.verdict.kind is Kind.AFFECTED and report.verdict_of("apply()").kind is Kind.EXACT, str(report)
+    assert report.verdict.kind is Kind.OFF and report.verdict_of("apply()").kind is Kind.EXACT, str(report)
 
 
 # --- memory that really ends ----------------------------------------------------------------------------------------
