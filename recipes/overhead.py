@@ -45,6 +45,7 @@ from transformers import (
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    PrinterCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -207,6 +208,7 @@ def run(model: nn.Module, head: str, size: Size, steps: int, after: Any) -> int:
         trainer = Trainer(
             model=model, args=arguments, train_dataset=data, data_collator=collate, callbacks=[Watcher(after)]
         )
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
     return forwards
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from tests.gpu.waits import CONTRACTS, WINDOWS, WaitError, by_loop, by_trainer
+from tests.gpu.waits import BY_NUMBER, CASES, WINDOWS, WaitError, by_loop, by_trainer
 from tests.numerics.heads import HEADS
 from tests.numerics.heads.own import UsesTensor
 
@@ -17,7 +18,7 @@ class Reads(UsesTensor):
     """Reads a number in every forward."""
 
     def forward(self, input_ids: Any, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        float(self.head.bias.sum())
+        float(self.head.bias.detach().sum())
         return super().forward(input_ids, labels, num_items_in_batch, **kwargs)
 
 
@@ -30,14 +31,18 @@ class Copies(UsesTensor):
 
 
 def no_waits(device: str, output: Path) -> None:
-    """Every head by stock, by the patch and by a loop; a head that does wait is seen."""
-    for name, contract in CONTRACTS.items():
-        for given in (None, contract):
-            assert by_trainer(HEADS[name].build(), given, device, output) == WINDOWS
-        assert by_loop(HEADS[name].build(), contract, device) == WINDOWS
+    """Every case by stock, by the patch and by a loop; a head that does wait is seen."""
+    for name, dtype, options in CASES:
+
+        def made(name: str = name, dtype: torch.dtype = dtype) -> nn.Module:
+            return HEADS[name].build().to(dtype)
+
+        assert by_trainer(made(), None, device, output) == WINDOWS
+        assert by_trainer(made(), options, device, output) == WINDOWS
+        assert by_loop(made(), options, device) == WINDOWS
     for waiting in (Reads(), Copies()):
         with pytest.raises((WaitError, RuntimeError), match=r"waits for the device|synchronizing CUDA operation"):
-            by_trainer(waiting.double(), CONTRACTS["uses-tensor"], device, output)
+            by_trainer(waiting, {"contract": BY_NUMBER}, device, output)
 
 
 def test_on_the_device_without_numbers(tmp_path: Path) -> None:

@@ -27,11 +27,17 @@ from tests.numerics.heads.samples import text
 from tests.numerics.parity import training_arguments
 
 STEPS, WINDOWS = 4, 3
-#: A head that divides by the number it is handed, one that returns its own mean; neither waits by itself.
-CONTRACTS = {
-    "uses-tensor": LossContract(Reduction.NUMBER, Items(("labels",), shift=True)),
-    "drops-kwargs": LossContract(Reduction.MEAN, Items(("labels",), shift=True)),
-}
+BY_NUMBER = LossContract(Reduction.NUMBER, Items(("labels",), shift=True))
+MEAN = LossContract(Reduction.MEAN, Items(("labels",), shift=True))
+#: Heads that do not wait by themselves, one that divides by the number it is handed and one that returns its own mean,
+#: the type of their parameters, and options.
+CASES: tuple[tuple[str, torch.dtype, dict[str, Any]], ...] = (
+    ("uses-tensor", torch.float32, {"contract": BY_NUMBER}),
+    ("drops-kwargs", torch.float32, {"contract": MEAN}),
+    ("drops-kwargs", torch.bfloat16, {"contract": MEAN}),
+    ("drops-kwargs", torch.bfloat16, {"contract": MEAN, "accumulate_in": "float32"}),
+    ("uses-tensor", torch.bfloat16, {"contract": BY_NUMBER, "accumulate_in": "compensated"}),
+)
 
 
 class WaitError(Exception):
@@ -98,16 +104,16 @@ def batches_on(device: str) -> list[dict[str, Tensor]]:
     return [{key: value.to(device) for key, value in batch.items()} for batch in batches]
 
 
-def by_trainer(model: nn.Module, contract: LossContract | None, device: str, output: Path) -> int:
-    """The windows that a training ran, by the patch where there is a contract, all but the first without a wait."""
+def by_trainer(model: nn.Module, options: dict[str, Any] | None, device: str, output: Path) -> int:
+    """The windows that a training ran, by the patch where there are options, all but the first without a wait."""
     quiet = {"max_grad_norm": 0.0, "logging_strategy": "no", "logging_nan_inf_filter": False}
     args = training_arguments(output, 1, STEPS, max_steps=WINDOWS, use_cpu=device != "cuda", **quiet)
     batches = batches_on(device)
     with contextlib.ExitStack() as stack:
         if device == "meta":
             stack.enter_context(device_of(args, torch.device(device)))
-        if contract is not None:
-            stack.enter_context(hf_accum_fix.apply(contract=contract, quiet=True))
+        if options is not None:
+            stack.enter_context(hf_accum_fix.apply(**options, quiet=True))
         after = Strict(stack.enter_context(refusing(device)))
         trainer = Trainer(
             model=model,
@@ -145,13 +151,13 @@ class Strict(TrainerCallback):
             raise DoneError
 
 
-def by_loop(model: nn.Module, contract: LossContract, device: str) -> int:
+def by_loop(model: nn.Module, options: dict[str, Any], device: str) -> int:
     """The same in a loop of one's own."""
     model.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ran = 0
     with refusing(device) as strict:
-        for window in accumulation_windows(batches_on(device), steps=STEPS, contract=contract):
+        for window in accumulation_windows(batches_on(device), steps=STEPS, **options):
             for batch in window:
                 with window.micro_batch(model):
                     window.loss(model, batch).backward()
