@@ -33,8 +33,8 @@ def device() -> Iterator[str]:
 
 
 @pytest.fixture
-def cuda(device: str) -> str:
-    """For what no CPU can stand in for; the test's docstring says what it needs of a GPU."""
+def cuda(device: str, request: pytest.FixtureRequest) -> str:
+    """For what no CPU can stand in for; the test's docstring says why."""
     if device != "cuda":
-        pytest.skip("needs CUDA itself; the CPU is no stand-in")
+        pytest.skip(f"needs CUDA itself: {request.function.__doc__}")
     return device

@@ -50,12 +50,14 @@ def test_sdpa(kernel: SDPBackend, device: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kernel", [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION], ids=str)
 def test_sdpa_of_cuda(kernel: SDPBackend, cuda: str, tmp_path: Path) -> None:
+    """Kernels that torch has for CUDA alone."""
     with sdpa_kernel(kernel):
         assert_every_cut(llama_with("sdpa"), cuda, tmp_path, autocast=torch.bfloat16, splits=TWO, bf16=True)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn")
 def test_flash_attention_2(cuda: str, tmp_path: Path) -> None:
+    """Its kernels are CUDA's."""
     head = llama_with("flash_attention_2")
     assert_every_cut(head, cuda, tmp_path, autocast=torch.bfloat16, splits=TWO, bf16=True)
 
@@ -63,7 +65,7 @@ def test_flash_attention_2(cuda: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_liger(precision: str, cuda: str, tmp_path: Path) -> None:
-    """Its loss is fused with the last layer; the full batch beside it is the library's own."""
+    """Triton kernels: a loss that is fused with the last layer, beside the library's own full batch."""
     half = precision == "bfloat16"
     autocast = torch.bfloat16 if half else None
     assert_every_cut(llama_with("sdpa"), cuda, tmp_path, autocast=autocast, use_liger_kernel=True, bf16=half)

@@ -120,7 +120,6 @@ class Wide(nn.Module):
 
 @pytest.fixture
 def little_memory(cuda: str) -> Iterator[None]:
-    """It needs CUDA's own allocator, which can be given a limit."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + TENSORS * 4 * WIDE) / total)
@@ -130,7 +129,7 @@ def little_memory(cuda: str) -> Iterator[None]:
 
 
 def test_a_batch_that_does_not_fit_is_halved_and_exact(little_memory: None, tmp_path: Path) -> None:
-    """``auto_find_batch_size``, from 2 rows a micro-batch to 1."""
+    """CUDA's allocator takes a limit: ``auto_find_batch_size`` goes from 2 rows a micro-batch to 1."""
     assert _found_batch_size_error(2, "cuda", tmp_path, auto_find_batch_size=True) <= 1e-5
 
 
@@ -146,6 +145,7 @@ def _found_batch_size_error(rows: int, device: str, output: Path, width: int = W
 
 
 def test_a_full_batch_that_does_not_fit_is_streamed(little_memory: None, tmp_path: Path) -> None:
+    """CUDA's allocator takes a limit: verify() streams its reference."""
     trainer = small(Wide(), tmp_path, points(4), per_device=1, accumulate=4, use_cpu=False)
     report = verify(trainer)
     assert report.reference.startswith("streamed") and report.verdict_of("apply()").kind is Kind.EXACT, str(report)

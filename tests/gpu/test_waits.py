@@ -51,4 +51,5 @@ def test_on_the_device_without_numbers(tmp_path: Path) -> None:
 
 
 def test_by_the_sync_debug_mode(cuda: str, tmp_path: Path) -> None:
+    """torch tells of a wait for CUDA alone; "meta" stands in for it in the test above."""
     no_waits(cuda, tmp_path)
