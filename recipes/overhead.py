@@ -45,6 +45,7 @@ from transformers import (
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    PrinterCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -115,7 +116,7 @@ class Nothing(nn.Module):
 
     def of(self, labels: Tensor, number: Any) -> dict[str, Tensor]:
         targets = labels[..., 1:].flatten() if labels.ndim > 1 else labels
-        logits = self.weight * torch.zeros(len(targets), VOCABULARY)
+        logits = self.weight * torch.zeros(len(targets), VOCABULARY, device=targets.device)
         loss = nn.functional.cross_entropy(logits, targets, reduction="mean" if number is None else "sum")
         return {"loss": loss if number is None else loss / number}
 
@@ -207,6 +208,7 @@ def run(model: nn.Module, head: str, size: Size, steps: int, after: Any) -> int:
         trainer = Trainer(
             model=model, args=arguments, train_dataset=data, data_collator=collate, callbacks=[Watcher(after)]
         )
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
     return forwards
 

@@ -155,17 +155,19 @@ def train(options: argparse.Namespace) -> None:
         samples = levelled(samples, options)
     hidden, layers, heads, intermediate, vocabulary = SIZES[options.size]
     torch.manual_seed(options.seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            intermediate_size=intermediate,
-            vocab_size=vocabulary,
-            max_position_embeddings=max(2048, options.longest),
+    # On a CPU the weights of a large one would be drawn for minutes.
+    with torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if options.cuda else "cpu"):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=hidden,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                num_key_value_heads=heads,
+                intermediate_size=intermediate,
+                vocab_size=vocabulary,
+                max_position_embeddings=max(2048, options.longest),
+            )
         )
-    )
     shapes: list[tuple[int, int, int]] = []
 
     def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:

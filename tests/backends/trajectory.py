@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from tests.numerics.heads import Head, Sample
 from tests.numerics.heads.head import of_class
 from tests.numerics.heads.samples import one_class, text, with_labels
 from tests.numerics.heads.text import DECODER
-from tests.numerics.parity import ClassRecorder, StockRecorder, training_arguments
+from tests.numerics.parity import ClassRecorder, StockRecorder, trainable, training_arguments
 
 #: Micro-batch size and accumulation steps on each of two ranks: the same global batches of 8, 8 and 4 samples.
 SPLITS = ((1, 4), (2, 2))
@@ -76,10 +77,6 @@ def samples_of(head: Head) -> list[Sample]:
     return samples
 
 
-def parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().double().clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
 def built(head: Head, backend: Backend) -> nn.Module:
     """The model as it is trained; DeepSpeed takes its float32 copy of what was rounded before."""
     return head.build().to(backend.compute or backend.dtype).to(backend.dtype).train()
@@ -101,7 +98,7 @@ def reference(
     autocast, compute = (None, None) if exact else (backend.autocast, backend.compute)
     model = built(head, backend).to(torch.float64 if exact else backend.dtype)
     run = model if compute is None else copy.deepcopy(model).to(compute)
-    start, losses, norms = parameters(model), [], []
+    start, losses, norms = trainable(model), [], []
     samples = samples_of(head)
     for window in WINDOWS:
         rows = samples[window][::order]
@@ -125,7 +122,7 @@ def reference(
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter -= RATE * parameter.grad
-    end = parameters(model)
+    end = trainable(model)
     return Trajectory({name: end[name] - start[name] for name in start}, losses, norms)
 
 
@@ -145,11 +142,13 @@ def train(
     *,
     stream: bool = False,
     trainer_class: type | None = None,
+    device: str = "cpu",
     **options: Any,
 ) -> Trajectory:
     """The same by the Trainer on this backend.
 
     Args:
+        device: that all ranks share.
         stream: the samples come without a length.
         trainer_class: a recorder with a loss of its own.
         options: of apply().
@@ -163,23 +162,22 @@ def train(
     # Before the arguments are: a config of ZeRO-3 makes every model that is built after it a sharded one.
     unset_hf_deepspeed_config()
     model = built(head, backend)
-    start = parameters(model)
+    start = trainable(model)
     if backend.load is not None:
         model = backend.load(model)
     with (
         variables(backend.environment),
-        offloading_on_a_cpu(),
+        offloading_on_a_cpu() if device == "cpu" else contextlib.nullcontext(),
         hf_accum_fix.apply(**options) if path == "apply" else contextlib.nullcontext(),
     ):
         if backend.wrapped == DEEPSPEED:
             without_compiling()
-        args = training_arguments(
-            output, per_device, accumulate, ddp_backend="gloo", **copy.deepcopy({**given, **backend.arguments})
-        )
+        given |= {"ddp_backend": dist.get_backend(), "use_cpu": device == "cpu"}
+        args = training_arguments(output, per_device, accumulate, **copy.deepcopy({**given, **backend.arguments}))
         if backend.wrapped in (FSDP1, FSDP2, TENSOR_PARALLEL):
             # accelerate shards on devices alone; from here on it is its own code, on the CPU.
             args.device  # noqa: B018 - it is set up when it is asked for
-            PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+            PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device(device))
         trainer = (trainer_class or (ClassRecorder if path == "trainer" else StockRecorder))(
             model=model,
             args=args,
@@ -218,9 +216,13 @@ def gathered(model: nn.Module, backend: Backend) -> dict[str, Tensor]:
             whole = deepspeed.zero.GatheredParameters(list(model.parameters()))
     with whole:
         return {
-            name.removeprefix("module.").replace("_fsdp_wrapped_module.", ""): full(p).detach().double().clone()
+            name.removeprefix("module.").replace("_fsdp_wrapped_module.", ""): on_cpu(full(p))
             for name, p in model.named_parameters()
         }
+
+
+def on_cpu(parameter: Tensor) -> Tensor:
+    return parameter.detach().to("cpu", torch.float64, copy=True)
 
 
 def whole_tensor(parameter: Tensor) -> Tensor:

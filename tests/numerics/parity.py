@@ -91,7 +91,9 @@ class Step:
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().double().clone() for name, p in model.named_parameters() if p.requires_grad}
+    return {
+        name: p.detach().to("cpu", torch.float64, copy=True) for name, p in model.named_parameters() if p.requires_grad
+    }
 
 
 def training_arguments(
@@ -219,7 +221,7 @@ def step_along(model: nn.Module, loss: Tensor) -> Step:
     }
     norm = float(torch.linalg.vector_norm(torch.stack([g.double().norm() for g in grads.values()])))
     with torch.no_grad():
-        change = {name: (before[name] - grad.double()) - before[name] for name, grad in grads.items()}
+        change = {name: (before[name] - grad.double().cpu()) - before[name] for name, grad in grads.items()}
     return Step(change, float(loss.detach()), norm)
 
 

@@ -71,7 +71,9 @@ class Keep(torch.optim.Optimizer):
         self.seen: list[Gradient] = []
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.seen.append({name: each.grad.double() for name, each in self.named.items() if each.grad is not None})
+        self.seen.append(
+            {name: each.grad.to("cpu", torch.float64) for name, each in self.named.items() if each.grad is not None}
+        )
 
 
 def error(found: Gradient, wanted: Gradient) -> float:

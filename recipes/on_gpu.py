@@ -1,0 +1,283 @@
+"""What one GPU shows in some ten minutes: what the package costs there, what it gains, and that it waits for nothing.
+
+    OMP_NUM_THREADS=8 python recipes/on_gpu.py                    # every part, on the GPU
+    OMP_NUM_THREADS=1 python recipes/on_gpu.py --quick            # the same on small models; two minutes of a CPU core
+    python recipes/on_gpu.py --parts overhead,accumulate_in
+
+The parts, each of them other recipes' functions:
+
+    overhead        apply() beside stock, in turns: a micro-batch, a step, the waits of the host (overhead.py)
+    speed           dealt windows beside stock and batch_rebalance, a 1B Llama, bfloat16 autocast (window_speed.py)
+    router_loss     "window" and "exact" beside "mean": a small Mixtral (router_loss_cost.py)
+    accumulate_in   "float32" and "compensated" beside "parameter": a bfloat16 Llama
+    sweep           the LLaVA sweep, 128 samples a step: stock, hotfix, apply() (llava_sweep.py)
+
+Times are medians over paired runs: in every round each mode runs once, and is divided by the first one's time of that
+round; the first mode runs twice, and that is the noise. The output folder gets results.json, written anew after every
+part, and table.txt. A part that fails is a row with its error. Exit codes: 1, a part failed; 2, bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import overhead
+import router_loss_cost
+import torch
+import transformers
+import window_speed
+
+import hf_accum_fix
+
+Train = Callable[[Callable[[int], None]], object]
+HERE = Path(__file__).resolve().parent
+#: Of the table, in characters: a line is at most 80 wide.
+LABEL, FIGURE = 50, 28
+ON_GPU = torch.cuda.is_available()
+
+
+class Rows(list[dict[str, Any]]):
+    """The figures of all parts: the part, what was measured, the number, and how the table shows it."""
+
+    def __init__(self, part: str = "") -> None:
+        super().__init__()
+        self.part = part
+
+    def add(self, what: str, value: float, shown: str = "") -> None:
+        self.append({"part": self.part, "what": what, "value": value, "shown": shown or f"{value:.4g}"})
+
+
+# ---- 1. Paired runs ---------------------------------------------------------------------------------------
+
+
+def step_seconds(train: Train) -> float:
+    """Median time of an optimizer step after the first, in which the loss is observed."""
+    ends: list[float] = []
+
+    def after(_: int) -> None:
+        if ON_GPU:
+            torch.cuda.synchronize()
+        ends.append(time.perf_counter())
+
+    train(after)
+    return statistics.median(late - early for early, late in itertools.pairwise(ends))
+
+
+def paired(trainings: dict[str, Train], rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Step times of every mode in every round, the order turning; the most GPU memory of each mode [MiB]."""
+    names = [*trainings, AGAIN]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    peaks: dict[str, float] = {}
+    # Kernels are loaded and modules imported in the first run of all.
+    step_seconds(next(iter(trainings.values())))
+    for turn in range(rounds):
+        for place in range(len(names)):
+            name = names[(turn + place) % len(names)]
+            if ON_GPU:
+                torch.cuda.reset_peak_memory_stats()
+            seconds[name].append(step_seconds(trainings.get(name, next(iter(trainings.values())))))
+            if ON_GPU:
+                peaks[name] = torch.cuda.max_memory_allocated() / 2**20
+    return seconds, peaks
+
+
+#: The first mode once more.
+AGAIN = "again"
+
+
+def add_times(rows: Rows, label: str, trainings: dict[str, Train], rounds: int, micro_batches: int) -> None:
+    """A step of every mode over one of the first mode, and the microseconds that a micro-batch takes longer."""
+    seconds, peaks = paired(trainings, rounds)
+    first = next(iter(trainings))
+    rows.add(f"{label}: {first}, step [ms]", 1e3 * statistics.median(seconds[first]))
+    for name in [*list(trainings)[1:], AGAIN]:
+        beside = list(zip(seconds[name], seconds[first], strict=True))
+        ratio = overhead.spread([one / other for one, other in beside])
+        shown = f"{first} again" if name == AGAIN else name
+        rows.add(f"{label}: {shown}, step / {first}", ratio.median, ratio.words(".3f"))
+        more = overhead.spread([1e6 * (one - other) / micro_batches for one, other in beside])
+        rows.add(f"{label}: {shown}, us more a micro-batch", more.median, more.words(".0f"))
+    for name, peak in peaks.items():
+        if name != AGAIN:
+            rows.add(f"{label}: {name}, peak memory [MiB]", peak, f"{peak:.0f}")
+
+
+# ---- 2. The parts -----------------------------------------------------------------------------------------
+
+
+def part_overhead(rows: Rows, options: argparse.Namespace) -> None:
+    sizes = ("empty", "tiny") if options.quick else ("empty", "tiny", "medium")
+    for head, name in itertools.product(overhead.HEADS, sizes):
+        size = replace(overhead.SIZES[name], steps=options.steps)
+        trainings = {mode: training_of(head, size, mode) for mode in ("stock", "apply")}
+        add_times(rows, f"{head} {name}", trainings, options.rounds, overhead.STEPS_OF_ACCUMULATION)
+        if name == "empty":
+            continue
+        stock, ours = (overhead.count(head, size, mode) for mode in ("stock", "apply"))
+        rows.add(f"{head} {name}: stock, waits a step", stock.reads)
+        rows.add(f"{head} {name}: apply, waits a step", ours.reads)
+        # On a CPU, where it waits for nothing, one number is read in every window.
+        if ours.reads > stock.reads + (0 if ON_GPU else 1):
+            raise RuntimeError(f"got {ours.reads:g} waits a step with apply(); expected {stock.reads:g}, stock's")
+
+
+def training_of(head: str, size: overhead.Size, mode: str) -> Train:
+    return lambda after: overhead.train(head, size, mode, size.steps, after)
+
+
+def part_speed(rows: Rows, options: argparse.Namespace) -> None:
+    # Grouped by length, other samples meet in a step.
+    modes = [mode for mode in window_speed.MODES if mode != "group_by_length"]
+    given = ["--modes", ",".join(modes), "--rounds", "1"]
+    if options.quick:
+        given += ["--size", "tiny", "--windows", "1", "--batch", "4", "--steps", "4"]
+    else:
+        given += ["--size", "1b", "--dtype", "bfloat16", "--windows", "4"]
+    found = lines_of("window_speed.py", [*given, *["--cuda"] * ON_GPU], options.output / "speed")
+    limit = next(row["samples_per_second"] for row in found if row["mode"] == "no padding")
+    for row in found:
+        speed = row["samples_per_second"]
+        rows.add(f"{row['mode']}: samples a second", speed)
+        rows.add(f"{row['mode']}: share of no padding", speed / limit, f"{speed / limit:.2f}")
+        rows.add(f"{row['mode']}: peak memory [MiB]", row["peak_mib"], f"{row['peak_mib']:.0f}")
+        if "gradient" in row:
+            rows.add(f"{row['mode']}: gradient beside stock's", row["gradient"], f"{row['gradient']:.1e}")
+
+
+def part_router_loss(rows: Rows, options: argparse.Namespace) -> None:
+    steps = options.steps if ON_GPU else 2
+    trainings: dict[str, Train] = {
+        mode: lambda after, mode=mode: router_loss_cost.train(mode, steps, after)
+        for mode in router_loss_cost.MODES
+        if not mode.endswith("again")
+    }
+    add_times(rows, "Mixtral", trainings, 1 if options.quick else options.rounds, overhead.STEPS_OF_ACCUMULATION)
+
+
+def part_accumulate_in(rows: Rows, options: argparse.Namespace) -> None:
+    size = replace(overhead.SIZES["tiny" if options.quick else "medium"], steps=options.steps)
+
+    def training(mode: str) -> Train:
+        def train(after: Callable[[int], None]) -> None:
+            with hf_accum_fix.apply(accumulate_in=mode, quiet=True):
+                overhead.run(overhead.build("llama", size).bfloat16(), "llama", size, size.steps, after)
+
+        return train
+
+    modes = ("parameter", "float32", "compensated")
+    add_times(rows, "Llama", {mode: training(mode) for mode in modes}, options.rounds, overhead.STEPS_OF_ACCUMULATION)
+
+
+def part_sweep(rows: Rows, options: argparse.Namespace) -> None:
+    total, splits, steps = (16, "4x4,1x16", 1) if options.quick else (128, "32x4,16x8,1x128", 3)
+    given = ["--modes", "stock,hotfix,apply", "--total-batch", str(total), "--splits", splits, "--steps", str(steps)]
+    found = lines_of("llava_sweep.py", given, options.output / "sweep")
+    reference = json.loads((options.output / "sweep" / "environment.json").read_text())["reference"]
+    for row in found:
+        cut = f"{row['mode']} {row['per_device']} x {row['accumulation']}"
+        for key in ("loss", "grad_norm"):
+            times = row["losses" if key == "loss" else "grad_norms"][0] / reference[key]
+            rows.add(f"{cut}: {key} / full batch", times, f"{times:.6f}")
+
+
+def lines_of(recipe: str, arguments: Sequence[str], output: Path) -> list[dict[str, Any]]:
+    """The lines of results that another recipe writes, in a process of its own."""
+    command = [sys.executable, str(HERE / recipe), *arguments, "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{recipe} ended with exit code {done.returncode}: {done.stderr.strip()[-2000:]}")
+    return [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+
+
+PARTS = {
+    "overhead": part_overhead,
+    "router_loss": part_router_loss,
+    "accumulate_in": part_accumulate_in,
+    "sweep": part_sweep,
+    "speed": part_speed,
+}
+
+# ---- 3. All of them ---------------------------------------------------------------------------------------
+
+
+def machine() -> dict[str, str]:
+    """What the figures were taken on, and when."""
+    return {
+        "device": torch.cuda.get_device_name() if ON_GPU else f"CPU, a stand-in: {platform.machine()}",
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda),
+        "transformers": transformers.__version__,
+        "hf_accum_fix": hf_accum_fix.__version__,
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [textwrap.fill(", ".join(f"{key} {value}" for key, value in machine().items()), LABEL + FIGURE + 2)]
+    for part, own in itertools.groupby(rows, lambda row: row["part"]):
+        lines += ["", part]
+        lines += [f"  {row['what'][:LABEL]:<{LABEL}}{row['shown'][:FIGURE]:>{FIGURE}}" for row in own]
+    return "\n".join(lines) + "\n"
+
+
+def read_options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
+    parser.add_argument("--quick", action="store_true", help="small models and few runs; the figures mean little")
+    parser.add_argument("--rounds", type=int, help="paired runs of every mode (default: 5; quick: 2)")
+    parser.add_argument("--output", type=Path, default=Path("results/on_gpu"), help="a new folder")
+    options = parser.parse_args(argv)
+    options.parts = options.parts.split(",")
+    if unknown := [part for part in options.parts if part not in PARTS]:
+        parser.error(f"got --parts {','.join(unknown)}; expected some of {','.join(PARTS)}")
+    options.rounds = options.rounds if options.rounds is not None else (2 if options.quick else 5)
+    if options.rounds < 1:
+        parser.error(f"got --rounds {options.rounds}; expected 1 or more")
+    if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
+        parser.error(f"--output {options.output} is there already; give a new folder, so that nothing is overwritten")
+    if not ON_GPU and not options.quick:
+        parser.error("got no GPU, torch.cuda.is_available() is False; expected one, or --quick on a CPU")
+    options.steps = 3 if options.quick else 12
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = read_options(argv)
+    options.output.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    failed = 0
+    for number, part in enumerate(options.parts, 1):
+        began, own = time.monotonic(), Rows(part)
+        try:
+            PARTS[part](own, options)
+        except Exception as error:  # The other parts are worth having.
+            failed += 1
+            own.append(
+                {"part": part, "what": "FAILED", "value": None, "shown": type(error).__name__, "error": str(error)}
+            )
+        rows += own
+        (options.output / "results.json").write_text(json.dumps({**machine(), "rows": rows}, indent=1) + "\n")
+        (options.output / "table.txt").write_text(table(rows))
+        said = own[-1].get("error", "done")
+        print(f"[{number}/{len(options.parts)}] {part}, {time.monotonic() - began:.0f} s: {said}", flush=True)
+        if ON_GPU:
+            torch.cuda.empty_cache()
+    sys.stdout.write("\n" + table(rows))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Kernels that a step may run by: attention, fused losses, torch.compile with and without CUDA graphs, checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.gpu.steps import assert_every_cut
+from tests.numerics.heads import HEADS, Batch, Head, Sample, llama_config, seeded
+
+#: Two cuts show what depends on the cut.
+TWO = ((2, 4), (1, 8))
+
+
+def without_mask(samples: Sequence[Sample]) -> Batch:
+    """Padded on the right, as wide in every cut: fused kernels take no mask, graphs no second shape."""
+    width = max(len(sample["input_ids"]) for sample in HEADS["llama"].samples)
+
+    def padded(name: str, value: int) -> torch.Tensor:
+        rows = [nn.functional.pad(each[name], (0, width - len(each[name])), value=value) for each in samples]
+        return torch.stack(rows)
+
+    return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100)}
+
+
+def llama_with(attention: str) -> Head:
+    """Causal, so that what is padded on the right changes nothing before it."""
+
+    def build() -> nn.Module:
+        config = llama_config()
+        config._attn_implementation = attention
+        return hf.LlamaForCausalLM(config)
+
+    return replace(HEADS["llama"], build=seeded(build), collate=without_mask)
+
+
+@pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=str)
+def test_sdpa(kernel: SDPBackend, device: str, tmp_path: Path) -> None:
+    with sdpa_kernel(kernel):
+        assert_every_cut(llama_with("sdpa"), device, tmp_path, autocast=torch.bfloat16, splits=TWO, bf16=True)
+
+
+@pytest.mark.parametrize("kernel", [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION], ids=str)
+def test_sdpa_of_cuda(kernel: SDPBackend, cuda: str, tmp_path: Path) -> None:
+    """Kernels that torch has for CUDA alone."""
+    with sdpa_kernel(kernel):
+        assert_every_cut(llama_with("sdpa"), cuda, tmp_path, autocast=torch.bfloat16, splits=TWO, bf16=True)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn")
+def test_flash_attention_2(cuda: str, tmp_path: Path) -> None:
+    """Its kernels are CUDA's."""
+    head = llama_with("flash_attention_2")
+    assert_every_cut(head, cuda, tmp_path, autocast=torch.bfloat16, splits=TWO, bf16=True)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel")
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_liger(precision: str, cuda: str, tmp_path: Path) -> None:
+    """Triton kernels: a loss that is fused with the last layer, beside the library's own full batch."""
+    half = precision == "bfloat16"
+    autocast = torch.bfloat16 if half else None
+    assert_every_cut(llama_with("sdpa"), cuda, tmp_path, autocast=autocast, use_liger_kernel=True, bf16=half)
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("name", "mode"), [("no-kwargs", "default"), ("no-kwargs", "reduce-overhead"), ("llama", "reduce-overhead")]
+)
+def test_compiled(name: str, mode: str, device: str, compiler: None, tmp_path: Path) -> None:
+    """Reduce-overhead runs CUDA graphs, which write every micro-batch's outputs where the last one's were."""
+    build = {"llama": seeded(lambda: hf.LlamaForCausalLM(llama_config(num_hidden_layers=1)))}
+    head = replace(HEADS[name], build=build.get(name, HEADS[name].build), collate=without_mask)
+    assert_every_cut(head, device, tmp_path, splits=((2, 4),), torch_compile=True, torch_compile_mode=mode)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["checkpoints", "reentrant"])
+@pytest.mark.parametrize("name", ["llama", "bert-mlm"])
+def test_gradient_checkpointing(name: str, reentrant: bool, device: str, tmp_path: Path) -> None:
+    how = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    assert_every_cut(HEADS[name], device, tmp_path, splits=TWO, **how)
