@@ -38,7 +38,7 @@ def test_llava_on_one_rank_and_two(release: str) -> None:
     """The same tests that run on the newest release: stock wrong first, then every cut exact."""
     tests = ["tests/numerics/test_parity.py", "tests/distributed/test_two_ranks.py"]
     out = run_tests_in(release, "-k", "llava", *tests)
-    assert "12 passed" in out
+    assert "7 passed" in out
 
 
 @pytest.mark.parametrize("release", ("4.49.0", "5.4.0"))
