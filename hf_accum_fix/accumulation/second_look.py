@@ -46,6 +46,9 @@ def shows_no_call(found: LossContract | None) -> bool:
     """Whether something in a loss is, or may be under dropout, weighed by its items that no loss call shows."""
     if found is None or found.extra:
         return found is not None
+    if any(rule.entry is not None or rule.mix for rule in found.rules):
+        # Lists of targets that are nearly alike do not tell the terms of a matcher's loss apart.
+        return False
     if found.made_of is not None:
         return bool(found.rest_terms) or found.made_of.has_several_calls
     return found.reduction is Reduction.MEAN and not found.random
