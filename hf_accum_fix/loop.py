@@ -457,8 +457,7 @@ class AccumulationWindows:
 
     def _narrowed(self, known: LossContract, found: LossContract, window: AccumulationWindow) -> LossContract:
         """The contract after a later window was observed too: as it was, narrowed down, or with a warning another."""
-        shows = found.reason != NO_TARGET_SEEN and (found.conclusive or found.reason == SEVERAL_FIT)
-        narrowed = as_before(known, found) if shows else known
+        narrowed = as_before(known, found)
         self.contract = narrowed or found
         if narrowed is None:
             self._tell_inexact(f"the loss {found}; it was observed as: {known}")
@@ -557,10 +556,14 @@ class AccumulationWindows:
         if contract.reduction is Reduction.SUM:
             self._warn_once("sum", f"{head}: the loss is a sum over the global batch, and grows with it.")
 
-    def _tell_inexact(self, why: str) -> None:
+    def _note_inexact(self) -> None:
+        """Let the report say so."""
         self._inexact += 1
         if self._recorded:
             observations.amend({"exact": False, "inexact_windows": self._inexact})
+
+    def _tell_inexact(self, why: str) -> None:
+        self._note_inexact()
         if self.steps * self.world_size > 1:
             self._warn_once(
                 "certificate",
@@ -603,9 +606,7 @@ class AccumulationWindows:
 
     def _tell_rounded(self, words: str) -> None:
         if "16 bits" not in self._said:
-            self._inexact += 1
-            if self._recorded:
-                observations.amend({"exact": False, "inexact_windows": self._inexact})
+            self._note_inexact()
         self._warn_once("16 bits", words)
 
     def _divisor(self) -> int:

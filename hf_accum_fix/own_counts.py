@@ -12,8 +12,9 @@ and MaskFormer's kin; ``reduce`` has taken the mean already, so that stock divid
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -36,7 +37,7 @@ def own_counts(inputs: Mapping[str, Any]) -> Iterator[None]:
     if not ranks or next(listed_targets(inputs), None) is None:
         yield
         return
-    with shadow(dist, "all_reduce", _all_reduce):
+    with shadow(dist, "all_reduce", partial(_all_reduce, dist.all_reduce)):
         if not PartialState._shared_state:
             yield
             return
@@ -45,14 +46,12 @@ def own_counts(inputs: Mapping[str, Any]) -> Iterator[None]:
             yield
 
 
-_original = dist.all_reduce if dist.is_available() else None
-
-
-def _all_reduce(tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+def _all_reduce(
+    original: Callable[..., Any], tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False
+) -> Any:
     """W times a rank's own count in the place of the sum of all counts; anything else is summed as ever."""
-    assert _original is not None
     op = dist.ReduceOp.SUM if op is None else op
     is_count = tensor.numel() == 1 and not tensor.requires_grad and group is None and not async_op
     if is_count and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         return tensor.mul_(dist.get_world_size()) if op == dist.ReduceOp.SUM else tensor
-    return _original(tensor, op=op, group=group, async_op=async_op)
+    return original(tensor, op=op, group=group, async_op=async_op)

@@ -117,7 +117,7 @@ class WithoutNoise(TorchFunctionMode):
             args, kwargs = _without_dropout(args, kwargs, position=1, name="p")
         elif func is F.scaled_dot_product_attention:
             args, kwargs = _without_dropout(args, kwargs, position=4, name="dropout_p")
-        if self.alike and func in _RANDOM | _RANDOM_IN_PLACE:
+        if self.alike and (func in _RANDOM or func in _RANDOM_IN_PLACE):
             with random_states_kept():
                 torch.manual_seed(0)
                 out = func(*args, **kwargs)
@@ -420,7 +420,7 @@ def _owned(evidence: _Evidence, steps: int, more_steps: _Seen | None, without_nu
     if without_number is not None and not _close(without_number.loss, seen.loss, 1e-4):
         came = _close(without_number.loss, seen.loss * steps, 1e-3)
         divides = divides_by(ratio, with_number=True) if came else Divides.UNKNOWN
-    elif ratio != 1.0:
+    elif not abs(ratio - 1) < 1e-4:
         divides = divides_by(ratio, with_number=False)
     elif steps > 1 and any(_close(call.value, seen.loss * steps) for call in seen.calls if call.mean):
         divides = Divides.BY_ARGUMENT
@@ -430,8 +430,8 @@ def _owned(evidence: _Evidence, steps: int, more_steps: _Seen | None, without_nu
     if evidence.in_parts and evidence.sliced and not evidence.whole.random and _alike(losses, evidence.tolerance):
         return LossContract(Reduction.PLAIN, divides=divides, conclusive=False, reason=ALIKE)
     reason = "the trainer computes the loss by itself and takes no item count"
-    # A part without a target may be nan, which shows nothing.
-    conclusive = all(np.isfinite(each.loss) for each in evidence.seen)
+    # A part without a target may be nan, and tells no ways of counting apart.
+    conclusive = all(np.isfinite(each.loss) for each in evidence.seen) and 0 not in map(_label_count, evidence.batches)
     coupling = _coupling(evidence)
     return LossContract(Reduction.PLAIN, divides=divides, coupling=coupling, conclusive=conclusive, reason=reason)
 
@@ -451,14 +451,19 @@ def _owned_mean(evidence: _Evidence) -> LossContract | None:
     if found.reduction is not Reduction.MEAN or not found.conclusive:
         return None
     if found.made_of is None:
-        # Samples before what else is counted, as every batch that may come has them; labels that may be ignored first.
-        likeliest = sorted(
-            fitting,
-            key=lambda rule: bool(rule.keys) and 2 * (rule.keys != ("labels",) or rule.ignore_index is None) - 1,
-        )
-        told = _told_apart(likeliest, evidence.batches, losses, evidence.tolerance)
+        told = _told_apart(sorted(fitting, key=_how_far_fetched), evidence.batches, losses, evidence.tolerance)
         return replace(found, items=told[0], alternatives=told) if told else None
     return found
+
+
+def _how_far_fetched(rule: Items) -> int:
+    """In which order ways of counting that fit are taken: labels that may be ignored, samples, anything else.
+
+    Every batch that may come has samples.
+    """
+    if rule.keys == ("labels",) and rule.ignore_index is not None:
+        return 0
+    return 2 if rule.keys else 1
 
 
 @contextmanager
@@ -539,11 +544,12 @@ def _by_number(
     fitting = next((near for count in counts if (near := _nearest(rules, inputs, count))), [])
     conclusive = bool(fitting or called)
     if not fitting:
-        # No count to compare with: whether position 0 of the labels moves the loss tells if it is shifted.
-        conclusive = conclusive or (needs_number and any(rule.shift for rule in rules))
+        # No count to compare with: whether position 0 of "labels" moves the loss tells if they are shifted.
+        of_labels = [rule for rule in rules if rule.keys == ("labels",)]
+        conclusive = conclusive or (needs_number and any(rule.shift for rule in of_labels))
         # Up to its last digits, which may be others on another rank.
         shifted = needs_number and third is not None and _close(third.loss, first.loss, first.rounding)
-        fitting = [rule for rule in rules if rule.shift == shifted] or rules
+        fitting = [rule for rule in of_labels if rule.shift == shifted] or of_labels or rules
     aux, z = (0.0, 0.0)
     if abs(rest) > 1e-5 * abs(summed / low) and any(first.router):
         aux, z = _coefficients(rest, first, evidence.configured)
@@ -1147,7 +1153,9 @@ def _probe(window: Sequence[Mapping[str, Any]], *, again: bool = False) -> tuple
         found = [pair for pair in pairs if pair is not None]
         several, stacked = [*found] or ordered[:1], bool(found)
     telling = sorted(map(_with_telling_labels, several), key=_ways_told_apart, reverse=True)
-    return telling[again and len(telling) > 1], stacked
+    # A row without a target would tell nothing.
+    other = telling[1:] and bool(_ways_told_apart(telling[1])) == bool(_ways_told_apart(telling[0]))
+    return telling[bool(again and other)], stacked
 
 
 def _ways_told_apart(inputs: Mapping[str, Any]) -> int:

@@ -117,7 +117,7 @@ class WindowGradient:
         self.lost: float | None = None
         self.matters = False
         self._kind = _SUMS.get(accumulate_in)
-        self._estimate = None if self._kind else _Loss()
+        self._estimate = None if self._kind else _Rounding()
         self._leaves: dict[Tensor, Leaf] = {}
         self._sums: dict[Tensor, _InFloat32 | _Compensated] = {}
         self._hooks: list[Any] = []
@@ -173,7 +173,7 @@ class WindowGradient:
         self._leaves.clear()
         self._begun, self._last = 0, False
         if self._estimate is not None:
-            self._estimate = _Loss()
+            self._estimate = _Rounding()
 
     @torch.no_grad()
     def _watch(self, leaves: Iterable[Leaf]) -> None:
@@ -246,7 +246,7 @@ class WindowGradient:
 
 
 @dataclass
-class _Loss:
+class _Rounding:
     """What adding a window's gradients in 16 bits loses, estimated on up to 1,024 elements of every parameter.
 
     Both sums are made anew of the same arriving gradients, so that nothing of the training is touched.

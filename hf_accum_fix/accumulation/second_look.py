@@ -1,4 +1,4 @@
-"""Look again at a loss of which something is weighed by its items that no loss call shows in training.
+"""Observe a loss again where no loss call shows in training what it is weighed by.
 
 One micro-batch may fit a wrong way of counting by chance. So such a loss is observed twice at first, on other samples
 and under dropout; again in windows 2, 3, 4, 8, 16 and so on; and on one rank wherever the ways of counting that have
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.observe import SEVERAL_FIT, told_apart_in
+from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, SEVERAL_FIT, told_apart_in
 from hf_accum_fix.accumulation.window import Items
 
 #: Observe a loss, the first time or again: what this rank sees, None if it has no window; and the trouble that it met.
@@ -64,19 +64,20 @@ def as_both_show(found: LossContract, again: LossContract) -> LossContract:
     if not found.conclusive:
         # A part of the first samples had no target, or none of them.
         return again
-    if again.reduction is found.reduction and again.rest_terms and not found.rest_terms and found.items in again.rules:
-        # Two draws of one model are apart only under dropout.
-        return again
-    common, rest = _in_both(found.alternatives, again.alternatives), _in_both(found.rest_terms, again.rest_terms)
-    # The same items weigh it, whatever it is made of.
-    alike = set(again.rules) == set(found.rules)
-    if again.reduction is found.reduction and alike and bool(rest) != bool(found.rest_terms):
-        return found
-    if again.reduction is found.reduction and common and bool(rest) == bool(found.rest_terms):
-        # What drew at random at its first run (a teacher that is made then) shows no calls.
-        found = again if found.made_of is None else found
-        made_of = found.made_of and replace(found.made_of, rest_terms=rest)
-        return replace(found, items=common[0], alternatives=common, made_of=made_of)
+    if again.reduction is found.reduction:
+        if again.rest_terms and not found.rest_terms and found.items in again.rules:
+            # Two draws of one model are apart only under dropout.
+            return again
+        common, rest = _in_both(found.alternatives, again.alternatives), _in_both(found.rest_terms, again.rest_terms)
+        same_terms = bool(rest) == bool(found.rest_terms)
+        if not same_terms and set(again.rules) == set(found.rules):
+            # The same items weigh it, whatever it is made of.
+            return found
+        if same_terms and common:
+            # What drew at random at its first run (a teacher that is made then) shows no calls.
+            found = again if found.made_of is None else found
+            made_of = found.made_of and replace(found.made_of, rest_terms=rest)
+            return replace(found, items=common[0], alternatives=common, made_of=made_of)
     reason = "a term that no loss call shows is another one in other samples, or under dropout"
     return replace(found, reduction=Reduction.PLAIN, items=None, alternatives=(), made_of=None, reason=reason)
 
@@ -115,6 +116,9 @@ def several_fit(known: LossContract, window: Sequence[Any]) -> bool:
 
 def as_before(known: LossContract, found: LossContract) -> LossContract | None:
     """What was known, narrowed down to what a later window shows as well; None: that shows another loss."""
+    if found.reason == NO_TARGET_SEEN or not (found.conclusive or found.reason == SEVERAL_FIT):
+        # It shows nothing.
+        return known
     if known.reduction is Reduction.PLAIN or found.reduction is not known.reduction:
         return None
     common = _in_both(known.alternatives, found.alternatives)

@@ -140,9 +140,6 @@ def _still(
     trainer: Any, session: Session, known: LossContract, found: LossContract, window: Sequence[Any]
 ) -> LossContract:
     """The contract after a later window was observed too: as it was, narrowed down, or with a warning another one."""
-    if found.reason == NO_TARGET_SEEN or not (found.conclusive or found.reason == SEVERAL_FIT):
-        _say_if_several_fit(trainer, session, known, window)
-        return known
     narrowed = as_before(known, found)
     session.contract = narrowed or (
         found if known.reduction is Reduction.PLAIN else replace(found, changed_by_trainer=True)

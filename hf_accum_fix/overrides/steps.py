@@ -92,7 +92,7 @@ def _loss_in_window(
         # What is run is counted, whatever was fetched.
         counts = count_by_rules(contract.rules, [inputs], cut.mean.device)[0][0]
         if window.certificate is not None:
-            window.certificate.note_inputs(inputs)
+            window.certificate.note_inputs(inputs, cut.mean.device)
         if cut.micro_batches * cut.world_size == 1:
             total, *beside = counts.values()
             cut = Cut.of(contract, total, 1, 1, beside)
@@ -340,7 +340,7 @@ def _share_of_window(
 
 
 def _for_window(loss: Tensor, divided: int, steps: int) -> Tensor:
-    """A loss that the trainer has divided, divided by G; bit for bit as stock where one of the two is nothing."""
+    """A loss divided by G, of one that the trainer has divided already; no bit is lost where that was by G, or by 1."""
     return loss * 1.0 if divided == steps else loss * divided / steps
 
 

@@ -16,6 +16,15 @@ FOUND = {
     "the base's, divided by the arguments' steps": Composition(
         "mean-by-hand", "super-by-steps", data=("ragged", "ragged"), cut=(2, 4), missing=4, seed=2
     ),
+    "divided by the arguments' steps where a number comes": Composition(
+        "mean", "models-own-where-number", data=("ragged", "ragged"), cut=(2, 4), missing=4, seed=3
+    ),
+    "divided by the micro-batches of a short window": Composition(
+        "mean", "models-own-by-window", data=("ragged", "ragged"), cut=(2, 4), missing=4, seed=4
+    ),
+    "another column of labels beside one label a sample": Composition(
+        "sum-of-classes", "own-number-by-hand", "other-labels", ("alike",), (2, 4)
+    ),
     "several ways of counting fit the micro-batch seen": Composition(
         "mean-of-texts", "teacher", "names", ("rare",), (3, 3), 4, True, 29057
     ),
@@ -54,6 +63,8 @@ FOUND = {
 EXACT = {
     "divided by the arguments' steps in a short window",
     "the base's, divided by the arguments' steps",
+    "divided by the arguments' steps where a number comes",
+    "divided by the micro-batches of a short window",
     "an own mean without a target in a micro-batch",
     "an own mean of samples without a label",
 }
