@@ -49,7 +49,7 @@ from hf_accum_fix.accumulation.observe import ATTEMPTS, NO_TARGET_SEEN, SEVERAL_
 from hf_accum_fix.accumulation.per_sample import by_sample
 from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
 from hf_accum_fix.accumulation.router_loss import Convention, Form, RouterLoss, one_form
-from hf_accum_fix.accumulation.second_look import as_before, is_due, look, several_fit
+from hf_accum_fix.accumulation.second_look import as_before, is_due, look, several_fit, trained_wrongly
 from hf_accum_fix.accumulation.share import Cut, loss_among, share_of
 from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules, count_dtype
 from hf_accum_fix.duplicates import WithoutDuplicates
@@ -425,6 +425,8 @@ class AccumulationWindows:
         if known is not None and settled:
             return self._narrowed(known, found, window)
         self.contract = found
+        if trained_wrongly(known, found):
+            self._tell_inexact(found.reason if known is None else f"the loss {found}; it was observed as: {known}")
         # On one rank a gradient is corrected unread, in every window; several need one more collective for it.
         self._closing.corrects = found.made_of is not None and (self.world_size == 1 or not found.made_of.counted)
         self._attempts += found.reason != NO_TARGET_SEEN

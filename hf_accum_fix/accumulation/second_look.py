@@ -114,6 +114,20 @@ def several_fit(known: LossContract, window: Sequence[Any]) -> bool:
     return not all(told_apart_in(rules, window) for rules in fitting)
 
 
+def trained_wrongly(known: LossContract | None, found: LossContract) -> bool:
+    """Whether windows before this one, or this one, are trained by what may not be so.
+
+    Args:
+        known: what they were trained by; None: this is the first.
+        found: what is observed now.
+    """
+    if found.reason == SEVERAL_FIT:
+        return True
+    if known is None or known.reason == NO_TARGET_SEEN:
+        return False
+    return (known.reduction, known.rules, known.made_of) != (found.reduction, found.rules, found.made_of)
+
+
 def as_before(known: LossContract, found: LossContract) -> LossContract | None:
     """What was known, narrowed down to what a later window shows as well; None: that shows another loss."""
     if found.reason == NO_TARGET_SEEN or not (found.conclusive or found.reason == SEVERAL_FIT):

@@ -37,7 +37,7 @@ from hf_accum_fix.accumulation.observe import (
     told_apart_in,
 )
 from hf_accum_fix.accumulation.per_sample import by_sample, weighed_by_sample
-from hf_accum_fix.accumulation.second_look import as_before, is_due, look, several_fit
+from hf_accum_fix.accumulation.second_look import as_before, is_due, look, several_fit, trained_wrongly
 from hf_accum_fix.accumulation.share import loss_among
 from hf_accum_fix.accumulation.window import Items, sample_count
 from hf_accum_fix.errors import ContractError, RankError
@@ -99,13 +99,7 @@ def settle_contract(
         if settled and known is not None:
             return _still(trainer, session, known, found, window)
         session.attempts += found.reason != NO_TARGET_SEEN
-    changed = known is not None and (known.reduction, known.rules, known.made_of) != (
-        found.reduction,
-        found.rules,
-        found.made_of,
-    )
-    if changed and known is not None and known.reason != NO_TARGET_SEEN:
-        # The windows before were trained by what they showed.
+    if trained_wrongly(known, found):
         session.note_inexact()
     session.contract = found
     if not found.conclusive and session.attempts < ATTEMPTS:
