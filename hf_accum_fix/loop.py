@@ -376,7 +376,7 @@ class AccumulationWindows:
             window._check_run()
         self._closing.read(_Loop(self))
         if self.world_size > 1:
-            # A rank that has more joins this with its next window, so that it is told instead of waiting for ever.
+            # A rank that has more joins this with its next window, so that it learns of it instead of waiting for ever.
             self._opened += 1
             AccumulationWindow(self, [])._open(None, None)
         for kind, words in self._router.remarks():

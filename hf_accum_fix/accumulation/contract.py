@@ -94,7 +94,7 @@ class Composition:
 
     @property
     def has_several_calls(self) -> bool:
-        """Whether it has several calls over the same items, such as those of two draws of dropout."""
+        """Whether it has several calls over the same items, as two draws of dropout make."""
         return len(self.factors) > 1 and not self.has_terms
 
     def rounding(self, dtype: torch.dtype) -> float:

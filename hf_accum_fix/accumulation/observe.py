@@ -272,7 +272,7 @@ def observe(
         with_gradient = False
         low, high, between = _NUMBERS
         batch_norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
-        normalised = f"BatchNorm in training mode ({batch_norm}): its statistics are those of one micro-batch"
+        normalised = f"BatchNorm in training mode ({batch_norm}): its statistics come from one micro-batch"
         number = low if passes_number else None
         # Two micro-batches of one sample that were put together may be more than a model can run.
         together = tried(inputs, number) if stacked else None
@@ -284,7 +284,7 @@ def observe(
             with_gradient = True
         first = together or run(inputs, number)
         if batch_norm is not None and not first.own:
-            # Taken apart it may not run at all: the statistics of one sample may be those of one number.
+            # Taken apart it may not run at all: the statistics of one sample may come from one number.
             return LossContract(Reduction.PLAIN, dtype=first.dtype, reason=normalised)
         second = run(inputs, high) if passes_number else first
         moves = abs(first.loss - second.loss) > 1e-6 * abs(first.loss)
@@ -1315,7 +1315,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _sized(inputs: Mapping[str, Any]) -> Iterator[Any]:
-    """The values that may have a row for each sample, those of nested inputs among them."""
+    """The values that may have a row for each sample, also inside nested inputs."""
     for value in inputs.values():
         if isinstance(value, Mapping):
             yield from _sized(value)

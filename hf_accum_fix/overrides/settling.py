@@ -398,7 +398,7 @@ def silent(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def _more_steps(trainer: Any, session: Session) -> Iterator[None]:
-    """Let the arguments say twice the accumulation steps, and the trainer three times those of the window."""
+    """Let the arguments say twice the accumulation steps, and the trainer three times the window's."""
     steps = trainer.args.gradient_accumulation_steps
     window = getattr(trainer, "current_gradient_accumulation_steps", steps)
     before = vars(trainer.args).get("gradient_accumulation_steps", steps)
