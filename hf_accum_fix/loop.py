@@ -443,7 +443,7 @@ class AccumulationWindows:
         return is_due(self.contract, self._opened, window.batches, alone=self.world_size == 1)
 
     def _seen(
-        self, model: nn.Module | None, window: AccumulationWindow, *, again: bool
+        self, model: nn.Module | None, window: AccumulationWindow, *, again: int
     ) -> tuple[LossContract | None, Exception | None]:
         """What this rank sees of the loss; None: it has no model, or the trouble that it met."""
         try:
@@ -467,7 +467,7 @@ class AccumulationWindows:
             self._tell_inexact(SEVERAL_FIT)
         return self.contract
 
-    def _observe(self, model: nn.Module, batches: list[Batch], *, again: bool) -> LossContract:
+    def _observe(self, model: nn.Module, batches: list[Batch], *, again: int) -> LossContract:
         module = inside_ddp(model) or model
         # An engine that keeps its parameters on the CPU runs them elsewhere.
         device = self._device_beside(next(iter(model.parameters())).device)

@@ -63,6 +63,9 @@ ALIKE = "the samples seen have one loss, which does not tell by what it is weigh
 #: Why a loss that no call shows is not settled: what fits counts the window's micro-batches differently.
 SEVERAL_FIT = "several ways of counting fit the samples seen, and count the window's micro-batches differently"
 
+#: Why a loss is not exact whose gradient is corrected by the items that its calls count.
+SCALED_BESIDE = "a term stands beside a mean whose items are known only as it is made, and is scaled with it"
+
 #: Windows that are observed before an inconclusive contract is taken as it is.
 ATTEMPTS = 3
 
@@ -196,7 +199,7 @@ def observe(
     others: Sequence[object] = (),
     leave: Sequence[object] = (),
     more_steps: Callable[[], AbstractContextManager[Any]] | None = None,
-    again: bool = False,
+    again: int = 0,
 ) -> LossContract:
     """Observe the contract of a loss on samples of one window.
 
@@ -219,7 +222,8 @@ def observe(
         leave: objects that nothing is noted on, such as data sets.
         more_steps: a context in which the arguments say twice the accumulation steps, and the trainer three times those
             of the window; None: no ``compute_loss`` of its own could look.
-        again: observe other samples of the window, taken apart in another way, and under dropout (see `WithoutNoise`).
+        again: how often it was observed before in this window: then other samples are, taken apart in another way, and
+            under dropout (see `WithoutNoise`).
     """
     inputs, stacked = _probe(window, again=again)
     sharded = holds_shards(model)
@@ -236,7 +240,7 @@ def observe(
             handed = None if number is None else torch.tensor(number, device=device)
             try:
                 with (
-                    WithoutNoise(dropout=again, alike=graded),
+                    WithoutNoise(dropout=again > 0, alike=graded),
                     LossCalls(graded=graded) as calls,
                     setting(),
                     torch.set_grad_enabled(with_gradient or graded),
@@ -336,8 +340,11 @@ def observe(
     if batch_norm is not None and found.by_number:
         # Its trainer divides by the number, and goes on doing so.
         found = replace(found, conclusive=False, reason=normalised)
-    made_of = None if found.made_of is None else replace(found.made_of, graded=graded)
-    return replace(found, made_of=made_of, dtype=first.dtype, owned_by_trainer=first.own, random=first.random)
+    if (made_of := found.made_of) is not None:
+        if not made_of.counted and (made_of.rest or made_of.rest_terms):
+            found = replace(found, beside=True, reason=SCALED_BESIDE)
+        found = replace(found, made_of=replace(made_of, graded=graded))
+    return replace(found, dtype=first.dtype, owned_by_trainer=first.own, random=first.random)
 
 
 def _forget(_: object) -> None:
@@ -432,6 +439,14 @@ def _owned(evidence: _Evidence, steps: int, more_steps: _Seen | None, without_nu
     reason = "the trainer computes the loss by itself and takes no item count"
     # A part without a target may be nan, and tells no ways of counting apart.
     conclusive = all(np.isfinite(each.loss) for each in evidence.seen) and 0 not in map(_label_count, evidence.batches)
+    rules, means = list(_rules(inputs, seen.calls)), [c for c in seen.calls if c.mean and _close(c.value, seen.loss)]
+    counted = _counting_as(means, rules, inputs)
+    named = counted or [rule for rule in rules if means and _counts(rule, inputs) == means[0].targets]
+    if not conclusive and named and divides is Divides.NEVER:
+        reason = "the loss call is the mean over these items"
+        return LossContract(
+            Reduction.MEAN, named[0], alternatives=tuple(named), divides=divides, conclusive=False, reason=reason
+        )
     coupling = _coupling(evidence)
     return LossContract(Reduction.PLAIN, divides=divides, coupling=coupling, conclusive=conclusive, reason=reason)
 
@@ -1138,10 +1153,10 @@ def _close(a: float, b: float, tolerance: float = 1e-5) -> bool:
 # --- the samples that are run -------------------------------------------------------------------------------------
 
 
-def _probe(window: Sequence[Mapping[str, Any]], *, again: bool = False) -> tuple[dict[str, Any], bool]:
+def _probe(window: Sequence[Mapping[str, Any]], *, again: int = 0) -> tuple[dict[str, Any], bool]:
     """The micro-batch whose rows tell most ways of counting apart, and of those the one with the most targets.
 
-    ``again``: the one after it, if there is one.
+    ``again``: one after it, if there is one.
 
     It has at least two samples if they can be had: micro-batches of one are put together by twos; whether they were.
     """
@@ -1154,8 +1169,8 @@ def _probe(window: Sequence[Mapping[str, Any]], *, again: bool = False) -> tuple
         several, stacked = [*found] or ordered[:1], bool(found)
     telling = sorted(map(_with_telling_labels, several), key=_ways_told_apart, reverse=True)
     # A row without a target would tell nothing.
-    other = telling[1:] and bool(_ways_told_apart(telling[1])) == bool(_ways_told_apart(telling[0]))
-    return telling[bool(again and other)], stacked
+    usable = [each for each in telling if bool(_ways_told_apart(each)) == bool(_ways_told_apart(telling[0]))]
+    return usable[again % len(usable)], stacked
 
 
 def _ways_told_apart(inputs: Mapping[str, Any]) -> int:
@@ -1249,16 +1264,16 @@ def _without_first_label(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(
-    inputs: Mapping[str, Any], whole: _Seen, configured: RouterPair, *, again: bool
+    inputs: Mapping[str, Any], whole: _Seen, configured: RouterPair, *, again: int
 ) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
-    """Two parts of a batch, and whether rows were taken apart; ``again``: at another row.
+    """Two parts of a batch, and whether rows were taken apart; ``again``: so many rows on.
 
     Where rows cannot be taken apart (one sample, image patches without a row axis), the targets are: the labels of the
     other part are masked with what the loss call ignores. The batch itself, twice: neither can be done.
     """
     if _has_rows(inputs):
         least = _least_row(inputs)
-        least = (least + 1) % sample_count(inputs) if again else least
+        least = (least + again) % sample_count(inputs)
         others = [row for row in range(sample_count(inputs)) if row != least]
         return _rows(inputs, [least]), _rows(inputs, others), True
     return _masked_parts(inputs, whole, configured)

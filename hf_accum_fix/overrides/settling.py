@@ -29,6 +29,7 @@ from hf_accum_fix.accumulation.observe import (
     ATTEMPTS,
     HIGH,
     NO_TARGET_SEEN,
+    SCALED_BESIDE,
     SEVERAL_FIT,
     Forward,
     composing_rules,
@@ -113,7 +114,7 @@ def settle_contract(
 
 
 def _observed(
-    trainer: Any, session: Session, window: list[Any], *, again: bool
+    trainer: Any, session: Session, window: list[Any], *, again: int
 ) -> tuple[LossContract | None, Exception | None]:
     """What this rank sees of the loss; None: it has no window, or the trouble that it met."""
     if not window:
@@ -126,7 +127,7 @@ def _observed(
     except Exception as error:
         return None, error
     finally:
-        if again:
+        if again > 0:
             session.response = response
 
 
@@ -160,12 +161,13 @@ def _say_if_several_fit(trainer: Any, session: Session, known: LossContract, win
 
 
 def _warn(trainer: Any, session: Session, found: LossContract) -> None:
-    """Say once why a loss is not exact, where another cut could show it."""
+    """Say once why a loss is not exact, where it shows."""
     head = head_name(trainer)
     if found.reduction is Reduction.SUM:
         session.warn_once("sum", f"{head}: the loss is a sum over the global batch, and grows with the global batch.")
-    alone = trainer.args.gradient_accumulation_steps * data_ranks(trainer) == 1
-    if found.exact or alone:
+    is_whole = trainer.args.gradient_accumulation_steps * data_ranks(trainer) == 1
+    # A number may be wrong even then.
+    if found.exact or (is_whole and (found.conclusive or not found.by_number)):
         return
     if found.reduction is Reduction.PLAIN:
         if found.owned_by_trainer and (scales_itself(trainer) or found.divides is not Divides.NEVER):
@@ -218,7 +220,7 @@ def _given(trainer: Any, session: Session, contract: LossContract) -> LossContra
     return contract
 
 
-def _observe(trainer: Any, session: Session, window: list[Any], *, again: bool = False) -> LossContract:
+def _observe(trainer: Any, session: Session, window: list[Any], *, again: int = 0) -> LossContract:
     """Observe the loss through the very call that training makes."""
     model = trainer.model_wrapped
     # A forward through DDP without gradient would switch off the next one's buffer sync.
@@ -305,21 +307,25 @@ def _observe(trainer: Any, session: Session, window: list[Any], *, again: bool =
     if is_compiled(module):
         found = found.without_calls()
     made_of = found.made_of
-    if made_of is not None and not made_of.counted and (made_of.rest or found.extra or session.response.constant):
-        reason = "a term stands beside a mean whose items are known only as it is made, and is scaled with it"
-        found = replace(found, beside=True, reason=reason)
-    smoothed = trainer.label_smoother is not None and loss_func(trainer) is None
-    if smoothed and found.reduction is not Reduction.PLAIN:
-        shift = found.items is not None and found.items.shift
-        items = Items(("labels",), trainer.label_smoother.ignore_index, shift=shift)
-        smooth = replace(found, reduction=Reduction.MEAN, items=items, alternatives=(items,), made_of=None)
-        if found.items is None:
-            reason = (
-                "the model's own loss is a sum, which does not show whether labels are shifted as they are smoothed"
-            )
-            return replace(smooth, beside=True, reason=reason)
-        return smooth
+    if made_of is not None and not made_of.counted and (found.extra or session.response.constant):
+        found = replace(found, beside=True, reason=SCALED_BESIDE)
+    labelled = any("labels" in batch for batch in window)
+    if trainer.label_smoother is not None and loss_func(trainer) is None and labelled:
+        return _smoothed(found, trainer.label_smoother.ignore_index)
     return found
+
+
+def _smoothed(found: LossContract, ignore_index: int) -> LossContract:
+    """The contract of the smoothed loss of a model: a mean over labels, shifted where the model's own are."""
+    shifts = dict.fromkeys(rule.shift for rule in (*found.alternatives, *found.rules) if rule.keys == ("labels",))
+    rules = tuple(Items(("labels",), ignore_index, shift=shift) for shift in shifts or [False])
+    smooth = replace(found, reduction=Reduction.MEAN, items=rules[0], alternatives=rules, made_of=None)
+    if found.reduction is Reduction.PLAIN:
+        return replace(smooth, beside=True)
+    if found.items is None:
+        reason = "the model's own loss is a sum, which does not show whether labels are shifted as they are smoothed"
+        return replace(smooth, beside=True, reason=reason)
+    return smooth
 
 
 @dataclass(frozen=True)
