@@ -36,7 +36,7 @@ from hf_accum_fix import observations, ranks
 from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.closing import Closing, scale_gradients
-from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SEVERAL_FIT, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import (
     inside_ddp,
     is_compiled,
@@ -45,11 +45,11 @@ from hf_accum_fix.accumulation.declared import (
     wants_number,
 )
 from hf_accum_fix.accumulation.micro_batch import run_micro_batch
-from hf_accum_fix.accumulation.observe import ATTEMPTS, NO_TARGET_SEEN, SEVERAL_FIT, observe
+from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.accumulation.per_sample import by_sample
 from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
 from hf_accum_fix.accumulation.router_loss import Convention, Form, RouterLoss, one_form
-from hf_accum_fix.accumulation.second_look import as_before, is_due, look, several_fit, trained_wrongly
+from hf_accum_fix.accumulation.second_look import ATTEMPTS, as_before, is_due, look, several_fit, trained_wrongly
 from hf_accum_fix.accumulation.share import Cut, loss_among, share_of
 from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules, count_dtype
 from hf_accum_fix.duplicates import WithoutDuplicates

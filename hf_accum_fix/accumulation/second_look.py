@@ -14,12 +14,15 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, SEVERAL_FIT, told_apart_in
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SEVERAL_FIT, LossContract, Reduction
+from hf_accum_fix.accumulation.evidence.rules import told_apart_in
 from hf_accum_fix.accumulation.window import Items
 
 #: Observe a loss, after so many times: what this rank sees, None if it has no window; and the trouble that it met.
 Observe = Callable[[int], tuple[LossContract | None, Exception | None]]
+
+#: Windows that are observed before an inconclusive contract is taken as it is.
+ATTEMPTS = 3
 
 #: How often a loss is observed in one window at most.
 LOOKS = 4

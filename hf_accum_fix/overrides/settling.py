@@ -16,7 +16,15 @@ from transformers import Trainer
 
 from hf_accum_fix import ranks
 from hf_accum_fix.accumulation.agreement import agree
-from hf_accum_fix.accumulation.contract import Coupling, Divides, LossContract, Reduction
+from hf_accum_fix.accumulation.contract import (
+    NO_TARGET_SEEN,
+    SCALED_BESIDE,
+    SEVERAL_FIT,
+    Coupling,
+    Divides,
+    LossContract,
+    Reduction,
+)
 from hf_accum_fix.accumulation.declared import (
     inside_ddp,
     is_compiled,
@@ -24,21 +32,13 @@ from hf_accum_fix.accumulation.declared import (
     router_coefficients,
     takes_number,
 )
+from hf_accum_fix.accumulation.evidence.forwards import HIGH
+from hf_accum_fix.accumulation.evidence.own_loss import divides_by
+from hf_accum_fix.accumulation.evidence.rules import composing_rules, told_apart_in
 from hf_accum_fix.accumulation.loss_calls import LossCalls
-from hf_accum_fix.accumulation.observe import (
-    ATTEMPTS,
-    HIGH,
-    NO_TARGET_SEEN,
-    SCALED_BESIDE,
-    SEVERAL_FIT,
-    Forward,
-    composing_rules,
-    divides_by,
-    observe,
-    told_apart_in,
-)
+from hf_accum_fix.accumulation.observe import Forward, observe
 from hf_accum_fix.accumulation.per_sample import by_sample, weighed_by_sample
-from hf_accum_fix.accumulation.second_look import as_before, is_due, look, several_fit, trained_wrongly
+from hf_accum_fix.accumulation.second_look import ATTEMPTS, as_before, is_due, look, several_fit, trained_wrongly
 from hf_accum_fix.accumulation.share import loss_among
 from hf_accum_fix.accumulation.window import Items, sample_count
 from hf_accum_fix.errors import ContractError, RankError
@@ -309,21 +309,21 @@ def _observe(trainer: Any, session: Session, window: list[Any], *, again: int = 
     made_of = found.made_of
     if made_of is not None and not made_of.counted and (found.extra or session.response.constant):
         found = replace(found, beside=True, reason=SCALED_BESIDE)
-    labelled = any("labels" in batch for batch in window)
-    if trainer.label_smoother is not None and loss_func(trainer) is None and labelled:
-        return _smoothed(found, trainer.label_smoother.ignore_index)
+    axes = {batch["labels"].ndim for batch in window if isinstance(batch.get("labels"), Tensor)}
+    if trainer.label_smoother is not None and loss_func(trainer) is None and axes:
+        return _smoothed(found, trainer.label_smoother.ignore_index, of_tokens=axes != {1})
     return found
 
 
-def _smoothed(found: LossContract, ignore_index: int) -> LossContract:
+def _smoothed(found: LossContract, ignore_index: int, *, of_tokens: bool) -> LossContract:
     """The contract of the smoothed loss of a model: a mean over labels, shifted where the model's own are."""
     shifts = dict.fromkeys(rule.shift for rule in (*found.alternatives, *found.rules) if rule.keys == ("labels",))
     rules = tuple(Items(("labels",), ignore_index, shift=shift) for shift in shifts or [False])
     smooth = replace(found, reduction=Reduction.MEAN, items=rules[0], alternatives=rules, made_of=None)
     if found.reduction is Reduction.PLAIN:
         return replace(smooth, beside=True)
-    if found.items is None:
-        reason = "the model's own loss is a sum, which does not show whether labels are shifted as they are smoothed"
+    if of_tokens and not shifts:
+        reason = "the model's own loss does not show whether labels are shifted as they are smoothed"
         return replace(smooth, beside=True, reason=reason)
     return smooth
 
