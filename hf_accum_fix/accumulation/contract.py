@@ -22,6 +22,9 @@ ALIKE = "the samples seen have one loss, which does not tell by what it is weigh
 #: Why a loss that no call shows is not settled: what fits counts the window's micro-batches differently.
 SEVERAL_FIT = "several ways of counting fit the samples seen, and count the window's micro-batches differently"
 
+#: Why a smoothed loss is not exact, however it is cut.
+SHIFT_UNKNOWN = "the model's own loss does not show whether labels are shifted as they are smoothed"
+
 #: Why a loss is not exact whose gradient is corrected by the items that its calls count.
 SCALED_BESIDE = "a term stands beside a mean whose items are known only as it is made, and is scaled with it"
 

@@ -20,6 +20,7 @@ from hf_accum_fix.accumulation.contract import (
     NO_TARGET_SEEN,
     SCALED_BESIDE,
     SEVERAL_FIT,
+    SHIFT_UNKNOWN,
     Coupling,
     Divides,
     LossContract,
@@ -166,8 +167,9 @@ def _warn(trainer: Any, session: Session, found: LossContract) -> None:
     if found.reduction is Reduction.SUM:
         session.warn_once("sum", f"{head}: the loss is a sum over the global batch, and grows with the global batch.")
     is_whole = trainer.args.gradient_accumulation_steps * data_ranks(trainer) == 1
-    # A number may be wrong even then.
-    if found.exact or (is_whole and (found.conclusive or not found.by_number)):
+    # A number, or a shift, may be wrong even then.
+    wrong_when_whole = found.reason == SHIFT_UNKNOWN or (found.by_number and not found.conclusive)
+    if found.exact or (is_whole and not wrong_when_whole):
         return
     if found.reduction is Reduction.PLAIN:
         if found.owned_by_trainer and (scales_itself(trainer) or found.divides is not Divides.NEVER):
@@ -323,8 +325,7 @@ def _smoothed(found: LossContract, ignore_index: int, *, of_tokens: bool) -> Los
     if found.reduction is Reduction.PLAIN:
         return replace(smooth, beside=True)
     if of_tokens and not shifts:
-        reason = "the model's own loss does not show whether labels are shifted as they are smoothed"
-        return replace(smooth, beside=True, reason=reason)
+        return replace(smooth, beside=True, reason=SHIFT_UNKNOWN)
     return smooth
 
 
