@@ -90,14 +90,10 @@ def narrow_leaves(accelerator: Any, model: nn.Module) -> Iterator[Leaf]:
     looks = getattr(model, "find_unused_parameters", False) or getattr(model, "static_graph", False)
     module: Any
     for module in model.modules():
-        # Not by their classes, which take long to import.
-        if hasattr(module, "_get_fsdp_state"):
-            state = module._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-                for each in group.fsdp_params if group is not None else ():
-                    sharded.add(each.sharded_param)
-                    yield from _leaves_of_fsdp2(each)
-        elif (handle := getattr(module, "_handle", None)) is not None and hasattr(handle, "flat_param"):
+        for each in _parameters_of_fsdp2(module):
+            sharded.add(each.sharded_param)
+            yield from _leaves_of_fsdp2(each)
+        if (handle := getattr(module, "_handle", None)) is not None and hasattr(handle, "flat_param"):
             views = tuple(handle.flat_param._params or ())
             sharded.update((handle.flat_param, *views))
             if handle.flat_param.requires_grad and handle._fwd_bwd_param_dtype in NARROW:
@@ -114,6 +110,43 @@ def _leaves_of_fsdp2(each: Any) -> Iterator[Leaf]:
         yield Leaf(whole)
     if each.sharded_param.requires_grad and each.sharded_param.dtype in NARROW:
         yield Leaf(each.sharded_param, Arrival.REDUCED)
+
+
+def reduced_in(accelerator: Any, model: nn.Module) -> list[str]:
+    """What gradients are averaged over ranks in: names of dtypes, and of communication hooks.
+
+    Args:
+        accelerator: the live ``accelerate.Accelerator``, or None.
+        model: as it was prepared, after a forward.
+    """
+    if accelerator is not None and accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return [_name(accelerator.deepspeed_engine_wrapped.engine.communication_data_type)]
+    dtypes: set[torch.dtype] = set()
+    sharded: set[Any] = set()
+    module: Any
+    for module in model.modules():
+        for each in _parameters_of_fsdp2(module):
+            # The root's stay whole after a forward.
+            sharded.update((each.sharded_param, getattr(each, "_unsharded_param", None)))
+            dtypes.add(each.reduce_dtype or each.param_dtype or each.sharded_param.dtype)
+        if (handle := getattr(module, "_handle", None)) is not None and hasattr(handle, "flat_param"):
+            sharded.update((handle.flat_param, *(handle.flat_param._params or ())))
+            dtypes.add(handle._reduce_dtype)
+    dtypes |= {each.dtype for each in model.parameters() if each.requires_grad and each not in sharded}
+    hooks = [hook.__qualname__ for hook, _ in getattr(model, "_comm_hooks", ())]
+    return [*sorted(map(_name, dtypes)), *hooks]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _parameters_of_fsdp2(module: Any) -> Iterator[Any]:
+    """What FSDP2 keeps of each parameter of a module that it was applied to; not by its class, which imports slowly."""
+    if hasattr(module, "_get_fsdp_state"):
+        state = module._get_fsdp_state()
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+            yield from group.fsdp_params if group is not None else ()
 
 
 def check_engine_adds(accelerator: Any, accumulate_in: str) -> str | None:

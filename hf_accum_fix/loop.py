@@ -58,6 +58,7 @@ from hf_accum_fix.engine import (
     engine_divisor,
     inputs_are_rounded,
     narrow_leaves,
+    reduced_in,
     reducing,
     waits_every_micro_batch,
 )
@@ -425,7 +426,7 @@ class AccumulationWindows:
         self._closing.corrects = found.made_of is not None and (self.world_size == 1 or not found.made_of.counted)
         self._attempts += found.reason != NO_TARGET_SEEN
         if model is not None and (found.conclusive or self._attempts >= ATTEMPTS):
-            self._say(self._name(model), len(window), found)
+            self._say(model, len(window), found)
         return found
 
     def _observes(self, window: AccumulationWindow) -> bool:
@@ -528,8 +529,9 @@ class AccumulationWindows:
         with own_counts(inputs):
             return model(**{**inputs, **handed})
 
-    def _say(self, head: str, steps: int, contract: LossContract) -> None:
+    def _say(self, model: nn.Module, steps: int, contract: LossContract) -> None:
         """Once: what was observed, in the log and for report()."""
+        head = self._name(model)
         observations.record(
             {
                 "head": head,
@@ -537,6 +539,7 @@ class AccumulationWindows:
                 **contract.facts(),
                 "accumulation_steps": steps,
                 "world_size": self.world_size,
+                "reduced_in": reduced_in(self._accelerator, model) if self.world_size > 1 else [],
                 "stock_gradient_factor": None,
                 **self._repeated,
             }

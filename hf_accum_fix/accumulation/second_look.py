@@ -1,9 +1,10 @@
 """Observe a loss again where no loss call shows in training what it is weighed by.
 
 One micro-batch may fit a wrong way of counting by chance. So such a loss is observed twice at first, on other samples
-and under dropout, and four times where it seems to be weighed by none of the labels of its tokens; again in windows 2,
-3, 4, 8, 16 and so on; and on one rank wherever the ways of counting that have fitted so far count the micro-batches of
-a window differently. What is still open then is said.
+and under dropout, and up to four times where it seems to be weighed by none of the labels of its tokens, or the other
+samples fit more ways of counting than the first; again in windows 2, 3, 4, 8, 16 and so on; and on one rank wherever
+the ways of counting that have fitted so far count the micro-batches of a window differently. What is still open then is
+said.
 """
 
 from __future__ import annotations
@@ -40,13 +41,17 @@ def look(
         is_cut: the global batch has more than one micro-batch: the loss of the only one is right, whatever weighs it.
     """
     seen, trouble = observe(0)
+    confirmed = False
     for before in range(1, LOOKS):
-        open_still = shows_no_call(seen) if before == 1 else _is_far_fetched(seen, window)
+        is_open = _is_far_fetched(seen, window) or (shows_no_call(seen) and not confirmed)
         # Ranks may meet in every forward.
-        if not (anywhere(open_still, trouble) and is_cut):
+        if not (anywhere(is_open, trouble) and is_cut):
             break
         again, trouble = observe(before)
-        seen = seen if seen is None or again is None else as_both_show(seen, again)
+        if seen is not None and again is not None:
+            # Samples that fit more ways of counting tell less.
+            confirmed = _fitting(again) <= _fitting(seen)
+            seen = as_both_show(seen, again)
     if seen is not None and seen.conclusive and several_fit(seen, window):
         seen = replace(seen, conclusive=False, reason=SEVERAL_FIT)
     return seen, trouble
@@ -64,9 +69,16 @@ def shows_no_call(found: LossContract | None) -> bool:
     return found.reduction is Reduction.MEAN and not found.random
 
 
+def _fitting(found: LossContract) -> set[Items]:
+    """The ways of counting that fit what no call shows."""
+    return {*found.extra, *(found.rest_terms or found.alternatives)}
+
+
 def _is_far_fetched(found: LossContract | None, window: Sequence[Any]) -> bool:
     """Whether a loss of labelled tokens seems to be weighed by something else: what it chooses of them may be alike."""
-    if found is None or found.reduction is not Reduction.MEAN or found.made_of is not None or not found.conclusive:
+    if found is None or found.made_of is not None or not found.conclusive or found.random:
+        return False
+    if not (found.reduction is Reduction.MEAN or found.by_number):
         return False
     labelled = any(isinstance(batch, Mapping) and getattr(batch.get("labels"), "ndim", 0) > 1 for batch in window)
     return labelled and not any("label" in key for rule in found.rules for key in rule.keys)
@@ -77,6 +89,11 @@ def as_both_show(found: LossContract, again: LossContract) -> LossContract:
     if found.extra:
         extra = _in_both(found.extra, again.extra)
         found, again = (replace(each, extra=extra, changed_by_trainer=not extra) for each in (found, again))
+    if found.by_number and found.made_of is None and not found.extra:
+        common = _in_both(found.alternatives, again.alternatives)
+        if again.conclusive and common:
+            return replace(found, items=common[0], alternatives=common)
+        return replace(again if again.by_number else found, conclusive=False, reason=SEVERAL_FIT)
     if not again.conclusive or found.items is None:
         return found
     if not found.conclusive:

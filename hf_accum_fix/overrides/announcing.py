@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.contract import Reduction
+from hf_accum_fix.engine import reduced_in
 from hf_accum_fix.overrides.live import head_name, loss_func
 from hf_accum_fix.overrides.routing import convention_of
 from hf_accum_fix.overrides.session import Session, Window
@@ -44,6 +45,7 @@ def announce(trainer: Any, session: Session, window: Window, *, passed: Tensor, 
             "router_loss": convention_of(session).value,
             "accumulation_steps": steps,
             "world_size": world_size,
+            "reduced_in": reduced_in(trainer.accelerator, trainer.model_wrapped) if world_size > 1 else [],
             "stock_gradient_factor": factor,
             "stock_router_factor": router_factor,
             **session.repeated,

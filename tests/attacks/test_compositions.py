@@ -91,6 +91,9 @@ FOUND = {
     "one of two terms has no target in any sample seen": Composition(
         "two-terms-sentence", "teacher", "other-labels", ("empty",), seed=36347
     ),
+    "as many targets as samples, in the samples seen": Composition(
+        "number-by-hand", "masked-in-prepare", "other-labels", ("rare", "whole"), seed=32665
+    ),
     "the base's loss is nan in the first samples seen": Composition(
         "indexed", "super-by-steps", "left", ("empty", "ragged"), seed=1524
     ),

@@ -29,6 +29,9 @@ def test_the_sum_is_right_to_the_noise_of_one_micro_batch(case: str, rows: dict[
     assert "raised" not in row, row
     floor = row["parameter 1"]
     assert 0 < row["float32 32"] <= NOISE * floor and 0 < row["compensated 32"] <= NOISE * floor, row
+    # A contract given by hand is not recorded.
+    reduced = "float16" if case == "ddp-float16" else "float32" if case == "fsdp2-reduces-float32" else "bfloat16"
+    assert row["reduced_in"] == (None if "unused" in case else [reduced]), row
     if case in ROUNDED:
         assert row["parameter 32"] > NOISE * row["float32 32"], row
     else:

@@ -26,6 +26,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+import hf_accum_fix
 from hf_accum_fix import accumulation_windows
 from tests.precision.gradients import Gradient, Keep, batch, error, llama, reference, samples
 from tests.precision.sometimes import CONTRACT, Sometimes
@@ -197,6 +198,10 @@ def main(output: Path, steps: Sequence[int], cases: Sequence[str]) -> None:
                 for count in steps if mode == MODES[0] else steps[-1:]:
                     found, hooks = run(case, count, mode)
                     row[f"{mode} {count}"] = error(found, exact(case, count))
+                    row["reduced_in"] = (*hf_accum_fix.report().to_dict()["runs"], {"reduced_in": None})[0][
+                        "reduced_in"
+                    ]
+                    hf_accum_fix.observations.clear()
                     assert not hooks
         except Exception:
             row["raised"] = traceback.format_exc()[-3000:]
