@@ -5,7 +5,7 @@ r"""Plain DistributedDataParallel training with every monitor on, and one plante
     accelerate launch --cpu recipes/convergence_monitor.py --fault leak         # starts its two ranks by itself
     accelerate launch --num_processes 4 recipes/convergence_monitor.py          # on 4 GPUs
     torchrun --nproc_per_node 2 recipes/convergence_monitor.py --overhead       # what all of them cost
-    python recipes/convergence_monitor.py --audit                               # false alarms and delays, simulated
+    python recipes/convergence_monitor.py --audit                               # false alarms, delays; five minutes
 
 A small convolutional network learns scikit-learn's handwritten digits, with gradient accumulation. The faults, each on
 the last rank where it is one of a rank:
@@ -58,6 +58,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=2, help="ranks, where neither torchrun nor accelerate says so")
     parser.add_argument("--overhead", action="store_true", help="measure what the monitors cost, and train nothing")
     parser.add_argument("--audit", action="store_true", help="simulate healthy and faulty runs, and train nothing")
+    parser.add_argument("--quick", action="store_true", help="of --audit: a few logs, which show that it runs")
     parser.add_argument("--rounds", type=int, default=8, help="of --overhead: each is three times ten steps")
     return parser.parse_args()
 
@@ -67,7 +68,7 @@ def main() -> int:
     if options.audit:
         from monitor_audit import audit
 
-        for line in audit():
+        for line in audit(options.output, quick=options.quick):
             print(line, flush=True)
         return 0
     if "RANK" not in os.environ:

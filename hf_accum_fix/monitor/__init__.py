@@ -8,6 +8,7 @@
     batch_norm      statistics of a batch that was cut; SyncBatchNorm in the wrong order
     pipeline        a sentinel where there is no loss
     memory          warm-up, plateau or leak
+    noise_scale     is this much accumulation worth it?
     loss_check      is the loss that a Trainer logs the mean over the items?
     watch           a run's logs in one look
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from hf_accum_fix.monitor.loss import LossMeter
     from hf_accum_fix.monitor.memory import MemoryMonitor
     from hf_accum_fix.monitor.monitor import Monitor, MonitorAlarmError
+    from hf_accum_fix.monitor.noise_scale import NoiseScale
     from hf_accum_fix.monitor.pipeline import without_sentinels
     from hf_accum_fix.monitor.rank_gradients import RankGradients
     from hf_accum_fix.monitor.rank_loss import RankLoss
@@ -58,6 +60,7 @@ _HOMES = {
     "Monitor": "monitor",
     "MonitorAlarmError": "monitor",
     "MonitorsCallback": "callbacks",
+    "NoiseScale": "noise_scale",
     "RankGradients": "rank_gradients",
     "RankGradientsCallback": "callbacks",
     "RankLoss": "rank_loss",
@@ -85,6 +88,7 @@ __all__ = [
     "Monitor",
     "MonitorAlarmError",
     "MonitorsCallback",
+    "NoiseScale",
     "RankGradients",
     "RankGradientsCallback",
     "RankLoss",

@@ -51,6 +51,13 @@ def test_the_hook_sees_the_accumulated_gradient_before_its_reduction(found: dict
         assert "has a communication hook already" in its["refused"]
 
 
+def test_the_noise_scale_over_two_ranks_is_the_closed_form(found: dict[str, Any]) -> None:
+    for its in found["noise_scale"]:
+        assert its["scale"] == pytest.approx(its["closed_form"], rel=0.05)
+        assert its["items"] == 121 and 0.001 < its["error"] < 0.02
+    assert found["noise_scale"][0] == found["noise_scale"][1]
+
+
 def test_a_rank_that_scales_its_loss_is_named(found: dict[str, Any]) -> None:
     its = found["planted_gradient"][0]
     assert its["times 1"] == []
