@@ -42,8 +42,10 @@ class MonitorAlarmError(AccumFixError):
 
 
 class Monitor:
-    """All monitors: `LossMeter`, `RankLoss`, `RankGradients`, `GradientNorm`, `Replicas`, `check_batch_norm`,
-    `MemoryMonitor` and, where it is asked for, `NoiseScale`.
+    """All monitors in one.
+
+    `LossMeter`, `RankLoss`, `RankGradients`, `GradientNorm`, `Replicas`, `check_batch_norm`, `MemoryMonitor` and, where
+    it is asked for, `NoiseScale`.
 
     Args:
         model: the one in training, wrapped or not.

@@ -11,9 +11,9 @@
             print(noise.read())                      # one device sync, one collective
 
 The noise scale B is the batch, in items, at which the noise of the gradient is as large as the gradient: far below it
-a larger batch saves steps in proportion, far above it a larger batch saves none. With the micro-batches of one window on
-all ranks as the sample, M of them, g_m the gradient of the mean over the n items of one, w = n / N, and g their weighted
-mean, which is the gradient of the step,
+a larger batch saves steps in proportion, far above it none. The sample is the M micro-batches of one
+window on all ranks: with g_m the gradient of the mean over the n items of one, w = n / N, and g the mean weighted by w,
+which is the gradient of the step,
 
     S = (sum(w |g_m|^2) - |g|^2) N / (M - 1),        |G|^2 = |g|^2 - S / N,        B = S / |G|^2
 
@@ -44,6 +44,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -133,7 +134,7 @@ class NoiseScale:
         if any(hasattr(its, "placements") or type(its).__name__ == "FlatParameter" for its in self._parameters):
             raise UnsupportedSetupError("got sharded parameters; expected whole ones on every rank")
         self._every, self._window, self._windows = every, 0, windows
-        self._hooks: list[RemovableHandle] = []
+        self._nodes, self._hooks = list[Node](), list[RemovableHandle]()
         self._squares: list[Tensor] = []
         self._sums: Tensor | None = None
         self._unread: deque[tuple[Tensor, Tensor]] = deque(maxlen=windows)
@@ -196,21 +197,33 @@ class NoiseScale:
         """Hook the parameters where this window is to be measured, else let go of them."""
         measured = self._window % self._every == 0
         if measured and not self._hooks:
-            self._hooks = [parameter.register_hook(self._after) for parameter in self._parameters]
+            # Not hooks of the parameters: who finds these takes the gradient for changed.
+            self._nodes = [_accumulator(its) for its in self._parameters]
+            self._hooks = [node.register_prehook(self._after) for node in self._nodes]
         elif not measured:
             for hook in self._hooks:
                 hook.remove()
-            self._hooks = []
+            self._nodes, self._hooks = [], []
 
-    def _after(self, gradient: Tensor) -> None:
-        self._squares.append(_square(gradient.detach()))
+    def _after(self, gradients: tuple[Tensor | None, ...]) -> None:
+        self._squares += [_square(its.detach()) for its in gradients if its is not None]
+
+
+def _accumulator(parameter: nn.Parameter) -> Node:
+    """What adds the gradients of all uses of a parameter to its ``.grad``; its hooks live as long as it is held."""
+    view = parameter.view_as(parameter).grad_fn
+    assert view is not None
+    found = view.next_functions[0][0]
+    assert found is not None
+    return found
 
 
 def _square(gradient: Tensor) -> Tensor:
     """Sum of squares, 0-dim, in 32 bits at least."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     precise = torch.promote_types(values.dtype, torch.float32)
-    return torch.linalg.vector_norm(values, dtype=precise).square()
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=precise)
+    return norm.square()
 
 
 def _reading(estimates: Sequence[tuple[float, float, float]]) -> NoiseScaleReading:

@@ -423,8 +423,8 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 CHECKS = (
-    loss_curves, uneven_readings, gradients_before_reduction, noise_scale, planted_gradient, replicas_in_step, other_shapes,
-    batch_norm, pipeline, trainer,
+    loss_curves, uneven_readings, gradients_before_reduction, noise_scale, planted_gradient, replicas_in_step,
+    other_shapes, batch_norm, pipeline, trainer,
 )  # fmt: skip
 
 
