@@ -22,11 +22,11 @@ the sizes of the micro-batches. Where these differ, the usual formula for equal 
 
 What it does not tell:
 
-- B belongs to plain SGD with the best learning rate at each batch. Under Adam it is a guide to the order of magnitude;
-  a batch that can be doubled without loss was measured to be several times larger or smaller (arXiv 2505.23971).
-- It grows as a run learns, often by ten: a reading is about now.
-- A small batch is no fault. With a learning rate to match it trains as well, for more steps (arXiv 2507.07101): B
-  says what a larger one saves in steps.
+- B is derived for plain SGD with the best learning rate at each batch; for Adam these assumptions are strong, and only
+  trainings at several batches show what a larger one costs (arXiv 2505.23971).
+- The batch above which data are wasted rises quickly at first, then slowly (same source): a reading is about now.
+- A small batch is no fault. With settings to match it learns as much from the same data (arXiv 2507.07101): B says how
+  many steps a larger one saves.
 - Items of one micro-batch count as independent. Tokens of one document are not; B is then that of the micro-batches as
   they were cut. Micro-batches must be exchangeable: windows dealt by length are refused.
 - |G|^2 is a small difference of large numbers where N is far below B: look at the error.
