@@ -9,6 +9,7 @@
     pipeline        a sentinel where there is no loss
     memory          warm-up, plateau or leak
     noise_scale     is this much accumulation worth it?
+    pace            a rank that keeps the others waiting
     loss_check      is the loss that a Trainer logs the mean over the items?
     watch           a run's logs in one look
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         LossCallback,
         MemoryCallback,
         MonitorsCallback,
+        PaceCallback,
         RankGradientsCallback,
         ReplicasCallback,
         all_callbacks,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from hf_accum_fix.monitor.memory import MemoryMonitor
     from hf_accum_fix.monitor.monitor import Monitor, MonitorAlarmError
     from hf_accum_fix.monitor.noise_scale import NoiseScale
+    from hf_accum_fix.monitor.pace import Pace
     from hf_accum_fix.monitor.pipeline import without_sentinels
     from hf_accum_fix.monitor.rank_gradients import RankGradients
     from hf_accum_fix.monitor.rank_loss import RankLoss
@@ -61,6 +64,8 @@ _HOMES = {
     "MonitorAlarmError": "monitor",
     "MonitorsCallback": "callbacks",
     "NoiseScale": "noise_scale",
+    "Pace": "pace",
+    "PaceCallback": "callbacks",
     "RankGradients": "rank_gradients",
     "RankGradientsCallback": "callbacks",
     "RankLoss": "rank_loss",
@@ -89,6 +94,8 @@ __all__ = [
     "MonitorAlarmError",
     "MonitorsCallback",
     "NoiseScale",
+    "Pace",
+    "PaceCallback",
     "RankGradients",
     "RankGradientsCallback",
     "RankLoss",

@@ -30,6 +30,7 @@ from hf_accum_fix.monitor.loss import LossMeter
 from hf_accum_fix.monitor.loss_check import LossCheck, Verdict
 from hf_accum_fix.monitor.memory import MIB, MemoryMonitor, TrendKind
 from hf_accum_fix.monitor.monitor import MonitorAlarmError, OnAlarm
+from hf_accum_fix.monitor.pace import Pace
 from hf_accum_fix.monitor.rank_gradients import RankGradients
 from hf_accum_fix.monitor.rank_loss import RankLoss
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
@@ -411,6 +412,39 @@ class MemoryCallback(MonitorCallback):
         }
 
 
+class PaceCallback(MonitorCallback):
+    """`Pace`: the rank that keeps the others waiting. Nothing on one process."""
+
+    alarms_name = "pace_alarms"
+
+    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
+        super().__init__(trainer, ranks)
+        self._pace: Pace | None = None
+        self._of: Any = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Listen to the model as it is called."""
+        super().on_train_begin()
+        if self.ranks.size > 1 and self._of is not self.trainer.model_wrapped:
+            self._of = self.trainer.model_wrapped
+            self._pace = Pace(self._of, self.ranks)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """A step has ended."""
+        if self._pace is not None:
+            self._pace.step()
+
+    def measured(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """The rank that is ready last, and how much later than the others [s]."""
+        if self._pace is None:
+            return {}
+        reading = self._pace.read()
+        self.say(self._pace.judge(reading))
+        if not reading.steps:
+            return {}
+        return {"slowest_rank": reading.slowest, "slowest_rank_lag_s": reading.lag(reading.slowest)}
+
+
 class MonitorsCallback(TrainerCallback):
     """All of them as one callback: ``trainer.add_callback(MonitorsCallback(trainer))``.
 
@@ -458,7 +492,10 @@ class MonitorsCallback(TrainerCallback):
 
 def all_callbacks(trainer: Any, ranks: Ranks | None = None) -> tuple[MonitorCallback, ...]:
     """One of each, for this trainer; add them to it."""
-    kinds = LossCallback, GradientNormCallback, RankGradientsCallback, ReplicasCallback, BatchNormCallback
+    kinds = (
+        *(LossCallback, GradientNormCallback, RankGradientsCallback),
+        *(ReplicasCallback, BatchNormCallback, PaceCallback),
+    )
     return (*(kind(trainer, ranks) for kind in kinds), MemoryCallback(trainer, ranks))
 
 

@@ -27,6 +27,7 @@ from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
 from hf_accum_fix.monitor.memory import MIB, MemoryMonitor
 from hf_accum_fix.monitor.noise_scale import NoiseScale
+from hf_accum_fix.monitor.pace import Pace
 from hf_accum_fix.monitor.rank_gradients import RankGradients
 from hf_accum_fix.monitor.rank_loss import RankLoss
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
@@ -44,8 +45,8 @@ class MonitorAlarmError(AccumFixError):
 class Monitor:
     """All monitors in one.
 
-    `LossMeter`, `RankLoss`, `RankGradients`, `GradientNorm`, `Replicas`, `check_batch_norm`, `MemoryMonitor` and, where
-    it is asked for, `NoiseScale`.
+    `LossMeter`, `RankLoss`, `RankGradients`, `GradientNorm`, `Replicas`, `check_batch_norm`, `MemoryMonitor`, `Pace`
+    and, where it is asked for, `NoiseScale`.
 
     Args:
         model: the one in training, wrapped or not.
@@ -90,6 +91,7 @@ class Monitor:
         self._rank_gradients: RankGradients | None = None
         self._replicas: Replicas | None = None
         self._noise: NoiseScale | None = None
+        self._pace = Pace(model, self._ranks) if self._ranks.size > 1 else None
         if noise_scale_every is not None:
             try:
                 self._noise = NoiseScale(model, noise_scale_every, self._ranks)
@@ -137,6 +139,8 @@ class Monitor:
         if norm is not None:
             self._norms.update(norm)
         self._memory.sample()
+        if self._pace is not None:
+            self._pace.step()
         if self._replicas is not None:
             self._say(self._replicas.step())
         if self._step == 2 and self._per_device_batch is not None:
@@ -176,6 +180,11 @@ class Monitor:
             of_ranks = self._rank_gradients.read()
             found["rank_gradient_norm_jitter"] = of_ranks.jitter
             self._say(self._rank_gradients.judge(of_ranks))
+        if self._pace is not None:
+            pace = self._pace.read()
+            if pace.steps:
+                found |= {"slowest_rank": float(pace.slowest), "slowest_rank_lag_s": pace.lag(pace.slowest)}
+            self._say(self._pace.judge(pace))
         if self._noise is not None:
             noise = self._noise.read()
             if math.isfinite(noise.scale):
