@@ -21,6 +21,7 @@ from numpy import ndarray
 
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossReading, Moments
+from hf_accum_fix.monitor.loss_trend import LossTrend
 from hf_accum_fix.monitor.memory import MemoryMonitor
 from hf_accum_fix.monitor.rank_gradients import RankGradients, RankGradientsReading
 from hf_accum_fix.monitor.rank_loss import RankLoss
@@ -188,23 +189,27 @@ class Judged:
     rank_loss: list[int]
     rank_gradients: list[int]
     gradient_norm: list[int]
+    loss_trend: list[int]
 
 
 def judged(scenario: Scenario, runs: int, count: int, seed: int) -> list[Judged]:
     """Each run's alarms."""
-    found = [Judged([], [], []) for _ in range(runs)]
-    watching = [(RankLoss(), RankGradients(), GradientNorm()) for _ in range(runs)]
+    found = [Judged([], [], [], []) for _ in range(runs)]
+    watching = [(RankLoss(), RankGradients(), GradientNorm(scenario.clip), LossTrend()) for _ in range(runs)]
     for log, of_runs in enumerate(logs(scenario, runs, count, seed), start=1):
-        for its, (loss, gradients, norms), (reading, of_ranks, averaged) in zip(found, watching, of_runs, strict=True):
+        for its, (loss, gradients, norms, trend), (reading, of_ranks, averaged) in zip(
+            found, watching, of_runs, strict=True
+        ):
             its.rank_loss += [log] * (loss.judge(reading) is not None)
             its.rank_gradients += [log] * (gradients.judge(of_ranks) is not None)
             for norm in averaged:
                 norms.update(norm)
+            its.loss_trend += [log] * (trend.judge(reading) is not None)
             its.gradient_norm += [log] * (norms.judge(norms.read()) is not None)
     return found
 
 
-MONITORS = ("rank_loss", "rank_gradients", "gradient_norm")
+MONITORS = ("rank_loss", "rank_gradients", "gradient_norm", "loss_trend")
 
 
 def rank_false_alarms(runs: int = 4, count: int = 500, seed: int = 21) -> Iterator[dict[str, Any]]:
@@ -381,15 +386,20 @@ def audit(folder: Path, *, quick: bool = False) -> Iterator[str]:
         for row in rows:
             name, *numbers = row
             if not found[title]:
-                yield f"  {name:39}" + "".join(f" {number.replace('_', ' '):>{width(number)}}" for number in numbers)
+                yield f"  {name:39}" + "".join(f" {heading(number):>{width(number)}}" for number in numbers)
             found[title].append(row)
             yield f"  {row[name]:39}" + "".join(f" {in_words(row[number]):>{width(number)}}" for number in numbers)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "audit.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
-def width(title: str) -> int:
-    return max(len(title), 7)
+def heading(name: str) -> str:
+    """The monitor's name in ten letters, so that a line has 80."""
+    return name.replace("rank_gradients", "gradients").replace("gradient_norm", "norm").replace("_", " ")
+
+
+def width(name: str) -> int:
+    return max(len(heading(name)), 7)
 
 
 def in_words(value: Any) -> str:

@@ -1,6 +1,7 @@
 """Is this distributed run healthy, and does its loss curve tell the truth? One symptom, one file.
 
     loss            a curve that shows every micro-batch, with its error
+    loss_trend      a loss that diverges
     rank_loss       a rank whose loss is off
     rank_gradients  a rank whose gradient is off, before it is averaged
     gradient_norm   spikes and clipping over time
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     )
     from hf_accum_fix.monitor.gradient_norm import GradientNorm
     from hf_accum_fix.monitor.loss import LossMeter
+    from hf_accum_fix.monitor.loss_trend import LossTrend
     from hf_accum_fix.monitor.memory import MemoryMonitor
     from hf_accum_fix.monitor.monitor import Monitor, MonitorAlarmError
     from hf_accum_fix.monitor.noise_scale import NoiseScale
@@ -58,6 +60,7 @@ _HOMES = {
     "GradientNormCallback": "callbacks",
     "LossCallback": "callbacks",
     "LossMeter": "loss",
+    "LossTrend": "loss_trend",
     "MemoryCallback": "callbacks",
     "MemoryMonitor": "memory",
     "Monitor": "monitor",
@@ -88,6 +91,7 @@ __all__ = [
     "GradientNormCallback",
     "LossCallback",
     "LossMeter",
+    "LossTrend",
     "MemoryCallback",
     "MemoryMonitor",
     "Monitor",

@@ -28,6 +28,7 @@ from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
 from hf_accum_fix.monitor.loss_check import LossCheck, Verdict
+from hf_accum_fix.monitor.loss_trend import LossTrend
 from hf_accum_fix.monitor.memory import MIB, MemoryMonitor, TrendKind
 from hf_accum_fix.monitor.monitor import MonitorAlarmError, OnAlarm
 from hf_accum_fix.monitor.pace import Pace
@@ -100,7 +101,7 @@ class MonitorCallback(TrainerCallback):
 
 
 class LossCallback(MonitorCallback):
-    """`LossMeter` and `RankLoss`: the loss of every micro-batch, and the rank that is off.
+    """`LossMeter`, `RankLoss` and `LossTrend`: the loss of every micro-batch, the rank that is off, divergence.
 
     ``hf_accum_fix/loss`` is the mean over the items of the log interval, where the Trainer's own ``loss`` averages
     steps, however many items they hold. `LossCheck` decides from the logits which of these the model's loss is:
@@ -133,6 +134,7 @@ class LossCallback(MonitorCallback):
         super().__init__(trainer, ranks)
         self._items = items or labels_counted
         self._judge = judge or RankLoss()
+        self._trend = LossTrend()
         self._of_head, self._of_trainer = LossMeter(self.ranks), LossMeter(self.ranks)
         self._check = LossCheck()
         self._steps, self._repeats, self._hook = 1, False, None
@@ -173,6 +175,7 @@ class LossCallback(MonitorCallback):
             reading = reading.times((reading.total.items / handed if handed else 1.0) / verdict.factor)
         self._say_scale(verdict, reading.mean)
         self.say(self._judge.judge(reading))
+        self.say(self._trend.judge(reading))
         found = {"loss_standard_error": reading.standard_error, "loss_of_a_guess": verdict.guess}
         if reading.total.items:
             found["loss"] = reading.mean

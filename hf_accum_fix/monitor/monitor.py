@@ -25,6 +25,7 @@ from hf_accum_fix.monitor.alarms import Alarm, Alarms
 from hf_accum_fix.monitor.batch_norm import check_batch_norm
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
+from hf_accum_fix.monitor.loss_trend import LossTrend
 from hf_accum_fix.monitor.memory import MIB, MemoryMonitor
 from hf_accum_fix.monitor.noise_scale import NoiseScale
 from hf_accum_fix.monitor.pace import Pace
@@ -45,8 +46,8 @@ class MonitorAlarmError(AccumFixError):
 class Monitor:
     """All monitors in one.
 
-    `LossMeter`, `RankLoss`, `RankGradients`, `GradientNorm`, `Replicas`, `check_batch_norm`, `MemoryMonitor`, `Pace`
-    and, where it is asked for, `NoiseScale`.
+    `LossMeter`, `RankLoss`, `LossTrend`, `RankGradients`, `GradientNorm`, `Replicas`, `check_batch_norm`, `Pace`,
+    `MemoryMonitor` and, where it is asked for, `NoiseScale`.
 
     Args:
         model: the one in training, wrapped or not.
@@ -86,7 +87,7 @@ class Monitor:
         self._ranks = ranks or TorchRanks()
         self._per_device_batch, self._accumulation_steps = per_device_batch, accumulation_steps
         self.alarms, self.stop, self._step = Alarms(self._ranks), False, 0
-        self._meter, self._rank_loss = LossMeter(self._ranks), RankLoss()
+        self._meter, self._rank_loss, self._trend = LossMeter(self._ranks), RankLoss(), LossTrend()
         self._norms, self._memory = GradientNorm(max_norm), MemoryMonitor(ranks=self._ranks)
         self._rank_gradients: RankGradients | None = None
         self._replicas: Replicas | None = None
@@ -174,7 +175,12 @@ class Monitor:
         if len(reading.ranks) > 1:
             found["rank_loss_spread"] = reading.spread
             found.update((f"rank_loss_{rank}", its.mean) for rank, its in enumerate(reading.ranks) if its.items)
-        for alarm in (self._rank_loss.judge(reading), self._norms.judge(norms), self._memory.judge(memory)):
+        for alarm in (
+            self._rank_loss.judge(reading),
+            self._trend.judge(reading),
+            self._norms.judge(norms),
+            self._memory.judge(memory),
+        ):
             self._say(alarm)
         if self._rank_gradients is not None:
             of_ranks = self._rank_gradients.read()
