@@ -10,6 +10,7 @@
     pipeline        a sentinel where there is no loss
     memory          warm-up, plateau or leak
     noise_scale     is this much accumulation worth it?
+    shared_samples  ranks that are given one another's samples
     pace            a rank that keeps the others waiting
     loss_check      is the loss that a Trainer logs the mean over the items?
     watch           a run's logs in one look
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from hf_accum_fix.monitor.rank_loss import RankLoss
     from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
     from hf_accum_fix.monitor.replicas import Replicas
+    from hf_accum_fix.monitor.shared_samples import SharedSamples
 
 _HOMES = {
     "Alarm": "alarms",
@@ -75,6 +77,7 @@ _HOMES = {
     "Ranks": "ranks",
     "Replicas": "replicas",
     "ReplicasCallback": "callbacks",
+    "SharedSamples": "shared_samples",
     "TorchRanks": "ranks",
     "all_callbacks": "callbacks",
     "check_batch_norm": "batch_norm",
@@ -106,6 +109,7 @@ __all__ = [
     "Ranks",
     "Replicas",
     "ReplicasCallback",
+    "SharedSamples",
     "TorchRanks",
     "all_callbacks",
     "check_batch_norm",

@@ -58,7 +58,8 @@ class Monitor:
         per_device_batch: samples of one micro-batch; None leaves the size of BatchNorm's statistics alone.
         accumulation_steps: micro-batches of one optimizer step on a rank.
         check_every: steps from one comparison of the replicas to the next.
-        noise_scale_every: steps from one that the gradient noise scale is measured in to the next; None: none is.
+        noise_scale_every: steps from one that the gradient noise scale is measured in to the next; None: none is. Where
+            a `GradScaler` scales the loss, use `NoiseScale` by itself.
 
     Attributes:
         stop: an alarm asks to stop the run; the same on every rank.

@@ -107,7 +107,8 @@ class NoiseScale:
 
     Raises:
         UnsupportedSetupError: for dealt windows, whose micro-batches are no sample of the same data; and for a model
-            whose parameters are sharded, or that several ranks train without DistributedDataParallel.
+            whose parameters are sharded, lie on several devices, or are trained by several ranks without
+            DistributedDataParallel.
     """
 
     def __init__(
@@ -133,6 +134,8 @@ class NoiseScale:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if any(hasattr(its, "placements") or type(its).__name__ == "FlatParameter" for its in self._parameters):
             raise UnsupportedSetupError("got sharded parameters; expected whole ones on every rank")
+        if len({its.device for its in self._parameters}) > 1:
+            raise UnsupportedSetupError("got parameters on several devices; expected one device for each rank")
         self._every, self._window, self._windows = every, 0, windows
         self._nodes, self._hooks = list[Node](), list[RemovableHandle]()
         self._squares: list[Tensor] = []
@@ -153,7 +156,8 @@ class NoiseScale:
         if not squares:
             return
         square = torch.stack(squares).sum()
-        n = torch.as_tensor(items).to(square, non_blocking=True).reshape(())
+        # A number is filled in, not copied: a copy would wait for the device.
+        n = items.to(square, non_blocking=True).reshape(()) if isinstance(items, Tensor) else square.new_full((), items)
         counted = n > 0
         row = torch.stack([torch.where(counted, square / n, 0.0), n, counted.to(square)])
         self._sums = row if self._sums is None else self._sums + row
@@ -162,7 +166,8 @@ class NoiseScale:
         """The window has ended: between the last backward and clipping, unscaling and the optimizer's step; no sync.
 
         Args:
-            norm: of the gradient before clipping, where it has been clipped; None takes it here.
+            norm: of the gradient before clipping, where it has been clipped, and times the scale of a `GradScaler` that
+                has been taken off; None takes it here.
         """
         if self._hooks:
             sums = torch.zeros(3) if self._sums is None else self._sums

@@ -115,6 +115,18 @@ def test_tied_frozen_and_sparse_parameters_do_not_end_a_run() -> None:
     assert noise.read().windows == 1 and noise.read().noise > 0
 
 
+def test_no_number_is_read_until_it_is_asked_for() -> None:
+    """On the "meta" device, which has none to read."""
+    model = Quadratic().to("meta")
+    noise = NoiseScale(model, every=1)
+    for items in (3, torch.tensor(2.0, device="meta")):
+        model(torch.zeros(3, len(DEVIATIONS), dtype=torch.float64, device="meta")).backward()
+        noise.micro_batch(items)
+    noise.step()
+    with pytest.raises(NotImplementedError, match="meta"):
+        noise.read()
+
+
 class TwoRanks:
     rank, size = 0, 2
 
@@ -135,3 +147,5 @@ def test_what_cannot_be_measured_is_refused() -> None:
     model.place = Shard(torch.zeros(len(DEVIATIONS)))
     with pytest.raises(UnsupportedSetupError, match="sharded"):
         NoiseScale(model)
+    with pytest.raises(UnsupportedSetupError, match="several devices"):
+        NoiseScale(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")))
