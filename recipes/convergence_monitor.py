@@ -5,7 +5,7 @@ r"""Plain DistributedDataParallel training with every monitor on, and one plante
     accelerate launch --cpu recipes/convergence_monitor.py --fault leak         # starts its two ranks by itself
     accelerate launch --num_processes 4 recipes/convergence_monitor.py          # on 4 GPUs
     torchrun --nproc_per_node 2 recipes/convergence_monitor.py --overhead       # what all of them cost
-    python recipes/convergence_monitor.py --audit                               # false alarms and delays, simulated
+    python recipes/convergence_monitor.py --audit                               # false alarms, delays; five minutes
 
 A small convolutional network learns scikit-learn's handwritten digits, with gradient accumulation. The faults, each on
 the last rank where it is one of a rank:
@@ -17,6 +17,7 @@ the last rank where it is one of a rank:
     batch-norm  the network has BatchNorm, and is converted after it was wrapped, by a converter that copies
     leak        it keeps 400 KiB of every step
     spike       the loss of one batch at half time is a hundred times too large
+    lag         it waits 20 ms for every batch
 
 The output folder gets results.jsonl (a line a log; `hf-accum-fix watch FOLDER` reads it), alarms.txt, and curves.png:
 the loss as most logs show it (the last micro-batch before the log, averaged over the ranks) and as `LossMeter` does
@@ -43,7 +44,7 @@ from typing import Any
 
 STEPS, ACCUMULATION, BATCH, LOG_EVERY, CHECK_EVERY = 400, 2, 32, 10, 50
 LEARNING_RATE, MAX_NORM = 2e-3, 5.0
-FAULTS = ("none", "data", "seed", "scale", "replica", "batch-norm", "leak", "spike")
+FAULTS = ("none", "data", "seed", "scale", "replica", "batch-norm", "leak", "spike", "lag")
 LEAK = 400 * 1024
 
 #: The transformer for measuring the cost: 11 million parameters, 512 tokens a micro-batch.
@@ -58,6 +59,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=2, help="ranks, where neither torchrun nor accelerate says so")
     parser.add_argument("--overhead", action="store_true", help="measure what the monitors cost, and train nothing")
     parser.add_argument("--audit", action="store_true", help="simulate healthy and faulty runs, and train nothing")
+    parser.add_argument("--quick", action="store_true", help="of --audit: a few logs, which show that it runs")
     parser.add_argument("--rounds", type=int, default=8, help="of --overhead: each is three times ten steps")
     return parser.parse_args()
 
@@ -67,7 +69,7 @@ def main() -> int:
     if options.audit:
         from monitor_audit import audit
 
-        for line in audit():
+        for line in audit(options.output, quick=options.quick):
             print(line, flush=True)
         return 0
     if "RANK" not in os.environ:
@@ -108,6 +110,7 @@ def train(options: argparse.Namespace, device: Any) -> None:
         GradientNorm,
         LossMeter,
         MemoryMonitor,
+        Pace,
         RankGradients,
         RankLoss,
         Replicas,
@@ -128,7 +131,7 @@ def train(options: argparse.Namespace, device: Any) -> None:
     meter, alignment = LossMeter(), RankLoss()
     gradients, norms = RankGradients(), GradientNorm(MAX_NORM)
     replicas = Replicas(model, optimizer, every=CHECK_EVERY)
-    memory = MemoryMonitor()
+    memory, pace = MemoryMonitor(), Pace(model)
     gradients.attach(model)
 
     micro_batches, held_out = digits(device, rank, dist.get_world_size(), same=fault == "seed")
@@ -137,6 +140,7 @@ def train(options: argparse.Namespace, device: Any) -> None:
         half_time = step == options.steps // 2
         for place in range(ACCUMULATION):
             images, labels = next(micro_batches)
+            time.sleep(0.02 if fault == "lag" else 0)
             labels = labels[torch.randperm(BATCH, device=device)] if fault == "data" else labels
             with nullcontext() if place == ACCUMULATION - 1 else model.no_sync():
                 loss = cross_entropy(model(images), labels)
@@ -154,6 +158,7 @@ def train(options: argparse.Namespace, device: Any) -> None:
             kept.append(torch.ones(LEAK, dtype=torch.uint8, device=device))
 
         memory.sample()
+        pace.step()
         alarms.say(replicas.step())
         if step == 1:
             for finding in check_batch_norm(
@@ -167,6 +172,7 @@ def train(options: argparse.Namespace, device: Any) -> None:
         alarms.say(gradients.judge(rank_norms))
         alarms.say(norms.judge(norm_reading))
         alarms.say(memory.judge(held))
+        alarms.say(pace.judge(pace.read()))
         # The last micro-batch alone, as most logs show it.
         sampled = loss.detach().clone()
         dist.all_reduce(sampled)
@@ -330,6 +336,7 @@ class Arm:
             GradientNorm,
             LossMeter,
             MemoryMonitor,
+            Pace,
             RankGradients,
             RankLoss,
             Replicas,
@@ -345,7 +352,7 @@ class Arm:
         torch.manual_seed(dist.get_rank())
         self.words = torch.randint(VOCABULARY, (SAMPLES, TOKENS), device=device)
         self.alarms, self.alignment, self.meter, self.memory = Alarms(), RankLoss(), LossMeter(), MemoryMonitor()
-        self.gradients, self.norms = RankGradients(), GradientNorm(1.0)
+        self.gradients, self.norms, self.pace = RankGradients(), GradientNorm(1.0), Pace(self.model)
         self.replicas = Replicas(self.model, self.optimizer)
         self.monitored = monitored
         if monitored:
@@ -374,12 +381,14 @@ class Arm:
         self.meter.update(loss, items=self.words.numel())
         self.norms.update(norm)
         self.memory.sample()
+        self.pace.step()
 
     def log(self) -> None:
         self.alarms.say(self.alignment.judge(self.meter.read()))
         self.alarms.say(self.gradients.judge(self.gradients.read()))
         self.alarms.say(self.norms.judge(self.norms.read()))
         self.alarms.say(self.memory.judge(self.memory.read()))
+        self.alarms.say(self.pace.judge(self.pace.read()))
 
     def parts(self) -> dict[str, float]:
         """Processor seconds a step of each part, alone and again and again."""

@@ -1,6 +1,7 @@
 """Is this distributed run healthy, and does its loss curve tell the truth? One symptom, one file.
 
     loss            a curve that shows every micro-batch, with its error
+    loss_trend      a loss that diverges
     rank_loss       a rank whose loss is off
     rank_gradients  a rank whose gradient is off, before it is averaged
     gradient_norm   spikes and clipping over time
@@ -8,6 +9,9 @@
     batch_norm      statistics of a batch that was cut; SyncBatchNorm in the wrong order
     pipeline        a sentinel where there is no loss
     memory          warm-up, plateau or leak
+    noise_scale     is this much accumulation worth it?
+    shared_samples  ranks that are given one another's samples
+    pace            a rank that keeps the others waiting
     loss_check      is the loss that a Trainer logs the mean over the items?
     watch           a run's logs in one look
 
@@ -31,19 +35,24 @@ if TYPE_CHECKING:
         LossCallback,
         MemoryCallback,
         MonitorsCallback,
+        PaceCallback,
         RankGradientsCallback,
         ReplicasCallback,
         all_callbacks,
     )
     from hf_accum_fix.monitor.gradient_norm import GradientNorm
     from hf_accum_fix.monitor.loss import LossMeter
+    from hf_accum_fix.monitor.loss_trend import LossTrend
     from hf_accum_fix.monitor.memory import MemoryMonitor
     from hf_accum_fix.monitor.monitor import Monitor, MonitorAlarmError
+    from hf_accum_fix.monitor.noise_scale import NoiseScale
+    from hf_accum_fix.monitor.pace import Pace
     from hf_accum_fix.monitor.pipeline import without_sentinels
     from hf_accum_fix.monitor.rank_gradients import RankGradients
     from hf_accum_fix.monitor.rank_loss import RankLoss
     from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
     from hf_accum_fix.monitor.replicas import Replicas
+    from hf_accum_fix.monitor.shared_samples import SharedSamples
 
 _HOMES = {
     "Alarm": "alarms",
@@ -53,17 +62,22 @@ _HOMES = {
     "GradientNormCallback": "callbacks",
     "LossCallback": "callbacks",
     "LossMeter": "loss",
+    "LossTrend": "loss_trend",
     "MemoryCallback": "callbacks",
     "MemoryMonitor": "memory",
     "Monitor": "monitor",
     "MonitorAlarmError": "monitor",
     "MonitorsCallback": "callbacks",
+    "NoiseScale": "noise_scale",
+    "Pace": "pace",
+    "PaceCallback": "callbacks",
     "RankGradients": "rank_gradients",
     "RankGradientsCallback": "callbacks",
     "RankLoss": "rank_loss",
     "Ranks": "ranks",
     "Replicas": "replicas",
     "ReplicasCallback": "callbacks",
+    "SharedSamples": "shared_samples",
     "TorchRanks": "ranks",
     "all_callbacks": "callbacks",
     "check_batch_norm": "batch_norm",
@@ -80,17 +94,22 @@ __all__ = [
     "GradientNormCallback",
     "LossCallback",
     "LossMeter",
+    "LossTrend",
     "MemoryCallback",
     "MemoryMonitor",
     "Monitor",
     "MonitorAlarmError",
     "MonitorsCallback",
+    "NoiseScale",
+    "Pace",
+    "PaceCallback",
     "RankGradients",
     "RankGradientsCallback",
     "RankLoss",
     "Ranks",
     "Replicas",
     "ReplicasCallback",
+    "SharedSamples",
     "TorchRanks",
     "all_callbacks",
     "check_batch_norm",

@@ -28,8 +28,10 @@ from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
 from hf_accum_fix.monitor.loss_check import LossCheck, Verdict
+from hf_accum_fix.monitor.loss_trend import LossTrend
 from hf_accum_fix.monitor.memory import MIB, MemoryMonitor, TrendKind
 from hf_accum_fix.monitor.monitor import MonitorAlarmError, OnAlarm
+from hf_accum_fix.monitor.pace import Pace
 from hf_accum_fix.monitor.rank_gradients import RankGradients
 from hf_accum_fix.monitor.rank_loss import RankLoss
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
@@ -99,7 +101,7 @@ class MonitorCallback(TrainerCallback):
 
 
 class LossCallback(MonitorCallback):
-    """`LossMeter` and `RankLoss`: the loss of every micro-batch, and the rank that is off.
+    """`LossMeter`, `RankLoss` and `LossTrend`: the loss of every micro-batch, the rank that is off, divergence.
 
     ``hf_accum_fix/loss`` is the mean over the items of the log interval, where the Trainer's own ``loss`` averages
     steps, however many items they hold. `LossCheck` decides from the logits which of these the model's loss is:
@@ -132,6 +134,7 @@ class LossCallback(MonitorCallback):
         super().__init__(trainer, ranks)
         self._items = items or labels_counted
         self._judge = judge or RankLoss()
+        self._trend = LossTrend()
         self._of_head, self._of_trainer = LossMeter(self.ranks), LossMeter(self.ranks)
         self._check = LossCheck()
         self._steps, self._repeats, self._hook = 1, False, None
@@ -172,6 +175,7 @@ class LossCallback(MonitorCallback):
             reading = reading.times((reading.total.items / handed if handed else 1.0) / verdict.factor)
         self._say_scale(verdict, reading.mean)
         self.say(self._judge.judge(reading))
+        self.say(self._trend.judge(reading))
         found = {"loss_standard_error": reading.standard_error, "loss_of_a_guess": verdict.guess}
         if reading.total.items:
             found["loss"] = reading.mean
@@ -411,6 +415,39 @@ class MemoryCallback(MonitorCallback):
         }
 
 
+class PaceCallback(MonitorCallback):
+    """`Pace`: the rank that keeps the others waiting. Nothing on one process."""
+
+    alarms_name = "pace_alarms"
+
+    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
+        super().__init__(trainer, ranks)
+        self._pace: Pace | None = None
+        self._of: Any = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Listen to the model as it is called."""
+        super().on_train_begin()
+        if self.ranks.size > 1 and self._of is not self.trainer.model_wrapped:
+            self._of = self.trainer.model_wrapped
+            self._pace = Pace(self._of, self.ranks)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """A step has ended."""
+        if self._pace is not None:
+            self._pace.step()
+
+    def measured(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """The rank that is ready last, and how much later than the others [s]."""
+        if self._pace is None:
+            return {}
+        reading = self._pace.read()
+        self.say(self._pace.judge(reading))
+        if not reading.steps:
+            return {}
+        return {"slowest_rank": reading.slowest, "slowest_rank_lag_s": reading.lag(reading.slowest)}
+
+
 class MonitorsCallback(TrainerCallback):
     """All of them as one callback: ``trainer.add_callback(MonitorsCallback(trainer))``.
 
@@ -458,7 +495,10 @@ class MonitorsCallback(TrainerCallback):
 
 def all_callbacks(trainer: Any, ranks: Ranks | None = None) -> tuple[MonitorCallback, ...]:
     """One of each, for this trainer; add them to it."""
-    kinds = LossCallback, GradientNormCallback, RankGradientsCallback, ReplicasCallback, BatchNormCallback
+    kinds = (
+        *(LossCallback, GradientNormCallback, RankGradientsCallback),
+        *(ReplicasCallback, BatchNormCallback, PaceCallback),
+    )
     return (*(kind(trainer, ranks) for kind in kinds), MemoryCallback(trainer, ranks))
 
 

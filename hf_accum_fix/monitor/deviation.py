@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist, fmean
 
 from hf_accum_fix.monitor.robust import Cusum, normal_of_student
 
@@ -64,9 +66,10 @@ class Spread:
                 return
             block = merged
 
-    def of(self, place: int) -> float:
-        """Factor by which the errors of the rank at this index are too small; at least 1."""
-        return math.sqrt(max(1.0, *(level.variance(place) for level in self._levels)))
+    def of(self, place: int) -> tuple[float, float]:
+        """Factor, at least 1, by which the errors of the rank at this index are too small; its degrees of freedom."""
+        variance, freedom = max(level.variance(place) for level in self._levels)
+        return (math.sqrt(variance), freedom) if variance > 1 else (1.0, math.inf)
 
 
 #: Levels of blocks, each twice as long as the one before; degrees of freedom of the prior variance of 1; blocks after
@@ -107,15 +110,23 @@ class _Level:
         self._half = None
         return merged
 
-    def variance(self, place: int) -> float:
-        """Variance of a block mean, in units of its value for independent samples."""
-        if not self._freedom:
-            return 1.0
-        return (_BELIEF + self._squares[place]) / (_BELIEF + self._freedom)
+    def variance(self, place: int) -> tuple[float, float]:
+        """Variance of a block mean, in units of its value for independent samples; its degrees of freedom."""
+        freedom = _BELIEF + self._freedom
+        return (_BELIEF + self._squares[place]) / freedom if self._freedom else 1.0, freedom
+
+
+#: Readings kept; degrees of freedom of the prior variance of 1 over a stretch of them; chance that the stretch of a
+#: healthy rank is odd.
+_PAST, _BELIEF_IN_STRETCH, _CHANCE = 256, 6.0, 1.8e-4
 
 
 class Shifts:
     """Detect a lasting shift of one rank against the others: one `Cusum` a rank, over readings.
+
+    Where the ranks wander, any of them is off for a while, and early readings cannot tell by how much. So a rank whose
+    sum has reached its threshold is named only if it is odd among the others: over the readings that made up the sum,
+    its mean is further from theirs than theirs are from one another (Student, Bonferroni over the ranks).
 
     Args:
         readings_per_false_alarm: mean number of readings up to a false alarm of any rank.
@@ -128,6 +139,7 @@ class Shifts:
         self._readings_per_false_alarm = readings_per_false_alarm
         self._cusums: dict[int, Cusum] = {}
         self._spread, self._ranks = Spread(), list[int]()
+        self._past = deque[list[float]](maxlen=_PAST)
         self.worst: Deviation | None = None
 
     def add(self, reading: Sequence[Deviation], ranks: int) -> Deviation | None:
@@ -143,16 +155,18 @@ class Shifts:
         named = [each.rank for each in reading]
         if named != self._ranks:
             self._spread, self._ranks = Spread(), named
+            self._past.clear()
         if all(each.error for each in reading):
-            self._spread.add([each.difference / each.error for each in reading])
-        reading = [replace(each, spread=self._spread.of(place)) for place, each in enumerate(reading)]
+            self._past.append([each.difference / each.error for each in reading])
+            self._spread.add(self._past[-1])
+        reading = [_spread(each, *self._spread.of(place)) for place, each in enumerate(reading)]
         self.worst = max(reading, key=lambda each: abs(each.unusual))
         shifted = []
-        for each in reading:
+        for place, each in enumerate(reading):
             # Each rank adds its own false alarms.
             if each.rank not in self._cusums:
                 self._cusums[each.rank] = Cusum(self._readings_per_false_alarm * ranks)
-            if self._cusums[each.rank].add(each.unusual):
+            if self._cusums[each.rank].add(each.unusual) and self._is_odd(place, each):
                 shifted.append(each)
         if not shifted:
             return None
@@ -160,6 +174,27 @@ class Shifts:
         furthest = max(shifted, key=lambda each: (round(self._cusums[each.rank].level, 6), each.difference))
         self._cusums.clear()
         return furthest
+
+    def _is_odd(self, place: int, its: Deviation) -> bool:
+        """Whether the rank is the odd one over the readings in which its sum grew."""
+        rows = list(self._past)[-self._cusums[its.rank].length :]
+        if its.error == 0 or not rows:
+            return True
+        sums = [sum(column) / math.sqrt(len(rows)) for column in zip(*rows, strict=True)]
+        others = sums[:place] + sums[place + 1 :]
+        freedom = _BELIEF_IN_STRETCH + len(others) - 1
+        # A difference between a rank and the mean of all others has more variance than one rank's mean.
+        share = len(sums) / len(others)
+        squares = sum((each - fmean(others)) ** 2 for each in others) / share
+        spread = max(math.sqrt((_BELIEF_IN_STRETCH + squares) / freedom), its.spread)
+        odd = NormalDist().inv_cdf(1 - _CHANCE / (2 * len(sums)))
+        # Of two ranks the other one shows no spread: it is known from earlier readings alone.
+        freedom = freedom if len(others) > 1 else max(freedom, its.freedom)
+        return abs(normal_of_student(sums[place] / spread, freedom)) > odd
+
+
+def _spread(its: Deviation, spread: float, freedom: float) -> Deviation:
+    return replace(its, spread=spread, freedom=min(its.freedom, freedom))
 
 
 #: Added to messages about two ranks, where each is as far from the other.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -90,6 +91,10 @@ class GradientNorm:
         self._usual: deque[float] = deque(maxlen=window)
         self._finite: deque[bool] = deque(maxlen=window)
         self._new: list[Any] = []
+        self._clipped = 0
+        self._block: list[float] = []
+        self._logs = deque[float](maxlen=_BLOCKS)
+        self._told: dict[str, float] = {}
 
     def update(self, norm: Tensor | float) -> None:
         """Take one step's norm into account, before clipping; no device sync.
@@ -106,6 +111,9 @@ class GradientNorm:
         spikes = []
         for place, norm in enumerate(norms):
             self._finite.append(math.isfinite(norm))
+            self._clipped = self._clipped + 1 if self.max_norm is not None and norm > self.max_norm else 0
+            if math.isfinite(norm):
+                self._add(math.log(max(norm, _LEAST_NORM)))
             if not math.isfinite(norm) or norm <= 0:
                 continue
             spike = self._spike(norm, len(norms) - 1 - place)
@@ -133,7 +141,7 @@ class GradientNorm:
         self._finite.extend(state["finite"])
 
     def judge(self, reading: GradientNormReading) -> Alarm | None:
-        """An alarm for a spike, or where more than 1 in 20 norms of the window are not finite."""
+        """An alarm where norms are not finite (over 1 in 20 of the window), spike, are always clipped, or drift."""
         if reading.not_finite > 0.05 and len(self._finite) >= _ENOUGH:
             return Alarm(
                 "gradient-norm-not-finite",
@@ -141,13 +149,53 @@ class GradientNorm:
                 "scaler makes few); look at the learning rate and the precision",
             )
         if not reading.spikes:
-            return None
+            return self._always_clipped(reading) or self._drift()
         worst = max(reading.spikes, key=lambda spike: spike.unusual)
         return Alarm(
             "gradient-norm-spike",
             f"gradient norm {worst.norm:.3g}, {worst.norm / worst.usual:.3g} times the usual {worst.usual:.3g}, "
             f"{worst.steps_ago} steps before this log; {LOOK_AT}",
         )
+
+    def _always_clipped(self, reading: GradientNormReading) -> Alarm | None:
+        """Every step of the last 1,000, 2,000, 4,000 ... was clipped, to a fifth or less."""
+        clipped, before = self._clipped, self._clipped - reading.steps
+        due = clipped >= _ALWAYS and (clipped // _ALWAYS).bit_length() > (max(before, 0) // _ALWAYS).bit_length()
+        if self.max_norm is None or not due or reading.median < _FAR_CLIPPED * self.max_norm:
+            return None
+        return Alarm(
+            "gradient-norm-always-clipped",
+            f"each of the last {clipped:,} steps was clipped, from {reading.median:.3g} in the median to "
+            f"{self.max_norm:.3g}: all are equally long, whatever the gradient; a loss that nothing divided by the "
+            "accumulation steps looks like this (`hf-accum-fix doctor`), and so does a max_norm that is too small",
+        )
+
+    def _add(self, log: float) -> None:
+        self._block.append(log)
+        if len(self._block) == _BLOCK:
+            self._logs.append(median(self._block))
+            self._block.clear()
+
+    def _drift(self) -> Alarm | None:
+        """A norm that has grown from block to block, or vanished; told again after as much again."""
+        for kind, sign, factor, rising in (("grows", 1.0, _GROWN, _RISING), ("vanishes", -1.0, _VANISHED, 0.0)):
+            levels = [sign * log for log in self._logs]
+            since = levels[levels.index(min(levels)) :] if levels else []
+            if len(since) < _FEWEST_BLOCKS:
+                self._told.pop(kind, None)
+                continue
+            rises = sum(after > before for before, after in pairwise(since)) / (len(since) - 1)
+            growth = since[-1] - max(since[0], self._told.get(kind, -math.inf))
+            if growth < math.log(factor) or rises < rising:
+                continue
+            self._told[kind] = since[-1]
+            return Alarm(
+                f"gradient-norm-{kind}",
+                f"the gradient norm {kind}: {math.exp(sign * since[0]):.3g} some {_BLOCK * len(since):,} steps ago, "
+                f"{math.exp(self._logs[-1]):.3g} now; look at the learning rate, weight decay and normalisation, and "
+                "for activations or a loss that grow or die",
+            )
+        return None
 
     def _spike(self, norm: float, steps_ago: int) -> Spike | None:
         if len(self._usual) < _ENOUGH:
@@ -160,6 +208,14 @@ class GradientNorm:
         return Spike(steps_ago, norm, usual, unusual) if unusual > self._unusual else None
 
 
+#: Steps in a block of the drift, blocks kept, fewest that show one.
+_BLOCK, _BLOCKS, _FEWEST_BLOCKS = 100, 500, 5
+#: Ratios that count, and the share of blocks that lie above the one before as a norm grows steadily.
+_GROWN, _VANISHED, _RISING = 30.0, 1e4, 0.8
+#: Smallest norm that has a logarithm of its own.
+_LEAST_NORM = 1e-30
+#: Steps in a row that are always; ratio of norm to max_norm that is far.
+_ALWAYS, _FAR_CLIPPED = 1000, 5.0
 #: Fewest norms that define a usual one.
 _ENOUGH = 30
 #: Least deviation of log norms that a window is assumed to have.

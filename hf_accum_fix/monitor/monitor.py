@@ -25,7 +25,10 @@ from hf_accum_fix.monitor.alarms import Alarm, Alarms
 from hf_accum_fix.monitor.batch_norm import check_batch_norm
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
+from hf_accum_fix.monitor.loss_trend import LossTrend
 from hf_accum_fix.monitor.memory import MIB, MemoryMonitor
+from hf_accum_fix.monitor.noise_scale import NoiseScale
+from hf_accum_fix.monitor.pace import Pace
 from hf_accum_fix.monitor.rank_gradients import RankGradients
 from hf_accum_fix.monitor.rank_loss import RankLoss
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
@@ -41,7 +44,10 @@ class MonitorAlarmError(AccumFixError):
 
 
 class Monitor:
-    """`LossMeter`, `RankLoss`, `RankGradients`, `GradientNorm`, `Replicas`, `check_batch_norm` and `MemoryMonitor`.
+    """All monitors in one.
+
+    `LossMeter`, `RankLoss`, `LossTrend`, `RankGradients`, `GradientNorm`, `Replicas`, `check_batch_norm`, `Pace`,
+    `MemoryMonitor` and, where it is asked for, `NoiseScale`.
 
     Args:
         model: the one in training, wrapped or not.
@@ -52,6 +58,8 @@ class Monitor:
         per_device_batch: samples of one micro-batch; None leaves the size of BatchNorm's statistics alone.
         accumulation_steps: micro-batches of one optimizer step on a rank.
         check_every: steps from one comparison of the replicas to the next.
+        noise_scale_every: steps from one that the gradient noise scale is measured in to the next; None: none is. Where
+            a `GradScaler` scales the loss, use `NoiseScale` by itself.
 
     Attributes:
         stop: an alarm asks to stop the run; the same on every rank.
@@ -72,6 +80,7 @@ class Monitor:
         per_device_batch: int | None = None,
         accumulation_steps: int = 1,
         check_every: int = 100,
+        noise_scale_every: int | None = None,
     ) -> None:
         if not callable(on_alarm) and on_alarm not in ("log", "stop", "raise"):
             raise ValueError(f"got {on_alarm!r}; expected a callable, 'log', 'stop' or 'raise' for on_alarm")
@@ -79,10 +88,17 @@ class Monitor:
         self._ranks = ranks or TorchRanks()
         self._per_device_batch, self._accumulation_steps = per_device_batch, accumulation_steps
         self.alarms, self.stop, self._step = Alarms(self._ranks), False, 0
-        self._meter, self._rank_loss = LossMeter(self._ranks), RankLoss()
+        self._meter, self._rank_loss, self._trend = LossMeter(self._ranks), RankLoss(), LossTrend()
         self._norms, self._memory = GradientNorm(max_norm), MemoryMonitor(ranks=self._ranks)
         self._rank_gradients: RankGradients | None = None
         self._replicas: Replicas | None = None
+        self._noise: NoiseScale | None = None
+        self._pace = Pace(model, self._ranks) if self._ranks.size > 1 else None
+        if noise_scale_every is not None:
+            try:
+                self._noise = NoiseScale(model, noise_scale_every, self._ranks)
+            except UnsupportedSetupError as error:
+                self._not_watched("gradient noise scale", error)
         if self._ranks.size > 1:
             try:
                 gradients = RankGradients(self._ranks)
@@ -103,6 +119,8 @@ class Monitor:
             items: how many.
         """
         self._meter.update(loss, items)
+        if self._noise is not None:
+            self._noise.micro_batch(items)
 
     def step(self, loss: Tensor | float | None, items: Tensor | float = 1, norm: Tensor | float | None = None) -> None:
         """The last micro-batch of a step, between its backward and the optimizer's step; no device sync.
@@ -114,12 +132,17 @@ class Monitor:
         """
         self._step += 1
         self._meter.update(loss, items)
+        if self._noise is not None:
+            self._noise.micro_batch(items)
+            self._noise.step(norm)
         if norm is None:
             gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
             norm = nn.utils.get_total_norm(gradients) if gradients else None
         if norm is not None:
             self._norms.update(norm)
         self._memory.sample()
+        if self._pace is not None:
+            self._pace.step()
         if self._replicas is not None:
             self._say(self._replicas.step())
         if self._step == 2 and self._per_device_batch is not None:
@@ -153,12 +176,26 @@ class Monitor:
         if len(reading.ranks) > 1:
             found["rank_loss_spread"] = reading.spread
             found.update((f"rank_loss_{rank}", its.mean) for rank, its in enumerate(reading.ranks) if its.items)
-        for alarm in (self._rank_loss.judge(reading), self._norms.judge(norms), self._memory.judge(memory)):
+        for alarm in (
+            self._rank_loss.judge(reading),
+            self._trend.judge(reading),
+            self._norms.judge(norms),
+            self._memory.judge(memory),
+        ):
             self._say(alarm)
         if self._rank_gradients is not None:
             of_ranks = self._rank_gradients.read()
             found["rank_gradient_norm_jitter"] = of_ranks.jitter
             self._say(self._rank_gradients.judge(of_ranks))
+        if self._pace is not None:
+            pace = self._pace.read()
+            if pace.steps:
+                found |= {"slowest_rank": float(pace.slowest), "slowest_rank_lag_s": pace.lag(pace.slowest)}
+            self._say(self._pace.judge(pace))
+        if self._noise is not None:
+            noise = self._noise.read()
+            if math.isfinite(noise.scale):
+                found |= {"noise_scale_items": noise.scale, "noise_scale_error": noise.error, "step_gain": noise.gain}
         found["alarms"] = float(self.alarms.count)
         # nan stands for a number that does not exist yet; a loss that is nan was measured.
         measured = {"loss"} if reading.total.items else set()

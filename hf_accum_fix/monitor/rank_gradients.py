@@ -73,7 +73,8 @@ class RankGradients:
         readings_per_false_alarm: mean number of readings up to a false alarm of any rank.
         tolerance: relative difference of norms that nobody would act upon.
         steps: least number of measured steps in a judgement; shorter readings are put together.
-        tolerance_of_first: the same, relative to the first norms: memorised data leave no gradient.
+        tolerance_of_first: the same, at the first norms; grows with the square of the first norm over the present one,
+            since memorised data leave no gradient.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class RankGradients:
         readings_per_false_alarm: float = 20_000,
         tolerance: float = 0.02,
         steps: int = 8,
-        tolerance_of_first: float = 0.01,
+        tolerance_of_first: float = 0.002,
     ) -> None:
         self._ranks = ranks or TorchRanks()
         self._every, self._step = every, 0
@@ -198,7 +199,7 @@ class RankGradients:
         self._carried = []
         norm = median(fmean(step) for step in steps)
         self._first = self._first or norm
-        found = deviations(steps, max(self._tolerance, self._tolerance_of_first * self._first / norm))
+        found = deviations(steps, max(self._tolerance, self._tolerance_of_first * (self._first / norm) ** 2))
         shifted = self._shifts.add(found, len(reading.norms))
         self.worst = self._shifts.worst
         if shifted is None:

@@ -31,7 +31,8 @@ class RankLoss:
     Args:
         readings_per_false_alarm: mean number of readings up to a false alarm of any rank.
         tolerance: difference, as a share of the mean loss, that nobody would act upon.
-        tolerance_of_first: the same, relative to the first mean loss: losses of memorised data differ by any factor.
+        tolerance_of_first: the same, at the first mean loss; grows with the square of that loss over the present one,
+            since losses of memorised data differ by any factor.
         micro_batches: a rank's least number of micro-batches in a judgement.
 
     Attributes:
@@ -43,7 +44,7 @@ class RankLoss:
         readings_per_false_alarm: float = 20_000,
         tolerance: float = 0.01,
         micro_batches: int = 8,
-        tolerance_of_first: float = 0.002,
+        tolerance_of_first: float = 0.001,
     ) -> None:
         self._shifts = Shifts(readings_per_false_alarm)
         self._tolerance, self._micro_batches = tolerance, micro_batches
@@ -103,7 +104,10 @@ class RankLoss:
     def _shifted(self, moments: tuple[Moments, ...], measured: list[int]) -> Alarm | None:
         mean = abs(sum(moments, Moments()).mean)
         self._first = self._first or mean
-        found = deviations(moments, measured, max(self._tolerance * mean, self._tolerance_of_first * self._first))
+        if not mean:
+            return None
+        tolerance = max(self._tolerance, self._tolerance_of_first * (self._first / mean) ** 2)
+        found = deviations(moments, measured, tolerance * mean)
         if not found:
             return None
         named = self._shifts.add(found, len(moments))

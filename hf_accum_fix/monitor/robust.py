@@ -160,13 +160,22 @@ class Cusum:
         self._allowance, self._limit = allowance, limit
         self.threshold = _threshold(values_per_false_alarm, allowance)
         self._up = self._down = 0.0
+        self._up_length = self._down_length = 0
 
     def add(self, value: float) -> bool:
         """Whether the series has shifted, with this value (in standard deviations; nan counts as the limit)."""
         value = self._limit if math.isnan(value) else max(-self._limit, min(self._limit, value))
-        self._up = max(0.0, self._up + value - self._allowance)
-        self._down = max(0.0, self._down - value - self._allowance)
+        # Twice the threshold at most, so that a shift that has passed is forgotten.
+        self._up = min(max(0.0, self._up + value - self._allowance), 2.0 * self.threshold)
+        self._down = min(max(0.0, self._down - value - self._allowance), 2.0 * self.threshold)
+        self._up_length = self._up_length + 1 if self._up else 0
+        self._down_length = self._down_length + 1 if self._down else 0
         return self.level >= self.threshold
+
+    @property
+    def length(self) -> int:
+        """Values since the larger of the two sums was last zero."""
+        return self._up_length if self._up >= self._down else self._down_length
 
     @property
     def level(self) -> float:

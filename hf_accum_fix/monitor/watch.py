@@ -46,6 +46,8 @@ _OVER_A_GUESS, _OVER_THE_BEST = 1.5, 1.5
 #: A lasting ratio of two losses that counts whatever the correlation of the noise: at least this far from 1, and so
 #: many times its own deviation.
 _PLAIN_FACTOR, _PLAIN_TIMES = 1.25, 5.0
+#: The same over a third of the steps.
+_PLAIN_FACTOR_OF_A_THIRD = 2.0
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,8 @@ def compare(one: Summary, other: Summary) -> Comparison:
     )  # fmt: skip
     if len(steps) < _ENOUGH:
         return result
-    if all(map(_all_positive, curves)):
+    as_factor = all(map(_all_positive, curves))
+    if as_factor:
         curves = [_scaled(curve) for curve in curves]
     differences = [a - b for a, b in zip(*curves, strict=True)]
     means = [fmean(differences[place] for place in part) for part in parts]
@@ -216,6 +219,11 @@ def compare(one: Summary, other: Summary) -> Comparison:
     threshold = NormalDist().inv_cdf(1 - _FALSE_DIFFERENCE / (2 * len(found)))
     deviation = median_and_sigma(differences)[1]
     plain = steady and abs(fmean(differences)) > max(math.log(_PLAIN_FACTOR), _PLAIN_TIMES * deviation)
+    step_to_step = noise_sigma(differences)
+    for third in blocks(len(steps), 3) if as_factor else []:
+        its = [differences[place] for place in third]
+        deviation = max(median_and_sigma(its)[1], step_to_step)
+        plain |= abs(fmean(its)) > max(math.log(_PLAIN_FACTOR_OF_A_THIRD), _PLAIN_TIMES * deviation)
     return replace(
         result, worst=worst, at=steps[place], differ=abs(worst) > threshold or plain,
         furthest=max(ratios_by_part, key=lambda its: abs(its - ratio)),

@@ -38,13 +38,12 @@ def alarms(means: numpy.ndarray) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])
-@pytest.mark.parametrize(("persists", "size"), [(1, 0.0), (2, 2.0), (2, 5.0), (10, 2.0)])
-def test_ranks_that_all_wander_are_learned(ranks: int, persists: int, size: float) -> None:
+@pytest.mark.parametrize(("persists", "size"), [(1, 0.0), (2, 2.0), (2, 5.0), (10, 2.0), (30, 3.0)])
+def test_ranks_that_all_wander_are_left_alone(ranks: int, persists: int, size: float) -> None:
     draw = numpy.random.default_rng(ranks * 10 + persists)
     found = alarms(wandering(draw, ranks, 1000, persists, size))
-    # The first readings cannot know; from there on at most one.
-    assert len([place for place, _ in found if place >= 200]) <= 1
-    assert len(found) <= (0 if size == 0 else 8)
+    # The first readings of two ranks, where no third shows how far ranks wander, cannot know.
+    assert len(found) <= (3 if (ranks, persists) == (2, 30) else 0) and all(place < 50 for place, _ in found)
 
 
 def test_a_rank_that_is_off_is_named_among_ranks_that_wander() -> None:

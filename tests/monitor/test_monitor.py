@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hf_accum_fix.monitor import Alarm, Monitor, MonitorAlarmError
+from tests.monitor.quadratic import Quadratic, closed_form, micro_batches
 from tests.monitor.side_by_side import OneOf, side_by_side
 from tests.monitor.test_callbacks import logged, trainer
 
@@ -40,6 +41,19 @@ def test_several_micro_batches_make_a_step() -> None:
         monitor.micro_batch(torch.tensor(1.0), items=1)
         monitor.step(torch.tensor(4.0), items=2)
     assert monitor.log()["loss"] == 3.0
+
+
+def test_the_noise_scale_is_logged_where_it_is_asked_for() -> None:
+    model, draw = Quadratic(), torch.Generator().manual_seed(0)
+    monitor = Monitor(model, noise_scale_every=1)
+    for _ in range(100):
+        model.zero_grad()
+        for place, points in enumerate(micro_batches(draw, [30, 2, 8])):
+            (model(points) * len(points) / 40).backward()
+            (monitor.step if place == 2 else monitor.micro_batch)(1.0, len(points))
+    found = monitor.log()
+    assert found["noise_scale_items"] == pytest.approx(closed_form(), rel=3 * found["noise_scale_error"])
+    assert found["step_gain"] == pytest.approx(40 / (40 + found["noise_scale_items"]))
 
 
 def test_the_gradient_s_norm_is_taken_where_none_is_given() -> None:

@@ -51,6 +51,13 @@ def test_the_hook_sees_the_accumulated_gradient_before_its_reduction(found: dict
         assert "has a communication hook already" in its["refused"]
 
 
+def test_the_noise_scale_over_two_ranks_is_the_closed_form(found: dict[str, Any]) -> None:
+    for its in found["noise_scale"]:
+        assert its["scale"] == pytest.approx(its["closed_form"], rel=0.05)
+        assert its["items"] == 121 and 0.001 < its["error"] < 0.02
+    assert found["noise_scale"][0] == found["noise_scale"][1]
+
+
 def test_a_rank_that_scales_its_loss_is_named(found: dict[str, Any]) -> None:
     its = found["planted_gradient"][0]
     assert its["times 1"] == []
@@ -127,7 +134,8 @@ def test_the_trainer_logs_every_monitor_beside_its_loss(found: dict[str, Any]) -
         "rank_loss_worst_in_standard_errors", "gradient_norm_median", "gradient_norm_mad", "gradient_norm_spikes",
         "clipped_steps_share", "gradient_norm_alarms", "rank_gradient_norm_jitter", "rank_gradient_worst_rank",
         "rank_gradient_worst_in_standard_errors", "rank_gradient_alarms", "replicas_alarms", "batch_norm_alarms",
-        "memory_mib", "memory_reserved_mib", "memory_peak_mib", "memory_alarms",
+        "memory_mib", "memory_reserved_mib", "memory_peak_mib", "memory_alarms", "slowest_rank", "slowest_rank_lag_s",
+        "pace_alarms",
     }  # fmt: skip
     for row in rows[1:]:
         assert {f"hf_accum_fix/{name}" for name in names} <= row.keys()

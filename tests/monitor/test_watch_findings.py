@@ -171,10 +171,11 @@ def test_a_factor_is_found_on_short_curves(times: float, logs: int) -> None:
     assert found >= 19
 
 
-def test_a_factor_in_the_last_third_is_not_one_throughout() -> None:
+@pytest.mark.parametrize("logs", [20, 60])
+def test_a_factor_in_the_last_third_is_not_one_throughout(logs: int) -> None:
     draw = numpy.random.default_rng(3)
-    later = numpy.where(numpy.arange(60) < 45, 1.0, 5.0)
-    text = report([a_run("a", curve(draw)), a_run("b", later * curve(draw))])
+    later = numpy.where(numpy.arange(logs) < logs * 2 // 3, 1.0, 5.0)
+    text = report([a_run("a", curve(draw, logs)), a_run("b", later * curve(draw, logs))])
     assert "throughout" not in text and "more than noise" in text
     assert re.search(r"(4\.[5-9]|5|5\.[0-5]) times at its furthest", text)
 

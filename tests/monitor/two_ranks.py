@@ -11,6 +11,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +25,16 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_accum_fix.monitor import LossMeter, RankGradients, Replicas, all_callbacks, check_batch_norm, compare_buffers
+from hf_accum_fix.monitor import (
+    LossMeter,
+    NoiseScale,
+    RankGradients,
+    Replicas,
+    all_callbacks,
+    check_batch_norm,
+    compare_buffers,
+)
+from tests.monitor.quadratic import Quadratic, closed_form, micro_batches
 from tests.torchrun import leave_with
 
 RANK_BATCH, EVERY, STEPS = 16, 10, 600
@@ -161,6 +171,26 @@ def gradients_before_reduction(rank: int) -> dict[str, Any]:
         "same_bits": all(torch.equal(a, b) for a, b in zip(*averaged, strict=True)),
         "refused": refusal(lambda: gradients.attach(wrapped)),
     }
+
+
+def noise_scale(rank: int) -> dict[str, Any]:
+    """Ragged micro-batches on both ranks, each rank's in two sizes of its own, against the closed form."""
+    model = Quadratic()
+    wrapped = DistributedDataParallel(model)
+    noise = NoiseScale(wrapped, every=1, windows=500)
+    draw = torch.Generator().manual_seed(rank)
+    sizes = ([1, 40, 3, 25], [50, 2])
+    mean_items = (sum(sizes[0]) + sum(sizes[1])) / 2
+    for _ in range(500):
+        wrapped.zero_grad()
+        for place, points in enumerate(micro_batches(draw, sizes[rank])):
+            with nullcontext() if place == len(sizes[rank]) - 1 else wrapped.no_sync():
+                # As S / n_mean averaged over the window and by DDP: the sum of all over the items of all.
+                (wrapped(points) * len(points) / mean_items).backward()
+            noise.micro_batch(len(points))
+        noise.step()
+    reading = noise.read()
+    return {"scale": reading.scale, "closed_form": closed_form(), "items": reading.items, "error": reading.error}
 
 
 def planted_gradient(rank: int) -> dict[str, Any]:
@@ -393,8 +423,8 @@ def refusal(call: Callable[[], Any]) -> str:
 
 
 CHECKS = (
-    loss_curves, uneven_readings, gradients_before_reduction, planted_gradient, replicas_in_step, other_shapes,
-    batch_norm, pipeline, trainer,
+    loss_curves, uneven_readings, gradients_before_reduction, noise_scale, planted_gradient, replicas_in_step,
+    other_shapes, batch_norm, pipeline, trainer,
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -33,6 +34,19 @@ def test_a_planted_fault_is_told_and_the_logs_are_read_back(tmp_path: Path) -> N
     assert loss.steps == tuple(float(step) for step in range(10, 101, 10)) and loss.values[-1] < loss.values[0] / 2
     assert run.series["eval_accuracy"].values[-1] > 0.8
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_audit_prints_its_tables_and_writes_them(tmp_path: Path) -> None:
+    done = start("--audit", "--quick", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    tables = json.loads((tmp_path / "audit.json").read_text())
+    for title, rows in tables.items():
+        assert title in done.stdout and all(next(iter(row.values())) in done.stdout for row in rows)
+    by_name = {next(iter(row.values())): row for rows in tables.values() for row in rows}
+    assert by_name["shuffled labels on a rank"]["found"] == "1/1" and by_name["plain, 4 ranks"]["rank_loss"] == 0
+    assert by_name["40 MiB a step, 6 GiB free"]["step"] < by_name["40 MiB a step, 6 GiB free"]["full at"]
+    assert by_name["x16, 10 logs"]["told"] == 1 and by_name["x5 in the last third, 100 logs"]["throughout"] == 0
 
 
 @pytest.mark.parametrize("arguments", [["--fault", "lightning"], ["--steps", "many"]])

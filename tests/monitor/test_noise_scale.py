@@ -1,0 +1,151 @@
+"""The gradient noise scale of ragged micro-batches against its closed form, on one process; two ranks: two_ranks.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.monitor.noise_scale import NoiseScale, NoiseScaleReading
+from tests.monitor.quadratic import DEVIATIONS, Quadratic, closed_form, micro_batches
+
+#: The aim; the standard error of 100 windows is 2 to 3 %.
+CLOSE = 0.05
+
+
+def measured(windows: int, sizes: list[list[int]], every: int = 1) -> tuple[NoiseScaleReading, float]:
+    """The reading after so many windows of micro-batches of these sizes in turn; the formula for equal sizes."""
+    model, draw = Quadratic(), torch.Generator().manual_seed(0)
+    noise = NoiseScale(model, every)
+    equal = []
+    for window in range(windows):
+        model.zero_grad()
+        its_sizes, norms = sizes[window % len(sizes)], []
+        total = sum(its_sizes)
+        for points in micro_batches(draw, its_sizes):
+            loss = model(points)
+            norms.append(float((model.place.detach() - points.mean(0)).square().sum()))
+            (loss * len(points) / total).backward()
+            noise.micro_batch(len(points))
+        noise.step()
+        assert model.place.grad is not None
+        small, big = total / len(its_sizes), total
+        square, norm = sum(norms) / len(norms), float(model.place.grad.square().sum())
+        signal = (big * norm - small * square) / (big - small)
+        equal.append(((square - norm) / (1 / small - 1 / big), signal))
+    return noise.read(), sum(its[0] for its in equal) / sum(its[1] for its in equal)
+
+
+def test_ragged_micro_batches_give_the_closed_form_where_the_usual_formula_does_not() -> None:
+    reading, equal = measured(100, [[1, 40, 3, 25, 2, 60, 1, 30], [2, 2, 50, 7]])
+    assert reading.noise == pytest.approx(sum(its**2 for its in DEVIATIONS), rel=CLOSE)
+    assert reading.scale == pytest.approx(closed_form(), rel=CLOSE)
+    assert 0.001 < reading.error < 0.05 and reading.windows == 100
+    assert abs(equal / closed_form() - 1) > 1
+
+
+def test_equal_micro_batches_give_what_the_usual_formula_gives() -> None:
+    reading, equal = measured(100, [[8] * 6])
+    assert reading.scale == pytest.approx(equal, rel=1e-4) == pytest.approx(closed_form(), rel=2 * CLOSE)
+
+
+def test_there_are_no_hooks_between_the_windows_that_are_measured() -> None:
+    model = Quadratic()
+    noise = NoiseScale(model, every=3)
+    seen = []
+    for _ in range(7):
+        for points in micro_batches(torch.Generator().manual_seed(1), [2, 3]):
+            model(points).backward()
+            noise.micro_batch(len(points))
+        seen.append(bool(noise._hooks))
+        assert not model.place._backward_hooks
+        noise.step(norm=1.0)
+    assert seen == [True, False, False, True, False, False, True]
+    assert noise.read().windows == 3
+
+
+def test_what_tells_nothing_is_left_out() -> None:
+    model = Quadratic()
+    noise = NoiseScale(model, every=1)
+    assert math.isnan(noise.read().scale) and "no window" in str(noise.read())
+    (points,) = micro_batches(torch.Generator().manual_seed(1), [4])
+    model(points).backward()
+    noise.micro_batch(4)
+    noise.step()
+    assert noise.read().windows == 0, "one micro-batch has no spread"
+    for weight in (1.0, 0.0):
+        (weight * model(points)).backward()
+        noise.micro_batch(4 * weight)
+    noise.step()
+    assert noise.read().windows == 0, "a micro-batch without items is none"
+    for weight in (1.0, math.nan):
+        (weight * model(points)).backward()
+        noise.micro_batch(4)
+    noise.step()
+    assert noise.read().windows == 0, "a window that is not finite"
+
+
+def test_noise_alone_has_no_scale() -> None:
+    reading = NoiseScaleReading(10, 8.0, 3.0, -0.1, math.nan)
+    assert reading.scale == math.inf and reading.gain == 0 and "no gradient above its noise" in str(reading)
+    reading = NoiseScaleReading(10, 300.0, 3.0, 0.01, 0.1)
+    assert str(reading) == "noise scale 300 items (+- 10%, 10 windows); a step of 300 achieves 50% of one without noise"
+
+
+def test_tied_frozen_and_sparse_parameters_do_not_end_a_run() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(5, 3, sparse=True)
+            self.out = nn.Linear(3, 3)
+            self.frozen = nn.Linear(3, 3).requires_grad_(requires_grad=False)
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return self.out(self.frozen(self.out(self.words(words)))).square().mean()
+
+    model = Tied()
+    noise = NoiseScale(model, every=1)
+    for number in range(3):
+        model(torch.tensor([number, 4, 4])).backward()
+        noise.micro_batch(torch.tensor(3))
+    noise.step()
+    assert noise.read().windows == 1 and noise.read().noise > 0
+
+
+def test_no_number_is_read_until_it_is_asked_for() -> None:
+    """On the "meta" device, which has none to read."""
+    model = Quadratic().to("meta")
+    noise = NoiseScale(model, every=1)
+    for items in (3, torch.tensor(2.0, device="meta")):
+        model(torch.zeros(3, len(DEVIATIONS), dtype=torch.float64, device="meta")).backward()
+        noise.micro_batch(items)
+    noise.step()
+    with pytest.raises(NotImplementedError, match="meta"):
+        noise.read()
+
+
+class TwoRanks:
+    rank, size = 0, 2
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(UnsupportedSetupError, match="dealt by length"):
+        NoiseScale(Quadratic(), dealt=True)
+    with pytest.raises(UnsupportedSetupError, match="expected DistributedDataParallel"):
+        NoiseScale(Quadratic(), ranks=TwoRanks())
+
+    class Shard(nn.Parameter):
+        placements = ()
+
+    model = Quadratic()
+    model.place = Shard(torch.zeros(len(DEVIATIONS)))
+    with pytest.raises(UnsupportedSetupError, match="sharded"):
+        NoiseScale(model)
+    with pytest.raises(UnsupportedSetupError, match="several devices"):
+        NoiseScale(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")))

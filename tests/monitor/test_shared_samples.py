@@ -1,0 +1,72 @@
+"""Ranks that are given one another's samples, at once, in another order and later; and ranks that are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_accum_fix.monitor.shared_samples import SharedSamples
+from tests.monitor.side_by_side import OneOf, side_by_side
+
+STEPS, BATCH, LOG_EVERY = 60, 8, 10
+
+
+def places(fault: str, rank: int, ranks: int) -> Tensor:
+    """Indices [steps, batch] of the samples that a rank is given."""
+    draw = torch.Generator().manual_seed(3)
+    every = torch.randperm(STEPS * BATCH * ranks * 2, generator=draw)[: STEPS * BATCH * ranks]
+    mine = every[rank::ranks]
+    if fault == "small data, shuffled over the ranks":
+        mine = torch.cat([torch.randperm(64, generator=draw)[rank::ranks] for _ in range(STEPS * BATCH)])
+    elif rank == ranks - 1 and fault == "later":
+        mine = every[0::ranks].roll(3 * BATCH)
+    elif rank == ranks - 1 and fault == "in another order":
+        mine = every[0::ranks].view(-1, BATCH * LOG_EVERY)
+        mine = mine[:, torch.randperm(mine.shape[1], generator=draw)].flatten()
+    elif rank == ranks - 1 and fault == "one in four":
+        mine = torch.where(torch.arange(len(mine)) % 4 == 0, every[0::ranks], mine)
+    return mine[: STEPS * BATCH].view(STEPS, BATCH)
+
+
+def kinds(fault: str, ranks: int, dtype: torch.dtype) -> list[tuple[int, str, str]]:
+    """Steps, kinds and messages of the alarms."""
+
+    def work(its: OneOf) -> list[tuple[int, str, str]]:
+        samples, found = SharedSamples(its), []
+        for step, rows in enumerate(places(fault, its.rank, ranks), start=1):
+            samples.update((rows[:, None] * torch.arange(1, 6)).to(dtype))
+            if step % LOG_EVERY == 0:
+                alarm = samples.judge(samples.read())
+                found += [] if alarm is None else [(step, alarm.kind, alarm.message)]
+        return found
+
+    results = side_by_side(work, ranks)
+    assert all(its == results[0] for its in results)
+    return results[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.float64])
+def test_a_share_of_one_half_and_more_is_told(dtype: torch.dtype) -> None:
+    for fault in ("later", "in another order"):
+        found = kinds(fault, 3, dtype)
+        assert found[0][:2] == (20, "ranks-share-samples") and "ranks 0 and 2" in found[0][2]
+    assert kinds("none", 3, dtype) == [] and kinds("one in four", 3, dtype) == []
+    assert kinds("small data, shuffled over the ranks", 2, dtype) == []
+
+
+def test_no_number_is_read_until_it_is_asked_for() -> None:
+    """On the "meta" device, which has none to read."""
+    samples = SharedSamples()
+    for _ in range(2):
+        samples.update(torch.zeros(4, 3, device="meta"))
+    with pytest.raises(NotImplementedError, match="meta"):
+        samples.read()
+
+
+def test_one_process_and_few_samples_say_nothing() -> None:
+    samples = SharedSamples()
+    samples.update(torch.arange(0))
+    samples.update(torch.arange(3))
+    reading = samples.read()
+    assert len(reading.now[0]) == 3 and samples.judge(reading) is None
