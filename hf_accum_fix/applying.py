@@ -144,8 +144,6 @@ class PatchHandle:
             return
         # Another thread may be importing it now: wait for that. In the hook itself the import is done.
         import_module("transformers.trainer")
-        from hf_accum_fix.evaluation import evaluation_loop
-        from hf_accum_fix.overrides import OVERRIDES
         from hf_accum_fix.upstream.environment import detect, imported_trainer, is_pristine
         from hf_accum_fix.upstream.patch import Patch, install
         from hf_accum_fix.upstream.plan import make_plan
@@ -164,6 +162,10 @@ class PatchHandle:
                     "got transformers.trainer without a class Trainer; expected that class; call apply() before or "
                     "after that module is imported, not while it is being imported"
                 )
+            # Now: they import what the plan has looked for.
+            from hf_accum_fix.evaluation import evaluation_loop
+            from hf_accum_fix.overrides import OVERRIDES
+
             names = [state.seam.name for state in environment.seams]
             patches = [Patch(trainer, name, self._wrapper(name, OVERRIDES[name])) for name in names]
             if self.options.eval_loss:

@@ -64,6 +64,8 @@ from hf_accum_fix.engine import (
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnevenRanksError, UnsupportedSetupError
 from hf_accum_fix.options import ACCUMULATE_IN, ROUTER_LOSSES, check_choice
 from hf_accum_fix.own_counts import own_counts
+from hf_accum_fix.upstream.presence import require_accelerator
+from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -304,7 +306,7 @@ class AccumulationWindows:
     def __init__(
         self,
         dataloader: Iterable[Batch],
-        accelerator: Any,
+        accelerator: AcceleratorLike | None,
         steps: int | None,
         contract: LossContract | None,
         drop_duplicates: bool,
@@ -341,7 +343,10 @@ class AccumulationWindows:
     @property
     def steps(self) -> int:
         """G, micro-batches of a window that is not the short one at the end of an epoch."""
-        return int(self._accelerator.gradient_accumulation_steps) if self._steps is None else self._steps
+        if self._steps is not None:
+            return self._steps
+        assert self._accelerator is not None
+        return int(self._accelerator.gradient_accumulation_steps)
 
     def __len__(self) -> int:
         """Windows, and so optimizer steps, of an epoch.
@@ -701,12 +706,15 @@ def accumulation_windows(
         accumulate_in: what the gradients of 16-bit parameters are added in, as in `Options`.
 
     Raises:
+        SeamError: if the accelerator lacks something that is used of it.
         OptionsError: if neither an accelerator nor steps are given, or steps is no positive integer.
         UnsupportedSetupError: if the accelerator's ranks split samples (tensor, context or sequence parallelism), or
             repeated samples are to be dropped and cannot be told.
     """
     if steps is None and accelerator is None:
         raise OptionsError("got neither steps nor an accelerator; expected the micro-batches of a window; give steps=G")
+    if accelerator is not None:
+        require_accelerator(accelerator)
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise OptionsError(f"got steps={steps!r}; expected the number of micro-batches of a window, at least 1")
     config = getattr(accelerator, "parallelism_config", None)
