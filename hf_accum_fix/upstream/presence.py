@@ -11,7 +11,7 @@ from packaging.version import InvalidVersion, Version
 
 from hf_accum_fix.errors import SeamError
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.upstream.seams import ACCELERATOR, ARGUMENTS, ATTRIBUTES, STATE, TRAINER, Attribute, Seen
+from hf_accum_fix.upstream.seams import ACCELERATOR, ARGUMENTS, ATTRIBUTES, PROCESSES, STATE, TRAINER, Attribute, Seen
 
 
 def missing(target: str, holder: object, *seen: Seen) -> tuple[Attribute, ...]:
@@ -22,15 +22,22 @@ def missing(target: str, holder: object, *seen: Seen) -> tuple[Attribute, ...]:
         holder: what is looked at.
         seen: which rows are looked for.
     """
-    release = _release(target.partition(".")[0])
-    rows = (row for row in ATTRIBUTES if row.target == target and row.seen in seen and row.is_in(release))
-    return tuple(row for row in rows if not hasattr(holder, row.name))
+    return tuple(row for row in _rows(target, *seen) if not hasattr(holder, row.name))
 
 
 def missing_from_classes() -> tuple[Attribute, ...]:
     """The same for every class and module, as imported now."""
     targets = dict.fromkeys(row.target for row in ATTRIBUTES)
-    return tuple(row for target in targets for row in missing(target, _found(target), "class"))
+    return tuple(row for target in targets if _rows(target) for row in missing(target, _found(target), "class"))
+
+
+def _rows(target: str, *seen: Seen) -> tuple[Attribute, ...]:
+    """The rows of a target in the imported release; none where that is not known."""
+    release = _release(target.partition(".")[0])
+    if release is None:
+        return ()
+    rows = (row for row in ATTRIBUTES if row.target == target and row.is_in(release))
+    return tuple(row for row in rows if not seen or row.seen in seen)
 
 
 def require(target: str, holder: object, *seen: Seen) -> dict[str, str]:
@@ -63,9 +70,9 @@ def require_trainer(trainer: TrainerLike) -> dict[str, str]:
 
 def require_accelerator(accelerator: Any) -> dict[str, str]:
     """The same for an ``accelerate.Accelerator``."""
-    off = require(ACCELERATOR, accelerator, "class", "object")
-    engine: tuple[Seen, ...] = ("DeepSpeed",) if accelerator.distributed_type == "DEEPSPEED" else ()
-    return off | require(ACCELERATOR, accelerator, *engine)
+    off = require(ACCELERATOR, accelerator, "object")
+    off |= require(PROCESSES, accelerator.state, "object") | require(ACCELERATOR, accelerator, "class")
+    return off | (require(ACCELERATOR, accelerator, "DeepSpeed") if accelerator.distributed_type == "DEEPSPEED" else {})
 
 
 def require_in_loop(trainer: TrainerLike) -> dict[str, str]:
@@ -83,7 +90,7 @@ def refusal(absent: Iterable[Attribute]) -> SeamError | None:
 
 def _told(row: Attribute) -> str:
     package = _package(row)
-    return f"got {package} {_release(package) or '(of no known version)'} without {row}; expected it, to {row.used_for}"
+    return f"got {package} {_release(package)} without {row}; expected it, to {row.used_for}"
 
 
 def _package(row: Attribute) -> str:

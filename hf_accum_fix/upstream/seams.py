@@ -110,9 +110,9 @@ class Attribute:
     since: str = ""
     until: str | None = None
 
-    def is_in(self, release: Version | None) -> bool:
-        """Whether a release of its package must have it; None: the newest. A build before ``since`` need not."""
-        return _is_between(release, "0", self.until) and (release is None or Version(self.since or "0") <= release)
+    def is_in(self, release: Version) -> bool:
+        """Whether a release of its package must have it; a build before ``since`` need not."""
+        return Version(self.since or "0") <= release and _is_between(release, "0", self.until)
 
     def __str__(self) -> str:
         module, _, owner = self.target.partition(":")
@@ -124,6 +124,7 @@ ARGUMENTS: Final = "transformers.training_args:TrainingArguments"
 STATE: Final = "transformers.trainer_callback:TrainerState"
 ACCELERATOR: Final = "accelerate.accelerator:Accelerator"
 GRADIENT_STATE: Final = "accelerate.state:GradientState"
+PROCESSES: Final = "accelerate.state:PartialState"
 BATCH_SHARD: Final = "accelerate.data_loader:BatchSamplerShard"
 STREAM_SHARD: Final = "accelerate.data_loader:IterableDatasetShard"
 DISPATCHER: Final = "accelerate.data_loader:DataLoaderDispatcher"
@@ -180,7 +181,7 @@ ATTRIBUTES: Final = (
     *_each(ARGUMENTS, "per_device_train_batch_size per_device_eval_batch_size", "cut samples", off=VERIFY),
     *_each(ARGUMENTS, "accelerator_config", "train a copy", off=VERIFY),
     *_each(STATE, "global_step", "name a window"),
-    *_each(STATE, "stateful_callbacks", "mark a checkpoint", seen="object"),
+    *_each(STATE, "stateful_callbacks", "mark a checkpoint"),
     *_each("transformers.trainer", "skip_first_batches", "resume in the middle of an epoch"),
     *_each(ACCELERATOR, "backward gradient_accumulation_steps", "set the loss that makes its division right"),
     *_each(ACCELERATOR, "sync_gradients no_sync", "reduce gradients once a window"),
@@ -192,10 +193,11 @@ ATTRIBUTES: Final = (
     *_each(ACCELERATOR, "gradient_state", "find filled-up batches", seen="object"),
     *_each(ACCELERATOR, "dataloader_config has_lomo_optimizer", "refuse or change what cannot be dealt", seen="object"),
     *_each(ACCELERATOR, "deepspeed_engine_wrapped", "read what DeepSpeed divides by", seen="DeepSpeed"),
+    *_each("accelerate.state", "AcceleratorState GradientState PartialState", "leave the process as it was"),
     *_each(GRADIENT_STATE, "end_of_dataloader remainder", "find filled-up batches"),
     *_each("accelerate.state:AcceleratorState", "deepspeed_plugin", "see which ZeRO stage runs"),
-    *_each("accelerate.state", "AcceleratorState GradientState PartialState", "leave the process as it was"),
-    *_each("accelerate.state:PartialState", "_shared_state is_main_process", "count a head's own targets"),
+    *_each(PROCESSES, "_shared_state is_main_process", "count a head's own targets"),
+    *_each(PROCESSES, "num_processes process_index distributed_type", "count a head's own targets", seen="object"),
     *_each("accelerate.utils", "DistributedType gather_object", "read the engine"),
     *_each("accelerate.data_loader", "BatchSamplerShard IterableDatasetShard", "find repeated samples"),
     *_each("accelerate.data_loader", "DataLoaderDispatcher DataLoaderStateMixin", "find repeated samples"),
