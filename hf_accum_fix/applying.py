@@ -297,8 +297,8 @@ def apply(
 
     Raises:
         UnsupportedVersionError: if transformers is missing or older than 4.41.
-        SeamError: if a method to be wrapped, or the module transformers.trainer, is missing, or a method has another
-            signature.
+        SeamError: if a method to be wrapped, an attribute that we use, or the module transformers.trainer, is missing,
+            or a method has another signature.
         ForeignPatchError: if somebody else replaced one, and allow_foreign does not name them.
         OptionsError: if an option is invalid, or differs from those already applied.
     """
