@@ -177,11 +177,12 @@ ATTRIBUTES: Final = (
     *_each(ARGUMENTS, "past_index", "hand the past on", until="5.0.0"),
     *_each(ARGUMENTS, "disable_tqdm", "show a bar while lengths are read"),
     *_each(ARGUMENTS, "length_column_name", "read lengths", off="a length column of another name than 'length'"),
-    *_each(ARGUMENTS, "train_sampling_strategy", "read lengths", off="leaving batch_rebalance alone", since="5.2.0"),
+    *_each(ARGUMENTS, "train_sampling_strategy", "deal windows", off="leaving batch_rebalance alone", since="5.2.0"),
     *_each(ARGUMENTS, "per_device_train_batch_size per_device_eval_batch_size", "cut samples", off=VERIFY),
     *_each(ARGUMENTS, "accelerator_config", "train a copy", off=VERIFY),
     *_each(STATE, "global_step", "name a window"),
     *_each(STATE, "stateful_callbacks", "mark a checkpoint"),
+    *_each("transformers.trainer_callback", "TrainerCallback TrainerControl DefaultFlowCallback", "train a copy"),
     *_each("transformers.trainer", "skip_first_batches", "resume in the middle of an epoch"),
     *_each(ACCELERATOR, "backward gradient_accumulation_steps", "set the loss that makes its division right"),
     *_each(ACCELERATOR, "sync_gradients no_sync", "reduce gradients once a window"),
@@ -208,7 +209,7 @@ ATTRIBUTES: Final = (
     *_each(STREAM_SHARD, "num_processes process_index split_batches", "find repeated samples", seen="object"),
     *_each(DISPATCHER, "_drop_last state remainder", "find repeated samples", seen="object"),
 )
-"""All else: what is looked for on a class refuses in apply(), what an object alone has as training begins."""
+"""What is used beside the seams. apply() asks the classes; train() asks the objects as well, and once the loop runs."""
 
 
 TESTED_RELEASES: Final = (
