@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_accum_fix.errors import AccumFixError, ForeignPatchError, OptionsError, SeamError
 from hf_accum_fix.observations import recorded
-from hf_accum_fix.options import SWITCH, BalanceOptions, Options, enabled
+from hf_accum_fix.options import SWITCH, Options, enabled, shows_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
-    from hf_accum_fix.accumulation.contract import LossContract
     from hf_accum_fix.reporting import Report
     from hf_accum_fix.upstream.environment import Environment
     from hf_accum_fix.upstream.patch import Installation, Wrapper
@@ -258,39 +257,16 @@ class PatchHandle:
         return call
 
 
-def apply(
-    *,
-    contract: LossContract | None = None,
-    allow_foreign: tuple[str, ...] = (),
-    eval_loss: bool = False,
-    drop_duplicates: bool = False,
-    router_loss: str = "mean",
-    balance_windows: bool | BalanceOptions = False,
-    per_sample: bool = False,
-    accumulate_in: str = "parameter",
-    quiet: bool = False,
-) -> PatchHandle:
+@shows_options
+def apply(*, quiet: bool = False, **options: Any) -> PatchHandle:
     """Patch transformers.Trainer, for every subclass there is or will be.
 
     Before transformers.trainer is imported the handle is pending, and the import applies it (or raises).
     While one handle lives, apply() returns that one. With HF_ACCUM_FIX=0 in the environment it does nothing.
 
     Args:
-        contract: how the model reduces its loss, where it must not be observed.
-        allow_foreign: names ("module.qualname") of other people's replacements of Trainer methods to wrap
-            around.
-        eval_loss: report ``eval_loss`` as the mean over the items of the evaluation set, whatever the eval batch size
-            and the ranks; off by default, because it changes a number that may have been reported.
-        drop_duplicates: leave out the samples that accelerate repeats at the end of an epoch so that every rank has as
-            many; off by default, because stock counts them twice, too.
-        router_loss: what the load-balancing loss of a mixture of experts is: "mean", over micro-batches and ranks;
-            "window", by the running counts of the window; "exact", over the whole global batch, by one more forward.
-        balance_windows: deal the samples of a global batch into micro-batches by length: the same gradient, with
-            almost nothing padded. True, or `BalanceOptions`; off by default.
-        per_sample: train the mean of sample means, so that every sample weighs as much however many targets it has;
-            off by default, because stock weighs every target alike.
-        accumulate_in: what the gradients of 16-bit parameters are added in, as in `Options`.
         quiet: leave out the line on stderr that says, once a job, that the patch is on; HF_ACCUM_FIX_QUIET=1 does, too.
+        options: the fields of `Options`, by name.
 
     Returns:
         The handle: revert(), or a with block, takes the patch back.
@@ -308,21 +284,12 @@ def apply(
     from hf_accum_fix.upstream.plan import make_plan
     from hf_accum_fix.upstream.seams import GUARD, TRAINER_MODULE
 
-    options = Options(
-        contract,
-        allow_foreign,
-        eval_loss,
-        drop_duplicates,
-        router_loss,
-        balance_windows,
-        per_sample,
-        accumulate_in,
-    )
+    decided = Options(**options)
     if not enabled():
         _LOG.info("hf-accum-fix is switched off by %s: transformers.Trainer stays as it is", SWITCH)
-        return PatchHandle(options, make_plan(detect(), options), off=True)
+        return PatchHandle(decided, make_plan(detect(), decided), off=True)
     while True:
-        handle = _claim(options, quiet or _hushed())
+        handle = _claim(decided, quiet or _hushed())
         if not handle.active:
             # They fire at once where the module is imported. A caller that shares the handle of another thread
             # registers too, so that nobody returns to an import that could slip past.

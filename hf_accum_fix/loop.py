@@ -36,7 +36,7 @@ from hf_accum_fix import observations, ranks
 from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.closing import Closing, scale_gradients
-from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SEVERAL_FIT, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import (
     inside_ddp,
     is_compiled,
@@ -45,11 +45,11 @@ from hf_accum_fix.accumulation.declared import (
     wants_number,
 )
 from hf_accum_fix.accumulation.micro_batch import run_micro_batch
-from hf_accum_fix.accumulation.observe import ATTEMPTS, NO_TARGET_SEEN, SEVERAL_FIT, observe
+from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.accumulation.per_sample import by_sample
 from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
 from hf_accum_fix.accumulation.router_loss import Convention, Form, RouterLoss, one_form
-from hf_accum_fix.accumulation.second_look import as_before, is_due, look, several_fit
+from hf_accum_fix.accumulation.second_look import ATTEMPTS, as_before, is_due, look, several_fit, trained_wrongly
 from hf_accum_fix.accumulation.share import Cut, loss_among, share_of
 from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules, count_dtype
 from hf_accum_fix.duplicates import WithoutDuplicates
@@ -62,7 +62,7 @@ from hf_accum_fix.engine import (
     waits_every_micro_batch,
 )
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnevenRanksError, UnsupportedSetupError
-from hf_accum_fix.options import ACCUMULATE_IN, ROUTER_LOSSES, check_choice
+from hf_accum_fix.options import Options, of_a_loop, shows_options
 from hf_accum_fix.own_counts import own_counts
 from hf_accum_fix.upstream.presence import require_accelerator
 from hf_accum_fix.upstream.protocols import AcceleratorLike
@@ -308,24 +308,18 @@ class AccumulationWindows:
         dataloader: Iterable[Batch],
         accelerator: AcceleratorLike | None,
         steps: int | None,
-        contract: LossContract | None,
-        drop_duplicates: bool,
-        router_loss: str,
-        per_sample: bool,
-        accumulate_in: str,
+        options: Options,
     ) -> None:
         """Made by `accumulation_windows` alone."""
-        self.contract = contract
+        self.contract = options.contract
         self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._dataloader = dataloader
-        self._drop_duplicates = drop_duplicates
-        self._per_sample = per_sample
-        self._accumulate_in = accumulate_in
-        self._gradient = WindowGradient(accumulate_in)
+        self._options = options
+        self._gradient = WindowGradient(options.accumulate_in)
         self._accelerator = accelerator
-        self._router = RouterLoss(Convention(router_loss))
+        self._router = RouterLoss(Convention(options.router_loss))
         self._steps = steps
-        self._given = contract is not None
+        self._given = options.contract is not None
         self._attempts = 0
         self._passes_number = False
         self._device: torch.device | None = None if accelerator is None else accelerator.device
@@ -337,7 +331,7 @@ class AccumulationWindows:
         self._recorded = False
         self._repeated: dict[str, Any] = {}
         if self.world_size > 1 and isinstance(dataloader, DataLoaderStateMixin):
-            self._dataloader = WithoutDuplicates(dataloader, drop_duplicates, self._tell_repeated)
+            self._dataloader = WithoutDuplicates(dataloader, options.drop_duplicates, self._tell_repeated)
             self._dataloader.check()
 
     @property
@@ -381,7 +375,7 @@ class AccumulationWindows:
             window._check_run()
         self._closing.read(_Loop(self))
         if self.world_size > 1:
-            # A rank that has more joins this with its next window, so that it is told instead of waiting for ever.
+            # A rank that has more joins this with its next window, so that it learns of it instead of waiting for ever.
             self._opened += 1
             AccumulationWindow(self, [])._open(None, None)
         for kind, words in self._router.remarks():
@@ -426,10 +420,12 @@ class AccumulationWindows:
             raise self._uneven()
         if not observed and known is not None:
             return known
-        found = by_sample(agree(observed)) if self._per_sample else agree(observed)
+        found = by_sample(agree(observed)) if self._options.per_sample else agree(observed)
         if known is not None and settled:
             return self._narrowed(known, found, window)
         self.contract = found
+        if trained_wrongly(known, found):
+            self._tell_inexact(found.reason if known is None else f"the loss {found}; it was observed as: {known}")
         # On one rank a gradient is corrected unread, in every window; several need one more collective for it.
         self._closing.corrects = found.made_of is not None and (self.world_size == 1 or not found.made_of.counted)
         self._attempts += found.reason != NO_TARGET_SEEN
@@ -446,7 +442,7 @@ class AccumulationWindows:
         return is_due(self.contract, self._opened, window.batches, alone=self.world_size == 1)
 
     def _seen(
-        self, model: nn.Module | None, window: AccumulationWindow, *, again: bool
+        self, model: nn.Module | None, window: AccumulationWindow, *, again: int
     ) -> tuple[LossContract | None, Exception | None]:
         """What this rank sees of the loss; None: it has no model, or the trouble that it met."""
         try:
@@ -470,7 +466,7 @@ class AccumulationWindows:
             self._tell_inexact(SEVERAL_FIT)
         return self.contract
 
-    def _observe(self, model: nn.Module, batches: list[Batch], *, again: bool) -> LossContract:
+    def _observe(self, model: nn.Module, batches: list[Batch], *, again: int) -> LossContract:
         module = inside_ddp(model) or model
         # An engine that keeps its parameters on the CPU runs them elsewhere.
         device = self._device_beside(next(iter(model.parameters())).device)
@@ -578,10 +574,10 @@ class AccumulationWindows:
     def _tell_repeated(self, samples: int) -> None:
         if self._repeated:
             return
-        self._repeated = {"repeated_samples": samples, "repeated_samples_dropped": self._drop_duplicates}
+        self._repeated = {"repeated_samples": samples, "repeated_samples_dropped": self._options.drop_duplicates}
         if self._recorded:
             observations.amend(self._repeated)
-        if not self._drop_duplicates:
+        if not self._options.drop_duplicates:
             words = f"repeat {samples} samples, so that every rank has as many, and count them twice"
             self._warn_once("repeated", f"an epoch's last micro-batches {words}; drop_duplicates=True leaves them out")
 
@@ -600,7 +596,7 @@ class AccumulationWindows:
     def _adding(self, model: nn.Module, micro_batches: int, begun: int) -> Iterator[None]:
         """What gradients are added in; after the first window say what 16 bits have lost, where that matters."""
         gradient, first = self._gradient, begun == 1
-        if first and micro_batches > 1 and (said := check_engine_adds(self._accelerator, self._accumulate_in)):
+        if first and micro_batches > 1 and (said := check_engine_adds(self._accelerator, self._options.accumulate_in)):
             self._tell_rounded(said)
         unknown = gradient.lost is None
         leaves = partial(narrow_leaves, self._accelerator, model)
@@ -678,16 +674,13 @@ class AccumulationWindows:
         self._empty = empty.long() if self._empty is None else self._empty + empty
 
 
+@partial(shows_options, of_loops=True)
 def accumulation_windows(
     dataloader: Iterable[Batch],
     accelerator: Any = None,
     *,
     steps: int | None = None,
-    contract: LossContract | None = None,
-    drop_duplicates: bool = False,
-    router_loss: str = "mean",
-    per_sample: bool = False,
-    accumulate_in: str = "parameter",
+    **options: Any,
 ) -> AccumulationWindows:
     """The epochs of a dataloader as accumulation windows, exact for every cut into micro-batches and ranks.
 
@@ -698,16 +691,14 @@ def accumulation_windows(
         accelerator: the live ``accelerate.Accelerator``, whose own division of the loss is taken into account; None:
             torch.distributed as it is initialised, or one process.
         steps: G; None: the accelerator's ``gradient_accumulation_steps``.
-        contract: how the loss is reduced, where it must not be observed, or is computed outside of the model.
-        drop_duplicates: leave out the samples that accelerate repeats at the end of an epoch so that every rank has as
-            many; a micro-batch of nothing else is run and counts nothing.
-        router_loss: what the load-balancing loss of a mixture of experts is, as in `Options`.
-        per_sample: train the mean of sample means, as in `Options`.
-        accumulate_in: what the gradients of 16-bit parameters are added in, as in `Options`.
+        options: of `Options`, by name: ``contract`` (also for a loss that is computed outside of the model),
+            ``drop_duplicates`` (a micro-batch of nothing else is run and counts nothing), ``router_loss``,
+            ``per_sample``, ``accumulate_in``.
 
     Raises:
         SeamError: if the accelerator lacks something that is used of it.
-        OptionsError: if neither an accelerator nor steps are given, or steps is no positive integer.
+        OptionsError: if neither an accelerator nor steps are given, steps is no positive integer, or an option is
+            invalid or has no meaning in a loop.
         UnsupportedSetupError: if the accelerator's ranks split samples (tensor, context or sequence parallelism), or
             repeated samples are to be dropped and cannot be told.
     """
@@ -721,10 +712,4 @@ def accumulation_windows(
     split = {kind: getattr(config, f"{kind}_size", 1) or 1 for kind in ("tp", "cp", "sp")}
     if any(size > 1 for size in split.values()):
         raise UnsupportedSetupError(f"ranks split samples {split}; only data-parallel ranks are supported")
-    if per_sample and contract is not None:
-        raise OptionsError("got per_sample=True and a contract; expected one of them: the loss has to be observed")
-    check_choice("router_loss", router_loss, ROUTER_LOSSES)
-    check_choice("accumulate_in", accumulate_in, ACCUMULATE_IN)
-    return AccumulationWindows(
-        dataloader, accelerator, steps, contract, drop_duplicates, router_loss, per_sample, accumulate_in
-    )
+    return AccumulationWindows(dataloader, accelerator, steps, of_a_loop(options))

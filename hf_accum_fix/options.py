@@ -1,17 +1,20 @@
-"""The options, parsed once, that serve apply() and the trainer classes alike."""
+"""The options: the one place where each is spelled, for apply(), the trainer classes, loops and the command line."""
 
 from __future__ import annotations
 
+import inspect
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from hf_accum_fix.errors import OptionsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from hf_accum_fix.accumulation.contract import LossContract
+
+    _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 SWITCH: Final = "HF_ACCUM_FIX"
 _ON: Final = ("1", "on", "true", "yes")
@@ -62,6 +65,17 @@ class BalanceOptions:
                 raise OptionsError(f"got {name}={value!r}; expected an integer of at least 1, or None")
 
 
+def _about(help: str | None, *, choices: tuple[str, ...] | None = None, of_loops: bool = False) -> dict[str, Any]:
+    """What is known of an option beside its type and default.
+
+    Args:
+        help: of the command line; None: it cannot be given there.
+        choices: the values of a name; None: it is no name.
+        of_loops: `accumulation_windows` takes it, too.
+    """
+    return {"help": help, "choices": choices, "of_loops": of_loops}
+
+
 @dataclass(frozen=True)
 class Options:
     """What the user decided; the defaults are right for almost everyone.
@@ -87,14 +101,28 @@ class Options:
             or accumulate_in is none of the three, or balance_windows is neither a bool nor `BalanceOptions`.
     """
 
-    contract: LossContract | None = None
-    allow_foreign: tuple[str, ...] = ()
-    eval_loss: bool = False
-    drop_duplicates: bool = False
-    router_loss: str = "mean"
-    balance_windows: bool | BalanceOptions = False
-    per_sample: bool = False
-    accumulate_in: str = "parameter"
+    contract: LossContract | None = field(default=None, metadata=_about(None, of_loops=True))
+    allow_foreign: tuple[str, ...] = field(
+        default=(),
+        metadata=_about(
+            "wrap around this replacement of a Trainer method by another package, instead of refusing it; repeatable"
+        ),
+    )
+    eval_loss: bool = field(default=False, metadata=_about("report eval_loss as the mean over items"))
+    drop_duplicates: bool = field(
+        default=False, metadata=_about("leave out samples that accelerate repeats", of_loops=True)
+    )
+    router_loss: str = field(
+        default="mean", metadata=_about("of a mixture of experts", choices=ROUTER_LOSSES, of_loops=True)
+    )
+    balance_windows: bool | BalanceOptions = field(
+        default=False, metadata=_about("deal samples into micro-batches by length")
+    )
+    per_sample: bool = field(default=False, metadata=_about("train the mean of sample means", of_loops=True))
+    accumulate_in: str = field(
+        default="parameter",
+        metadata=_about("of gradients of 16-bit parameters", choices=ACCUMULATE_IN, of_loops=True),
+    )
 
     def __post_init__(self) -> None:
         """Refuse values that would be misread later, such as a bare string taken for a sequence of names."""
@@ -114,8 +142,10 @@ class Options:
                 raise OptionsError(f"got {switch}={getattr(self, switch)!r}; expected True or False")
         if self.per_sample and self.contract is not None:
             raise OptionsError("got per_sample=True and a contract; expected one of them: the loss has to be observed")
-        check_choice("router_loss", self.router_loss, ROUTER_LOSSES)
-        check_choice("accumulate_in", self.accumulate_in, ACCUMULATE_IN)
+        for option in fields(self):
+            value, choices = getattr(self, option.name), option.metadata["choices"]
+            if choices is not None and value not in choices:
+                raise OptionsError(f"got {option.name}={value!r}; expected one of {', '.join(map(repr, choices))}")
         if self.balance_windows is True:
             object.__setattr__(self, "balance_windows", BalanceOptions())
         if self.balance_windows is not False and not isinstance(self.balance_windows, BalanceOptions):
@@ -124,10 +154,34 @@ class Options:
             )
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise `OptionsError` for a value that is none of the choices."""
-    if value not in choices:
-        raise OptionsError(f"got {name}={value!r}; expected one of {', '.join(map(repr, choices))}")
+def shows_options(function: _Function, *, of_loops: bool = False) -> _Function:
+    """Let ``help()`` and editors show each option of a function that takes them as ``**options``."""
+    *own, _ = (signature := inspect.signature(function)).parameters.values()
+    shown = [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+        for each in fields(Options)
+        if each.metadata["of_loops"] or not of_loops
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *shown])  # type: ignore[attr-defined]
+    return function
+
+
+def on_the_command_line() -> tuple[Field[Any], ...]:
+    """The options that `hf-accum-fix run` takes: words, names and switches."""
+    return tuple(option for option in fields(Options) if option.metadata["help"] is not None)
+
+
+def of_a_loop(given: Mapping[str, Any]) -> Options:
+    """The options of `accumulation_windows`.
+
+    Raises:
+        OptionsError: if one is invalid, or has no meaning in a loop.
+    """
+    known = [option.name for option in fields(Options) if option.metadata["of_loops"]]
+    for name, value in given.items():
+        if name not in known:
+            raise OptionsError(f"got {name}={value!r}; expected options that a loop has: {', '.join(known)}")
+    return Options(**given)
 
 
 def enabled() -> bool:

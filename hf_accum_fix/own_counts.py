@@ -1,7 +1,7 @@
 """Let a head divide by the targets of its own micro-batch, not by their mean over ranks.
 
 Heads whose targets are a list for each sample (the boxes of an image, or its masks) sum their number over the ranks in
-the midst of the forward, and divide by W. A micro-batch's loss then depends on those of the other ranks, and
+the midst of the forward, and divide by W. A micro-batch's loss then depends on the other ranks' counts, and
 a rank that runs more of them than the others waits for ever. In here every rank counts alone: what the head divides by
 is known, and nobody waits.
 
@@ -22,7 +22,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from hf_accum_fix.accumulation.observe import listed_targets
+from hf_accum_fix.accumulation.evidence.rules import listed_targets
 from hf_accum_fix.shadow import shadow
 
 

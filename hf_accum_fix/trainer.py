@@ -79,8 +79,8 @@ class GlobalBatchMixin(_Base):
 
 
 class GlobalBatchTrainer(GlobalBatchMixin, Trainer):
-    """`transformers.Trainer` whose gradient and log are those of the global batch."""
+    """`transformers.Trainer` whose gradient and log are the global batch's."""
 
 
 class GlobalBatchSeq2SeqTrainer(GlobalBatchMixin, Seq2SeqTrainer):
-    """`transformers.Seq2SeqTrainer` whose gradient and log are those of the global batch."""
+    """`transformers.Seq2SeqTrainer` whose gradient and log are the global batch's."""

@@ -108,7 +108,7 @@ def test_a_subclass_that_ignores_the_number_is_weighed_by_its_items(tmp_path: Pa
 
 
 class Normalised(TokenModel):
-    """Its statistics are those of one micro-batch."""
+    """Its statistics come from one micro-batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -413,7 +413,7 @@ def test_the_number_does_not_recompile_a_compiled_model(tmp_path: Path) -> None:
     assert compiled == 1
 
 
-# --- what the user is told --------------------------------------------------------------------------------------
+# --- what the user reads ----------------------------------------------------------------------------------------
 
 
 def test_the_run_is_reported_with_the_stock_factor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

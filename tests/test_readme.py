@@ -81,6 +81,9 @@ def test_the_tree_names_every_module() -> None:
         if modules:
             there = {path.name for path in (PACKAGE / room).glob("*.py")}
             assert modules == (there - {"__init__.py"} if room else there), room
+    for page in PACKAGE.glob("*/README.md"):
+        inner = {path.name for path in page.parent.glob("*/*.py") if (path.parent / "__init__.py").exists()}
+        assert inner - {"__init__.py"} <= {*re.findall(r"`(\w+\.py)`", page.read_text())}, page
 
 
 def test_every_tested_release_is_in_the_matrix() -> None:

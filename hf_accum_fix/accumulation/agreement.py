@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hf_accum_fix.accumulation.contract import Composition, Divides, LossContract, Reduction
-from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, SEVERAL_FIT
+from hf_accum_fix.accumulation.contract import (
+    NO_TARGET_SEEN,
+    SEVERAL_FIT,
+    Composition,
+    Divides,
+    LossContract,
+    Reduction,
+)
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.errors import ContractError
 

@@ -1,4 +1,4 @@
-"""The load-balancing function of the library's modeling files: its formula, how it is told, how to stand in for it.
+"""The load-balancing function of the library's modeling files: its formula, how to recognise it, how to replace it.
 
 Every family's file has one of its own by the same name, looked up in its module at each call; with few exceptions it is
 

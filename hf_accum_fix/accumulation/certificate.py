@@ -96,14 +96,15 @@ class Certificate:
             self._unequal.extend(counts[rule] != predicted[rule] for rule in self.contract.rules[1:])
 
     def note_inputs(self, inputs: Mapping[str, Any], device: torch.device) -> None:
-        """Take the inputs of one micro-batch that is no fetched one: what fits a loss by hand may differ in it.
+        """Take the inputs of one micro-batch that is no fetched one: what fits a part without a call may differ in it.
 
         Args:
             inputs: of the forward.
             device: where counts are.
         """
-        rules = self.contract.alternatives
-        if self.contract.made_of is None and len(rules) > 1 and all(rule.has_targets(inputs) for rule in rules):
+        made_of = self.contract.made_of
+        rules = self.contract.alternatives if made_of is None else made_of.rest_terms
+        if len(rules) > 1 and all(rule.has_targets(inputs) for rule in rules):
             self._by_rule.append(torch.stack([rule.count(inputs, device) for rule in rules]))
 
     def note_loss(self, loss: Tensor, calls: Sequence[LossCall], number: Tensor | None) -> None:

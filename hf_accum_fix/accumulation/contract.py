@@ -13,6 +13,21 @@ from torch import Tensor
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.errors import ContractError
 
+#: Why a contract could not be observed yet: nothing was there to be learnt from.
+NO_TARGET_SEEN = "no target was seen yet"
+
+#: Why a loss is not weighed yet: its samples' losses are the same (a policy that is still its reference).
+ALIKE = "the samples seen have one loss, which does not tell by what it is weighed"
+
+#: Why a loss that no call shows is not settled: what fits counts the window's micro-batches differently.
+SEVERAL_FIT = "several ways of counting fit the samples seen, and count the window's micro-batches differently"
+
+#: Why a smoothed loss is not exact, however it is cut.
+SHIFT_UNKNOWN = "the model's own loss does not show whether labels are shifted as they are smoothed"
+
+#: Why a loss is not exact whose gradient is corrected by the items that its calls count.
+SCALED_BESIDE = "a term stands beside a mean whose items are known only as it is made, and is scaled with it"
+
 
 class Reduction(str, Enum):
     """What a loss does with the items of its micro-batch."""
@@ -94,7 +109,7 @@ class Composition:
 
     @property
     def has_several_calls(self) -> bool:
-        """Whether it has several calls over the same items, such as those of two draws of dropout."""
+        """Whether it has several calls over the same items, as two draws of dropout make."""
         return len(self.factors) > 1 and not self.has_terms
 
     def rounding(self, dtype: torch.dtype) -> float:

@@ -15,9 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Reduction
 from hf_accum_fix.accumulation.loss_calls import weighing
-from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.errors import UnsupportedSetupError
 

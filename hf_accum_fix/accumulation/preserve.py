@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import random
 import sys
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from itertools import tee
@@ -28,6 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from hf_accum_fix.accumulation.random_states import random_states_kept
 
 #: Containers with more elements than this hold data: their elements are not followed.
 _MOST_ELEMENTS = 1000
@@ -323,3 +326,22 @@ def _generator_kept(value: Any) -> Callable[[], object]:
     bits = value.bit_generator
     kept = bits.state
     return lambda: setattr(bits, "state", kept)
+
+
+@contextmanager
+def undisturbed(
+    model: nn.Module, *others: object, leave: Iterable[object] = (), sharded: bool = False
+) -> Iterator[Preserved]:
+    """Run forwards as training does, without gradient, and leave everything as it was; arguments as `Preserved`'s."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    eager: AbstractContextManager[Any] = stance("force_eager") if stance is not None else nullcontext()
+    with (
+        random_states_kept(),
+        torch.no_grad(),
+        eager,
+        warnings.catch_warnings(),
+        Preserved(model, *others, leave=leave, sharded=sharded) as state,
+    ):
+        warnings.filterwarnings("ignore", message=".*None of the inputs have requires_grad.*")
+        model.train()
+        yield state

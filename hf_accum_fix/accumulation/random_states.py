@@ -15,7 +15,7 @@ def random_states_kept(devices: Sequence[int] | None = None, device_type: str = 
     """Put back, also after an error, the random states of Python, numpy, torch on the CPU and on devices.
 
     Args:
-        devices: their indices; None: those of every CUDA device there is.
+        devices: their indices; None: every CUDA device there is.
         device_type: of the devices.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()

@@ -125,7 +125,7 @@ class Form:
 
 
 def one_form(seen: Sequence[Form]) -> Form:
-    """What all ranks go by, of what each has recognised: a refusal of one is that of all."""
+    """What all ranks go by, of what each has recognised: where one refuses, all do."""
     settled = [form for form in seen if form.settled]
     refused = [form for form in settled if form.refusal]
     return (refused or settled or list(seen))[0]

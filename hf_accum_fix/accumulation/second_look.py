@@ -1,8 +1,9 @@
 """Observe a loss again where no loss call shows in training what it is weighed by.
 
 One micro-batch may fit a wrong way of counting by chance. So such a loss is observed twice at first, on other samples
-and under dropout; again in windows 2, 3, 4, 8, 16 and so on; and on one rank wherever the ways of counting that have
-fitted so far count the micro-batches of a window differently. What is still open then is said.
+and under dropout, and four times where it seems to be weighed by none of the labels of its tokens; again in windows 2,
+3, 4, 8, 16 and so on; and on one rank wherever the ways of counting that have fitted so far count the micro-batches of
+a window differently. What is still open then is said.
 """
 
 from __future__ import annotations
@@ -13,12 +14,18 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, SEVERAL_FIT, told_apart_in
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SEVERAL_FIT, LossContract, Reduction
+from hf_accum_fix.accumulation.evidence.rules import told_apart_in
 from hf_accum_fix.accumulation.window import Items
 
-#: Observe a loss, the first time or again: what this rank sees, None if it has no window; and the trouble that it met.
-Observe = Callable[[bool], tuple[LossContract | None, Exception | None]]
+#: Observe a loss, after so many times: what this rank sees, None if it has no window; and the trouble that it met.
+Observe = Callable[[int], tuple[LossContract | None, Exception | None]]
+
+#: Windows that are observed before an inconclusive contract is taken as it is.
+ATTEMPTS = 3
+
+#: How often a loss is observed in one window at most.
+LOOKS = 4
 
 
 def look(
@@ -27,15 +34,18 @@ def look(
     """What this rank sees of the loss of a window, and the trouble that it met; every rank runs as many forwards.
 
     Args:
-        observe: the loss; not again, and again.
+        observe: the loss; how often it was observed before.
         anywhere: whether any rank says so, of a rank's own answer and trouble; raises where one is in trouble.
         window: its micro-batches.
         is_cut: the global batch has more than one micro-batch: the loss of the only one is right, whatever weighs it.
     """
-    seen, trouble = observe(False)
-    # Ranks may meet in every forward.
-    if anywhere(shows_no_call(seen), trouble) and is_cut:
-        again, trouble = observe(True)
+    seen, trouble = observe(0)
+    for before in range(1, LOOKS):
+        open_still = shows_no_call(seen) if before == 1 else _is_far_fetched(seen, window)
+        # Ranks may meet in every forward.
+        if not (anywhere(open_still, trouble) and is_cut):
+            break
+        again, trouble = observe(before)
         seen = seen if seen is None or again is None else as_both_show(seen, again)
     if seen is not None and seen.conclusive and several_fit(seen, window):
         seen = replace(seen, conclusive=False, reason=SEVERAL_FIT)
@@ -52,6 +62,14 @@ def shows_no_call(found: LossContract | None) -> bool:
     if found.made_of is not None:
         return bool(found.rest_terms) or found.made_of.has_several_calls
     return found.reduction is Reduction.MEAN and not found.random
+
+
+def _is_far_fetched(found: LossContract | None, window: Sequence[Any]) -> bool:
+    """Whether a loss of labelled tokens seems to be weighed by something else: what it chooses of them may be alike."""
+    if found is None or found.reduction is not Reduction.MEAN or found.made_of is not None or not found.conclusive:
+        return False
+    labelled = any(isinstance(batch, Mapping) and getattr(batch.get("labels"), "ndim", 0) > 1 for batch in window)
+    return labelled and not any("label" in key for rule in found.rules for key in rule.keys)
 
 
 def as_both_show(found: LossContract, again: LossContract) -> LossContract:
@@ -112,6 +130,20 @@ def several_fit(known: LossContract, window: Sequence[Any]) -> bool:
     if any(value.device.type != "cpu" for value in values):
         return False
     return not all(told_apart_in(rules, window) for rules in fitting)
+
+
+def trained_wrongly(known: LossContract | None, found: LossContract) -> bool:
+    """Whether windows before this one, or this one, are trained by what may not be so.
+
+    Args:
+        known: what they were trained by; None: this is the first.
+        found: what is observed now.
+    """
+    if found.reason == SEVERAL_FIT:
+        return True
+    if known is None or known.reason == NO_TARGET_SEEN:
+        return False
+    return (known.reduction, known.rules, known.made_of) != (found.reduction, found.rules, found.made_of)
 
 
 def as_before(known: LossContract, found: LossContract) -> LossContract | None:

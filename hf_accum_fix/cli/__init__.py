@@ -36,7 +36,7 @@ COULD_NOT_TELL: Final = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; ``argv`` without the program's name, by default that of this process.
+    """Run one command; ``argv`` without the program's name, by default this process's.
 
     Returns:
         The command's exit code; 2 for wrong usage, 3 where it could not do what was asked.

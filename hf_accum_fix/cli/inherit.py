@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_accum_fix.errors import AccumFixError, OptionsError, UnsupportedSetupError
-from hf_accum_fix.options import SWITCH, Options
+from hf_accum_fix.options import SWITCH, Options, on_the_command_line
 
 VARIABLE: Final = "PYTHON_HF_ACCUM_FIX"
 """Carries the options. DeepSpeed's launcher passes variables on to other machines by prefix; PYTHON is one."""
@@ -47,15 +47,8 @@ def environment_for(options: Options, inherited: Mapping[str, str]) -> dict[str,
 
 def _travelling(options: Options) -> dict[str, Any]:
     """The keywords of apply() that JSON holds."""
-    return {
-        "allow_foreign": list(options.allow_foreign),
-        "eval_loss": options.eval_loss,
-        "drop_duplicates": options.drop_duplicates,
-        "router_loss": options.router_loss,
-        "balance_windows": bool(options.balance_windows),
-        "per_sample": options.per_sample,
-        "accumulate_in": options.accumulate_in,
-    }
+    given = {option.name: getattr(options, option.name) for option in on_the_command_line()}
+    return {**given, "balance_windows": bool(options.balance_windows)}
 
 
 def inherited_options(environment: Mapping[str, str]) -> Options:

@@ -10,11 +10,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hf_accum_fix.cli.inherit import environment_for
 from hf_accum_fix.errors import OptionsError
-from hf_accum_fix.options import ACCUMULATE_IN, ROUTER_LOSSES, SWITCH, Options, enabled
+from hf_accum_fix.options import SWITCH, Options, enabled, on_the_command_line
 
 DESCRIPTION: Final = """\
 Run a command with the patch on, in it and in every Python process it starts: torchrun, accelerate launch, deepspeed,
@@ -51,21 +51,15 @@ _TAKING_A_VALUE: Final = "WX"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``run``."""
     parser.usage = "%(prog)s [-h] [options of apply()] CMD ..."
-    parser.add_argument(
-        "--allow-foreign",
-        action="append",
-        default=[],
-        metavar="MODULE.QUALNAME",
-        help="wrap around this replacement of a Trainer method by another package, instead of refusing it; repeatable",
-    )
-    parser.add_argument("--eval-loss", action="store_true", help="report eval_loss as the mean over items")
-    parser.add_argument("--drop-duplicates", action="store_true", help="leave out samples that accelerate repeats")
-    parser.add_argument("--router-loss", choices=ROUTER_LOSSES, default="mean", help="of a mixture of experts")
-    parser.add_argument("--balance-windows", action="store_true", help="deal samples into micro-batches by length")
-    parser.add_argument("--per-sample", action="store_true", help="train the mean of sample means")
-    parser.add_argument(
-        "--accumulate-in", choices=ACCUMULATE_IN, default="parameter", help="of gradients of 16-bit parameters"
-    )
+    for option in on_the_command_line():
+        flag, default = f"--{option.name.replace('_', '-')}", option.default
+        told: dict[str, Any] = {"help": option.metadata["help"], "default": default}
+        if option.metadata["choices"] is not None:
+            parser.add_argument(flag, choices=option.metadata["choices"], **told)
+        elif default is False:
+            parser.add_argument(flag, action="store_true", **told)
+        else:
+            parser.add_argument(flag, action="append", metavar="MODULE.QUALNAME", **{**told, "default": []})
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="CMD ...", help="the command and its arguments")
 
 
@@ -79,15 +73,8 @@ def execute(arguments: argparse.Namespace) -> int:
         OptionsError: if there is no command, or it starts a Python that ignores PYTHONPATH.
         UnsupportedSetupError: see environment_for().
     """
-    options = Options(
-        allow_foreign=tuple(arguments.allow_foreign),
-        eval_loss=arguments.eval_loss,
-        drop_duplicates=arguments.drop_duplicates,
-        router_loss=arguments.router_loss,
-        balance_windows=arguments.balance_windows,
-        per_sample=arguments.per_sample,
-        accumulate_in=arguments.accumulate_in,
-    )
+    given = {option.name: getattr(arguments, option.name) for option in on_the_command_line()}
+    options = Options(**{**given, "allow_foreign": tuple(arguments.allow_foreign)})
     command = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if not command or not command[0]:
         found = "an empty one" if command else "none"

@@ -16,7 +16,16 @@ from transformers import Trainer
 
 from hf_accum_fix import ranks
 from hf_accum_fix.accumulation.agreement import agree
-from hf_accum_fix.accumulation.contract import Coupling, Divides, LossContract, Reduction
+from hf_accum_fix.accumulation.contract import (
+    NO_TARGET_SEEN,
+    SCALED_BESIDE,
+    SEVERAL_FIT,
+    SHIFT_UNKNOWN,
+    Coupling,
+    Divides,
+    LossContract,
+    Reduction,
+)
 from hf_accum_fix.accumulation.declared import (
     inside_ddp,
     is_compiled,
@@ -24,20 +33,13 @@ from hf_accum_fix.accumulation.declared import (
     router_coefficients,
     takes_number,
 )
+from hf_accum_fix.accumulation.evidence.forwards import HIGH
+from hf_accum_fix.accumulation.evidence.own_loss import divides_by
+from hf_accum_fix.accumulation.evidence.rules import composing_rules, told_apart_in
 from hf_accum_fix.accumulation.loss_calls import LossCalls
-from hf_accum_fix.accumulation.observe import (
-    ATTEMPTS,
-    HIGH,
-    NO_TARGET_SEEN,
-    SEVERAL_FIT,
-    Forward,
-    composing_rules,
-    divides_by,
-    observe,
-    told_apart_in,
-)
+from hf_accum_fix.accumulation.observe import Forward, observe
 from hf_accum_fix.accumulation.per_sample import by_sample, weighed_by_sample
-from hf_accum_fix.accumulation.second_look import as_before, is_due, look, several_fit
+from hf_accum_fix.accumulation.second_look import ATTEMPTS, as_before, is_due, look, several_fit, trained_wrongly
 from hf_accum_fix.accumulation.share import loss_among
 from hf_accum_fix.accumulation.window import Items, sample_count
 from hf_accum_fix.errors import ContractError, RankError
@@ -100,13 +102,7 @@ def settle_contract(
         if settled and known is not None:
             return _still(trainer, session, known, found, window)
         session.attempts += found.reason != NO_TARGET_SEEN
-    changed = known is not None and (known.reduction, known.rules, known.made_of) != (
-        found.reduction,
-        found.rules,
-        found.made_of,
-    )
-    if changed and known is not None and known.reason != NO_TARGET_SEEN:
-        # The windows before were trained by what they showed.
+    if trained_wrongly(known, found):
         session.note_inexact()
     session.contract = found
     if not found.conclusive and session.attempts < ATTEMPTS:
@@ -120,7 +116,7 @@ def settle_contract(
 
 
 def _observed(
-    trainer: TrainerLike, session: Session, window: list[Any], *, again: bool
+    trainer: TrainerLike, session: Session, window: list[Any], *, again: int
 ) -> tuple[LossContract | None, Exception | None]:
     """What this rank sees of the loss; None: it has no window, or the trouble that it met."""
     if not window:
@@ -133,7 +129,7 @@ def _observed(
     except Exception as error:
         return None, error
     finally:
-        if again:
+        if again > 0:
             session.response = response
 
 
@@ -167,12 +163,14 @@ def _say_if_several_fit(trainer: TrainerLike, session: Session, known: LossContr
 
 
 def _warn(trainer: TrainerLike, session: Session, found: LossContract) -> None:
-    """Say once why a loss is not exact, where another cut could show it."""
+    """Say once why a loss is not exact, where it shows."""
     head = head_name(trainer)
     if found.reduction is Reduction.SUM:
         session.warn_once("sum", f"{head}: the loss is a sum over the global batch, and grows with the global batch.")
-    alone = trainer.args.gradient_accumulation_steps * data_ranks(trainer) == 1
-    if found.exact or alone:
+    is_whole = trainer.args.gradient_accumulation_steps * data_ranks(trainer) == 1
+    # A number, or a shift, may be wrong even then.
+    wrong_when_whole = found.reason == SHIFT_UNKNOWN or (found.by_number and not found.conclusive)
+    if found.exact or (is_whole and not wrong_when_whole):
         return
     if found.reduction is Reduction.PLAIN:
         if found.owned_by_trainer and (scales_itself(trainer) or found.divides is not Divides.NEVER):
@@ -225,7 +223,7 @@ def _given(trainer: TrainerLike, session: Session, contract: LossContract) -> Lo
     return contract
 
 
-def _observe(trainer: TrainerLike, session: Session, window: list[Any], *, again: bool = False) -> LossContract:
+def _observe(trainer: TrainerLike, session: Session, window: list[Any], *, again: int = 0) -> LossContract:
     """Observe the loss through the very call that training makes."""
     model = trainer.model_wrapped
     # A forward through DDP without gradient would switch off the next one's buffer sync.
@@ -312,21 +310,24 @@ def _observe(trainer: TrainerLike, session: Session, window: list[Any], *, again
     if is_compiled(module):
         found = found.without_calls()
     made_of = found.made_of
-    if made_of is not None and not made_of.counted and (made_of.rest or found.extra or session.response.constant):
-        reason = "a term stands beside a mean whose items are known only as it is made, and is scaled with it"
-        found = replace(found, beside=True, reason=reason)
-    smoothed = trainer.label_smoother is not None and loss_func(trainer) is None
-    if smoothed and found.reduction is not Reduction.PLAIN:
-        shift = found.items is not None and found.items.shift
-        items = Items(("labels",), trainer.label_smoother.ignore_index, shift=shift)
-        smooth = replace(found, reduction=Reduction.MEAN, items=items, alternatives=(items,), made_of=None)
-        if found.items is None:
-            reason = (
-                "the model's own loss is a sum, which does not show whether labels are shifted as they are smoothed"
-            )
-            return replace(smooth, beside=True, reason=reason)
-        return smooth
+    if made_of is not None and not made_of.counted and (found.extra or session.response.constant):
+        found = replace(found, beside=True, reason=SCALED_BESIDE)
+    axes = {batch["labels"].ndim for batch in window if isinstance(batch.get("labels"), Tensor)}
+    if trainer.label_smoother is not None and loss_func(trainer) is None and axes:
+        return _smoothed(found, trainer.label_smoother.ignore_index, of_tokens=axes != {1})
     return found
+
+
+def _smoothed(found: LossContract, ignore_index: int, *, of_tokens: bool) -> LossContract:
+    """The contract of the smoothed loss of a model: a mean over labels, shifted where the model's own are."""
+    shifts = dict.fromkeys(rule.shift for rule in (*found.alternatives, *found.rules) if rule.keys == ("labels",))
+    rules = tuple(Items(("labels",), ignore_index, shift=shift) for shift in shifts or [False])
+    smooth = replace(found, reduction=Reduction.MEAN, items=rules[0], alternatives=rules, made_of=None)
+    if found.reduction is Reduction.PLAIN:
+        return replace(smooth, beside=True)
+    if of_tokens and not shifts:
+        return replace(smooth, beside=True, reason=SHIFT_UNKNOWN)
+    return smooth
 
 
 @dataclass(frozen=True)
@@ -405,7 +406,7 @@ def silent(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def _more_steps(trainer: TrainerLike, session: Session) -> Iterator[None]:
-    """Let the arguments say twice the accumulation steps, and the trainer three times those of the window."""
+    """Let the arguments say twice the accumulation steps, and the trainer three times the window's."""
     steps = trainer.args.gradient_accumulation_steps
     window = getattr(trainer, "current_gradient_accumulation_steps", steps)
     before = vars(trainer.args).get("gradient_accumulation_steps", steps)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_accum_fix.accumulation.contract import Divides, LossContract, Reduction
 from hf_accum_fix.accumulation.loss_calls import LossCall, LossCalls
 from hf_accum_fix.accumulation.micro_batch import run_micro_batch, weigh, weighed_terms
-from hf_accum_fix.accumulation.observe import ATTEMPTS
+from hf_accum_fix.accumulation.second_look import ATTEMPTS
 from hf_accum_fix.accumulation.share import Cut, Share
 from hf_accum_fix.accumulation.whole_windows import Blank
 from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.contract import Reduction
-from hf_accum_fix.accumulation.observe import NO_TARGET_SEEN, observe
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Reduction
+from hf_accum_fix.accumulation.observe import observe
 
 
 class Boxes(nn.Module):

@@ -258,7 +258,7 @@ class OfTargets(Mean):
 
 
 class OfNextTargets(OfTargets):
-    """Each is that of the token before."""
+    """Each is the token before's."""
 
     def loss(self, logits: Tensor, labels: Tensor, **inputs: Any) -> Tensor:
         return shifted_cross_entropy(logits, labels)

@@ -484,7 +484,7 @@ def _own_number(function: Callable[..., Tensor]) -> Loss:
         outputs, head = without_labels(model, inputs), bare(model).of
         if number is None:
             return function(outputs["logits"], inputs["labels"], head), outputs
-        # As upstream documents: the number is that of all ranks, whose gradients are averaged.
+        # As upstream documents: the number counts all ranks, whose gradients are averaged.
         summed = function(outputs["logits"], inputs["labels"], head, "sum") * trainer.args.world_size
         return summed / number, outputs
 

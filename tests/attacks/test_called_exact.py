@@ -275,7 +275,7 @@ def some_nan(window: int) -> list[Sample]:
 
 
 def with_weights(samples: Sequence[Sample], rows: Sequence[int]) -> list[Sample]:
-    """All weights are 1 but those of these samples."""
+    """All weights are 1, but for these samples."""
     g = torch.Generator().manual_seed(0)
     drawn = [torch.rand(len(sample["labels"]), generator=g).double() for sample in samples]
     weights = [weight if row in rows else torch.ones_like(weight) for row, weight in enumerate(drawn)]

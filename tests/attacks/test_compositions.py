@@ -58,6 +58,30 @@ FOUND = {
     "labels masked beside a term, uncut": Composition(
         "number-and-z", "masked-in-loss", "left", ("empty", "empty"), (8, 1), 0, False, 38291
     ),
+    "several ways of counting fit the first window alone": Composition(
+        "mean-and-z", "none", "wide", ("whole", "whole"), (4, 2), 4
+    ),
+    "two pairs of samples with as many chosen targets": Composition(
+        "chosen", "super-without-number", "wide", cut=(1, 8), seed=18225
+    ),
+    "smoothing a model whose own loss couples samples": Composition(
+        "in-batch-negatives", "smoothing", "left", ("ragged", "empty"), seed=62115
+    ),
+    "smoothing by the unshifted labels of texts of one length": Composition(
+        "mean-of-tokens-by-hand", "smoothing", "left", ("rare", "ragged", "alike"), (1, 8), seed=62683
+    ),
+    "an own mean whose only labelled sample is its own micro-batch": Composition(
+        "class-weights-of-classes", "models-own", "other-labels", ("rare",), (1, 8), 4, seed=3857
+    ),
+    "a term beside a sum whose items are known as it is made": Composition(
+        "number-and-z", "masked-in-loss", data=("alike",), cut=(3, 3), missing=1, seed=7522
+    ),
+    "a term beside a mean whose labels are masked in place": Composition(
+        "number-and-z", "masked-in-place", "other-labels", ("alike", "alike"), (3, 3), declares_false=True, seed=43215
+    ),
+    "a number that is wrong in one micro-batch": Composition(
+        "number-by-hand", "masked-in-prepare", "narrow-labels", ("rare", "empty"), (8, 1), 1, seed=29618
+    ),
 }
 #: Those that are not only said: exact in every window.
 EXACT = {
@@ -67,6 +91,9 @@ EXACT = {
     "divided by the micro-batches of a short window",
     "an own mean without a target in a micro-batch",
     "an own mean of samples without a label",
+    "smoothing a model whose own loss couples samples",
+    "smoothing by the unshifted labels of texts of one length",
+    "an own mean whose only labelled sample is its own micro-batch",
 }
 
 

@@ -29,7 +29,7 @@ from tests.numerics.parity import take_step
 OURS = ("the number", "head", "window", " cut", "item")
 
 newest = pytest.mark.skipif(
-    hf_accum_fix.report().environment.transformers != "5.23.0", reason="the factors are those of 5.23.0"
+    hf_accum_fix.report().environment.transformers != "5.23.0", reason="the factors were measured on 5.23.0"
 )
 
 

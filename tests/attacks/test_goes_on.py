@@ -30,7 +30,7 @@ DROPS = HEADS["drops-kwargs"]
 
 
 def _of(model: type[nn.Module], **changes: Any) -> Head:
-    """The weights are those of `DROPS`."""
+    """The weights are `DROPS`'s."""
     return dataclasses.replace(Head(model.__name__, seeded(model), text()), **changes)
 
 

@@ -157,7 +157,7 @@ class Half(Regression):
 
 @pytest.mark.parametrize("reference", ["full", "streamed"])
 def test_roundings_of_many_micro_batches_in_half_precision_are_no_floor(reference: str, tmp_path: Path) -> None:
-    """Its own floor is that of one forward: what 256 sums in bfloat16 lose is off, and is called by its name."""
+    """Its own floor is one forward's: what 256 sums in bfloat16 lose is off, and is called by its name."""
     samples = [{**each, "labels": each["labels"] + 4} for each in points(256)]
     trainer = small(Half(), tmp_path, samples, per_device=1, accumulate=256)
     report = verify(trainer, splits=[1, 64], reference=reference)

@@ -1,6 +1,6 @@
 """Run by torchrun on two gloo ranks: hand-written loops through backends, beside plain SGD; JSON on rank 0.
 
-The windows are those of the Trainer's trajectories: ragged, the second without an item on the second rank, the last
+The windows are as in the Trainer's trajectories: ragged, the second without an item on the second rank, the last
 short. torchrun --nproc_per_node 2 -m tests.backends.loops OUTPUT.json "fsdp2-launched llama" ...
 """
 

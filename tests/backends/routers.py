@@ -109,7 +109,7 @@ def main(output: Path, cases: Sequence[str]) -> None:
                 # Of both ranks alike, or the other one would wait for ever.
                 run["raised"] = traceback.format_exc()[-3000:]
                 continue
-            # Of what the router's loss adds to the steps; the floor is that of the formula in the backend's precision.
+            # Of what the router's loss adds to the steps; the floor is the formula's in the backend's precision.
             run["error"] = found.error(wanted) / none.error(wanted)
             run["floor"] = along_twin(formula, split[0], BACKENDS[case]).error(wanted) / none.error(wanted)
             run["loss"] = max(abs(one / other - 1) for one, other in zip(found.losses, wanted.losses, strict=True))

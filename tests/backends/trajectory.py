@@ -241,7 +241,7 @@ def offloading_on_a_cpu() -> Iterator[None]:
     """What is offloaded is pinned and waited for, which asks for another device than the CPU: here both are no work.
 
     FSDP1 tells a gradient that was offloaded from one to be added to by its device, so that on a CPU it adds the last
-    step's to every one after (torch 2.13.0); here it is told as on a GPU.
+    step's to every one after (torch 2.13.0); here it is reported as on a GPU.
     """
     prepare = FlatParamHandle.prepare_gradient_for_backward
 

@@ -1,4 +1,4 @@
-"""Epochs that do not fill two gloo ranks: accelerate's repeated samples are told, and left out where that is asked."""
+"""Epochs that do not fill two gloo ranks: accelerate's repeated samples are reported, and left out on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A micro-batch that is run and counts nothing: the step is that of the others, whoever computes the loss."""
+"""A micro-batch that is run and counts nothing: the step is the others', whoever computes the loss."""
 
 from __future__ import annotations
 

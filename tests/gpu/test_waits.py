@@ -46,7 +46,7 @@ def no_waits(device: str, output: Path) -> None:
 
 
 def test_on_the_device_without_numbers(tmp_path: Path) -> None:
-    """On "meta", whose paths are those of a GPU."""
+    """On "meta", which takes the paths of a GPU."""
     no_waits("meta", tmp_path)
 
 

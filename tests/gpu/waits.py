@@ -139,7 +139,7 @@ def device_of(args: Any, device: torch.device) -> Iterator[None]:
 
 
 class Strict(TrainerCallback):
-    """Makes waits raise from the end of the first window to that of the last."""
+    """Makes waits raise from the end of the first window to the end of the last."""
 
     def __init__(self, strict: Callable[[bool], None]) -> None:
         self.strict, self.windows = strict, 0

@@ -113,7 +113,7 @@ def take_steps(
     mixed_precision: str = "no",
     **ddp: Any,
 ) -> tuple[Step, list[tuple[float, float]], Any]:
-    """Epochs in order: the whole change beside the first window's loss and norm; those of every window; the windows.
+    """Epochs in order: the whole change beside the first window's loss and norm; every window's; the windows.
 
     Args:
         batches: this rank's micro-batches, where they are not those that accelerate deals.

@@ -1,4 +1,4 @@
-"""The gradient of a 16-bit model, cut in 64, is that of one micro-batch to within its noise; one process."""
+"""The gradient of a 16-bit model, cut in 64, equals one micro-batch's to within its noise; one process."""
 
 from __future__ import annotations
 

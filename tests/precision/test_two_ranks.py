@@ -1,4 +1,4 @@
-"""On two gloo ranks, by engine: the gradient of 32 micro-batches is that of one to within its noise."""
+"""On two gloo ranks, by engine: the gradient of 32 micro-batches equals one's to within its noise."""
 
 from __future__ import annotations
 

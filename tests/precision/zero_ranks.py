@@ -24,7 +24,7 @@ from tests.precision.gradients import Gradient, batch, error, llama, reference, 
 from tests.torchrun import leave_with
 
 ROWS = samples(128)
-#: What DeepSpeed is told to add in, what we are asked for.
+#: The dtype DeepSpeed is configured to add in, and the one asked of us.
 CASES = ((None, "parameter"), ("fp32", "parameter"), ("fp32", "float32"), (None, "float32"))
 
 

@@ -3,7 +3,7 @@
     python -m tests.releases.probes results.jsonl [DEFECT ...]
     torchrun --nproc_per_node 2 -m tests.releases.probes results.jsonl [DEFECT ...]
 
-The first runs the probes of one rank, the second those of two; each appends a JSON line per probe. Nothing is patched.
+The first runs the probes of one rank, the second of two; each appends a JSON line per probe. Nothing is patched.
 Unless a probe is about uneven items, all micro-batches hold equally many, so that a factor comes out as it is and
 the defects that overlap in a release do not blur each other. The modules are the tests' own wherever a row is not about
 a head of the library: they are the same in every release.

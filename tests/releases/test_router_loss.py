@@ -4,7 +4,7 @@
     4.57         DBRX takes probabilities; some families cut a slice by the index of the device
     5.4          the families' files are alike; NLLB pools, too
 
-On all of them the form is told by what the function does. The environments are made by recipes/in_release.py.
+On all of them the form is recognised by what the function does. The environments are made by recipes/in_release.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The auxiliary part of a step under each convention, beside that of the full batch.
+"""The auxiliary part of a step under each convention, beside the full batch's.
 
 What a router's loss adds to a step is held against the library's own full batch, whose sums are float32, and against a
 twin of the formula in float64 that shares no line with the package.

@@ -70,7 +70,7 @@ def test_the_others_are_wrong_first(size: int) -> None:
 
 
 def test_the_library_itself_agrees_to_the_rounding_of_its_sums() -> None:
-    """In the types it trains in; the auxiliary part is told by two steps, with its coefficient and without."""
+    """In the types it trains in; the auxiliary part comes from two steps, with its coefficient and without."""
     head = FAMILIES[MIXTRAL]
     wanted = full_batch(head)
     with_it, without = (flat(step(head, "exact", 4, each).change) for each in (COEFFICIENT, 0.0))

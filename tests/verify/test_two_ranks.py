@@ -1,4 +1,4 @@
-"""verify() on two gloo ranks: errors of the world size show, and every rank is told the same."""
+"""verify() on two gloo ranks: errors of the world size show, and every rank reads the same."""
 
 from __future__ import annotations
 

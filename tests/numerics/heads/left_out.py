@@ -53,9 +53,9 @@ class LeftOut:
 
 
 NEGATIVES = "the other samples of its micro-batch are its negatives"
-CODES = "its codes are drawn at random, and their diversity is that of all samples of a micro-batch together"
-ACROSS = "the delays that its attention looks at are those of all samples of a micro-batch together"
-BATCH_NORM = "BatchNorm in training mode: its statistics are those of one micro-batch"
+CODES = "its codes are drawn at random, and their diversity is taken over all samples of a micro-batch together"
+ACROSS = "its attention looks at delays chosen over all samples of a micro-batch together"
+BATCH_NORM = "BatchNorm in training mode: its statistics come from one micro-batch"
 NO_TRAINING = "the library has no loss for it"
 NO_FLOAT64 = "it makes float32 of its own inside a float64 model, so that there is no float64 reference"
 
@@ -151,7 +151,7 @@ def in_float32() -> list[Sample]:
 
 
 def with_task(samples: Sequence[Sample]) -> Batch:
-    """A task for each image, and four texts that its queries are told from those of the other images by."""
+    """A task for each image, and four texts that tell its queries from the other images'."""
     g = generator(18)
     tasks = torch.randint(1, 20, (len(samples), 4), generator=g)
     return {
