@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
@@ -212,95 +214,15 @@ ATTRIBUTES: Final = (
 """What is used beside the seams. apply() asks the classes; train() asks the objects as well, and once the loop runs."""
 
 
-TESTED_RELEASES: Final = (
-    *("4.41.0", "4.41.2", "4.42.0", "4.42.4", "4.43.0", "4.43.4", "4.44.0", "4.44.2", "4.45.0", "4.45.2"),
-    *("4.46.0", "4.46.1", "4.46.2", "4.46.3", "4.47.0", "4.47.1", "4.48.0", "4.48.1", "4.48.3", "4.49.0"),
-    *("4.50.0", "4.50.3", "4.51.0", "4.51.3", "4.52.0", "4.52.4", "4.53.0", "4.53.3", "4.54.0", "4.54.1"),
-    *("4.55.0", "4.55.4", "4.56.0", "4.56.2", "4.57.0", "4.57.6"),
-    *("5.0.0", "5.1.0", "5.2.0", "5.3.0", "5.4.0", "5.5.0", "5.5.3", "5.5.4", "5.6.0", "5.6.2", "5.7.0"),
-    *("5.8.0", "5.8.1", "5.9.0", "5.10.0", "5.10.1", "5.10.4", "5.11.0", "5.12.0", "5.12.1", "5.13.0"),
-    *("5.13.1", "5.14.0", "5.14.1", "5.15.0", "5.15.1", "5.16.0", "5.16.1", "5.17.0", "5.18.0", "5.19.0"),
-    *("5.20.0", "5.20.2", "5.21.0", "5.21.1", "5.22.0", "5.22.2", "5.23.0"),
-)
+_DATA: Final = json.loads(Path(__file__).with_name("releases.json").read_text(encoding="utf-8"))
+
+PUBLISHED_RELEASES: Final[tuple[str, ...]] = tuple(_DATA["published"])
+"""Every release from the oldest read to the newest tested, yanked ones (4.46.0, 4.52.0, 4.57.0, 5.10.0) too."""
+
+TESTED_RELEASES: Final[tuple[str, ...]] = tuple(_DATA["tested"])
 """The first and last patch of every minor, yanked ones too, and releases between which something changed."""
 
-# environment.fingerprints() of each tested release's trainer.py, oldest first; equal bodies once.
 TESTED_BODIES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
-    {
-        "train": frozenset(
-            {
-                "3f955ceb21174282",
-                "e03f3bb872e3e4b5",
-                "741e110c59c3287a",
-                "44de947b10302484",
-                "82ec25faf76d4549",
-                "508a18789b637cfc",
-                "b0f6197507690d87",
-                "314d4302bac3cc2f",
-                "1c91a5c2c1d8071a",
-                "1cd7c6cc0a56b54f",
-                "fd7bb008889c999b",
-                "15f660f189fc6387",
-                "2a7c6a2fbb2d110c",
-                "199e94af81f0705f",
-            }
-        ),
-        "get_batch_samples": frozenset(
-            {
-                "2bf541c2832019f9",
-                "a2424735be7094db",
-                "1675c2491a6a1e68",
-                "c8d9c351783b9d52",
-                "e2a75a0c8011d36d",
-                "f488d0d237d207ed",
-                "ba6eea4691e84606",
-                "6861c6c661a20062",
-                "aecc6bb3266d422c",
-                "8e4a5fd414e62017",
-                "6837c58f26d55e0e",
-                "3475e28c159962fd",
-            }
-        ),
-        "training_step": frozenset(
-            {
-                "a605c5a1966901c5",
-                "a235a7990240d3b6",
-                "7d080172d3ed5063",
-                "4df963a6aca72012",
-                "2ca49f9e4be57a59",
-                "d047ad631f111a32",
-                "3e911bca98d6cd23",
-                "169e87069c4cb289",
-                "d77d80adcd7dc6ac",
-                "590aead26184cb98",
-                "e610e0a5e2d220e7",
-                "c0c27f1557249aa8",
-                "02d21f6bd752636f",
-                "7b71c391ed8bccfd",
-                "5a3e40bd8d7a544f",
-                "172c756d8c6841e6",
-                "a2d43ea20364b4b3",
-                "b159fc832827959c",
-                "1316087d64bfe91b",
-            }
-        ),
-        "compute_loss": frozenset(
-            {
-                "aec904a8917d9f48",
-                "138d1eb63ebadade",
-                "652286682f6f7935",
-                "2062f9f815e00553",
-                "945ce5131e527795",
-                "b3ce399cd2cdd653",
-                "3bb36c503bf22e26",
-                "b3a662cefbd6e8ce",
-                "473cf7861a1147f2",
-                "8e91e2e91dda302f",
-                "acde134068604405",
-                "ad2184d6480dbed3",
-                "8cca4bd6cfb79cf5",
-                "da039be3391d9ad9",
-            }
-        ),
-    }
+    {name: frozenset(bodies) for name, bodies in _DATA["bodies"].items()}
 )
+"""environment.fingerprints() of each tested release's trainer.py, equal bodies once; by recipes/add_release.py."""
