@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SEVERAL_FIT, LossContract, Reduction
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SEVERAL_FIT, SHIFT_UNKNOWN, LossContract, Reduction
 from hf_accum_fix.accumulation.evidence.rules import told_apart_in
 from hf_accum_fix.accumulation.window import Items
 
@@ -158,7 +158,7 @@ def as_before(known: LossContract, found: LossContract) -> LossContract | None:
     if known.items is not None and not common:
         return None
     # Now it is known that no rule counts what its calls reduce over.
-    if found.beside and not known.beside:
+    if found.beside and not known.beside and found.reason != SHIFT_UNKNOWN:
         return None
     if bool(extra) != bool(known.extra) or bool(rest) != bool(known.rest_terms):
         return None

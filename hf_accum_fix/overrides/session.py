@@ -101,12 +101,14 @@ class Response:
     Attributes:
         extra: the rules that count what is added, where that is a mean over items of its own.
         divides: when it divides it for the accumulation window.
+        shown: a finite loss of the base showed it.
     """
 
     factor: float = 1.0
     constant: bool = False
     extra: tuple[Items, ...] = ()
     divides: Divides = Divides.NEVER
+    shown: bool = True
 
 
 @dataclass

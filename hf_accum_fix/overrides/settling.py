@@ -129,7 +129,7 @@ def _observed(
     except Exception as error:
         return None, error
     finally:
-        if again > 0:
+        if again > 0 and response.shown:
             session.response = response
 
 
@@ -320,14 +320,14 @@ def _observe(trainer: TrainerLike, session: Session, window: list[Any], *, again
 
 def _smoothed(found: LossContract, ignore_index: int, *, of_tokens: bool) -> LossContract:
     """The contract of the smoothed loss of a model: a mean over labels, shifted where the model's own are."""
-    shifts = dict.fromkeys(rule.shift for rule in (*found.alternatives, *found.rules) if rule.keys == ("labels",))
-    rules = tuple(Items(("labels",), ignore_index, shift=shift) for shift in shifts or [False])
+    known = (*found.alternatives, *found.rules)
+    # As stock smooths them comes first.
+    shifts = sorted({rule.shift for rule in known if rule.keys == ("labels",)}) or [False]
+    rules = tuple(Items(("labels",), ignore_index, shift=shift) for shift in shifts)
     smooth = replace(found, reduction=Reduction.MEAN, items=rules[0], alternatives=rules, made_of=None)
-    if found.reduction is Reduction.PLAIN:
-        return replace(smooth, beside=True)
-    if of_tokens and not shifts:
+    if of_tokens and (len(rules) > 1 or not any(rule.keys == ("labels",) for rule in known)):
         return replace(smooth, beside=True, reason=SHIFT_UNKNOWN)
-    return smooth
+    return replace(smooth, beside=True) if found.reduction is Reduction.PLAIN else smooth
 
 
 @dataclass(frozen=True)
@@ -352,6 +352,8 @@ def _response_of(responses: Sequence[_Asked], steps: int) -> Response | None:
     """
     seen = [each for each in responses if math.isfinite(each.base) and math.isfinite(each.loss)]
     plain = [each for each in seen if each.number_came and not each.more_steps]
+    if responses and not plain:
+        return Response(shown=False)
     if all(each.loss == each.base for each in seen) or len(plain) < 2:
         return Response()
     one, other = plain[:2]

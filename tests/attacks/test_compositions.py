@@ -82,6 +82,18 @@ FOUND = {
     "a number that is wrong in one micro-batch": Composition(
         "number-by-hand", "masked-in-prepare", "narrow-labels", ("rare", "empty"), (8, 1), 1, seed=29618
     ),
+    "smoothing texts of one length, by hand": Composition(
+        "mean-of-tokens-by-hand", "smoothing", "left", ("alike",), (4, 2), seed=51504
+    ),
+    "smoothing where the model's loss shows no shift, in one micro-batch": Composition(
+        "mean-by-hand-and-z", "smoothing", "no-mask", ("ragged", "empty"), (8, 1), 1, seed=3988
+    ),
+    "one of two terms has no target in any sample seen": Composition(
+        "two-terms-sentence", "teacher", "other-labels", ("empty",), seed=36347
+    ),
+    "the base's loss is nan in the first samples seen": Composition(
+        "indexed", "super-by-steps", "left", ("empty", "ragged"), seed=1524
+    ),
 }
 #: Those that are not only said: exact in every window.
 EXACT = {
@@ -93,6 +105,8 @@ EXACT = {
     "an own mean of samples without a label",
     "smoothing a model whose own loss couples samples",
     "smoothing by the unshifted labels of texts of one length",
+    "smoothing texts of one length, by hand",
+    "the base's loss is nan in the first samples seen",
     "an own mean whose only labelled sample is its own micro-batch",
 }
 

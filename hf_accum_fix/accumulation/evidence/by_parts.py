@@ -49,8 +49,8 @@ def reduced_by_parts(evidence: Evidence) -> LossContract:
     if not np.isfinite(whole.loss) or is_close(whole.loss, weighed_router(configured, whole.router), 1e-6):
         # Weighed by its items, of which there are none, such a window is an exact zero whatever the loss does.
         aux, z = (c if value else 0.0 for c, value in zip(configured, whole.router, strict=True))
-        # Where every rule counts targets, they were taken out on the way.
-        empty = min(count_by(rule, inputs) for rule in rules) == 0.0
+        # Where labels count, targets were taken out on the way, or another term has none.
+        empty = min(count_by(rule, inputs) for rule in rules if rule.keys == rules[0].keys) == 0.0
         reason = NO_TARGET_SEEN if empty else "the loss of samples with targets is nan or zero, and shows nothing"
         return LossContract(Reduction.MEAN, rules[0], aux, z, conclusive=False, reason=reason)
     for coefficients in router_terms(whole, configured):
