@@ -143,8 +143,6 @@ class PatchHandle:
             return
         # Another thread may be importing it now: wait for that. In the hook itself the import is done.
         import_module("transformers.trainer")
-        from hf_accum_fix.evaluation import evaluation_loop
-        from hf_accum_fix.overrides import OVERRIDES
         from hf_accum_fix.upstream.environment import detect, imported_trainer, is_pristine
         from hf_accum_fix.upstream.patch import Patch, install
         from hf_accum_fix.upstream.plan import make_plan
@@ -163,6 +161,10 @@ class PatchHandle:
                     "got transformers.trainer without a class Trainer; expected that class; call apply() before or "
                     "after that module is imported, not while it is being imported"
                 )
+            # Now: they import what the plan has looked for.
+            from hf_accum_fix.evaluation import evaluation_loop
+            from hf_accum_fix.overrides import OVERRIDES
+
             names = [state.seam.name for state in environment.seams]
             patches = [Patch(trainer, name, self._wrapper(name, OVERRIDES[name])) for name in names]
             if self.options.eval_loss:
@@ -271,8 +273,8 @@ def apply(*, quiet: bool = False, **options: Any) -> PatchHandle:
 
     Raises:
         UnsupportedVersionError: if transformers is missing or older than 4.41.
-        SeamError: if a method to be wrapped, or the module transformers.trainer, is missing, or a method has another
-            signature.
+        SeamError: if a method to be wrapped, an attribute that we use, or the module transformers.trainer, is missing,
+            or a method has another signature.
         ForeignPatchError: if somebody else replaced one, and allow_foreign does not name them.
         OptionsError: if an option is invalid, or differs from those already applied.
     """

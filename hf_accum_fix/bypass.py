@@ -11,10 +11,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_accum_fix.errors import SeamError
 from hf_accum_fix.options import enabled
+from hf_accum_fix.upstream.protocols import TrainerLike
 
 
 @contextmanager
-def no_bypass(trainer: Any, session: Any, end_window: Callable[[Any], object]) -> Iterator[None]:
+def no_bypass(trainer: TrainerLike, session: Any, end_window: Callable[[Any], object]) -> Iterator[None]:
     """While a trainer trains, refuse an optimizer step in which no micro-batch came through its wrapped step.
 
     Asked by torch, as part of the step itself, whatever engine, scaler or wrapper calls it, from the first one on. A

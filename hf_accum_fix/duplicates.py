@@ -18,6 +18,8 @@ from torch import Tensor
 from hf_accum_fix.accumulation.window import Weightless, sample_count
 from hf_accum_fix.dealing import is_dealt
 from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.upstream.presence import require
+from hf_accum_fix.upstream.seams import BATCH_SHARD, DISPATCHER, STREAM_SHARD
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,12 @@ class WithoutDuplicates(wrapt.ObjectProxy):  # type: ignore[type-arg]
         self._self_drop = drop
         self._self_found = found
         shard = loader.dataset
+        if isinstance(loader, DataLoaderDispatcher):
+            require(DISPATCHER, loader, "object")
+        if isinstance(shard, IterableDatasetShard):
+            require(STREAM_SHARD, shard, "object")
+        elif (sampler := _batch_sampler_shard(loader)) is not None:
+            require(BATCH_SHARD, sampler, "object")
         if isinstance(shard, IterableDatasetShard) and not isinstance(shard.dataset, Counted):
             shard.dataset = Counted(shard.dataset)
 

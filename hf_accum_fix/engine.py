@@ -12,9 +12,10 @@ from torch import nn
 
 from hf_accum_fix.accumulation.precision import NARROW, Arrival, Leaf
 from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 
-def engine_divisor(accelerator: Any, backward_kwargs: Mapping[str, Any]) -> int:
+def engine_divisor(accelerator: AcceleratorLike, backward_kwargs: Mapping[str, Any]) -> int:
     """What the engine is about to divide a loss by.
 
     Args:
@@ -28,7 +29,7 @@ def engine_divisor(accelerator: Any, backward_kwargs: Mapping[str, Any]) -> int:
     return int(accelerator.deepspeed_engine_wrapped.engine.gradient_accumulation_steps())
 
 
-def reducing(accelerator: Any, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+def reducing(accelerator: AcceleratorLike, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
     """Around a forward and backward: the ranks reduce gradients in the last micro-batch of a window alone.
 
     Args:
@@ -44,7 +45,7 @@ def reducing(accelerator: Any, model: nn.Module, *, last: bool) -> AbstractConte
     return nullcontext() if alone else accelerator.no_sync(model)
 
 
-def tell_last(accelerator: Any, last: bool) -> None:
+def tell_last(accelerator: AcceleratorLike, last: bool) -> None:
     """Tell DeepSpeed, which else counts windows of one length, whether this micro-batch ends one.
 
     accelerate tells it from 1.8 on; before, the short window at the end of an epoch is not stepped.
@@ -53,19 +54,19 @@ def tell_last(accelerator: Any, last: bool) -> None:
         accelerator.deepspeed_engine_wrapped.engine.set_gradient_accumulation_boundary(last)
 
 
-def is_sharded(accelerator: Any) -> bool:
+def is_sharded(accelerator: AcceleratorLike) -> bool:
     """Whether the ranks meet in every forward, to put the parameters together."""
     return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
-def waits_every_micro_batch(accelerator: Any) -> bool:
+def waits_every_micro_batch(accelerator: AcceleratorLike) -> bool:
     """Whether the ranks wait for one another in every micro-batch (FSDP, ZeRO-2 and -3), not once a window (DDP)."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return bool(accelerator.state.deepspeed_plugin.zero_stage >= 2)
     return is_sharded(accelerator)
 
 
-def inputs_are_rounded(accelerator: Any) -> bool:
+def inputs_are_rounded(accelerator: AcceleratorLike) -> bool:
     """Whether the engine rounds the floating-point inputs of a forward, the number among them, to 16 bits.
 
     Source: ``cast_forward_inputs`` of FSDP's mixed precision, ``DeepSpeedEngine._cast_inputs_half``; in float16 a
@@ -74,7 +75,7 @@ def inputs_are_rounded(accelerator: Any) -> bool:
     return is_sharded(accelerator) and accelerator.mixed_precision != "no"
 
 
-def narrow_leaves(accelerator: Any, model: nn.Module) -> Iterator[Leaf]:
+def narrow_leaves(accelerator: AcceleratorLike | None, model: nn.Module) -> Iterator[Leaf]:
     """Where a model's gradients arrive that its engine would add micro-batch by micro-batch in 16 bits.
 
     FSDP adds the gradients of whole parameters in the dtype that it computes in, FSDP2 in the dtype that it reduces in;
@@ -112,7 +113,7 @@ def _leaves_of_fsdp2(each: Any) -> Iterator[Leaf]:
         yield Leaf(each.sharded_param, Arrival.REDUCED)
 
 
-def reduced_in(accelerator: Any, model: nn.Module) -> list[str]:
+def reduced_in(accelerator: AcceleratorLike | None, model: nn.Module) -> list[str]:
     """What gradients are averaged over ranks in: names of dtypes, and of communication hooks.
 
     Args:
@@ -149,7 +150,7 @@ def _parameters_of_fsdp2(module: Any) -> Iterator[Any]:
             yield from group.fsdp_params if group is not None else ()
 
 
-def check_engine_adds(accelerator: Any, accumulate_in: str) -> str | None:
+def check_engine_adds(accelerator: AcceleratorLike | None, accumulate_in: str) -> str | None:
     """Compare what DeepSpeed adds gradients in with what was asked for; every other engine leaves it to us.
 
     Args:

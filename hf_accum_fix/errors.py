@@ -14,7 +14,7 @@ class UnsupportedVersionError(AccumFixError):
 
 
 class SeamError(AccumFixError):
-    """A method to be wrapped is missing or has another signature, or training did not come through it."""
+    """Something we touch upstream is missing or has another signature, or training did not come through it."""
 
 
 class ForeignPatchError(AccumFixError):

@@ -23,6 +23,7 @@ from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.session import busy, session_of
 from hf_accum_fix.overrides.settling import loss_alone, settle
 from hf_accum_fix.shadow import shadow
+from hf_accum_fix.upstream.protocols import TrainerLike
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -30,7 +31,12 @@ _WEIGHTED = (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN)
 
 
 def evaluation_loop(
-    wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, options: Options
+    wrapped: Callable[..., Any],
+    trainer: TrainerLike,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    options: Options,
 ) -> Any:
     """Run the original loop, and put the item mean in the place of its loss.
 
@@ -102,7 +108,7 @@ def _items(contract: LossContract) -> Items:
     return contract.items
 
 
-def _is_filled_up(trainer: Any, inputs: Mapping[str, Any]) -> bool:
+def _is_filled_up(trainer: TrainerLike, inputs: Mapping[str, Any]) -> bool:
     """Whether the ranks' last batches repeat samples to be of one size."""
     state = trainer.accelerator.gradient_state
     if trainer.args.world_size == 1 or not state.end_of_dataloader:
@@ -111,7 +117,7 @@ def _is_filled_up(trainer: Any, inputs: Mapping[str, Any]) -> bool:
     return 0 < remainder < sample_count(inputs) * int(trainer.args.world_size)
 
 
-def _real_rows(trainer: Any, inputs: Mapping[str, Any]) -> int:
+def _real_rows(trainer: TrainerLike, inputs: Mapping[str, Any]) -> int:
     """Samples of this rank's last batch that no other batch holds."""
     rows = sample_count(inputs)
     left = int(trainer.accelerator.gradient_state.remainder) - int(trainer.args.process_index) * rows
@@ -141,7 +147,7 @@ def _has_rows(value: Any, rows: int) -> bool:
     return len(value) == rows if isinstance(value, list) else value.ndim > 0 and len(value) == rows
 
 
-def _loss(trainer: Any, model: Any, contract: LossContract, inputs: Mapping[str, Any]) -> Tensor:
+def _loss(trainer: TrainerLike, model: Any, contract: LossContract, inputs: Mapping[str, Any]) -> Tensor:
     """The mean over a batch's items, without the router's loss."""
     with torch.no_grad():
         loss, outputs = loss_alone(trainer, model, inputs)

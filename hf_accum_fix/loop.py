@@ -65,6 +65,8 @@ from hf_accum_fix.engine import (
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnevenRanksError, UnsupportedSetupError
 from hf_accum_fix.options import Options, of_a_loop, shows_options
 from hf_accum_fix.own_counts import own_counts
+from hf_accum_fix.upstream.presence import require_accelerator
+from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -305,7 +307,7 @@ class AccumulationWindows:
     def __init__(
         self,
         dataloader: Iterable[Batch],
-        accelerator: Any,
+        accelerator: AcceleratorLike | None,
         steps: int | None,
         options: Options,
     ) -> None:
@@ -336,7 +338,10 @@ class AccumulationWindows:
     @property
     def steps(self) -> int:
         """G, micro-batches of a window that is not the short one at the end of an epoch."""
-        return int(self._accelerator.gradient_accumulation_steps) if self._steps is None else self._steps
+        if self._steps is not None:
+            return self._steps
+        assert self._accelerator is not None
+        return int(self._accelerator.gradient_accumulation_steps)
 
     def __len__(self) -> int:
         """Windows, and so optimizer steps, of an epoch.
@@ -694,6 +699,7 @@ def accumulation_windows(
             ``per_sample``, ``accumulate_in``.
 
     Raises:
+        SeamError: if the accelerator lacks something that is used of it.
         OptionsError: if neither an accelerator nor steps are given, steps is no positive integer, or an option is
             invalid or has no meaning in a loop.
         UnsupportedSetupError: if the accelerator's ranks split samples (tensor, context or sequence parallelism), or
@@ -701,6 +707,8 @@ def accumulation_windows(
     """
     if steps is None and accelerator is None:
         raise OptionsError("got neither steps nor an accelerator; expected the micro-batches of a window; give steps=G")
+    if accelerator is not None:
+        require_accelerator(accelerator)
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise OptionsError(f"got steps={steps!r}; expected the number of micro-batches of a window, at least 1")
     config = getattr(accelerator, "parallelism_config", None)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.shadow import shadow
+from hf_accum_fix.upstream.protocols import TrainerLike
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -36,7 +37,7 @@ class LossLog:
         trainer: whose arguments have the filter on.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: TrainerLike) -> None:
         self._trainer = trainer
         self._losses: list[Tensor] = []
         self._windows: list[tuple[int, Tensor]] = []

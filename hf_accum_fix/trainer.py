@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import Seq2SeqTrainer, Trainer
 
@@ -13,7 +13,14 @@ from hf_accum_fix.options import Options
 _SEAMS = ("train", "get_batch_samples", "training_step", "compute_loss")
 
 
-class GlobalBatchMixin:
+if TYPE_CHECKING:
+    # It only ever stands above one, and mypy holds what we use of it against the installed release.
+    _Base = Trainer
+else:
+    _Base = object
+
+
+class GlobalBatchMixin(_Base):
     """Computes the loss by the global item count, whatever the cut into micro-batches and ranks.
 
     It has to stand directly before ``Trainer`` in the method resolution order, so that a ``compute_loss`` of your own
@@ -43,26 +50,26 @@ class GlobalBatchMixin:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, refusing at once what cannot be right."""
-        return overrides.train(super().train, self, args, kwargs, options=self.global_batch_options)  # type: ignore[misc]
+        return overrides.train(super().train, self, args, kwargs, options=self.global_batch_options)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Fetch one window and count its items over all ranks."""
-        original = super().get_batch_samples  # type: ignore[misc]
+        original = super().get_batch_samples
         return overrides.get_batch_samples(original, self, args, kwargs, options=self.global_batch_options)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch: forward, backward, and the loss to log."""
-        original = super().training_step  # type: ignore[misc]
+        original = super().training_step
         return overrides.training_step(original, self, args, kwargs, options=self.global_batch_options)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """The loss whose plain mean over micro-batches and ranks is the global batch's."""
-        original = super().compute_loss  # type: ignore[misc]
+        original = super().compute_loss
         return overrides.compute_loss(original, self, args, kwargs, options=self.global_batch_options)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; with ``eval_loss`` among the options the loss is the mean over the set's items."""
-        original = super().evaluation_loop  # type: ignore[misc]
+        original = super().evaluation_loop
         return evaluation.evaluation_loop(original, self, args, kwargs, options=self.global_batch_options)
 
     def prediction_loop(self, *args: Any, **kwargs: Any) -> Any:

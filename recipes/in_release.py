@@ -7,8 +7,8 @@
 The first call makes a virtual environment with torch, the newest release and this package with its extras in
 .environments/; every further release gets a small one that takes everything else from there. An environment is made
 whole or not at all, and is made once: delete .environments/ to start again. The recipe shows its steps and their time;
-pip's output is in pip.log in its folder. ``{release}`` in the command is replaced by the release. To add a release,
-name it; to pin packages beside it, add them after an @: 4.46.3@accelerate==0.26.0@peft==0.13.2.
+pip's output is in pip.log in its folder. ``{release}`` in the command is replaced by the release. "newest" stands
+for the newest that tests have run. Pin packages beside a release after an @: 4.46.3@accelerate==0.26.0@peft==0.13.2.
 
 Needs nothing but Python 3.10 or newer. Exit code: the first that is not 0; 1 where an environment can't be made; 2 for
 a wrong call.
@@ -16,6 +16,7 @@ a wrong call.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -29,7 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = ROOT / ".environments"
-NEWEST = "5.23.0"
+NEWEST = json.loads((ROOT / "hf_accum_fix/upstream/releases.json").read_text(encoding="utf-8"))["tested"][-1]
 TORCH = "torch==2.13.0"
 RELEASE = re.compile(r"\d+\.\d+\.\d+(@[\w-]+[<>=]=[\w.]+)*")
 BIN = "Scripts" if os.name == "nt" else "bin"
@@ -52,6 +53,7 @@ class NotMadeError(SystemExit):
 
 def main(arguments: list[str]) -> int:
     releases, dashes, command = _split(arguments)
+    releases = [re.sub(r"^newest\b", NEWEST, release) for release in releases]
     if not dashes or not releases or not command or not all(map(RELEASE.fullmatch, releases)):
         print("usage: python recipes/in_release.py RELEASE [RELEASE ...] -- COMMAND [ARGUMENT ...]", file=sys.stderr)
         return 2

@@ -52,7 +52,7 @@ def explanation(defect: Defect) -> str:
         "mended at": "" if defect.not_mended else f"Trainer.{defect.seam}",
         "not mended": defect.not_mended,
         "evidence": _EVIDENCE[defect.evidence],
-        "row goes": f"when {defect.remove_when}",
+        "row goes": f"when {defect.goes_when}",
         "reported": f"\n{' ' * 12}".join(defect.source),
     }
     lines = [f"{name:10}  {fact}" for name, fact in facts.items() if fact]

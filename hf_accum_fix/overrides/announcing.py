@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from torch import Tensor
 
@@ -13,11 +12,12 @@ from hf_accum_fix.engine import reduced_in
 from hf_accum_fix.overrides.live import head_name, loss_func
 from hf_accum_fix.overrides.routing import convention_of
 from hf_accum_fix.overrides.session import Session, Window
+from hf_accum_fix.upstream.protocols import TrainerLike
 
 logger = logging.getLogger("hf_accum_fix")
 
 
-def announce(trainer: Any, session: Session, window: Window, *, passed: Tensor, right: Tensor) -> None:
+def announce(trainer: TrainerLike, session: Session, window: Window, *, passed: Tensor, right: Tensor) -> None:
     """Once a run: what was observed, and what the stock Trainer would have made of it."""
     if "announced" in session.said:
         return
@@ -56,7 +56,9 @@ def announce(trainer: Any, session: Session, window: Window, *, passed: Tensor, 
         logger.info("%s: the loss %s%s; G=%d, W=%d.%s", head, contract, router, steps, world_size, told)
 
 
-def _stock_factor(trainer: Any, session: Session, window: Window, passed: Tensor, right: Tensor) -> float | None:
+def _stock_factor(
+    trainer: TrainerLike, session: Session, window: Window, passed: Tensor, right: Tensor
+) -> float | None:
     """About how many times the right gradient the installed Trainer would train at; None where it cannot be told.
 
     Its own division is read off the loss it passes on, accelerate's off the live object, its count off what it
@@ -75,7 +77,7 @@ def _stock_factor(trainer: Any, session: Session, window: Window, passed: Tensor
 
 
 def _stock_factor_of_means(
-    trainer: Any, session: Session, window: Window, passed: Tensor, right: Tensor
+    trainer: TrainerLike, session: Session, window: Window, passed: Tensor, right: Tensor
 ) -> float | None:
     """The same of a term that each micro-batch takes the mean of: a loss, or a router's loss inside it."""
     undivided = _undivided(trainer, session, passed, right)
@@ -86,7 +88,7 @@ def _stock_factor_of_means(
     return undivided * (window.cut.world_size if averaged and handed and window.upstream_number is not None else 1)
 
 
-def _undivided(trainer: Any, session: Session, passed: Tensor, right: Tensor) -> float | None:
+def _undivided(trainer: TrainerLike, session: Session, passed: Tensor, right: Tensor) -> float | None:
     """What is left of G where the installed Trainer and accelerate have divided; None where it cannot be told."""
     contract = session.contract
     assert contract is not None

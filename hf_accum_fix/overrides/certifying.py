@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
@@ -12,13 +11,14 @@ from torch import Tensor, nn
 from hf_accum_fix.accumulation.closing import scale_gradients
 from hf_accum_fix.overrides.live import data_ranks, head_name
 from hf_accum_fix.overrides.session import Session, Window
+from hf_accum_fix.upstream.protocols import TrainerLike
 
 
 @dataclass(frozen=True)
 class _Training:
     """A Trainer's training, as `closing.Run` asks for it."""
 
-    trainer: Any
+    trainer: TrainerLike
     session: Session
 
     @property
@@ -53,7 +53,7 @@ class _Training:
             )
 
 
-def end_window(trainer: Any, session: Session, window: Window) -> Tensor | float | None:
+def end_window(trainer: TrainerLike, session: Session, window: Window) -> Tensor | float | None:
     """Correct the gradient of a window that counted otherwise than its rule; say what was not as observed.
 
     Returns:
@@ -70,7 +70,7 @@ def end_window(trainer: Any, session: Session, window: Window) -> Tensor | float
     return times
 
 
-def read_certificates(trainer: Any, session: Session) -> None:
+def read_certificates(trainer: TrainerLike, session: Session) -> None:
     """Read what was found on the device since the last log: the Trainer has just waited for it to log the loss."""
     session.closing.read(_Training(trainer, session))
 

@@ -9,17 +9,18 @@ from weakref import WeakKeyDictionary
 from transformers import Trainer
 
 from hf_accum_fix.accumulation.declared import has_parameter
+from hf_accum_fix.upstream.protocols import TrainerLike
 
 #: Classes of trainers, and whether they come between a micro-batch and its loss.
 _REMAKES: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
-def data_ranks(trainer: Any) -> int:
+def data_ranks(trainer: TrainerLike) -> int:
     """W: the ranks that hold samples of their own; engines average over these alone."""
     return int(trainer.args.world_size) // parallel_size(trainer, "tp")
 
 
-def parallel_size(trainer: Any, kind: str) -> int:
+def parallel_size(trainer: TrainerLike, kind: str) -> int:
     """Ranks that share samples by one kind of parallelism: "tp", "cp" or "sp"; 1: none do."""
     size = getattr(trainer, f"get_{kind}_size", None)
     if size is not None:
@@ -28,17 +29,17 @@ def parallel_size(trainer: Any, kind: str) -> int:
     return int(getattr(config, f"{kind}_size", 1) or 1)
 
 
-def place(trainer: Any) -> dict[str, int]:
+def place(trainer: TrainerLike) -> dict[str, int]:
     """This rank among all, as `ranks` asks for it."""
     return {"rank": trainer.args.process_index, "world_size": trainer.args.world_size}
 
 
-def head_name(trainer: Any) -> str:
+def head_name(trainer: TrainerLike) -> str:
     """The model's class, for words."""
     return type(trainer.accelerator.unwrap_model(trainer.model)).__name__
 
 
-def loss_func(trainer: Any) -> Callable[..., Any] | None:
+def loss_func(trainer: TrainerLike) -> Callable[..., Any] | None:
     """The user's own loss; releases before 4.46 know of none."""
     func: Callable[..., Any] | None = getattr(trainer, "compute_loss_func", None)
     return func
@@ -49,7 +50,7 @@ def release_counts_windows() -> bool:
     return hasattr(Trainer, "get_batch_samples")
 
 
-def accepts_number(trainer: Any) -> bool:
+def accepts_number(trainer: TrainerLike) -> bool:
     """Whether the release's Trainer would hand its model the number; releases before 4.46 know of none."""
     return bool(getattr(trainer, "model_accepts_loss_kwargs", False))
 
@@ -59,7 +60,7 @@ def hands_number(compute_loss: Callable[..., Any]) -> bool:
     return release_counts_windows() and has_parameter(compute_loss, "num_items_in_batch")
 
 
-def scales_itself(trainer: Any) -> bool:
+def scales_itself(trainer: TrainerLike) -> bool:
     """Whether a trainer says that the loss it computes is divided for the window already.
 
     Source: ``Trainer.loss_is_scaled_for_ga`` (5.19.0 on); before it, a ``compute_loss_func`` that is no function, whose
@@ -71,7 +72,7 @@ def scales_itself(trainer: Any) -> bool:
     return bool(declared)
 
 
-def remakes_inputs(trainer: Any) -> bool:
+def remakes_inputs(trainer: TrainerLike) -> bool:
     """Whether a class of the trainer's own stands between the loader's micro-batch and the base's loss."""
     kind = type(trainer)
     known = _REMAKES.get(kind)

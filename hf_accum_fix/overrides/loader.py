@@ -25,6 +25,7 @@ from hf_accum_fix.overrides.live import head_name, release_counts_windows
 from hf_accum_fix.overrides.session import Session, session_of
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.defects import is_present
+from hf_accum_fix.upstream.protocols import TrainerLike
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -36,7 +37,7 @@ _ABSENT = object()
 
 
 @contextmanager
-def whole_windows(trainer: Any, options: Options, opened: Callable[[list[Any]], None]) -> Iterator[None]:
+def whole_windows(trainer: TrainerLike, options: Options, opened: Callable[[list[Any]], None]) -> Iterator[None]:
     """Hand the loop whole windows, where its release or a stream would let the end of an epoch leak or be lost.
 
     Args:
@@ -79,7 +80,7 @@ def whole_windows(trainer: Any, options: Options, opened: Callable[[list[Any]], 
         yield
 
 
-def _tell_repeated(trainer: Any, session: Session, samples: int, *, dropped: bool) -> None:
+def _tell_repeated(trainer: TrainerLike, session: Session, samples: int, *, dropped: bool) -> None:
     if session.repeated:
         return
     session.repeated = {"repeated_samples": samples, "repeated_samples_dropped": dropped}
@@ -108,7 +109,7 @@ def _let_epochs_through(loader: Any) -> None:
         shard.set_epoch = sampler.set_epoch
 
 
-def _dealt(trainer: Any, loader: Any, options: Options) -> Any:
+def _dealt(trainer: TrainerLike, loader: Any, options: Options) -> Any:
     """The loader with its windows dealt by length, where that is asked for."""
     args = trainer.args
     if not isinstance(options.balance_windows, BalanceOptions) or isinstance(loader, (WholeWindows, RedealtLoader)):
@@ -141,7 +142,7 @@ def _dealt(trainer: Any, loader: Any, options: Options) -> Any:
     )
 
 
-def tell_saved(trainer: Any) -> None:
+def tell_saved(trainer: TrainerLike) -> None:
     """What dealing brought, in padded tokens, at the end of a training."""
     dealer = trainer.__dict__.get(DEALER)
     if dealer is None or not dealer.real or trainer.args.process_index > 0:
@@ -154,12 +155,12 @@ def tell_saved(trainer: Any) -> None:
 
 
 @contextmanager
-def _not_dispatching(trainer: Any, options: Options) -> Iterator[None]:
+def _not_dispatching(trainer: TrainerLike, options: Options) -> Iterator[None]:
     """Let each rank read its own stream while its loader is made, as a dispatched one cannot be dealt.
 
     On one rank that is the same loader. On several the user has to say that every rank may read the stream.
     """
-    holder = getattr(trainer.accelerator, "dataloader_config", None) or trainer.accelerator
+    holder = trainer.accelerator.dataloader_config
     stream = isinstance(trainer.train_dataset, IterableDataset)
     if not options.balance_windows or not stream or holder.dispatch_batches is not None or trainer.args.world_size > 1:
         yield
@@ -171,7 +172,7 @@ def _not_dispatching(trainer: Any, options: Options) -> Iterator[None]:
         yield
 
 
-def check_dealing(trainer: Any, contract: LossContract, options: Options) -> None:
+def check_dealing(trainer: TrainerLike, contract: LossContract, options: Options) -> None:
     """Refuse a loss that depends on which samples share a micro-batch."""
     if not options.balance_windows:
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
@@ -14,10 +13,11 @@ from hf_accum_fix.engine import check_engine_adds, narrow_leaves
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.overrides.live import head_name
 from hf_accum_fix.overrides.session import Session, Window
+from hf_accum_fix.upstream.protocols import TrainerLike
 
 
 @contextmanager
-def adding(trainer: Any, session: Session, window: Window, model: nn.Module) -> Iterator[None]:
+def adding(trainer: TrainerLike, session: Session, window: Window, model: nn.Module) -> Iterator[None]:
     """Around the step of one micro-batch; after the first window say what 16 bits have lost, where that matters."""
     gradient, accelerator = session.gradient, trainer.accelerator
     first, last = window.steps_run == 0, window.steps_run + 1 >= len(window.batches)
@@ -34,10 +34,10 @@ def adding(trainer: Any, session: Session, window: Window, model: nn.Module) -> 
             session.warn_once("16 bits", f"{head_name(trainer)}: {words}")
 
 
-def _check(trainer: Any, session: Session) -> None:
+def _check(trainer: TrainerLike, session: Session) -> None:
     """Refuse what steps before the sum is whole, and say what DeepSpeed adds in."""
     asked = session.options.accumulate_in
-    if asked != "parameter" and getattr(trainer.accelerator, "has_lomo_optimizer", False):
+    if asked != "parameter" and trainer.accelerator.has_lomo_optimizer:
         raise UnsupportedSetupError(
             f"got accumulate_in={asked!r} and LOMO, which steps within the backward of every micro-batch; expected an "
             "optimizer that steps once a window: take another one, or accumulate_in='parameter'"

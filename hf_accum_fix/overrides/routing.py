@@ -22,10 +22,11 @@ from hf_accum_fix.overrides.live import data_ranks, head_name, place
 from hf_accum_fix.overrides.session import Session, Window
 from hf_accum_fix.overrides.settling import as_in_training, compute_loss_of, silent
 from hf_accum_fix.shadow import shadow
+from hf_accum_fix.upstream.protocols import TrainerLike
 
 
 def count_routing(
-    trainer: Any,
+    trainer: TrainerLike,
     session: Session,
     contract: LossContract,
     batches: list[Any],
@@ -62,7 +63,7 @@ def count_routing(
 
 
 @contextmanager
-def _forward_alone(trainer: Any, session: Session, module: nn.Module, steps: int) -> Iterator[Forward]:
+def _forward_alone(trainer: TrainerLike, session: Session, module: nn.Module, steps: int) -> Iterator[Forward]:
     """The forward that training makes of a micro-batch, to be run without its step."""
     if session.counting_loss is None or session.counting_loss[0] != session.observed_for:
         with shadow(trainer, "current_gradient_accumulation_steps", steps):
@@ -90,7 +91,7 @@ def _forward_alone(trainer: Any, session: Session, module: nn.Module, steps: int
 
 
 def _recognised(
-    trainer: Any,
+    trainer: TrainerLike,
     contract: LossContract,
     router: RouterLoss,
     forward: Forward,
@@ -127,7 +128,7 @@ def in_the_window(session: Session, window: Window) -> AbstractContextManager[No
     return nullcontext() if session.router is None else session.router.micro_batch(window.steps_run)
 
 
-def note_routing(trainer: Any, session: Session) -> None:
+def note_routing(trainer: TrainerLike, session: Session) -> None:
     """Say once what the router's loss has shown that ought to be said."""
     for kind, words in () if session.router is None else session.router.remarks():
         session.warn_once(kind, f"{head_name(trainer)}: {words}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,8 @@ from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.loss_log import LossLog
 from hf_accum_fix.options import Options
+from hf_accum_fix.upstream.protocols import TrainerLike
+from hf_accum_fix.upstream.seams import VERIFY
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -166,6 +168,12 @@ class Session:
             self.said.add(kind)
             logger.warning(message)
 
+    def say_off(self, off: Mapping[str, str]) -> None:
+        """Say once what is off in this training, and why."""
+        for what, why in off.items():
+            if what != VERIFY:
+                self.warn_once(what, why)
+
     def note_inexact(self) -> None:
         """Let the report say so, if the run is in it already."""
         self.inexact_windows += 1
@@ -174,7 +182,7 @@ class Session:
             observations.amend({"exact": False, "inexact_windows": self.inexact_windows})
 
 
-def session_of(trainer: Any, options: Options) -> Session:
+def session_of(trainer: TrainerLike, options: Options) -> Session:
     """The session of a trainer, made at its first use."""
     session: Session | None = trainer.__dict__.get(SESSION)
     if session is None:

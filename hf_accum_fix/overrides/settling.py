@@ -57,6 +57,7 @@ from hf_accum_fix.overrides.loader import check_dealing
 from hf_accum_fix.overrides.session import SESSION, Response, Session, session_of
 from hf_accum_fix.own_counts import own_counts
 from hf_accum_fix.shadow import shadow
+from hf_accum_fix.upstream.protocols import TrainerLike
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -64,13 +65,13 @@ logger = logging.getLogger("hf_accum_fix")
 _FACTOR = 3.0
 
 
-def settle(trainer: Any, window: list[Any], options: Options) -> LossContract:
+def settle(trainer: TrainerLike, window: list[Any], options: Options) -> LossContract:
     """The contract of a trainer's loss, observed on the micro-batches of one window outside of training."""
     return settle_contract(trainer, session_of(trainer, options), window, options)
 
 
 def settle_contract(
-    trainer: Any, session: Session, window: list[Any], options: Options, trouble: Exception | None = None
+    trainer: TrainerLike, session: Session, window: list[Any], options: Options, trouble: Exception | None = None
 ) -> LossContract:
     """The contract of this trainer's loss as it is now; observed where it has not been, on every rank alike."""
     computed_by = (accepts_number(trainer), loss_func(trainer), trainer.label_smoother)
@@ -115,7 +116,7 @@ def settle_contract(
 
 
 def _observed(
-    trainer: Any, session: Session, window: list[Any], *, again: int
+    trainer: TrainerLike, session: Session, window: list[Any], *, again: int
 ) -> tuple[LossContract | None, Exception | None]:
     """What this rank sees of the loss; None: it has no window, or the trouble that it met."""
     if not window:
@@ -133,7 +134,7 @@ def _observed(
 
 
 def _still(
-    trainer: Any, session: Session, known: LossContract, found: LossContract, window: Sequence[Any]
+    trainer: TrainerLike, session: Session, known: LossContract, found: LossContract, window: Sequence[Any]
 ) -> LossContract:
     """The contract after a later window was observed too: as it was, narrowed down, or with a warning another one."""
     narrowed = as_before(known, found)
@@ -155,13 +156,13 @@ def _still(
     return session.contract
 
 
-def _say_if_several_fit(trainer: Any, session: Session, known: LossContract, window: Sequence[Any]) -> None:
+def _say_if_several_fit(trainer: TrainerLike, session: Session, known: LossContract, window: Sequence[Any]) -> None:
     if known.conclusive and several_fit(known, window):
         session.note_inexact()
         session.warn_once("inexact", f"{head_name(trainer)}: window {session.windows}: {SEVERAL_FIT}.")
 
 
-def _warn(trainer: Any, session: Session, found: LossContract) -> None:
+def _warn(trainer: TrainerLike, session: Session, found: LossContract) -> None:
     """Say once why a loss is not exact, where it shows."""
     head = head_name(trainer)
     if found.reduction is Reduction.SUM:
@@ -195,7 +196,7 @@ def _warn(trainer: Any, session: Session, found: LossContract) -> None:
         session.warn_once("inexact", f"{head}: {told}.")
 
 
-def _check_alike(trainer: Any, window: list[Any], trouble: Exception | None) -> None:
+def _check_alike(trainer: TrainerLike, window: list[Any], trouble: Exception | None) -> None:
     """Before the ranks run forwards together: each has fetched its window, and all hold labels or none does."""
     labels = {key for batch in window if isinstance(batch, Mapping) for key in batch if "label" in key}
     told = f"{len(window)} micro-batches with {sorted(labels) or 'no labels'}" if window else None
@@ -209,7 +210,7 @@ def _check_alike(trainer: Any, window: list[Any], trouble: Exception | None) -> 
         )
 
 
-def _given(trainer: Any, session: Session, contract: LossContract) -> LossContract:
+def _given(trainer: TrainerLike, session: Session, contract: LossContract) -> LossContract:
     """A contract given by hand, held against what can be known without a forward."""
     if contract.by_number and not session.passes_number and loss_func(trainer) is None:
         raise ContractError(
@@ -222,7 +223,7 @@ def _given(trainer: Any, session: Session, contract: LossContract) -> LossContra
     return contract
 
 
-def _observe(trainer: Any, session: Session, window: list[Any], *, again: int = 0) -> LossContract:
+def _observe(trainer: TrainerLike, session: Session, window: list[Any], *, again: int = 0) -> LossContract:
     """Observe the loss through the very call that training makes."""
     model = trainer.model_wrapped
     # A forward through DDP without gradient would switch off the next one's buffer sync.
@@ -406,7 +407,7 @@ def silent(*_: Any, **__: Any) -> None:
 
 
 @contextmanager
-def _more_steps(trainer: Any, session: Session) -> Iterator[None]:
+def _more_steps(trainer: TrainerLike, session: Session) -> Iterator[None]:
     """Let the arguments say twice the accumulation steps, and the trainer three times the window's."""
     steps = trainer.args.gradient_accumulation_steps
     window = getattr(trainer, "current_gradient_accumulation_steps", steps)
@@ -422,7 +423,7 @@ def _more_steps(trainer: Any, session: Session) -> Iterator[None]:
 
 
 def _agreed(
-    trainer: Any, found: LossContract | None, trouble: Exception | None = None, window: Sequence[Any] = ()
+    trainer: TrainerLike, found: LossContract | None, trouble: Exception | None = None, window: Sequence[Any] = ()
 ) -> LossContract:
     """The ranks' one contract; None: this rank had no window to observe."""
     axes = {
@@ -441,7 +442,7 @@ def _agreed(
     return agreed
 
 
-def as_in_training(trainer: Any, module: nn.Module, compute_loss: Callable[..., Any] | None) -> Forward:
+def as_in_training(trainer: TrainerLike, module: nn.Module, compute_loss: Callable[..., Any] | None) -> Forward:
     """The forward that training makes of a micro-batch, unsmoothed; without outputs where the loss is the trainer's."""
     handed = compute_loss is not None and hands_number(compute_loss)
 
@@ -457,7 +458,7 @@ def as_in_training(trainer: Any, module: nn.Module, compute_loss: Callable[..., 
 
 
 def base_loss(
-    trainer: Any, model: nn.Module, inputs: Mapping[str, Any], number: Tensor | None, *, smooth: bool = True
+    trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any], number: Tensor | None, *, smooth: bool = True
 ) -> tuple[Tensor, Any]:
     """The loss as the base Trainer comes by it, before any release's scaling.
 
@@ -473,8 +474,8 @@ def base_loss(
         inputs["num_items_in_batch"] = number
     with own_counts(given):
         outputs = model(**inputs)
-        if getattr(trainer.args, "past_index", -1) >= 0:
-            trainer._past = outputs[trainer.args.past_index]
+        if (past := getattr(trainer.args, "past_index", -1)) >= 0:
+            vars(trainer)["_past"] = outputs[past]
         if func is not None:
             return func(outputs, labels, num_items_in_batch=number), outputs
     if smoother is not None and labels is not None:
@@ -484,7 +485,7 @@ def base_loss(
     return loss_among(outputs, inputs, model), outputs
 
 
-def loss_alone(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
     """The loss of a batch that is not part of a larger one, and the model's outputs; `settle` comes first.
 
     It is the mean over the batch's own items (or the sum), by the head itself, which is handed no number, or by the
@@ -517,16 +518,16 @@ def loss_alone(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> tup
     return (loss + router.to(loss.device) if smoothed and router is not None else loss), outputs
 
 
-def compute_loss_of(trainer: Any) -> Callable[..., Any] | None:
+def compute_loss_of(trainer: TrainerLike) -> Callable[..., Any] | None:
     """The trainer's own ``compute_loss`` where something overrides the base; None where the base is all there is."""
     if "compute_loss" in vars(trainer):
-        return trainer.compute_loss  # type: ignore[no-any-return]
+        return trainer.compute_loss
     ours = ("hf_accum_fix.trainer", Trainer.__module__)
     defining = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
     return None if defining.__module__ in ours else trainer.compute_loss
 
 
-def unshared(trainer: Any) -> Any:
+def unshared(trainer: TrainerLike) -> Any:
     """A copy of a trainer: the same model and data, but containers, and containers in them, are its own."""
     copied = object.__new__(type(trainer))  # copy.copy would leave a note on the class
     vars(copied).update((name, _without_sharing(value)) for name, value in vars(trainer).items())

@@ -31,13 +31,20 @@ from hf_accum_fix.overrides.session import MicroBatch, Session, Window, session_
 from hf_accum_fix.overrides.settling import base_loss
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.defects import is_present
+from hf_accum_fix.upstream.presence import require_in_loop
+from hf_accum_fix.upstream.protocols import TrainerLike
 
 #: Asked here, as looking it up takes longer than all that is done in a micro-batch.
 _LAST_NOT_REDUCED = is_present("last-micro-batch-not-reduced", transformers.__version__)
 
 
 def compute_loss(
-    wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, options: Options
+    wrapped: Callable[..., Any],
+    trainer: TrainerLike,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    options: Options,
 ) -> Any:
     """The loss of one micro-batch, such that its plain mean over micro-batches and ranks is the global batch's.
 
@@ -79,7 +86,7 @@ def _with_loss(outputs: Any, loss: Tensor) -> Any:
 
 
 def _loss_in_window(
-    trainer: Any, session: Session, micro_batch: MicroBatch, model: nn.Module, inputs: Mapping[str, Any]
+    trainer: TrainerLike, session: Session, micro_batch: MicroBatch, model: nn.Module, inputs: Mapping[str, Any]
 ) -> tuple[Tensor, Any]:
     contract, window = session.contract, session.window
     assert contract is not None and window is not None
@@ -133,7 +140,12 @@ def _note_counts(window: Window, counts: Mapping[Items, Tensor], predicted: Mapp
 
 
 def training_step(
-    wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, options: Options
+    wrapped: Callable[..., Any],
+    trainer: TrainerLike,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    options: Options,
 ) -> Any:
     """Run the original step, with the loss that reaches accelerate set right, and return the one to log.
 
@@ -151,6 +163,8 @@ def training_step(
             f"no window was counted before this step: {type(trainer).__name__} (or a library that patched it) replaces "
             "Trainer.get_batch_samples without calling it; call super().get_batch_samples, or revert()"
         )
+    if not session.entered:
+        session.say_off(require_in_loop(trainer))
     session.entered = True
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
     if isinstance(inputs, Blank):
@@ -243,7 +257,7 @@ def _logged(session: Session, loss: Tensor) -> Tensor:
     return loss
 
 
-def _reduced_in_the_last(trainer: Any, window: Window, model: nn.Module) -> AbstractContextManager[None]:
+def _reduced_in_the_last(trainer: TrainerLike, window: Window, model: nn.Module) -> AbstractContextManager[None]:
     """Reduce over ranks in the last micro-batch of a window alone; 4.46.2 does so in every other one."""
     if not _LAST_NOT_REDUCED or trainer.args.world_size == 1:
         return nullcontext()
@@ -296,7 +310,7 @@ def _own_mean(
 
 
 def _share_of_window(
-    trainer: Any,
+    trainer: TrainerLike,
     session: Session,
     micro_batch: MicroBatch,
     window: Window,
@@ -344,7 +358,7 @@ def _for_window(loss: Tensor, divided: int, steps: int) -> Tensor:
     return loss * 1.0 if divided == steps else loss * divided / steps
 
 
-def _divided_by(trainer: Any, divides: Divides, micro_batch: MicroBatch, steps: int) -> int:
+def _divided_by(trainer: TrainerLike, divides: Divides, micro_batch: MicroBatch, steps: int) -> int:
     """What the trainer has divided a loss by for the window; ``steps``: G of the window."""
     if divides in (Divides.WITH_NUMBER, Divides.WITH_NUMBER_BY_ARGUMENT) and not micro_batch.number_came:
         return 1

@@ -18,18 +18,28 @@ from hf_accum_fix.overrides.routing import note_routing
 from hf_accum_fix.overrides.session import SESSION, Session, busy, session_of
 from hf_accum_fix.overrides.windows import counted_as_returned, mark_passed_over, open_window, warn_empty
 from hf_accum_fix.shadow import shadow
+from hf_accum_fix.upstream.presence import require_trainer
+from hf_accum_fix.upstream.protocols import TrainerLike
+from hf_accum_fix.upstream.seams import LOSS_LOG
 
 
 def train(
-    wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, options: Options
+    wrapped: Callable[..., Any],
+    trainer: TrainerLike,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    options: Options,
 ) -> Any:
     """Refuse what cannot be right, start from a fresh session, and say at the end what was kept on the device."""
     session = session_of(trainer, options)
     if not enabled() or "train" in session.busy:
         return wrapped(*args, **kwargs)
-    check_setup(trainer)
+    off = check_setup(trainer)
     session = trainer.__dict__[SESSION] = Session(options)
-    session.loss_log = LossLog(trainer) if trainer.args.logging_nan_inf_filter else None
+    session.say_off(off)
+    filtered = LOSS_LOG not in off and trainer.args.logging_nan_inf_filter
+    session.loss_log = LossLog(trainer) if filtered else None
 
     def opened(window: list[Any]) -> None:
         open_window(trainer, session, window, None, options)
@@ -61,7 +71,7 @@ def train(
     return result
 
 
-def _listened(trainer: Any, session: Session, backward: Callable[..., Any]) -> Callable[..., Any]:
+def _listened(trainer: TrainerLike, session: Session, backward: Callable[..., Any]) -> Callable[..., Any]:
     """``Accelerator.backward``, listened to where a gradient is added beside ``Trainer.training_step``."""
 
     def listened(*args: Any, **kwargs: Any) -> Any:
@@ -78,8 +88,17 @@ def _listened(trainer: Any, session: Session, backward: Callable[..., Any]) -> C
     return listened
 
 
-def check_setup(trainer: Any) -> None:
-    """Raise `UnsupportedSetupError` for a setup whose averaging is not the one this package rests on."""
+def check_setup(trainer: TrainerLike) -> dict[str, str]:
+    """Refuse a setup whose averaging is not the one this package rests on.
+
+    Returns:
+        What is off because the installed release lacks something, and why, in words.
+
+    Raises:
+        SeamError: if it lacks what nothing can stand in for.
+        UnsupportedSetupError: if its ranks or its engine average otherwise.
+    """
+    off = require_trainer(trainer)
     name = type(trainer).__name__
     if trainer.args.n_gpu > 1:
         raise UnsupportedSetupError(
@@ -96,3 +115,4 @@ def check_setup(trainer: Any) -> None:
             "expected ranks with whole samples; leave context and sequence parallelism out of the parallelism_config "
             "(data and tensor parallelism are supported)"
         )
+    return off

@@ -25,13 +25,19 @@ from hf_accum_fix.overrides.routing import count_routing, router_loss_depends_on
 from hf_accum_fix.overrides.session import Session, Window, busy, session_of
 from hf_accum_fix.overrides.settling import settle_contract
 from hf_accum_fix.shadow import shadow
+from hf_accum_fix.upstream.protocols import TrainerLike
 
 #: Marks a trainer's state, and so its checkpoints.
 _STATE_KEY = "hf_accum_fix"
 
 
 def get_batch_samples(
-    wrapped: Callable[..., Any], trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, options: Options
+    wrapped: Callable[..., Any],
+    trainer: TrainerLike,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    options: Options,
 ) -> Any:
     """Count the window that was fetched, over all ranks, and return N in the place of upstream's own number."""
     session = session_of(trainer, options)
@@ -54,7 +60,7 @@ def get_batch_samples(
     return fetched, _number_of(trainer, session, window, upstream_number)
 
 
-def _number_of(trainer: Any, session: Session, window: Window, upstream_number: Any) -> Any:
+def _number_of(trainer: TrainerLike, session: Session, window: Window, upstream_number: Any) -> Any:
     """What a ``compute_loss`` is handed as the number of items."""
     contract = session.contract
     assert contract is not None
@@ -70,7 +76,7 @@ def _number_of(trainer: Any, session: Session, window: Window, upstream_number: 
 
 
 @contextmanager
-def counted_as_returned(trainer: Any, options: Options) -> Iterator[None]:
+def counted_as_returned(trainer: TrainerLike, options: Options) -> Iterator[None]:
     """Count what a ``get_batch_samples`` of the trainer's own returns, not what it was given."""
     own = getattr(trainer, "get_batch_samples", None)
     defining = next((cls for cls in type(trainer).__mro__ if "get_batch_samples" in vars(cls)), None)
@@ -98,7 +104,7 @@ def counted_as_returned(trainer: Any, options: Options) -> Iterator[None]:
 
 
 def open_window(
-    trainer: Any,
+    trainer: TrainerLike,
     session: Session,
     batches: list[Any],
     upstream_number: Any,
@@ -150,7 +156,7 @@ def open_window(
 
 
 def _counted(
-    trainer: Any,
+    trainer: TrainerLike,
     contract: LossContract,
     batches: list[Any],
     upstream_number: Any,
@@ -215,7 +221,7 @@ def _counted(
     )
 
 
-def _mark_state(trainer: Any, session: Session) -> None:
+def _mark_state(trainer: TrainerLike, session: Session) -> None:
     marks = trainer.state.stateful_callbacks
     if _STATE_KEY not in marks and trainer.state.global_step > 0 and session.window is None:
         session.warn_once(
@@ -227,7 +233,7 @@ def _mark_state(trainer: Any, session: Session) -> None:
 
 
 @contextmanager
-def mark_passed_over(trainer: Any) -> Iterator[None]:
+def mark_passed_over(trainer: TrainerLike) -> Iterator[None]:
     """Let the Trainer restore the states of its callbacks without our mark, which is none of them."""
     load = getattr(trainer, "_load_callback_state", None)
     if load is None:

@@ -19,7 +19,16 @@ from typing import Any, Final
 from packaging.version import InvalidVersion, Version
 
 from hf_accum_fix.upstream.patchers import Patcher, known_patcher
-from hf_accum_fix.upstream.seams import SEAMS, TESTED_BODIES, TRAINER_CLASS, TRAINER_MODULE, Seam, seams_of
+from hf_accum_fix.upstream.presence import missing_from_classes
+from hf_accum_fix.upstream.seams import (
+    SEAMS,
+    TESTED_BODIES,
+    TRAINER_CLASS,
+    TRAINER_MODULE,
+    Attribute,
+    Seam,
+    seams_of,
+)
 
 _PACKAGE: Final = TRAINER_MODULE.partition(".")[0]
 
@@ -62,6 +71,7 @@ class Environment:
         seams: state of every seam; empty before that import.
         stale_metadata: version by transformers' metadata where its code states another one; None where they agree.
         trainer_exists: whether there is a module transformers.trainer to import.
+        missing: what its classes lack of `seams.ATTRIBUTES`; empty before that import.
     """
 
     transformers: str | None
@@ -72,6 +82,7 @@ class Environment:
     seams: tuple[SeamState, ...] = ()
     stale_metadata: str | None = None
     trainer_exists: bool = True
+    missing: tuple[Attribute, ...] = ()
 
 
 def detect() -> Environment:
@@ -90,6 +101,7 @@ def detect() -> Environment:
         seams=() if trainer is None else tuple(_state(trainer, seam) for seam in seams_of(parsed(transformers))),
         stale_metadata=named if stale else None,
         trainer_exists=_exists(TRAINER_MODULE, package),
+        missing=() if trainer is None else missing_from_classes(),
     )
 
 

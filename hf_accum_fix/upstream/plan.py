@@ -11,6 +11,7 @@ from hf_accum_fix.errors import AccumFixError, ForeignPatchError, SeamError, Uns
 from hf_accum_fix.options import Options
 from hf_accum_fix.upstream.defects import DEFECTS, OLDEST_READ, Defect
 from hf_accum_fix.upstream.environment import Environment, SeamState, parsed
+from hf_accum_fix.upstream.presence import refusal as absent
 from hf_accum_fix.upstream.seams import FIRST_RELEASE, TESTED_RELEASES, TRAINER_CLASS, TRAINER_MODULE
 
 _TESTED = f"{TESTED_RELEASES[0]} to {TESTED_RELEASES[-1]}"
@@ -94,7 +95,7 @@ def _refusal(environment: Environment, release: Version | None, options: Options
             return ForeignPatchError.replaced(method, state.foreign, advice)
         if not state.fits:
             return SeamError(f"{_misfit(method, state)} in transformers {release}; {_what_to_do()}")
-    return None
+    return absent(environment.missing)
 
 
 def _misfit(method: str, state: SeamState) -> str:

@@ -1,11 +1,13 @@
-"""DATA: the Trainer methods we wrap, and the releases and bodies our tests have run."""
+"""DATA: all that we touch of transformers and accelerate, and the releases and bodies our tests have run."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from packaging.version import Version
 
@@ -47,6 +49,17 @@ class Seam:
         """The name of the class."""
         return self.target.partition(":")[2]
 
+    def is_in(self, release: Version | None) -> bool:
+        """Whether a release has it, by its base version; None: the newest."""
+        return _is_between(release, self.since, self.until)
+
+
+def _is_between(release: Version | None, since: str, until: str | None) -> bool:
+    if release is None:
+        return until is None
+    base = Version(release.base_version)
+    return Version(since) <= base and (until is None or base < Version(until))
+
 
 SEAMS: Final = (
     Seam("train", ("resume_from_checkpoint",)),
@@ -70,103 +83,146 @@ EVALUATION: Final = ("evaluation_loop", "prediction_loop")
 
 def seams_of(release: Version | None) -> tuple[Seam, ...]:
     """The seams of a release, by its base version; None: the seams of the newest."""
-    if release is None:
-        return tuple(seam for seam in SEAMS if seam.until is None)
-    base = Version(release.base_version)
-    return tuple(
-        seam for seam in SEAMS if Version(seam.since) <= base and (seam.until is None or base < Version(seam.until))
-    )
+    return tuple(seam for seam in SEAMS if seam.is_in(release))
 
 
-TESTED_RELEASES: Final = (
-    *("4.41.0", "4.41.2", "4.42.0", "4.42.4", "4.43.0", "4.43.4", "4.44.0", "4.44.2", "4.45.0", "4.45.2"),
-    *("4.46.0", "4.46.1", "4.46.2", "4.46.3", "4.47.0", "4.47.1", "4.48.0", "4.48.1", "4.48.3", "4.49.0"),
-    *("4.50.0", "4.50.3", "4.51.0", "4.51.3", "4.52.0", "4.52.4", "4.53.0", "4.53.3", "4.54.0", "4.54.1"),
-    *("4.55.0", "4.55.4", "4.56.0", "4.56.2", "4.57.0", "4.57.6"),
-    *("5.0.0", "5.1.0", "5.2.0", "5.3.0", "5.4.0", "5.5.0", "5.5.3", "5.5.4", "5.6.0", "5.6.2", "5.7.0"),
-    *("5.8.0", "5.8.1", "5.9.0", "5.10.0", "5.10.1", "5.10.4", "5.11.0", "5.12.0", "5.12.1", "5.13.0"),
-    *("5.13.1", "5.14.0", "5.14.1", "5.15.0", "5.15.1", "5.16.0", "5.16.1", "5.17.0", "5.18.0", "5.19.0"),
-    *("5.20.0", "5.20.2", "5.21.0", "5.21.1", "5.22.0", "5.22.2", "5.23.0"),
+Seen: TypeAlias = Literal["class", "object", "loop", "DeepSpeed"]
+"""Where an attribute is looked for: a class or module, an object, one whose loop runs, one under DeepSpeed."""
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """One name of theirs that we call, read, override or replace without wrapping it.
+
+    Attributes:
+        target: "module:class" that has it, or the module.
+        name: of the attribute.
+        used_for: what we do with it, verb first.
+        off: what is off without it, which is said once; empty: apply() or train() refuses.
+        seen: where it is looked for.
+        since: the first release (of transformers or accelerate) that has it; empty: all supported ones.
+        until: the first release without it; None: there is none.
+    """
+
+    target: str
+    name: str
+    used_for: str
+    off: str = ""
+    seen: Seen = "class"
+    since: str = ""
+    until: str | None = None
+
+    def is_in(self, release: Version) -> bool:
+        """Whether a release of its package must have it; a build before ``since`` need not."""
+        return Version(self.since or "0") <= release and _is_between(release, "0", self.until)
+
+    def __str__(self) -> str:
+        module, _, owner = self.target.partition(":")
+        return f"{owner or module}.{self.name}"
+
+
+TRAINER: Final = f"{TRAINER_MODULE}:{TRAINER_CLASS}"
+ARGUMENTS: Final = "transformers.training_args:TrainingArguments"
+STATE: Final = "transformers.trainer_callback:TrainerState"
+ACCELERATOR: Final = "accelerate.accelerator:Accelerator"
+GRADIENT_STATE: Final = "accelerate.state:GradientState"
+PROCESSES: Final = "accelerate.state:PartialState"
+BATCH_SHARD: Final = "accelerate.data_loader:BatchSamplerShard"
+STREAM_SHARD: Final = "accelerate.data_loader:IterableDatasetShard"
+DISPATCHER: Final = "accelerate.data_loader:DataLoaderDispatcher"
+
+_STEPS: Final = "current_gradient_accumulation_steps"
+LOSS_LOG: Final = "logging losses that are not finite"
+VERIFY: Final = "verify()"
+
+
+def _each(
+    target: str,
+    names: str,
+    used_for: str,
+    *,
+    off: str = "",
+    seen: Seen = "class",
+    since: str = "",
+    until: str | None = None,
+) -> tuple[Attribute, ...]:
+    return tuple(Attribute(target, name, used_for, off, seen, since, until) for name in names.split())
+
+
+# since and until were read off the sources of TESTED_RELEASES, and of accelerate 1.1.0 to 1.15.0.
+ATTRIBUTES: Final = (
+    *_each(TRAINER, "args state accelerator", "read the training's setup", seen="object"),
+    *_each(TRAINER, "model model_wrapped optimizer", "run, weigh and check a micro-batch", seen="object"),
+    *_each(TRAINER, "train_dataset eval_dataset data_collator", "leave the data as it was", seen="object"),
+    *_each(TRAINER, "label_smoother", "compute the loss", seen="object"),
+    *_each(TRAINER, "compute_loss_func model_accepts_loss_kwargs", "compute the loss", seen="object", since=_COUNTS),
+    *_each(TRAINER, "loss_is_scaled_for_ga", "see whether a trainer scales its loss", since="5.19.0"),
+    *_each(TRAINER, "is_in_train", "tell a training step from others", seen="object"),
+    *_each(TRAINER, "_prepare_inputs compute_loss_context_manager", "run a forward as training does"),
+    *_each(TRAINER, "use_apex", "refuse apex", seen="object", until="5.0.0"),
+    *_each(TRAINER, "get_tp_size", "count data-parallel ranks", since="4.53.0"),
+    *_each(TRAINER, "get_cp_size get_sp_size", "refuse ranks that split samples", since="5.0.0"),
+    *_each(TRAINER, _STEPS, "see what a loss divides by", off="observing what divides", seen="loop", since="4.55.0"),
+    *_each(TRAINER, "get_train_dataloader", "hand the loop whole windows"),
+    *_each(TRAINER, "log", "log nothing while the loss is observed"),
+    *_each(TRAINER, "floating_point_ops _maybe_log_save_evaluate", "log the loss", off=LOSS_LOG),
+    *_each(TRAINER, "_globalstep_last_logged", "check windows", off="checking windows at every log", seen="loop"),
+    *_each(TRAINER, "_load_callback_state", "resume", off="keeping our mark from the states of callbacks"),
+    *_each(TRAINER, "evaluation_loop prediction_step", "compute eval_loss"),
+    *_each(TRAINER, "prediction_loop", "compute eval_loss", until="5.0.0"),
+    *_each(TRAINER, "callback_handler control", "train a copy", off=VERIFY, seen="object"),
+    *_each(TRAINER, "create_accelerator_and_postprocess", "train a copy", off=VERIFY),
+    *_each(ARGUMENTS, "world_size process_index device gradient_accumulation_steps", "count a window"),
+    *_each(ARGUMENTS, "n_gpu", "refuse DataParallel"),
+    *_each(ARGUMENTS, "average_tokens_across_devices", "keep upstream from a second collective", since="4.46.2"),
+    *_each(ARGUMENTS, "logging_nan_inf_filter", "log the loss", off=LOSS_LOG),
+    *_each(ARGUMENTS, "past_index", "hand the past on", until="5.0.0"),
+    *_each(ARGUMENTS, "disable_tqdm", "show a bar while lengths are read"),
+    *_each(ARGUMENTS, "length_column_name", "read lengths", off="a length column of another name than 'length'"),
+    *_each(ARGUMENTS, "train_sampling_strategy", "deal windows", off="leaving batch_rebalance alone", since="5.2.0"),
+    *_each(ARGUMENTS, "per_device_train_batch_size per_device_eval_batch_size", "cut samples", off=VERIFY),
+    *_each(ARGUMENTS, "accelerator_config", "train a copy", off=VERIFY),
+    *_each(STATE, "global_step", "name a window"),
+    *_each(STATE, "stateful_callbacks", "mark a checkpoint"),
+    *_each("transformers.trainer_callback", "TrainerCallback TrainerControl DefaultFlowCallback", "train a copy"),
+    *_each("transformers.trainer", "skip_first_batches", "resume in the middle of an epoch"),
+    *_each(ACCELERATOR, "backward gradient_accumulation_steps", "set the loss that makes its division right"),
+    *_each(ACCELERATOR, "sync_gradients no_sync", "reduce gradients once a window"),
+    *_each(ACCELERATOR, "reduce", "count over ranks"),
+    *_each(ACCELERATOR, "device distributed_type mixed_precision unwrap_model", "read the engine"),
+    *_each(ACCELERATOR, "state", "read the engine", seen="object"),
+    *_each(ACCELERATOR, "parallelism_config", "refuse ranks that split samples", since="1.10.0"),
+    *_each(ACCELERATOR, "autocast", "run a forward as training does"),
+    *_each(ACCELERATOR, "gradient_state", "find filled-up batches", seen="object"),
+    *_each(ACCELERATOR, "dataloader_config has_lomo_optimizer", "refuse or change what cannot be dealt", seen="object"),
+    *_each(ACCELERATOR, "deepspeed_engine_wrapped", "read what DeepSpeed divides by", seen="DeepSpeed"),
+    *_each("accelerate.state", "AcceleratorState GradientState PartialState", "leave the process as it was"),
+    *_each(GRADIENT_STATE, "end_of_dataloader remainder", "find filled-up batches"),
+    *_each("accelerate.state:AcceleratorState", "deepspeed_plugin", "see which ZeRO stage runs"),
+    *_each(PROCESSES, "_shared_state is_main_process", "count a head's own targets"),
+    *_each(PROCESSES, "num_processes process_index distributed_type", "count a head's own targets", seen="object"),
+    *_each("accelerate.utils", "DistributedType gather_object", "read the engine"),
+    *_each("accelerate.data_loader", "BatchSamplerShard IterableDatasetShard", "find repeated samples"),
+    *_each("accelerate.data_loader", "DataLoaderDispatcher DataLoaderStateMixin", "find repeated samples"),
+    *_each("accelerate.data_loader", "DataLoaderShard", "train a copy"),
+    *_each(BATCH_SHARD, "batch_sampler batch_size drop_last even_batches", "find repeated samples", seen="object"),
+    *_each(BATCH_SHARD, "num_processes process_index split_batches", "find repeated samples", seen="object"),
+    *_each(STREAM_SHARD, "dataset batch_size drop_last", "find repeated samples", seen="object"),
+    *_each(STREAM_SHARD, "num_processes process_index split_batches", "find repeated samples", seen="object"),
+    *_each(DISPATCHER, "_drop_last state remainder", "find repeated samples", seen="object"),
 )
+"""What is used beside the seams. apply() asks the classes; train() asks the objects as well, and once the loop runs."""
+
+
+_DATA: Final = json.loads(Path(__file__).with_name("releases.json").read_text(encoding="utf-8"))
+
+PUBLISHED_RELEASES: Final[tuple[str, ...]] = tuple(_DATA["published"])
+"""Every release from the oldest read to the newest tested, yanked ones (4.46.0, 4.52.0, 4.57.0, 5.10.0) too."""
+
+TESTED_RELEASES: Final[tuple[str, ...]] = tuple(_DATA["tested"])
 """The first and last patch of every minor, yanked ones too, and releases between which something changed."""
 
-# environment.fingerprints() of each tested release's trainer.py, oldest first; equal bodies once.
 TESTED_BODIES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
-    {
-        "train": frozenset(
-            {
-                "3f955ceb21174282",
-                "e03f3bb872e3e4b5",
-                "741e110c59c3287a",
-                "44de947b10302484",
-                "82ec25faf76d4549",
-                "508a18789b637cfc",
-                "b0f6197507690d87",
-                "314d4302bac3cc2f",
-                "1c91a5c2c1d8071a",
-                "1cd7c6cc0a56b54f",
-                "fd7bb008889c999b",
-                "15f660f189fc6387",
-                "2a7c6a2fbb2d110c",
-                "199e94af81f0705f",
-            }
-        ),
-        "get_batch_samples": frozenset(
-            {
-                "2bf541c2832019f9",
-                "a2424735be7094db",
-                "1675c2491a6a1e68",
-                "c8d9c351783b9d52",
-                "e2a75a0c8011d36d",
-                "f488d0d237d207ed",
-                "ba6eea4691e84606",
-                "6861c6c661a20062",
-                "aecc6bb3266d422c",
-                "8e4a5fd414e62017",
-                "6837c58f26d55e0e",
-                "3475e28c159962fd",
-            }
-        ),
-        "training_step": frozenset(
-            {
-                "a605c5a1966901c5",
-                "a235a7990240d3b6",
-                "7d080172d3ed5063",
-                "4df963a6aca72012",
-                "2ca49f9e4be57a59",
-                "d047ad631f111a32",
-                "3e911bca98d6cd23",
-                "169e87069c4cb289",
-                "d77d80adcd7dc6ac",
-                "590aead26184cb98",
-                "e610e0a5e2d220e7",
-                "c0c27f1557249aa8",
-                "02d21f6bd752636f",
-                "7b71c391ed8bccfd",
-                "5a3e40bd8d7a544f",
-                "172c756d8c6841e6",
-                "a2d43ea20364b4b3",
-                "b159fc832827959c",
-                "1316087d64bfe91b",
-            }
-        ),
-        "compute_loss": frozenset(
-            {
-                "aec904a8917d9f48",
-                "138d1eb63ebadade",
-                "652286682f6f7935",
-                "2062f9f815e00553",
-                "945ce5131e527795",
-                "b3ce399cd2cdd653",
-                "3bb36c503bf22e26",
-                "b3a662cefbd6e8ce",
-                "473cf7861a1147f2",
-                "8e91e2e91dda302f",
-                "acde134068604405",
-                "ad2184d6480dbed3",
-                "8cca4bd6cfb79cf5",
-                "da039be3391d9ad9",
-            }
-        ),
-    }
+    {name: frozenset(bodies) for name, bodies in _DATA["bodies"].items()}
 )
+"""environment.fingerprints() of each tested release's trainer.py, equal bodies once; by recipes/add_release.py."""

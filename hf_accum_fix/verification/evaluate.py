@@ -13,6 +13,7 @@ from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.errors import AccumFixError
 from hf_accum_fix.evaluation import evaluation_loop
 from hf_accum_fix.options import Options
+from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import EVALUATION
 from hf_accum_fix.verification.modes import in_mode
 from hf_accum_fix.verification.reference import Scene
@@ -22,7 +23,7 @@ from hf_accum_fix.verification.sample import copied
 
 
 def evaluate(
-    trainer: Any, scene: Scene, count: int, modes: Sequence[str], options: Options
+    trainer: TrainerLike, scene: Scene, count: int, modes: Sequence[str], options: Options
 ) -> tuple[tuple[EvalResult, ...], str]:
     """The results; without them the reason, which is empty if none were asked for.
 
@@ -92,7 +93,7 @@ def _mended(original: Callable[..., Any], actor: Any, options: Options) -> Calla
     return loop
 
 
-def _item_mean(scene: Scene, trainer: Any, rows: Any) -> float:
+def _item_mean(scene: Scene, trainer: TrainerLike, rows: Any) -> float:
     """Sample by sample, without a Trainer's loop, without the router's loss."""
     loader = understudy(trainer, 1, 1).get_eval_dataloader(rows)
     items = scene.contract.items

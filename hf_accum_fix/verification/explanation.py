@@ -8,9 +8,8 @@ from types import MappingProxyType
 from typing import Final
 
 from hf_accum_fix.accumulation.contract import Reduction
-from hf_accum_fix.upstream.defects import DEFECTS, is_present
+from hf_accum_fix.upstream.defects import DEFECTS, Factor, is_present
 
-ROUTER: Final = "G x W in the router's term"
 MEANS: Final = "mean-of-micro-batch-means"
 RANK_MEANS: Final = "rank-means-averaged"
 LOST: Final = "epoch-tail-not-trained"
@@ -18,19 +17,19 @@ ANY_HEAD: Final = "head-drops-item-count"
 
 _MEANS: Final = MappingProxyType({MEANS: "mean of micro-batch means", RANK_MEANS: "mean of rank means"})
 
-#: Symbols of a factor, as the defect table has them, and their words; the simplest first.
-_WORDS: Final = MappingProxyType(
+#: Factors that can be measured, and their words; the simplest first.
+_WORDS: Final[Mapping[Factor, str]] = MappingProxyType(
     {
-        "G": "G times",
-        "W": "W times",
-        "G x W": "G x W times",
-        "1 / G": "1/G",
-        "1 / W": "1/W",
-        "1 / (G x W)": "1/(G x W)",
-        "r / G in that window": "r/G times, a short window divided by G",
-        "N / (N + rows)": "N/(N + rows), position 0 counted",
-        "N / (N - rows)": "N/(N - rows), a target at position 0 not counted",
-        "N / (N + ignored)": "N/(N + ignored), ignored labels counted",
+        Factor.G: "G times",
+        Factor.W: "W times",
+        Factor.G_W: "G x W times",
+        Factor.PER_G: "1/G",
+        Factor.PER_W: "1/W",
+        Factor.PER_G_W: "1/(G x W)",
+        Factor.SHORT: "r/G times, a short window divided by G",
+        Factor.MORE_BY_ROWS: "N/(N + rows), position 0 counted",
+        Factor.LESS_BY_ROWS: "N/(N - rows), a target at position 0 not counted",
+        Factor.MORE_BY_IGNORED: "N/(N + ignored), ignored labels counted",
     }
 )
 
@@ -75,25 +74,24 @@ class Facts:
     generic: bool
     text: bool
 
-    def factors(self) -> dict[str, float]:
-        """The values of the symbols that this release's defects use."""
+    def factors(self) -> dict[Factor, float]:
+        """The values of the factors that this release's defects have."""
         g, w = self.micro_batches, self.world_size
         known = {
-            "G": float(g),
-            "W": float(w),
-            "G x W": float(g * w),
-            "1 / G": 1 / self.steps,
-            "1 / W": 1 / w,
-            "1 / (G x W)": 1 / (self.steps * w),
-            "r / G in that window": g / self.steps,
+            Factor.G: float(g),
+            Factor.W: float(w),
+            Factor.G_W: float(g * w),
+            Factor.PER_G: 1 / self.steps,
+            Factor.PER_W: 1 / w,
+            Factor.PER_G_W: 1 / (self.steps * w),
+            Factor.SHORT: g / self.steps,
         }
         if self.items and self.labels and self.labels > self.items:
-            known["N / (N + rows)" if self.ignore_index in (None, -100) else "N / (N + ignored)"] = (
-                self.items / self.labels
-            )
+            counted = Factor.MORE_BY_ROWS if self.ignore_index in (None, -100) else Factor.MORE_BY_IGNORED
+            known[counted] = self.items / self.labels
         if self.items and self.labels_shifted and self.labels_shifted < self.items:
-            known["N / (N - rows)"] = self.items / self.labels_shifted
-        return {symbol: value for symbol, value in known.items() if value != 1.0}
+            known[Factor.LESS_BY_ROWS] = self.items / self.labels_shifted
+        return {factor: value for factor, value in known.items() if value != 1.0}
 
 
 @dataclass(frozen=True)
@@ -141,33 +139,35 @@ def of_router(main: float, router: float, facts: Facts, precision: float) -> Exp
     symbols = _symbols(router, facts, precision)
     times = _WORDS[symbols[0]].removesuffix(" times") if symbols else f"{router:.4g}"
     words = f"aux loss times {times}"
-    named = tuple(each.name for each in DEFECTS if each.gradient == ROUTER and is_present(each.name, facts.release))
+    named = tuple(
+        each.name for each in DEFECTS if Factor.ROUTER in each.factors and is_present(each.name, facts.release)
+    )
     if abs(main - 1) > precision:
         rest = of_factor(main, 0.0, facts, precision)
         return Explanation(f"{words}, the rest {rest.words}", (*named, *rest.defects))
     return Explanation(words, named)
 
 
-def _symbols(factor: float, facts: Facts, precision: float) -> list[str]:
-    """The symbols with this value, first the ones that a defect of this release has."""
+def _symbols(factor: float, facts: Facts, precision: float) -> list[Factor]:
+    """The factors with this value, first the ones that a defect of this release has."""
     found = [symbol for symbol, value in facts.factors().items() if abs(factor - value) <= precision * abs(value)]
     if facts.world_size == 1:
         return found
-    here = {defect.gradient for defect in DEFECTS if is_present(defect.name, facts.release)}
+    here = {each for defect in DEFECTS if is_present(defect.name, facts.release) for each in defect.factors}
     return sorted(found, key=lambda symbol: symbol not in here)
 
 
-def _defects(symbols: list[str], facts: Facts, log_is_right: bool) -> tuple[str, ...]:
+def _defects(symbols: list[Factor], facts: Facts, log_is_right: bool) -> tuple[str, ...]:
     """The defects of the installed release with this factor, where their own condition holds."""
     found = tuple(
         defect.name
         for defect in DEFECTS
-        if not set(_ALIASES.get(defect.gradient, (defect.gradient,))).isdisjoint(symbols)
+        if not set(defect.factors).isdisjoint(symbols)
         and is_present(defect.name, facts.release)
         and defect.name in _CONDITIONS
         and _CONDITIONS[defect.name](facts, log_is_right)
     )
-    by_head = {"G", "G x W"} & set(symbols) and _of_a_head(facts) and is_present(ANY_HEAD, facts.release)
+    by_head = {Factor.G, Factor.G_W} & set(symbols) and _of_a_head(facts) and is_present(ANY_HEAD, facts.release)
     return (ANY_HEAD,) if by_head and not found else found
 
 
@@ -178,15 +178,6 @@ def _of_a_head(facts: Facts) -> bool:
 def _of_the_library(facts: Facts) -> bool:
     return facts.library and _of_a_head(facts) and not facts.compiled
 
-
-#: Several symbols in one row, or one symbol written otherwise.
-_ALIASES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "G, or G x W": ("G", "G x W"),
-        "r / G": ("r / G in that window",),
-        "1 / (G W)": ("1 / (G x W)",),
-    }
-)
 
 #: Condition under which a row with this factor is the cause. Rows of refused setups are left out.
 _CONDITIONS: Final[Mapping[str, Callable[[Facts, bool], bool]]] = MappingProxyType(

@@ -5,22 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 from hf_accum_fix.applying import active_handle, apply
 from hf_accum_fix.options import SWITCH, Options, enabled
 from hf_accum_fix.trainer import GlobalBatchMixin
+from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.report import MENDED, STOCK
 
 
-def active_mode(trainer: Any) -> str:
+def active_mode(trainer: TrainerLike) -> str:
     """The mode that this process trains in."""
     handle = active_handle()
     patched = isinstance(trainer, GlobalBatchMixin) or (handle is not None and handle.active)
     return MENDED if patched and enabled() else STOCK
 
 
-def options_of(trainer: Any) -> Options:
+def options_of(trainer: TrainerLike) -> Options:
     """Options of the active patch, or of the trainer's class; the defaults without either."""
     handle = active_handle()
     if isinstance(trainer, GlobalBatchMixin):
@@ -29,7 +29,7 @@ def options_of(trainer: Any) -> Options:
 
 
 @contextmanager
-def in_mode(mode: str, trainer: Any, options: Options) -> Iterator[None]:
+def in_mode(mode: str, trainer: TrainerLike, options: Options) -> Iterator[None]:
     """Train stock, with patch and subclass switched off, or mended."""
     if mode == MENDED:
         already = active_mode(trainer) == MENDED

@@ -16,6 +16,7 @@ from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupErr
 from hf_accum_fix.overrides.live import hands_number
 from hf_accum_fix.overrides.settling import compute_loss_of, loss_alone
 from hf_accum_fix.shadow import shadow
+from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, Sum, distance, dots, on_cpu, take
 from hf_accum_fix.verification.sample import Collate
 from hf_accum_fix.verification.traceless import random_state, seed
@@ -85,7 +86,7 @@ class Scene:
         collate: samples to a batch.
     """
 
-    trainer: Any
+    trainer: TrainerLike
     parameters: Sequence[nn.Parameter]
     contract: LossContract
     collate: Collate

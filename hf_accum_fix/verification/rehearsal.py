@@ -19,6 +19,7 @@ from hf_accum_fix.accumulation.router_loss import RouterLoss
 from hf_accum_fix.overrides.loader import DEALER
 from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.overrides.settling import unshared
+from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.sample import Split
 
 #: TrainingArguments of one optimizer step without logging, saving, uploading, clipping and evaluation.
@@ -88,7 +89,7 @@ class _At(TrainerCallback):
         state.global_step = self._step
 
 
-def understudy(trainer: Any, per_device: int, steps: int, step: int = 0) -> Any:
+def understudy(trainer: TrainerLike, per_device: int, steps: int, step: int = 0) -> Any:
     """A copy of the trainer for another cut, which shares its model and nothing else that it could change.
 
     The release's own method makes it a new accelerator: whether accelerate divides by G too depends on that.
@@ -124,7 +125,7 @@ def understudy(trainer: Any, per_device: int, steps: int, step: int = 0) -> Any:
 
 
 def rehearse(
-    trainer: Any,
+    trainer: TrainerLike,
     parameters: Sequence[nn.Parameter],
     micro_batches: Sequence[Any],
     split: Split,
@@ -187,7 +188,7 @@ class _MicroBatches(Dataset[Any]):
         return self._batches[index]
 
 
-def _loader(trainer: Any, micro_batches: Sequence[Any], samples: int) -> Any:
+def _loader(trainer: TrainerLike, micro_batches: Sequence[Any], samples: int) -> Any:
     """A loader as accelerate would have prepared it."""
     return DataLoaderShard(
         _MicroBatches(micro_batches, samples),

@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.shadow import shadow
+from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.reachable import reachable
 from hf_accum_fix.verification.traceless import seed
 
@@ -87,7 +88,7 @@ def splits_of(samples: int, own: int, asked: Sequence[tuple[int, int] | int] | N
     return [Split(*pair) for pair in pairs if isinstance(pair, tuple)]
 
 
-def draw(trainer: Any, windows: int, samples: Sequence[Any] | None) -> Drawn:
+def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> Drawn:
     """This rank's samples of the first windows, by the trainer's own loader, which starts anew afterwards.
 
     Args:
@@ -126,7 +127,7 @@ def draw(trainer: Any, windows: int, samples: Sequence[Any] | None) -> Drawn:
     return Drawn(groups, collate, tuple(notes))
 
 
-def _collator(trainer: Any) -> Collate:
+def _collator(trainer: TrainerLike) -> Collate:
     """The collator of the trainer's own loader, which may take columns away first."""
     loader = trainer.get_train_dataloader() if trainer.train_dataset is not None else None
     collate: Collate = getattr(loader, "collate_fn", None) or trainer.data_collator

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.random_states import random_states_kept
+from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.reachable import CONTAINERS, reachable
 
 #: Loggers that describe every run: silent here, because a dry run is no run.
@@ -27,7 +28,7 @@ _TALKATIVE = ("transformers.trainer", "accelerate", "hf_accum_fix")
 
 
 @contextmanager
-def traceless(trainer: Any) -> Iterator[None]:
+def traceless(trainer: TrainerLike) -> Iterator[None]:
     """Restore, also after an error, all that running a trainer's model, data and loss may change.
 
     That is: parameters, buffers, gradients, modules; random states of every device, and the user's own generators;
@@ -147,7 +148,7 @@ def _parameters(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _objects(trainer: Any) -> Iterator[None]:
+def _objects(trainer: TrainerLike) -> Iterator[None]:
     """Attributes, containers and generators of all that a trainer holds."""
     back: list[Callable[[], None]] = []
     for value in reachable(trainer, *trainer.model.modules()):

@@ -16,12 +16,14 @@ from transformers import Trainer, TrainerCallback
 
 from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.accumulation.router_loss import Convention, RouterLoss
-from hf_accum_fix.errors import AccumFixError, OptionsError, UnsupportedSetupError
+from hf_accum_fix.errors import AccumFixError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import SWITCH, Options, enabled
 from hf_accum_fix.overrides.live import data_ranks
 from hf_accum_fix.overrides.settling import settle
 from hf_accum_fix.overrides.training import check_setup
 from hf_accum_fix.upstream.defects import is_present
+from hf_accum_fix.upstream.protocols import TrainerLike
+from hf_accum_fix.upstream.seams import VERIFY
 from hf_accum_fix.verification import explanation
 from hf_accum_fix.verification.evaluate import evaluate
 from hf_accum_fix.verification.explanation import Explanation, Facts
@@ -108,8 +110,10 @@ def verify(
         return replace(blank, verdict=could_not_tell(str(error)), world_size=trainer.args.world_size)
 
 
-def _check(trainer: Any) -> None:
-    check_setup(trainer)
+def _check(trainer: TrainerLike) -> None:
+    off = check_setup(trainer)
+    if VERIFY in off:
+        raise SeamError(off[VERIFY])
     kind = trainer.accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         raise UnsupportedSetupError(
@@ -130,7 +134,7 @@ def _check(trainer: Any) -> None:
 class _Verification:
     """One verify() while it runs."""
 
-    trainer: Any
+    trainer: TrainerLike
     blank: VerificationReport
     splits: Sequence[tuple[int, int] | int] | None
     mode: str
@@ -519,7 +523,7 @@ def _is_uniform(scene: Scene, every: Sequence[Any]) -> bool:
     return len(counts) > 1 and max(counts) > 1 and len(set(counts)) == 1
 
 
-def _not_looked_at(trainer: Any) -> list[str]:
+def _not_looked_at(trainer: TrainerLike) -> list[str]:
     """Notes on the trainer's own code that may change a gradient and is not run."""
     found = [
         f"{type(each).__name__}.{name}"
@@ -553,15 +557,15 @@ def _off(error: float, words: str) -> Verdict:
     return Verdict(Kind.OFF, f"off, relative error {error:.2g}: {words}")
 
 
-def _gathered(trainer: Any, value: Any) -> list[Any]:
+def _gathered(trainer: TrainerLike, value: Any) -> list[Any]:
     return list(gather_object([value])) if trainer.args.world_size > 1 else [value]
 
 
-def _mean(trainer: Any, value: float) -> float:
+def _mean(trainer: TrainerLike, value: float) -> float:
     found = _gathered(trainer, value)
     return float(sum(found) / len(found))
 
 
-def _worst(trainer: Any, value: float) -> float:
+def _worst(trainer: TrainerLike, value: float) -> float:
     found = _gathered(trainer, value)
     return math.inf if any(not math.isfinite(each) for each in found) else max(found)

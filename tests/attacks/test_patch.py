@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import transformers.trainer
+from packaging.version import Version
 from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler, TrainerControl
 
 import hf_accum_fix
 from hf_accum_fix import ForeignPatchError, applying
-from hf_accum_fix.upstream.seams import seams_of
+from hf_accum_fix.upstream.seams import ARGUMENTS, ATTRIBUTES, STATE, TRAINER, seams_of
 from tests.numerics.heads import HEADS
 from tests.numerics.parity import training_arguments
 
@@ -110,6 +111,12 @@ sys.modules["hf_accum_fix.evaluation"] = types.SimpleNamespace(evaluation_loop=N
 """
 
 
+def declared(target: str, indent: int = 0) -> str:
+    """The lines by which a class or a module has the names that apply() looks for."""
+    rows = (row for row in ATTRIBUTES if row.target == target and row.seen == "class" and row.is_in(Version("5.23.0")))
+    return "".join(f"{' ' * indent}{row.name} = None\n" for row in rows)
+
+
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
     """A transformers whose class Trainer can live anywhere."""
@@ -118,11 +125,13 @@ def toy(tmp_path: Path) -> Path:
     (package / "__init__.py").write_text('__version__ = "5.23.0"\n')
     (package / "trainer_callback.py").write_text(
         "class CallbackHandler:\n    def on_train_begin(self, args, state, control): return control\n"
+        f"class TrainerState:\n{declared(STATE, 4)}{declared('transformers.trainer_callback')}"
     )
+    (package / "training_args.py").write_text(f"class TrainingArguments:\n{declared(ARGUMENTS, 4)}")
     methods = "".join(f"    def {seam.name}(self, {', '.join(seam.parameters)}): pass\n" for seam in seams_of(None))
     (package / "trainer.py").write_text(
         "from transformers.trainer_callback import CallbackHandler\n"
-        f"class Trainer:\n{methods}"
+        f"{declared('transformers.trainer')}class Trainer:\n{declared(TRAINER, 4)}{methods}"
         "    def loop(self): return CallbackHandler().on_train_begin(None, None, 'stock')\n"
     )
     return tmp_path
@@ -160,7 +169,8 @@ except hf_accum_fix.SeamError as error:
 
 
 def test_a_release_that_calls_back_otherwise_is_patched_and_the_blind_spot_told(toy: Path) -> None:
-    (toy / "transformers" / "trainer_callback.py").write_text("class CallbackHandler:\n    pass\n")
+    module = toy / "transformers" / "trainer_callback.py"
+    module.write_text(module.read_text().replace("on_train_begin", "on_start"))
     script = "import hf_accum_fix; handle = hf_accum_fix.apply(); import transformers.trainer; print(handle.active)"
     done = fresh(script, toy)
     assert done.stdout == "True\n" and "has no CallbackHandler.on_train_begin" in done.stderr

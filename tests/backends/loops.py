@@ -33,7 +33,6 @@ from tests.backends.trajectory import (
     built,
     gathered,
     offloading_on_a_cpu,
-    parameters,
     reference,
     samples_of,
     unset_hf_deepspeed_config,
@@ -43,7 +42,7 @@ from tests.backends.trajectory import (
 from tests.backends.trajectory import HEADS as DECODERS
 from tests.backends.two_ranks import PATIENCE, errors
 from tests.numerics.heads import HEADS, Head
-from tests.numerics.parity import Step, cut, pass_over_imports, reference_step
+from tests.numerics.parity import Step, cut, pass_over_imports, reference_step, trainable
 from tests.torchrun import leave_with
 
 #: Heads, and which of their layers FSDP wraps: one takes the number, one returns the mean over its own items, and one
@@ -90,7 +89,7 @@ def train(
     per_device, accumulate = split
     unset_hf_deepspeed_config()
     model = built(head, backend)
-    start = parameters(model)
+    start = trainable(model)
     losses, norms = [], []
     with variables(backend.environment), offloading_on_a_cpu():
         live = accelerator(backend, per_device, accumulate, max_norm)
@@ -155,7 +154,7 @@ def unequal(backend: Backend) -> float:
     with variables(backend.environment):
         live = accelerator(backend, 1, 4, UNCLIPPED)
         model: Any = built(head, backend)
-        start = parameters(model)
+        start = trainable(model)
         model, optimizer = live.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
         for window in accumulation_windows([head.batch(piece) for piece in mine], live):
             for batch in window:

@@ -8,11 +8,16 @@ import pytest
 
 from hf_accum_fix.cli import main
 from hf_accum_fix.cli.explain import explanation
-from hf_accum_fix.upstream.defects import DEFECTS, Defect
+from hf_accum_fix.upstream.defects import DEFECTS, Defect, Factor
 from hf_accum_fix.upstream.limits import LIMITS
 
 EXAMPLE = replace(
-    DEFECTS[0], gradient="G", who="runs on several ranks", wrong="sum(S) / n", right="sum(S) / N", evidence="read"
+    DEFECTS[0],
+    factors=(Factor.G,),
+    who="runs on several ranks",
+    wrong="sum(S) / n",
+    right="sum(S) / N",
+    evidence="read",
 )
 
 

@@ -14,13 +14,10 @@ from pathlib import Path
 import pytest
 
 from hf_accum_fix.upstream.defects import DEFECTS, OLDEST_READ, Defect
-from hf_accum_fix.upstream.seams import TESTED_RELEASES
+from hf_accum_fix.upstream.seams import PUBLISHED_RELEASES, TESTED_RELEASES
 from tests.releases.probes import PROBES, Probe, Where
 from tests.releases.test_releases import run_in
 from tests.torchrun import launcher
-
-#: Every release from the oldest read to the newest tested, the yanked ones (4.46.0, 4.52.0, 4.57.0, 5.10.0) included.
-PUBLISHED = Path(__file__).with_name("published.txt").read_text().split()
 
 MEASURED = {defect.name: defect for defect in DEFECTS if defect.evidence == "run"}
 CHOSEN = ("4.49.0", "5.23.0")
@@ -28,14 +25,14 @@ CHOSEN = ("4.49.0", "5.23.0")
 
 def edges(defect: Defect) -> Iterator[tuple[str, Where]]:
     """The first and last release of its range, the one before and the one after."""
-    first = PUBLISHED.index(defect.since)
-    after = len(PUBLISHED) if defect.until is None else PUBLISHED.index(defect.until)
-    yield PUBLISHED[first], "inside"
-    yield PUBLISHED[after - 1], "inside"
+    first = PUBLISHED_RELEASES.index(defect.since)
+    after = len(PUBLISHED_RELEASES) if defect.until is None else PUBLISHED_RELEASES.index(defect.until)
+    yield PUBLISHED_RELEASES[first], "inside"
+    yield PUBLISHED_RELEASES[after - 1], "inside"
     if first > 0:
-        yield PUBLISHED[first - 1], "before"
-    if after < len(PUBLISHED):
-        yield PUBLISHED[after], "after"
+        yield PUBLISHED_RELEASES[first - 1], "before"
+    if after < len(PUBLISHED_RELEASES):
+        yield PUBLISHED_RELEASES[after], "after"
 
 
 #: Of each release that bounds a range: the rows it bounds, and where in their range it is.
@@ -51,7 +48,7 @@ def test_every_row_measured_has_a_probe_and_every_other_says_that_it_was_read() 
 
 
 def test_the_list_of_releases_ends_with_the_newest_tested() -> None:
-    assert PUBLISHED[0] == OLDEST_READ and PUBLISHED[-1] == TESTED_RELEASES[-1]
+    assert PUBLISHED_RELEASES[0] == OLDEST_READ and PUBLISHED_RELEASES[-1] == TESTED_RELEASES[-1]
 
 
 def test_a_probe_tells_presence_from_absence() -> None:
@@ -72,7 +69,7 @@ def test_a_probe_tells_presence_from_absence() -> None:
     "release",
     [
         pytest.param(each, marks=[pytest.mark.releases] * (each in CHOSEN))
-        for each in sorted(EXPECTED, key=PUBLISHED.index)
+        for each in sorted(EXPECTED, key=PUBLISHED_RELEASES.index)
     ],
 )
 def test_the_rows_that_a_release_bounds_are_true_of_it(release: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def test_names_are_unique() -> None:
 def test_every_row_says_what_happens_in_one_line() -> None:
     for defect in DEFECTS:
         assert defect.summary.endswith(".") and len(defect.summary) <= 100, defect.name
-        assert defect.remove_when, defect.name
+        assert defect.goes_when, defect.name
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,7 @@ def test_every_row_says_what_happens_in_one_line() -> None:
         {"source": ()},
         {"source": ("http://example.org",)},
         {"seam": "evaluation_loop"},
+        {"remove_when": ""},
     ],
 )
 def test_a_row_with_a_slip_is_refused(slip: dict[str, object]) -> None:

@@ -1,0 +1,114 @@
+"""Compare what is installed with the rows of `seams.ATTRIBUTES`: a SeamError by name, never an AttributeError."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from hf_accum_fix.errors import SeamError
+from hf_accum_fix.upstream.protocols import TrainerLike
+from hf_accum_fix.upstream.seams import ACCELERATOR, ARGUMENTS, ATTRIBUTES, PROCESSES, STATE, TRAINER, Attribute, Seen
+
+
+def missing(target: str, holder: object, *seen: Seen) -> tuple[Attribute, ...]:
+    """The rows that the installed release should have, and a class, module or object has not.
+
+    Args:
+        target: of the rows.
+        holder: what is looked at.
+        seen: which rows are looked for.
+    """
+    return tuple(row for row in _rows(target, *seen) if not hasattr(holder, row.name))
+
+
+def missing_from_classes() -> tuple[Attribute, ...]:
+    """The same for every class and module, as imported now."""
+    targets = dict.fromkeys(row.target for row in ATTRIBUTES)
+    return tuple(row for target in targets if _rows(target) for row in missing(target, _found(target), "class"))
+
+
+def _rows(target: str, *seen: Seen) -> tuple[Attribute, ...]:
+    """The rows of a target in the imported release; none where that is not known."""
+    release = _release(target.partition(".")[0])
+    if release is None:
+        return ()
+    rows = (row for row in ATTRIBUTES if row.target == target and row.is_in(release))
+    return tuple(row for row in rows if not seen or row.seen in seen)
+
+
+def require(target: str, holder: object, *seen: Seen) -> dict[str, str]:
+    """Refuse an object that lacks what nothing can stand in for.
+
+    Args:
+        target: of the rows.
+        holder: the object.
+        seen: which rows are looked for.
+
+    Returns:
+        What is off without the other rows that are missing, and why, in words.
+
+    Raises:
+        SeamError: if a row is missing without which nothing can be right.
+    """
+    absent = missing(target, holder, *seen)
+    error = refusal(absent)
+    if error is not None:
+        raise error
+    return {row.off: f"{_told(row)}; {row.off} is off, until a newer hf-accum-fix" for row in absent}
+
+
+def require_trainer(trainer: TrainerLike) -> dict[str, str]:
+    """The same for a Trainer that is about to train, its arguments, state and accelerator."""
+    off = require(TRAINER, trainer, "class", "object")
+    off |= require(ARGUMENTS, trainer.args, "class", "object") | require(STATE, trainer.state, "class", "object")
+    return off | require_accelerator(trainer.accelerator)
+
+
+def require_accelerator(accelerator: Any) -> dict[str, str]:
+    """The same for an ``accelerate.Accelerator``."""
+    off = require(ACCELERATOR, accelerator, "object")
+    off |= require(PROCESSES, accelerator.state, "object") | require(ACCELERATOR, accelerator, "class")
+    return off | (require(ACCELERATOR, accelerator, "DeepSpeed") if accelerator.distributed_type == "DEEPSPEED" else {})
+
+
+def require_in_loop(trainer: TrainerLike) -> dict[str, str]:
+    """The same for what a Trainer has once its loop runs."""
+    return require(TRAINER, trainer, "loop")
+
+
+def refusal(absent: Iterable[Attribute]) -> SeamError | None:
+    """The error for the first row that has to be there; None without one."""
+    for row in absent:
+        if not row.off:
+            return SeamError(f"{_told(row)}; use an older {_package(row)} or a newer hf-accum-fix")
+    return None
+
+
+def _told(row: Attribute) -> str:
+    package = _package(row)
+    return f"got {package} {_release(package)} without {row}; expected it, to {row.used_for}"
+
+
+def _package(row: Attribute) -> str:
+    return row.target.partition(".")[0]
+
+
+def _found(target: str) -> object:
+    """The class or module; None where there is none."""
+    module, _, owner = target.partition(":")
+    try:
+        holder = import_module(module)
+    except ImportError:
+        return None
+    return getattr(holder, owner, None) if owner else holder
+
+
+def _release(package: str) -> Version | None:
+    try:
+        return Version(getattr(sys.modules.get(package), "__version__", ""))
+    except InvalidVersion:
+        return None

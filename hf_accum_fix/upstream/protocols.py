@@ -1,0 +1,97 @@
+"""What we use of a Trainer and of an Accelerator that every supported release has; rows of `seams`, for mypy.
+
+What some releases lack is read by ``getattr``, with a default.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class ArgumentsLike(Protocol):
+    """``transformers.TrainingArguments``."""
+
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def process_index(self) -> int: ...
+    @property
+    def n_gpu(self) -> int: ...
+    @property
+    def device(self) -> Any: ...
+
+    gradient_accumulation_steps: int
+    per_device_train_batch_size: int
+    per_device_eval_batch_size: int
+    logging_nan_inf_filter: bool
+    disable_tqdm: Any
+    accelerator_config: Any
+    length_column_name: str
+
+
+class StateLike(Protocol):
+    """``transformers.TrainerState``."""
+
+    global_step: int
+    stateful_callbacks: Any
+
+
+class AcceleratorLike(Protocol):
+    """``accelerate.Accelerator``."""
+
+    @property
+    def device(self) -> Any: ...
+
+    distributed_type: Any
+    mixed_precision: str
+    gradient_accumulation_steps: int
+    sync_gradients: bool
+
+    @property
+    def state(self) -> Any: ...
+
+    gradient_state: Any
+    dataloader_config: Any
+    has_lomo_optimizer: bool
+    deepspeed_engine_wrapped: Any
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any: ...
+    def reduce(self, *args: Any, **kwargs: Any) -> Any: ...
+    def no_sync(self, *args: Any, **kwargs: Any) -> Any: ...
+    def autocast(self, *args: Any, **kwargs: Any) -> Any: ...
+    def unwrap_model(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class TrainerLike(Protocol):
+    """``transformers.Trainer``."""
+
+    @property
+    def args(self) -> ArgumentsLike: ...
+    @property
+    def state(self) -> StateLike: ...
+    @property
+    def accelerator(self) -> AcceleratorLike: ...
+
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Any
+    label_smoother: Any
+    is_in_train: bool
+    callback_handler: Any
+    control: Any
+    _globalstep_last_logged: int
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any: ...
+    def compute_loss_context_manager(self, *args: Any, **kwargs: Any) -> Any: ...
+    def create_accelerator_and_postprocess(self, *args: Any, **kwargs: Any) -> Any: ...
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any: ...
+    def floating_point_ops(self, *args: Any, **kwargs: Any) -> Any: ...
+    def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any: ...
+    def log(self, *args: Any, **kwargs: Any) -> Any: ...
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any: ...
+    def _load_callback_state(self, *args: Any, **kwargs: Any) -> Any: ...
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any: ...
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -1,0 +1,55 @@
+"""Add the transformers that is installed to the releases that tests have run, where everything that we touch fits.
+
+    python recipes/in_release.py 5.24.0 -- python recipes/add_release.py
+
+Writes hf_accum_fix/upstream/releases.json, from which all else takes its releases: what counts as tested, the newest
+environment, CI. Where a seam is missing or does not fit, it says so, writes nothing and exits with 1. It prints what is
+left to do.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import transformers.trainer
+from packaging.version import Version
+
+from hf_accum_fix.options import Options
+from hf_accum_fix.upstream.environment import detect, fingerprints
+from hf_accum_fix.upstream.plan import make_plan
+
+RELEASES = Path(__file__).resolve().parents[1] / "hf_accum_fix/upstream/releases.json"
+
+LEFT = """{release} is in {file}; {bodies}. Left to do, and to commit with it:
+  new defects in hf_accum_fix/upstream/defects.py, new names in seams.py, every published release before {release}
+  python recipes/release_matrix.py {release}
+  pytest -m releases_all"""
+
+
+def main() -> int:
+    environment = detect()
+    refusal = make_plan(environment, Options()).refusal
+    release = Version(transformers.__version__)
+    if refusal is not None or release.is_prerelease or release.local:
+        print(refusal or f"got transformers {release}; expected a final release", file=sys.stderr)
+        return 1
+    releases = json.loads(RELEASES.read_text(encoding="utf-8"))
+    for kind in ("published", "tested"):
+        releases[kind] = sorted({*releases[kind], str(release)}, key=Version)
+    new = []
+    for name, body in fingerprints(Path(transformers.trainer.__file__)).items():
+        if body not in releases["bodies"][name]:
+            releases["bodies"][name].append(body)
+            new.append(name)
+    RELEASES.write_text(json.dumps(releases, indent=1) + "\n", encoding="utf-8")
+    bodies = (
+        f"to be read, because their bodies are new: {', '.join(new)}" if new else "no wrapped method has a new body"
+    )
+    print(LEFT.format(release=release, file=RELEASES.name, bodies=bodies))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""What we touch of transformers and accelerate: without it a SeamError by name, or something is off and says so."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard
+from accelerate.utils import DistributedType
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler
+from transformers import Trainer, TrainerState
+
+import hf_accum_fix
+from hf_accum_fix import GlobalBatchTrainer, SeamError, accumulation_windows, verify
+from hf_accum_fix.duplicates import WithoutDuplicates
+from hf_accum_fix.upstream import protocols
+from hf_accum_fix.upstream.presence import missing_from_classes
+from hf_accum_fix.upstream.seams import (
+    ACCELERATOR,
+    ARGUMENTS,
+    ATTRIBUTES,
+    BATCH_SHARD,
+    DISPATCHER,
+    PROCESSES,
+    SEAMS,
+    STATE,
+    STREAM_SHARD,
+    TRAINER,
+    VERIFY,
+    Attribute,
+)
+from tests.numerics.parity import training_arguments
+
+PACKAGE = Path(hf_accum_fix.__file__).parent
+HERE = [row for row in ATTRIBUTES if row.is_in(Version(import_module(row.target.partition(".")[0]).__version__))]
+REFUSED = [row for row in HERE if not row.off]
+OFF = [row for row in HERE if row.off]
+LOADERS = (BATCH_SHARD, STREAM_SHARD, DISPATCHER)
+PROTOCOLS = {
+    TRAINER: protocols.TrainerLike,
+    ARGUMENTS: protocols.ArgumentsLike,
+    STATE: protocols.StateLike,
+    ACCELERATOR: protocols.AcceleratorLike,
+}
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.mse_loss(labels * self.weight, torch.zeros_like(labels))}
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Any:
+    args = training_arguments(tmp_path, 1, 2, max_steps=1)
+    return Trainer(model=Mean(), args=args, train_dataset=[{"labels": torch.tensor(float(n))} for n in range(1, 5)])
+
+
+def holder_of(row: Attribute) -> Any:
+    module, _, owner = row.target.partition(":")
+    found = import_module(module)
+    return getattr(found, owner) if owner else found
+
+
+def defining(holder: Any, name: str) -> Any:
+    """The module, the class or the base of it that holds a name."""
+    return next(each for each in getattr(holder, "__mro__", (holder,)) if name in vars(each))
+
+
+def objects(trainer: Any) -> dict[str, Any]:
+    """What a training has of each class."""
+    batches = BatchSamplerShard(BatchSampler(range(4), 1, False), 1, 0)
+    stream = IterableDatasetShard(range(4))
+    return {
+        TRAINER: trainer,
+        ARGUMENTS: trainer.args,
+        STATE: trainer.state,
+        ACCELERATOR: trainer.accelerator,
+        PROCESSES: trainer.accelerator.state,
+        BATCH_SHARD: (batches, DataLoaderShard(range(4), batch_sampler=batches)),
+        STREAM_SHARD: (stream, DataLoaderShard(stream)),
+        DISPATCHER: (loader := DataLoaderDispatcher(range(4), batch_size=1), loader),
+    }
+
+
+@pytest.mark.parametrize("row", [row for row in REFUSED if row.seen == "class"], ids=str)
+def test_apply_refuses_what_a_class_lacks(row: Attribute, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(defining(holder_of(row), row.name), row.name)
+    with pytest.raises(SeamError, match=rf"without {row}; expected it, to {row.used_for}; use an older"):
+        hf_accum_fix.apply()
+    assert hf_accum_fix.active_handle() is None
+
+
+@pytest.mark.parametrize("row", [row for row in REFUSED if row.seen == "object"], ids=str)
+def test_training_refuses_what_an_object_lacks(row: Attribute, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = objects(trainer)[row.target]
+    with hf_accum_fix.apply(), pytest.raises(SeamError, match=f"without {row}; "):
+        if row.target in LOADERS:
+            monkeypatch.delattr(
+                defining(type(held[0]), row.name) if row.name not in vars(held[0]) else held[0], row.name
+            )
+            WithoutDuplicates(held[1], False, print)
+        else:
+            where = vars(held).get("_shared_state", vars(held)) if row.target == PROCESSES else vars(held)
+            monkeypatch.delitem(where, row.name)
+            trainer.train()
+    assert getattr(trainer, "state", TrainerState()).global_step == 0
+
+
+def test_training_refuses_an_accelerator_that_holds_no_engine(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(trainer.accelerator), "distributed_type", DistributedType.DEEPSPEED)
+    with hf_accum_fix.apply(), pytest.raises(SeamError, match=r"without Accelerator\.deepspeed_engine_wrapped; "):
+        trainer.train()
+
+
+def test_the_subclass_and_the_loop_refuse_the_same(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Accelerator, "no_sync")
+    trainer.__class__ = GlobalBatchTrainer
+    for start in (trainer.train, lambda: accumulation_windows([], trainer.accelerator)):
+        with pytest.raises(SeamError, match=r"without Accelerator\.no_sync; "):
+            start()
+
+
+@pytest.mark.parametrize("row", [row for row in OFF if row.off != VERIFY], ids=str)
+def test_training_goes_on_and_says_what_is_off(
+    row: Attribute, trainer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rename(row, trainer, monkeypatch)
+    with hf_accum_fix.apply():
+        trainer.train()
+    assert trainer.state.global_step == 1
+    said = [message for message in caplog.messages if f"{row.off} is off" in message]
+    assert len(said) == 1 and f"without {row}; expected it, to {row.used_for}" in said[0]
+
+
+@pytest.mark.parametrize("row", [row for row in OFF if row.off == VERIFY], ids=str)
+def test_verify_says_that_it_could_not_tell(row: Attribute, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename(row, trainer, monkeypatch)
+    assert f"without {row}; " in verify(trainer).to_text().replace("\n", " ")
+
+
+def rename(row: Attribute, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a release of another name for an attribute, which its own methods use."""
+    holder, other = holder_of(row), f"{row.name}_renamed"
+    for kind in (holder, Trainer):
+        for function in map(inspect.unwrap, filter(callable, vars(kind).values())):
+            if isinstance(function, FunctionType):
+                monkeypatch.setattr(function, "__code__", _renamed(function.__code__, row.name, other))
+    for held in (holder, objects(trainer)[row.target]):
+        if row.name in vars(held):
+            monkeypatch.setattr(held, other, vars(held)[row.name], raising=False)
+            monkeypatch.delattr(held, row.name)
+
+
+def _renamed(code: CodeType, name: str, other: str) -> CodeType:
+    inner = tuple(_renamed(each, name, other) if isinstance(each, CodeType) else each for each in code.co_consts)
+    return code.replace(co_consts=inner, co_names=tuple(other if each == name else each for each in code.co_names))
+
+
+def test_the_installed_releases_lack_nothing(trainer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert missing_from_classes() == ()
+    with hf_accum_fix.apply():
+        trainer.train()
+    assert not [message for message in caplog.messages if " is off" in message]
+
+
+@pytest.mark.parametrize("target", PROTOCOLS)
+def test_what_every_release_has_is_in_the_protocol(target: str) -> None:
+    protocol: Any = PROTOCOLS[target]
+    members = {name for name, value in vars(protocol).items() if isinstance(value, (FunctionType, property))}
+    members = {*protocol.__annotations__, *members} - {"__init__", "__subclasshook__", "_no_init_or_replace_init"}
+    rows = {row.name for row in ATTRIBUTES if row.target == target and not row.since and row.until is None}
+    wrapped = {seam.name for seam in SEAMS}
+    assert members - wrapped == rows
+
+
+def test_every_name_that_mypy_does_not_hold_is_a_row() -> None:
+    rows = {row.name for row in ATTRIBUTES} | {seam.name for seam in SEAMS}
+    assert {name for name in _names() if name not in rows} == set()
+
+
+def _names() -> Iterator[str]:
+    """What the package imports from them, or reads and overrides of a trainer and its parts by a name in a string."""
+    holders = ("trainer", "trainer.args", "args", "trainer.accelerator", "accelerator")
+    for path in PACKAGE.rglob("*.py"):
+        if "monitor" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith(("transformers", "accelerate")):
+                yield from {each.name for each in node.names} - {"Trainer", "Seq2SeqTrainer"}
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "shadow"):
+                holder, name = node.args[:2]
+                if ast.unparse(holder).removeprefix("self.").lstrip("_") in holders and isinstance(name, ast.Constant):
+                    yield name.value
