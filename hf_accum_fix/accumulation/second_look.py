@@ -89,7 +89,8 @@ def as_both_show(found: LossContract, again: LossContract) -> LossContract:
     if found.extra:
         extra = _in_both(found.extra, again.extra)
         found, again = (replace(each, extra=extra, changed_by_trainer=not extra) for each in (found, again))
-    if found.by_number and found.made_of is None and not found.extra:
+    by_hand = found.by_number and found.made_of is None and not found.extra
+    if by_hand and found.conclusive and again.reason != NO_TARGET_SEEN:
         common = _in_both(found.alternatives, again.alternatives)
         if again.conclusive and common:
             return replace(found, items=common[0], alternatives=common)
