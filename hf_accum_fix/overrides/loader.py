@@ -160,7 +160,7 @@ def _not_dispatching(trainer: TrainerLike, options: Options) -> Iterator[None]:
 
     On one rank that is the same loader. On several the user has to say that every rank may read the stream.
     """
-    holder = trainer.accelerator.dataloader_config
+    holder: Any = getattr(trainer.accelerator, "dataloader_config", None) or trainer.accelerator
     stream = isinstance(trainer.train_dataset, IterableDataset)
     if not options.balance_windows or not stream or holder.dispatch_batches is not None or trainer.args.world_size > 1:
         yield

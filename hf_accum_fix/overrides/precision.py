@@ -37,7 +37,7 @@ def adding(trainer: TrainerLike, session: Session, window: Window, model: nn.Mod
 def _check(trainer: TrainerLike, session: Session) -> None:
     """Refuse what steps before the sum is whole, and say what DeepSpeed adds in."""
     asked = session.options.accumulate_in
-    if asked != "parameter" and trainer.accelerator.has_lomo_optimizer:
+    if asked != "parameter" and getattr(trainer.accelerator, "has_lomo_optimizer", False):
         raise UnsupportedSetupError(
             f"got accumulate_in={asked!r} and LOMO, which steps within the backward of every micro-batch; expected an "
             "optimizer that steps once a window: take another one, or accumulate_in='parameter'"

@@ -51,8 +51,6 @@ class AcceleratorLike(Protocol):
     def state(self) -> Any: ...
 
     gradient_state: Any
-    dataloader_config: Any
-    has_lomo_optimizer: bool
     deepspeed_engine_wrapped: Any
 
     def backward(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -149,7 +149,7 @@ def _each(
     return tuple(Attribute(target, name, used_for, off, seen, since, until) for name in names.split())
 
 
-# since and until were read off the sources of TESTED_RELEASES, and of accelerate 1.1.0 to 1.15.0.
+# since and until were read off the sources of TESTED_RELEASES, and of accelerate 0.26.0 to 1.15.0.
 ATTRIBUTES: Final = (
     *_each(TRAINER, "args state accelerator", "read the training's setup", seen="object"),
     *_each(TRAINER, "model model_wrapped optimizer", "run, weigh and check a micro-batch", seen="object"),
@@ -194,7 +194,8 @@ ATTRIBUTES: Final = (
     *_each(ACCELERATOR, "parallelism_config", "refuse ranks that split samples", since="1.10.0"),
     *_each(ACCELERATOR, "autocast", "run a forward as training does"),
     *_each(ACCELERATOR, "gradient_state", "find filled-up batches", seen="object"),
-    *_each(ACCELERATOR, "dataloader_config has_lomo_optimizer", "refuse or change what cannot be dealt", seen="object"),
+    *_each(ACCELERATOR, "dataloader_config", "change what cannot be dealt", seen="object", since="0.28.0"),
+    *_each(ACCELERATOR, "has_lomo_optimizer", "refuse LOMO", seen="object", since="0.30.0"),
     *_each(ACCELERATOR, "deepspeed_engine_wrapped", "read what DeepSpeed divides by", seen="DeepSpeed"),
     *_each("accelerate.state", "AcceleratorState GradientState PartialState", "leave the process as it was"),
     *_each(GRADIENT_STATE, "end_of_dataloader remainder", "find filled-up batches"),
