@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_accum_fix.errors import AccumFixError, ForeignPatchError, OptionsError, SeamError
 from hf_accum_fix.observations import recorded
-from hf_accum_fix.options import SWITCH, Options, enabled, shows_options
+from hf_accum_fix.options import SWITCH, Options, enabled, options_from, shows_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -284,7 +284,7 @@ def apply(*, quiet: bool = False, **options: Any) -> PatchHandle:
     from hf_accum_fix.upstream.plan import make_plan
     from hf_accum_fix.upstream.seams import GUARD, TRAINER_MODULE
 
-    decided = Options(**options)
+    decided = options_from(options)
     if not enabled():
         _LOG.info("hf-accum-fix is switched off by %s: transformers.Trainer stays as it is", SWITCH)
         return PatchHandle(decided, make_plan(detect(), decided), off=True)

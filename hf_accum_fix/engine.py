@@ -129,10 +129,12 @@ def reduced_in(accelerator: AcceleratorLike | None, model: nn.Module) -> list[st
         for each in _parameters_of_fsdp2(module):
             # The root's stay whole after a forward.
             sharded.update((each.sharded_param, getattr(each, "_unsharded_param", None)))
-            dtypes.add(each.reduce_dtype or each.param_dtype or each.sharded_param.dtype)
+            if each.sharded_param.requires_grad:
+                dtypes.add(each.reduce_dtype or each.param_dtype or each.sharded_param.dtype)
         if (handle := getattr(module, "_handle", None)) is not None and hasattr(handle, "flat_param"):
             sharded.update((handle.flat_param, *(handle.flat_param._params or ())))
-            dtypes.add(handle._reduce_dtype)
+            if handle.flat_param.requires_grad:
+                dtypes.add(handle._reduce_dtype)
     dtypes |= {each.dtype for each in model.parameters() if each.requires_grad and each not in sharded}
     hooks = [hook.__qualname__ for hook, _ in getattr(model, "_comm_hooks", ())]
     return [*sorted(map(_name, dtypes)), *hooks]

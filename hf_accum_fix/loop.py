@@ -63,7 +63,7 @@ from hf_accum_fix.engine import (
     waits_every_micro_batch,
 )
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnevenRanksError, UnsupportedSetupError
-from hf_accum_fix.options import Options, of_a_loop, shows_options
+from hf_accum_fix.options import Options, options_from, shows_options
 from hf_accum_fix.own_counts import own_counts
 from hf_accum_fix.upstream.presence import require_accelerator
 from hf_accum_fix.upstream.protocols import AcceleratorLike
@@ -426,7 +426,8 @@ class AccumulationWindows:
             return self._narrowed(known, found, window)
         self.contract = found
         if trained_wrongly(known, found):
-            self._tell_inexact(found.reason if known is None else f"the loss {found}; it was observed as: {known}")
+            alike = known is None or found.reason == SEVERAL_FIT
+            self._tell_inexact(found.reason if alike else f"the loss {found}; it was observed as: {known}")
         # On one rank a gradient is corrected unread, in every window; several need one more collective for it.
         self._closing.corrects = found.made_of is not None and (self.world_size == 1 or not found.made_of.counted)
         self._attempts += found.reason != NO_TARGET_SEEN
@@ -542,6 +543,8 @@ class AccumulationWindows:
                 "head": head,
                 "trainer": "accumulation_windows",
                 **contract.facts(),
+                "exact": contract.exact and not self._inexact,
+                "inexact_windows": self._inexact,
                 "accumulation_steps": steps,
                 "world_size": self.world_size,
                 "reduced_in": reduced_in(self._accelerator, model) if self.world_size > 1 else [],
@@ -715,4 +718,4 @@ def accumulation_windows(
     split = {kind: getattr(config, f"{kind}_size", 1) or 1 for kind in ("tp", "cp", "sp")}
     if any(size > 1 for size in split.values()):
         raise UnsupportedSetupError(f"ranks split samples {split}; only data-parallel ranks are supported")
-    return AccumulationWindows(dataloader, accelerator, steps, of_a_loop(options))
+    return AccumulationWindows(dataloader, accelerator, steps, options_from(options, of_loops=True))

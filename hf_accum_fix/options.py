@@ -70,7 +70,7 @@ def _about(help: str | None, *, choices: tuple[str, ...] | None = None, of_loops
 
     Args:
         help: of the command line; None: it cannot be given there.
-        choices: the values of a name; None: it is no name.
+        choices: the values that it may have; None: any.
         of_loops: `accumulation_windows` takes it, too.
     """
     return {"help": help, "choices": choices, "of_loops": of_loops}
@@ -155,7 +155,7 @@ class Options:
 
 
 def shows_options(function: _Function, *, of_loops: bool = False) -> _Function:
-    """Let ``help()`` and editors show each option of a function that takes them as ``**options``."""
+    """Let ``help()`` and notebooks show each option of a function that takes them as ``**options``."""
     *own, _ = (signature := inspect.signature(function)).parameters.values()
     shown = [
         inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
@@ -171,16 +171,17 @@ def on_the_command_line() -> tuple[Field[Any], ...]:
     return tuple(option for option in fields(Options) if option.metadata["help"] is not None)
 
 
-def of_a_loop(given: Mapping[str, Any]) -> Options:
-    """The options of `accumulation_windows`.
+def options_from(given: Mapping[str, Any], *, of_loops: bool = False) -> Options:
+    """The options of `apply()`, or of `accumulation_windows`.
 
     Raises:
-        OptionsError: if one is invalid, or has no meaning in a loop.
+        OptionsError: if one is invalid, unknown, or has no meaning in a loop.
     """
-    known = [option.name for option in fields(Options) if option.metadata["of_loops"]]
+    known = [option.name for option in fields(Options) if option.metadata["of_loops"] or not of_loops]
     for name, value in given.items():
         if name not in known:
-            raise OptionsError(f"got {name}={value!r}; expected options that a loop has: {', '.join(known)}")
+            what = "a loop" if of_loops else "apply()"
+            raise OptionsError(f"got {name}={value!r}; expected an option of {what}: {', '.join(known)}")
     return Options(**given)
 
 

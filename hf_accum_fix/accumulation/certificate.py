@@ -96,7 +96,9 @@ class Certificate:
             self._unequal.extend(counts[rule] != predicted[rule] for rule in self.contract.rules[1:])
 
     def note_inputs(self, inputs: Mapping[str, Any], device: torch.device) -> None:
-        """Take the inputs of one micro-batch that is no fetched one: what fits a part without a call may differ in it.
+        """Take the inputs of a micro-batch that was changed after it was fetched.
+
+        The rules that fit the part of a loss that no call shows may count it differently.
 
         Args:
             inputs: of the forward.

@@ -17,7 +17,7 @@ from hf_accum_fix.errors import ContractError
 NO_TARGET_SEEN = "no target was seen yet"
 
 #: Why a loss is not weighed yet: its samples' losses are the same (a policy that is still its reference).
-ALIKE = "the samples seen have one loss, which does not tell by what it is weighed"
+ALIKE = "all samples seen have the same loss, which does not show what weighs them"
 
 #: Why a loss that no call shows is not settled: what fits counts the window's micro-batches differently.
 SEVERAL_FIT = "several ways of counting fit the samples seen, and count the window's micro-batches differently"
@@ -26,7 +26,10 @@ SEVERAL_FIT = "several ways of counting fit the samples seen, and count the wind
 SHIFT_UNKNOWN = "the model's own loss does not show whether labels are shifted as they are smoothed"
 
 #: Why a loss is not exact whose gradient is corrected by the items that its calls count.
-SCALED_BESIDE = "a term stands beside a mean whose items are known only as it is made, and is scaled with it"
+SCALED_BESIDE = (
+    "the loss adds a term to a mean whose items are counted only in the forward; correcting the gradient by that count "
+    "scales the term, too"
+)
 
 
 class Reduction(str, Enum):

@@ -167,9 +167,11 @@ def observe(
         place = summing_call(first, second) if moves and not needs_number else None
         by_hand = moves and place is None
         others_seen: tuple[Seen | None, Seen | None] = (None, None)
-        if by_hand:
+        # Where samples have no target no number moves the loss: ranks with shards run as many forwards all the same.
+        if by_hand or (sharded and needs_number and not first.own):
             third = tried(without_first_label(inputs), low) if needs_number else tried(inputs, None)
-            others_seen = (run(inputs, between), third)
+            looked = (run(inputs, between), third)
+            others_seen = looked if by_hand else others_seen
         if more_steps is not None and not (by_hand and first.own):
             asked = (tried(inputs, number, more_steps), tried(inputs, None))
             others_seen = asked if first.own else others_seen

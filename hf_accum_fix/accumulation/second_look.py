@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SEVERAL_FIT, SHIFT_UNKNOWN, LossContract, Reduction
-from hf_accum_fix.accumulation.evidence.rules import told_apart_in
+from hf_accum_fix.accumulation.evidence.rules import counted_alike
 from hf_accum_fix.accumulation.window import Items
 
 #: Observe a loss, after so many times: what this rank sees, None if it has no window; and the trouble that it met.
@@ -35,7 +35,7 @@ def look(
     """What this rank sees of the loss of a window, and the trouble that it met; every rank runs as many forwards.
 
     Args:
-        observe: the loss; how often it was observed before.
+        observe: observes the loss; takes how often that was done before.
         anywhere: whether any rank says so, of a rank's own answer and trouble; raises where one is in trouble.
         window: its micro-batches.
         is_cut: the global batch has more than one micro-batch: the loss of the only one is right, whatever weighs it.
@@ -86,7 +86,7 @@ def _is_far_fetched(found: LossContract | None, window: Sequence[Any]) -> bool:
 
 def as_both_show(found: LossContract, again: LossContract) -> LossContract:
     """What was observed, if other samples under dropout show the same; a term that only they show makes it another."""
-    if found.extra:
+    if found.extra and again.reason != NO_TARGET_SEEN:
         extra = _in_both(found.extra, again.extra)
         found, again = (replace(each, extra=extra, changed_by_trainer=not extra) for each in (found, again))
     by_hand = found.by_number and found.made_of is None and not found.extra
@@ -147,7 +147,7 @@ def several_fit(known: LossContract, window: Sequence[Any]) -> bool:
     values = [value for batch in window for value in batch.values() if isinstance(value, Tensor)]
     if any(value.device.type != "cpu" for value in values):
         return False
-    return not all(told_apart_in(rules, window) for rules in fitting)
+    return not all(counted_alike(rules, window) for rules in fitting)
 
 
 def trained_wrongly(known: LossContract | None, found: LossContract) -> bool:

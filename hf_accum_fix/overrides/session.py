@@ -101,7 +101,7 @@ class Response:
     Attributes:
         extra: the rules that count what is added, where that is a mean over items of its own.
         divides: when it divides it for the accumulation window.
-        shown: a finite loss of the base showed it.
+        shown: a finite loss of the base, other than zero, showed it.
     """
 
     factor: float = 1.0
@@ -145,7 +145,7 @@ class Session:
     base_factor: float = 1.0
     more_steps: bool = False
     base_loss: tuple[Tensor, Any] | None = None
-    response: Response = Response()
+    response: Response = Response(shown=False)
     closing: Closing = field(default_factory=Closing)
     inexact_windows: int = 0
     news: bool = False

@@ -35,7 +35,7 @@ from hf_accum_fix.accumulation.declared import (
 )
 from hf_accum_fix.accumulation.evidence.forwards import HIGH
 from hf_accum_fix.accumulation.evidence.own_loss import divides_by
-from hf_accum_fix.accumulation.evidence.rules import composing_rules, told_apart_in
+from hf_accum_fix.accumulation.evidence.rules import composing_rules, counted_alike
 from hf_accum_fix.accumulation.loss_calls import LossCalls
 from hf_accum_fix.accumulation.observe import Forward, observe
 from hf_accum_fix.accumulation.per_sample import by_sample, weighed_by_sample
@@ -78,12 +78,14 @@ def settle_contract(
     if session.observed_for != computed_by:
         session.contract, session.observed_for, session.attempts = None, computed_by, 0
         session.passes_number = accepts_number(trainer) and takes_number(trainer.model_wrapped)
-        session.response, session.closing.corrects = Response(), False
+        session.response, session.closing.corrects = Response(shown=False), False
     known = session.contract
     settled = known is not None and (known.conclusive or session.attempts >= ATTEMPTS)
     alone = data_ranks(trainer) == 1
+    # A rank whose data have ended counts this window as the others do.
+    number = session.windows + (not window)
     given = options.contract is not None
-    if settled and known is not None and (given or not is_due(known, session.windows, window, alone=alone)):
+    if settled and known is not None and (given or not is_due(known, number, window, alone=alone)):
         _say_if_several_fit(trainer, session, known, window)
         return known
     if options.contract is not None:
@@ -96,7 +98,7 @@ def settle_contract(
             window,
             is_cut=trainer.args.gradient_accumulation_steps * data_ranks(trainer) > 1,
         )
-        found = _agreed(trainer, seen, trouble, window)
+        found = _agreed(trainer, seen, trouble, window, session)
         if options.per_sample:
             found = by_sample(found)
         if settled and known is not None:
@@ -129,7 +131,7 @@ def _observed(
     except Exception as error:
         return None, error
     finally:
-        if again > 0 and response.shown:
+        if response.shown and (again > 0 or not session.response.shown):
             session.response = response
 
 
@@ -301,9 +303,9 @@ def _observe(trainer: TrainerLike, session: Session, window: list[Any], *, again
             return replace(found, reduction=Reduction.PLAIN, items=None, made_of=None, reason=reason)
         return found
     session.response = response or Response()
-    if response is None:
+    if response is None or response.divides is Divides.UNKNOWN:
         found = replace(found, changed_by_trainer=True)
-    elif response.extra and told_apart_in(response.extra, window):
+    elif response.extra and counted_alike(response.extra, window):
         found = replace(found, extra=response.extra)
     elif response.extra:
         found = replace(found, changed_by_trainer=True)
@@ -352,7 +354,7 @@ def _response_of(responses: Sequence[_Asked], steps: int) -> Response | None:
     """
     seen = [each for each in responses if math.isfinite(each.base) and math.isfinite(each.loss)]
     plain = [each for each in seen if each.number_came and not each.more_steps]
-    if responses and not plain:
+    if responses and not any(each.base for each in plain):
         return Response(shown=False)
     if all(each.loss == each.base for each in seen) or len(plain) < 2:
         return Response()
@@ -423,7 +425,11 @@ def _more_steps(trainer: TrainerLike, session: Session) -> Iterator[None]:
 
 
 def _agreed(
-    trainer: TrainerLike, found: LossContract | None, trouble: Exception | None = None, window: Sequence[Any] = ()
+    trainer: TrainerLike,
+    found: LossContract | None,
+    trouble: Exception | None = None,
+    window: Sequence[Any] = (),
+    session: Session | None = None,
 ) -> LossContract:
     """The ranks' one contract; None: this rank had no window to observe."""
     axes = {
@@ -433,9 +439,13 @@ def _agreed(
         for key, value in batch.items()
         if "label" in key and isinstance(value, Tensor)
     }
-    gathered = ranks.agreed((found, axes), trouble, **place(trainer))
-    agreed = agree([each for each, _ in gathered if each is not None])
-    held = set().union(*(each for _, each in gathered))
+    response = None if session is None else session.response
+    gathered = ranks.agreed((found, axes, response), trouble, **place(trainer))
+    agreed = agree([each for each, *_ in gathered if each is not None])
+    if session is not None and not session.response.shown:
+        # A rank without a target takes what the others have seen.
+        session.response = next((each for *_, each in gathered if each is not None and each.shown), session.response)
+    held = set().union(*(each for _, each, _ in gathered))
     if len(gathered) > 1 and len({key for key, _ in held}) < len(held) and not agreed.owned_by_trainer:
         reason = "the ranks train different tasks, on labels with and without an axis of tokens"
         return LossContract(Reduction.PLAIN, dtype=agreed.dtype, reason=reason)

@@ -325,8 +325,6 @@ def _share_of_window(
     assert contract is not None
     response = session.response
     if not contract.owned_by_trainer and micro_batch.base is not None:
-        if response.divides is Divides.UNKNOWN:
-            return None
         if window.certificate is not None:
             if micro_batch.seen is not None:
                 window.certificate.note_items(*micro_batch.seen)
@@ -354,7 +352,7 @@ def _share_of_window(
 
 
 def _for_window(loss: Tensor, divided: int, steps: int) -> Tensor:
-    """A loss divided by G, of one that the trainer has divided already; no bit is lost where that was by G, or by 1."""
+    """Divide a loss by G where the trainer has divided it by ``divided`` already; to the bit where that was G or 1."""
     return loss * 1.0 if divided == steps else loss * divided / steps
 
 

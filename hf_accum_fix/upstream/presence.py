@@ -90,7 +90,7 @@ def refusal(absent: Iterable[Attribute]) -> SeamError | None:
 
 def _told(row: Attribute) -> str:
     package = _package(row)
-    return f"got {package} {_release(package)} without {row}; expected it, to {row.used_for}"
+    return f"got {package} {_release(package)} without {row}; expected it: hf-accum-fix uses it to {row.used_for}"
 
 
 def _package(row: Attribute) -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
+import hf_accum_fix
 from tests.attacks.compositions import Composition, installed_once, outcome, told
+from tests.attacks.trainings import computing, train
 
 #: By what was wrong; a composition names its parts, its data for every window, its cut, and its seed.
 FOUND = {
@@ -123,3 +128,18 @@ def test_exact_or_said(name: str, tmp_path: Path) -> None:
     if name in EXACT:
         assert found.patched is not None
         assert all(error <= composition.floor for error in found.patched.errors), told(composition, found)
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_a_scaling_that_is_not_recognised_stays_as_stock_has_it(power: float, tmp_path: Path) -> None:
+    def times_steps(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
+        loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
+        return loss * trainer.args.gradient_accumulation_steps**power, outputs
+
+    composition = Composition("number", seed=5)
+    case = replace(composition.case(), trainer=computing(times_steps))
+    theirs = train(case, composition.cut, tmp_path)
+    with hf_accum_fix.apply():
+        ours = train(case, composition.cut, tmp_path)
+    assert ours.errors == pytest.approx(theirs.errors, rel=1e-6)
+    assert ours.said and not ours.exact

@@ -56,6 +56,17 @@ class OwnMean(StockRecorder):
         return loss / items.clamp(min=1)
 
 
+class BySteps(StockRecorder):
+    """It divides the base's loss by G, which a rank whose samples have no target cannot see."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        loss = loss / self.args.gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
+
+
 def blind_at_first(head: Head, per_device: int) -> Head:
     """Twenty samples, of which the second rank's of the first window have no target."""
     samples = [dict(sample) for sample in (list(head.samples) * 3)[:20]]
@@ -71,7 +82,7 @@ def main(output: Path, cases: Sequence[str]) -> None:
     rows, folder = [], Path(tempfile.gettempdir()) / "owned"
     for case in cases:
         backend = BACKENDS[case]
-        for kind in (ByNumber, OwnMean):
+        for kind in (ByNumber, OwnMean, BySteps):
             pass_over_imports()
             # A rank that waits for ever says where.
             faulthandler.dump_traceback_later(PATIENCE, exit=True)

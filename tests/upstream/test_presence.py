@@ -99,7 +99,9 @@ def objects(trainer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("row", [row for row in REFUSED if row.seen == "class"], ids=str)
 def test_apply_refuses_what_a_class_lacks(row: Attribute, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(defining(holder_of(row), row.name), row.name)
-    with pytest.raises(SeamError, match=rf"without {row}; expected it, to {row.used_for}; use an older"):
+    with pytest.raises(
+        SeamError, match=rf"without {row}; expected it: hf-accum-fix uses it to {row.used_for}; use an older"
+    ):
         hf_accum_fix.apply()
     assert hf_accum_fix.active_handle() is None
 
@@ -143,7 +145,7 @@ def test_training_goes_on_and_says_what_is_off(
         trainer.train()
     assert trainer.state.global_step == 1
     said = [message for message in caplog.messages if f"{row.off} is off" in message]
-    assert len(said) == 1 and f"without {row}; expected it, to {row.used_for}" in said[0]
+    assert len(said) == 1 and f"without {row}; expected it: hf-accum-fix uses it to {row.used_for}" in said[0]
 
 
 @pytest.mark.parametrize("row", [row for row in OFF if row.off == VERIFY], ids=str)

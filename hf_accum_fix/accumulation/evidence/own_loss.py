@@ -64,11 +64,10 @@ def reduced_by_trainer(
         return LossContract(Reduction.PLAIN, divides=divides, conclusive=False, reason=ALIKE)
     reason = "the trainer computes the loss by itself and takes no item count"
     # A part without a target may be nan, and tells no ways of counting apart.
-    conclusive = all(np.isfinite(each.loss) for each in evidence.seen) and 0 not in map(label_count, evidence.batches)
-    rules, means = (
-        list(ways_of_counting(inputs, seen.calls)),
-        [c for c in seen.calls if c.mean and is_close(c.value, seen.loss)],
-    )
+    unlabelled = isinstance(inputs.get("labels"), Tensor) and 0 in map(label_count, evidence.batches)
+    conclusive = all(np.isfinite(each.loss) for each in evidence.seen) and not unlabelled
+    rules = list(ways_of_counting(inputs, seen.calls))
+    means = [call for call in seen.calls if call.mean and is_close(call.value, seen.loss)]
     counted = rules_counting_as(means, rules, inputs)
     named = counted or [rule for rule in rules if means and count_by(rule, inputs) == means[0].targets]
     if not conclusive and named and divides is Divides.NEVER:

@@ -19,7 +19,7 @@ from hf_accum_fix.accumulation.window import sample_count
 def telling_batch(window: Sequence[Mapping[str, Any]], *, again: int = 0) -> tuple[dict[str, Any], bool]:
     """The micro-batch whose rows tell most ways of counting apart, and of those the one with the most targets.
 
-    ``again``: one after it, if there is one.
+    ``again``: how many places further down that order, if there are as many.
 
     It has at least two samples if they can be had: micro-batches of one are put together by twos; whether they were.
     """
@@ -30,10 +30,12 @@ def telling_batch(window: Sequence[Mapping[str, Any]], *, again: int = 0) -> tup
         pairs = [_stacked(ordered[0], other) for other in ordered[1:] or ordered]
         found = [pair for pair in pairs if pair is not None]
         several, stacked = [*found] or ordered[:1], bool(found)
-    telling = sorted(map(with_telling_labels, several), key=_ways_told_apart, reverse=True)
-    # A row without a target would tell nothing.
-    usable = [each for each in telling if bool(_ways_told_apart(each)) == bool(_ways_told_apart(telling[0]))]
-    return usable[again % len(usable)], stacked
+    filled = list(map(with_telling_labels, several))
+    ways = list(map(_ways_told_apart, filled))
+    telling = sorted(range(len(filled)), key=ways.__getitem__, reverse=True)
+    # One that tells nothing apart is taken only where none does.
+    usable = [place for place in telling if bool(ways[place]) == bool(ways[telling[0]])]
+    return filled[usable[again % len(usable)]], stacked
 
 
 def _ways_told_apart(inputs: Mapping[str, Any]) -> int:

@@ -36,7 +36,7 @@ def composing_rules(
     )
 
 
-def told_apart_in(rules: Sequence[Items], window: Sequence[Mapping[str, Any]]) -> bool:
+def counted_alike(rules: Sequence[Items], window: Sequence[Mapping[str, Any]]) -> bool:
     """Whether every rule counts the same shares of a window, so that it does not matter which is the right one."""
     counts = [[count_by(rule, batch) for batch in window] for rule in rules]
     shares = [[count / (sum(each) or 1.0) for count in each] for each in counts]
