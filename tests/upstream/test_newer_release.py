@@ -16,8 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+
+from hf_accum_fix.upstream.seams import TESTED_RELEASES
 
 ROOT = Path(__file__).parents[2]
+
+#: A newer release has what the newest has.
+ON_THE_NEWEST = pytest.mark.skipif(
+    transformers.__version__ != TESTED_RELEASES[-1], reason="made of an older release, it lacks what newer ones have"
+)
 
 #: What is asked: whether apply() goes through, what is reported and, given a folder, a step beside the full batch's.
 QUESTIONS = """
@@ -90,6 +98,7 @@ def ask(release: Path, *output: str) -> dict[str, Any]:
     return loaded
 
 
+@ON_THE_NEWEST
 def test_where_the_signatures_fit_it_is_applied_exact_and_marked_untested(tmp_path: Path) -> None:
     answers = ask(made_release(tmp_path, "99.0.0"), str(tmp_path / "output"))
     assert answers["version"] == "99.0.0" and answers["refused"] is None
@@ -98,6 +107,7 @@ def test_where_the_signatures_fit_it_is_applied_exact_and_marked_untested(tmp_pa
     assert answers["stock"] > 1 and answers["apply"] < 1e-12
 
 
+@ON_THE_NEWEST
 @pytest.mark.slow
 def test_a_build_that_is_no_release_is_never_called_unaffected(tmp_path: Path) -> None:
     answers = ask(made_release(tmp_path, "99.0.0.dev0"))
