@@ -2,14 +2,15 @@
 
     python recipes/in_release.py 5.24.0 -- python recipes/add_release.py
 
-Writes hf_accum_fix/upstream/releases.json, from which all else takes its releases: what counts as tested, the newest
-environment, CI. Where a seam is missing or does not fit, it says so, writes nothing and exits with 1. It prints what is
-left to do.
+Writes hf_accum_fix/upstream/releases.json, from which all else takes its releases: what counts as tested, CI; and the
+newest environment into recipes/in_release.py, which stands alone. Where a seam is missing or does not fit, it says so,
+writes nothing and exits with 1. It prints what is left to do.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from hf_accum_fix.upstream.environment import detect, fingerprints
 from hf_accum_fix.upstream.plan import make_plan
 
 RELEASES = Path(__file__).resolve().parents[1] / "hf_accum_fix/upstream/releases.json"
+IN_RELEASE = Path(__file__).with_name("in_release.py")
 
 LEFT = """{release} is in {file}; {bodies}. Left to do, and to commit with it:
   new defects in hf_accum_fix/upstream/defects.py, new names in seams.py, every published release before {release}
@@ -44,6 +46,9 @@ def main() -> int:
             releases["bodies"][name].append(body)
             new.append(name)
     RELEASES.write_text(json.dumps(releases, indent=1) + "\n", encoding="utf-8")
+    script = IN_RELEASE.read_text(encoding="utf-8")
+    newest = re.sub(r'^NEWEST = ".*"$', f'NEWEST = "{releases["tested"][-1]}"', script, flags=re.MULTILINE)
+    IN_RELEASE.write_text(newest, encoding="utf-8")
     bodies = (
         f"to be read, because their bodies are new: {', '.join(new)}" if new else "no wrapped method has a new body"
     )

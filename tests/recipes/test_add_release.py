@@ -22,7 +22,10 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     releases["bodies"]["train"].clear()
     file = tmp_path / "releases.json"
     file.write_text(json.dumps(releases))
+    script = tmp_path / "in_release.py"
+    script.write_text(add_release.IN_RELEASE.read_text().replace('NEWEST = "5.', 'NEWEST = "4.'))
     monkeypatch.setattr(add_release, "RELEASES", file)
+    monkeypatch.setattr(add_release, "IN_RELEASE", script)
     return file
 
 
@@ -37,6 +40,8 @@ def test_the_data_have_the_release_and_what_is_new_of_it(known: Path, capsys: py
     [body] = added["bodies"].pop("train")
     assert body in whole["bodies"].pop("train") and added["bodies"] == whole["bodies"]
     assert "their bodies are new: train. Left" in capsys.readouterr().out
+    recipe = Path(add_release.__file__).with_name("in_release.py").read_text()
+    assert add_release.IN_RELEASE.read_text() == recipe and f'NEWEST = "{whole["tested"][-1]}"' in recipe
 
 
 def test_a_release_that_lacks_a_seam_is_not_added(
