@@ -161,7 +161,7 @@ class PatchHandle:
                     "got transformers.trainer without a class Trainer; expected that class; call apply() before or "
                     "after that module is imported, not while it is being imported"
                 )
-            # Now: they import what the plan has looked for.
+            # Only now: these modules import attributes that the plan has just checked.
             from hf_accum_fix.evaluation import evaluation_loop
             from hf_accum_fix.overrides import OVERRIDES
 

@@ -77,7 +77,8 @@ def observe(
 
     Every rank runs the same number of forwards whatever it sees, so that sharded models stay in step: one where a
     BatchNorm trains; six of a trainer's own loss; else four where a number is passed and three where none is, and two
-    more on one rank where the loss divides by the number by hand. Nothing is left behind (see `undisturbed`).
+    more on one rank where the loss divides by the number by hand. Under shards two more where a ``compute_loss`` asks
+    the base, or a ``compute_loss_func`` is used. Nothing is left behind (see `undisturbed`).
 
     Args:
         call: one forward of the training's own loss.

@@ -27,7 +27,7 @@ class LossTrend:
 
     Means of 30 logs are compared. It has diverged where it is 1.5 times its best and as high as in the first log; or,
     within 30 logs, has risen by half and at least halfway back to there. No log of the mean is near the best. So no
-    spikes, no hard stretches of data, and no data that grow harder and harder count. It is told once; again where the
+    spikes, no hard stretches of data, and no data that grow harder and harder count. Told once; again where the
     loss has doubled since, or has recovered in between.
     """
 

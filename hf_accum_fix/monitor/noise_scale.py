@@ -27,8 +27,8 @@ What it does not tell:
 - The batch above which data are wasted rises quickly at first, then slowly (same source): a reading is about now.
 - A small batch is no fault. With settings to match it learns as much from the same data (arXiv 2507.07101): B says how
   many steps a larger one saves.
-- Items of one micro-batch count as independent. Tokens of one document are not; B is then that of the micro-batches as
-  they were cut. Micro-batches must be exchangeable: windows dealt by length are refused.
+- Items of one micro-batch count as independent. Tokens of one document are not; B is then of the micro-batches as they
+  were cut. Micro-batches must be exchangeable: windows dealt by length are refused.
 - |G|^2 is a small difference of large numbers where N is far below B: look at the error.
 
 Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv 1812.06162, appendix A.1, for two

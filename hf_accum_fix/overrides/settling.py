@@ -324,10 +324,10 @@ def _smoothed(found: LossContract, ignore_index: int, *, of_tokens: bool) -> Los
     """The contract of the smoothed loss of a model: a mean over labels, shifted where the model's own are."""
     known = (*found.alternatives, *found.rules)
     # As stock smooths them comes first.
-    shifts = sorted({rule.shift for rule in known if rule.keys == ("labels",)}) or [False]
-    rules = tuple(Items(("labels",), ignore_index, shift=shift) for shift in shifts)
+    shifts = sorted({rule.shift for rule in known if rule.keys == ("labels",)})
+    rules = tuple(Items(("labels",), ignore_index, shift=shift) for shift in shifts or [False])
     smooth = replace(found, reduction=Reduction.MEAN, items=rules[0], alternatives=rules, made_of=None)
-    if of_tokens and (len(rules) > 1 or not any(rule.keys == ("labels",) for rule in known)):
+    if of_tokens and len(shifts) != 1:
         return replace(smooth, beside=True, reason=SHIFT_UNKNOWN)
     return replace(smooth, beside=True) if found.reduction is Reduction.PLAIN else smooth
 

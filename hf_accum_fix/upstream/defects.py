@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 from packaging.version import Version
 
-from hf_accum_fix.upstream.seams import SEAMS
+from hf_accum_fix.upstream.seams import SEAMS, is_between
 
 OLDEST_READ: Final = "4.38.2"
 """The reading starts here: a row that starts here may be older."""
@@ -111,8 +111,7 @@ class Defect:
 
     def is_in(self, release: Version) -> bool:
         """Whether a release has it; a dev or rc build is judged as the release it leads to."""
-        base = Version(release.base_version)
-        return Version(self.since) <= base and (self.until is None or base < Version(self.until))
+        return is_between(release, self.since, self.until)
 
 
 def _issue(number: int) -> str:

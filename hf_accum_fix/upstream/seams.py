@@ -51,10 +51,11 @@ class Seam:
 
     def is_in(self, release: Version | None) -> bool:
         """Whether a release has it, by its base version; None: the newest."""
-        return _is_between(release, self.since, self.until)
+        return is_between(release, self.since, self.until)
 
 
-def _is_between(release: Version | None, since: str, until: str | None) -> bool:
+def is_between(release: Version | None, since: str, until: str | None) -> bool:
+    """Whether a release is from ``since`` to before ``until``, by its base version; None: the newest."""
     if release is None:
         return until is None
     base = Version(release.base_version)
@@ -114,7 +115,7 @@ class Attribute:
 
     def is_in(self, release: Version) -> bool:
         """Whether a release of its package must have it; a build before ``since`` need not."""
-        return Version(self.since or "0") <= release and _is_between(release, "0", self.until)
+        return Version(self.since or "0") <= release and is_between(release, "0", self.until)
 
     def __str__(self) -> str:
         module, _, owner = self.target.partition(":")
