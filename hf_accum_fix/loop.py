@@ -63,6 +63,7 @@ from hf_accum_fix.engine import (
     waits_every_micro_batch,
 )
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnevenRanksError, UnsupportedSetupError
+from hf_accum_fix.observations import Windows
 from hf_accum_fix.options import Options, options_from, shows_options
 from hf_accum_fix.own_counts import own_counts
 from hf_accum_fix.upstream.presence import require_accelerator
@@ -326,10 +327,8 @@ class AccumulationWindows:
         self._device: torch.device | None = None if accelerator is None else accelerator.device
         self._empty: Tensor | None = None
         self._closing = Closing()
-        self._opened = 0
-        self._inexact = 0
+        self._counted = Windows()
         self._said: set[str] = set()
-        self._recorded = False
         self._repeated: dict[str, Any] = {}
         if self.world_size > 1 and isinstance(dataloader, DataLoaderStateMixin):
             self._dataloader = WithoutDuplicates(dataloader, options.drop_duplicates, self._tell_repeated)
@@ -367,7 +366,7 @@ class AccumulationWindows:
                         f"a batch is {type(batch).__name__}; items are counted by name: let the collate function "
                         "return a dict"
                     )
-            self._opened += 1
+            self._counted.opened += 1
             window = AccumulationWindow(self, fetched)
             try:
                 yield window
@@ -377,7 +376,7 @@ class AccumulationWindows:
         self._closing.read(_Loop(self))
         if self.world_size > 1:
             # A rank that has more joins this with its next window, so that it learns of it instead of waiting for ever.
-            self._opened += 1
+            self._counted.opened += 1
             AccumulationWindow(self, [])._open(None, None)
         for kind, words in self._router.remarks():
             self._warn_once(kind, words)
@@ -441,7 +440,7 @@ class AccumulationWindows:
             return False
         if self.contract is None or not self._settled:
             return True
-        return is_due(self.contract, self._opened, window.batches, alone=self.world_size == 1)
+        return is_due(self.contract, self._counted.opened, window.batches, alone=self.world_size == 1)
 
     def _seen(
         self, model: nn.Module | None, window: AccumulationWindow, *, again: int
@@ -543,8 +542,8 @@ class AccumulationWindows:
                 "head": head,
                 "trainer": "accumulation_windows",
                 **contract.facts(),
-                "exact": contract.exact and not self._inexact,
-                "inexact_windows": self._inexact,
+                "exact": contract.exact and not self._counted.inexact,
+                "inexact_windows": self._counted.inexact,
                 "accumulation_steps": steps,
                 "world_size": self.world_size,
                 "reduced_in": reduced_in(self._accelerator, model) if self.world_size > 1 else [],
@@ -552,7 +551,7 @@ class AccumulationWindows:
                 **self._repeated,
             }
         )
-        self._recorded = True
+        self._counted.recorded = True
         logger.info("%s: the loss %s; G=%d, W=%d.", head, contract, steps, self.world_size)
         if contract.reduction is Reduction.PLAIN:
             self._warn_once("inexact", f"{head}: {contract.reason}. It gets the plain mean over micro-batches.")
@@ -563,25 +562,20 @@ class AccumulationWindows:
         if contract.reduction is Reduction.SUM:
             self._warn_once("sum", f"{head}: the loss is a sum over the global batch, and grows with it.")
 
-    def _note_inexact(self) -> None:
-        """Let the report say so."""
-        self._inexact += 1
-        if self._recorded:
-            observations.amend({"exact": False, "inexact_windows": self._inexact})
-
     def _tell_inexact(self, why: str) -> None:
-        self._note_inexact()
+        self._counted.note_inexact()
         if self.steps * self.world_size > 1:
             self._warn_once(
                 "certificate",
-                f"window {self._opened} is not exact: {why}. Every window is checked; report() has how many were not.",
+                f"window {self._counted.opened} is not exact: {why}. Every window is checked; report() has how many "
+                "were not.",
             )
 
     def _tell_repeated(self, samples: int) -> None:
         if self._repeated:
             return
         self._repeated = {"repeated_samples": samples, "repeated_samples_dropped": self._options.drop_duplicates}
-        if self._recorded:
+        if self._counted.recorded:
             observations.amend(self._repeated)
         if not self._options.drop_duplicates:
             words = f"repeat {samples} samples, so that every rank has as many, and count them twice"
@@ -613,7 +607,7 @@ class AccumulationWindows:
 
     def _tell_rounded(self, words: str) -> None:
         if "16 bits" not in self._said:
-            self._note_inexact()
+            self._counted.note_inexact()
         self._warn_once("16 bits", words)
 
     def _divisor(self) -> int:
@@ -651,7 +645,7 @@ class AccumulationWindows:
         """Whether loss calls are listened to: where no rule counts what they do, else in windows 4, 8, 16 and so on."""
         if contract.made_of is None:
             return False
-        sampled = self._opened >= 4 and self._opened & (self._opened - 1) == 0
+        sampled = self._counted.opened >= 4 and self._counted.opened & (self._counted.opened - 1) == 0
         return sampled or contract.made_of.has_terms or not contract.made_of.counted
 
     @property

@@ -41,7 +41,7 @@ def announce(trainer: TrainerLike, session: Session, window: Window, *, passed: 
             "head": head,
             "trainer": type(trainer).__name__,
             **contract.facts(),
-            "exact": contract.exact and not session.inexact_windows,
+            "exact": session.exact,
             "router_loss": convention_of(session).value,
             "accumulation_steps": steps,
             "world_size": world_size,
@@ -51,6 +51,7 @@ def announce(trainer: TrainerLike, session: Session, window: Window, *, passed: 
             **session.repeated,
         }
     )
+    session.windows.recorded = True
     if trainer.args.process_index == 0:
         router = f", {convention_of(session)}" if contract.has_router_loss else ""
         logger.info("%s: the loss %s%s; G=%d, W=%d.%s", head, contract, router, steps, world_size, told)

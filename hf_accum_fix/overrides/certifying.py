@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
@@ -11,7 +14,11 @@ from torch import Tensor, nn
 from hf_accum_fix.accumulation.closing import scale_gradients
 from hf_accum_fix.overrides.live import data_ranks, head_name
 from hf_accum_fix.overrides.session import Session, Window
+from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
+
+#: Name in the log of the windows of this training that were exact so far; as many as its steps, if all were.
+EXACT_WINDOWS = "hf_accum_fix/exact_windows"
 
 
 @dataclass(frozen=True)
@@ -42,14 +49,14 @@ class _Training:
 
     def tell(self, why: str) -> None:
         session, trainer = self.session, self.trainer
-        session.note_inexact()
+        session.windows.note_inexact()
         by_number = session.contract is not None and session.contract.by_number
         # The mean of the only micro-batch is right, whatever it is over.
         if by_number or data_ranks(trainer) * trainer.args.gradient_accumulation_steps > 1:
             session.warn_once(
                 "certificate",
-                f"{head_name(trainer)}: window {session.windows} (step {trainer.state.global_step + 1}) is not exact: "
-                f"{why}. Every window is checked; report() has how many were not.",
+                f"{head_name(trainer)}: window {session.windows.opened} (step {trainer.state.global_step + 1}) is not "
+                f"exact: {why}. Every window is checked; report() has how many were not.",
             )
 
 
@@ -71,8 +78,26 @@ def end_window(trainer: TrainerLike, session: Session, window: Window) -> Tensor
 
 
 def read_certificates(trainer: TrainerLike, session: Session) -> None:
-    """Read what was found on the device since the last log: the Trainer has just waited for it to log the loss."""
+    """Read what was found on the device since the last log."""
     session.closing.read(_Training(trainer, session))
+
+
+@contextmanager
+def exact_windows_logged(trainer: TrainerLike, session: Session) -> Iterator[None]:
+    """While the trainer trains: log beside each loss how many windows were exact so far."""
+    original = trainer.log
+
+    def log(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        # What a trainer logs beside has no learning rate.
+        if ("loss" in logs and "learning_rate" in logs) or "train_loss" in logs:
+            # Waits for nothing: the loss was read just now.
+            read_certificates(trainer, session)
+            exact = session.contract is not None and session.contract.exact
+            logs[EXACT_WINDOWS] = session.windows.exact if exact else 0
+        return original(logs, *args, **kwargs)
+
+    with shadow(trainer, "log", log):
+        yield
 
 
 def gradient_versions(model: nn.Module) -> int:

@@ -29,7 +29,7 @@ def adding(trainer: TrainerLike, session: Session, window: Window, model: nn.Mod
     if unknown and gradient.lost is not None:
         observations.amend({"lost_in_16_bits": gradient.lost})
         if gradient.matters:
-            session.note_inexact()
+            session.windows.note_inexact()
             words = rounding_words(gradient.lost, len(window.batches))
             session.warn_once("16 bits", f"{head_name(trainer)}: {words}")
 
@@ -43,5 +43,5 @@ def _check(trainer: TrainerLike, session: Session) -> None:
             "optimizer that steps once a window: take another one, or accumulate_in='parameter'"
         )
     if (said := check_engine_adds(trainer.accelerator, asked)) is not None:
-        session.note_inexact()
+        session.windows.note_inexact()
         session.warn_once("16 bits", said)

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_accum_fix import observations
 from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.closing import Closing
 from hf_accum_fix.accumulation.contract import Divides, LossContract
@@ -20,6 +19,7 @@ from hf_accum_fix.accumulation.router_loss import RouterLoss
 from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.loss_log import LossLog
+from hf_accum_fix.observations import Windows
 from hf_accum_fix.options import Options
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import VERIFY
@@ -116,7 +116,7 @@ class Session:
     """What is known of one trainer between its windows.
 
     Attributes:
-        windows: opened so far.
+        windows: opened so far, and how many of them were not exact.
         entered: whether a micro-batch of this training came through ``training_step``.
         observed_number: what the base hands its model while the loss is observed.
         base_calls: listens to the base's own loss calls meanwhile, and to no others.
@@ -124,8 +124,6 @@ class Session:
         response: what it makes of it.
         more_steps: the trainer says more accumulation steps, to see what an override makes of them.
         closing: what ends its windows.
-        inexact_windows: found to be made in another way than observed.
-        news: one was found since the other ranks were last told, with the counts of a window.
         deferred: the window as a ``get_batch_samples`` of the trainer's own was given it, before it is counted.
         gradient: what the gradients of a window are added in.
     """
@@ -137,7 +135,7 @@ class Session:
     attempts: int = 0
     window: Window | None = None
     micro_batch: MicroBatch | None = None
-    windows: int = 0
+    windows: Windows = field(default_factory=Windows)
     entered: bool = False
     observing: bool = False
     observed_number: Tensor | None = None
@@ -147,8 +145,6 @@ class Session:
     base_loss: tuple[Tensor, Any] | None = None
     response: Response = Response(shown=False)
     closing: Closing = field(default_factory=Closing)
-    inexact_windows: int = 0
-    news: bool = False
     deferred: list[Any] | None = None
     busy: set[str] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
@@ -174,12 +170,15 @@ class Session:
             if what != VERIFY:
                 self.warn_once(what, why)
 
-    def note_inexact(self) -> None:
-        """Let the report say so, if the run is in it already."""
-        self.inexact_windows += 1
-        self.news = True
-        if "announced" in self.said:
-            observations.amend({"exact": False, "inexact_windows": self.inexact_windows})
+    @property
+    def exact(self) -> bool:
+        """Whether its loss, and every window so far, was exact."""
+        return self.contract is not None and self.contract.exact and not self.inexact_windows
+
+    @property
+    def inexact_windows(self) -> int:
+        """Windows found to be made in another way than observed."""
+        return self.windows.inexact
 
 
 def session_of(trainer: TrainerLike, options: Options) -> Session:

@@ -83,7 +83,7 @@ def settle_contract(
     settled = known is not None and (known.conclusive or session.attempts >= ATTEMPTS)
     alone = data_ranks(trainer) == 1
     # A rank whose data have ended counts this window as the others do.
-    number = session.windows + (not window)
+    number = session.windows.opened + (not window)
     given = options.contract is not None
     if settled and known is not None and (given or not is_due(known, number, window, alone=alone)):
         _say_if_several_fit(trainer, session, known, window)
@@ -105,7 +105,7 @@ def settle_contract(
             return _still(trainer, session, known, found, window)
         session.attempts += found.reason != NO_TARGET_SEEN
     if trained_wrongly(known, found):
-        session.note_inexact()
+        session.windows.note_inexact()
     session.contract = found
     if not found.conclusive and session.attempts < ATTEMPTS:
         if found.reason != NO_TARGET_SEEN:
@@ -145,14 +145,14 @@ def _still(
     )
     if narrowed is None or narrowed.rules != known.rules:
         # The windows before counted by a rule that this one rules out.
-        session.note_inexact()
+        session.windows.note_inexact()
     if narrowed is not None:
         _say_if_several_fit(trainer, session, narrowed, window)
     elif known.reduction is not Reduction.PLAIN:
         session.warn_once(
             "inexact",
-            f"{head_name(trainer)}: window {session.windows}: the loss {found}; it was observed as: {known}. The "
-            "windows since then may not be exact; look at what changes in the data, or give "
+            f"{head_name(trainer)}: window {session.windows.opened}: the loss {found}; it was observed as: {known}. "
+            "The windows since then may not be exact; look at what changes in the data, or give "
             "contract=LossContract(...).",
         )
     return session.contract
@@ -160,8 +160,8 @@ def _still(
 
 def _say_if_several_fit(trainer: TrainerLike, session: Session, known: LossContract, window: Sequence[Any]) -> None:
     if known.conclusive and several_fit(known, window):
-        session.note_inexact()
-        session.warn_once("inexact", f"{head_name(trainer)}: window {session.windows}: {SEVERAL_FIT}.")
+        session.windows.note_inexact()
+        session.warn_once("inexact", f"{head_name(trainer)}: window {session.windows.opened}: {SEVERAL_FIT}.")
 
 
 def _warn(trainer: TrainerLike, session: Session, found: LossContract) -> None:

@@ -171,7 +171,7 @@ def training_step(
         return torch.zeros((), device=trainer.args.device)
     model = kwargs["model"] if "model" in kwargs else args[0]
     if window.gradients is not None and window.gradients != gradient_versions(trainer.model_wrapped):
-        session.note_inexact()
+        session.windows.note_inexact()
         session.warn_once(
             "gradients",
             f"{type(trainer).__name__} changes gradients between the micro-batches of a window (clips them?), so that "
@@ -229,7 +229,7 @@ def training_step(
         session.micro_batch = None
     window.steps_run += 1
     # Looked at in the first windows of trainers that have a step of their own around ours.
-    looks = session.windows <= ATTEMPTS and remakes_inputs(trainer) and window.steps_run < len(window.batches)
+    looks = session.windows.opened <= ATTEMPTS and remakes_inputs(trainer) and window.steps_run < len(window.batches)
     window.gradients = gradient_versions(trainer.model_wrapped) if looks else None
     reported = micro_batch.reported
     if micro_batch.share is not None and reported is None:

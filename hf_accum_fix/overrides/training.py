@@ -11,7 +11,7 @@ from hf_accum_fix.bypass import no_bypass
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.loss_log import LossLog
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.certifying import end_window, read_certificates
+from hf_accum_fix.overrides.certifying import end_window, exact_windows_logged, read_certificates
 from hf_accum_fix.overrides.live import parallel_size
 from hf_accum_fix.overrides.loader import tell_saved, whole_windows
 from hf_accum_fix.overrides.routing import note_routing
@@ -54,6 +54,7 @@ def train(
             mark_passed_over(trainer),
             shadow(trainer.accelerator, "backward", _listened(trainer, session, trainer.accelerator.backward)),
             logged,
+            exact_windows_logged(trainer, session),
         ):
             result = wrapped(*args, **kwargs)
     finally:
@@ -63,10 +64,11 @@ def train(
         warn_empty(session)
     note_routing(trainer, session)
     read_certificates(trainer, session)
-    if "announced" in session.said and session.contract is not None:
-        exact = session.contract.exact and not session.inexact_windows
-        run = {"exact": exact, "windows": session.windows, "inexact_windows": session.inexact_windows}
-        observations.amend(run)
+    windows = session.windows
+    if windows.recorded:
+        observations.amend(
+            {"exact": session.exact, "windows": windows.opened, "inexact_windows": session.inexact_windows}
+        )
     tell_saved(trainer)
     return result
 
@@ -77,7 +79,7 @@ def _listened(trainer: TrainerLike, session: Session, backward: Callable[..., An
     def listened(*args: Any, **kwargs: Any) -> Any:
         cut = trainer.args.gradient_accumulation_steps * trainer.args.world_size > 1
         if session.micro_batch is None and session.entered and session.window is not None and cut:
-            session.note_inexact()
+            session.windows.note_inexact()
             session.warn_once(
                 "second backward",
                 f"{type(trainer).__name__} calls accelerator.backward beside Trainer.training_step: what it adds to "

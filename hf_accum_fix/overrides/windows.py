@@ -19,7 +19,6 @@ from hf_accum_fix.accumulation.whole_windows import without_blanks
 from hf_accum_fix.accumulation.window import Items, count_by_rules, count_dtype
 from hf_accum_fix.engine import is_sharded
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.certifying import read_certificates
 from hf_accum_fix.overrides.live import data_ranks, head_name, place, remakes_inputs
 from hf_accum_fix.overrides.routing import count_routing, router_loss_depends_on_the_cut
 from hf_accum_fix.overrides.session import Session, Window, busy, session_of
@@ -113,9 +112,7 @@ def open_window(
 ) -> Window:
     """Count the window whose micro-batches are about to be run, or raise what kept this rank from fetching it."""
     _mark_state(trainer, session)
-    if getattr(trainer, "_globalstep_last_logged", None) == trainer.state.global_step:
-        read_certificates(trainer, session)
-    session.windows += bool(batches)
+    session.windows.opened += bool(batches)
     contract = settle_contract(trainer, session, batches, options, trouble)
     routing, trouble = count_routing(trainer, session, contract, batches, options, trouble)
     flag = session.closing.differs if contract.made_of is not None and not session.closing.corrects else None
@@ -128,17 +125,16 @@ def open_window(
         session.router,
         routing,
         differs=flag,
-        inexact=session.news,
+        inexact=session.windows.news,
     )
-    session.news = False
     if window.inexact_elsewhere:
-        session.note_inexact()
-        session.news = False
+        session.windows.note_inexact(session.windows.opened - 1)
+    session.windows.news = False
     session.closing.corrects = session.closing.corrects or window.differs
     if contract.made_of is not None or remakes_inputs(trainer):
         window.certificate = Certificate(contract, constant=session.response.constant)
     if len(batches) > trainer.args.gradient_accumulation_steps:
-        session.note_inexact()
+        session.windows.note_inexact()
         session.warn_once(
             "more micro-batches",
             f"got {len(batches)} micro-batches in a window; expected at most gradient_accumulation_steps="

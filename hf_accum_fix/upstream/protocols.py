@@ -80,7 +80,6 @@ class TrainerLike(Protocol):
     is_in_train: bool
     callback_handler: Any
     control: Any
-    _globalstep_last_logged: int
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any: ...
     def compute_loss_context_manager(self, *args: Any, **kwargs: Any) -> Any: ...
