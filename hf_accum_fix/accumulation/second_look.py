@@ -1,15 +1,15 @@
 """Observe a loss again where no loss call shows in training what it is weighed by.
 
 One micro-batch may fit a wrong way of counting by chance. So such a loss is observed twice at first, on other samples
-and under dropout, and up to four times where it seems to be weighed by none of the labels of its tokens, or the other
-samples fit more ways of counting than the first; again in windows 2, 3, 4, 8, 16 and so on; and on one rank wherever
+and under dropout, and up to four times where it seems to be weighed by none of the labels of its tokens, or samples
+show nothing, or fit more ways of counting than the first; again in windows 2, 3, 4, 8, 16 and so on; and on one rank wherever
 the ways of counting that have fitted so far count the micro-batches of a window differently. What is still open then is
 said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,17 +41,20 @@ def look(
         is_cut: the global batch has more than one micro-batch: the loss of the only one is right, whatever weighs it.
     """
     seen, trouble = observe(0)
-    confirmed = False
+    confirmed, fitting_too = False, set[Items]()
     for before in range(1, LOOKS):
-        is_open = _is_far_fetched(seen, window) or (shows_no_call(seen) and not confirmed)
+        is_open = _is_far_fetched(seen, window) or (shows_no_call(seen) and not confirmed) or _shows_nothing(seen)
         # Ranks may meet in every forward.
         if not (anywhere(is_open, trouble) and is_cut):
             break
         again, trouble = observe(before)
         if seen is not None and again is not None:
             # Samples that fit more ways of counting tell less.
-            confirmed = _fitting(again) <= _fitting(seen)
+            fitting_too = _fitting(again)
+            confirmed = fitting_too <= _fitting(seen)
             seen = as_both_show(seen, again)
+    if seen is not None and seen.conclusive and not confirmed and not _tells_alone(seen, fitting_too, window):
+        seen = replace(seen, conclusive=False, reason=SEVERAL_FIT)
     if seen is not None and seen.conclusive and several_fit(seen, window):
         seen = replace(seen, conclusive=False, reason=SEVERAL_FIT)
     return seen, trouble
@@ -67,6 +70,24 @@ def shows_no_call(found: LossContract | None) -> bool:
     if found.made_of is not None:
         return bool(found.rest_terms) or found.made_of.has_several_calls
     return found.reduction is Reduction.MEAN and not found.random
+
+
+def _shows_nothing(found: LossContract | None) -> bool:
+    """Whether the samples seen do not tell how a loss is reduced, though they have targets; others may."""
+    if found is None or found.conclusive or found.reason == NO_TARGET_SEEN:
+        return False
+    return found.reduction is Reduction.PLAIN
+
+
+def _tells_alone(found: LossContract, fitting_too: Iterable[Items], window: Sequence[Any]) -> bool:
+    """Whether one look is enough for what no call shows, where every other look fitted more ways of counting.
+
+    Args:
+        found: what that look has shown.
+        fitting_too: the ways of counting that the others fitted; none: there was no other.
+        window: its micro-batches.
+    """
+    return not several_fit(replace(found, made_of=None, extra=(), alternatives=tuple(fitting_too)), window)
 
 
 def _fitting(found: LossContract) -> set[Items]:
@@ -95,11 +116,13 @@ def as_both_show(found: LossContract, again: LossContract) -> LossContract:
         if again.conclusive and common:
             return replace(found, items=common[0], alternatives=common)
         return replace(again if again.by_number else found, conclusive=False, reason=SEVERAL_FIT)
-    if not again.conclusive or found.items is None:
+    if not again.conclusive:
         return found
     if not found.conclusive:
         # A part of the first samples had no target, or none of them.
         return again
+    if found.items is None:
+        return found
     if again.reduction is found.reduction:
         if again.rest_terms and not found.rest_terms and found.items in again.rules:
             # Two draws of one model are apart only under dropout.
