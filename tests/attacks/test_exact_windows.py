@@ -73,5 +73,9 @@ def test_other_logs_are_left_as_they_are() -> None:
             self.log({"mine": 1.0})
             return super().training_step(*args, **kwargs)
 
-    rows = [row for row in of(Tells, WHOLE, CLASSES).history if "mine" in row]
+    rows = [row for row in of(Tells, PAIRS, CLASSES).history if "mine" in row]
     assert rows and all(EXACT_WINDOWS not in row for row in rows)
+
+
+def test_the_log_of_what_is_not_cut_is_stocks() -> None:
+    assert all(EXACT_WINDOWS not in row for row in of(Ordered, WHOLE).history)
