@@ -28,6 +28,7 @@ from hf_accum_fix.options import BalanceOptions, Options
 if TYPE_CHECKING:
     from hf_accum_fix.accumulation.contract import LossContract, Reduction
     from hf_accum_fix.accumulation.window import Items
+    from hf_accum_fix.data.dealing import Dealer
     from hf_accum_fix.loop import AccumulationWindow, AccumulationWindows, accumulation_windows
     from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchSeq2SeqTrainer, GlobalBatchTrainer
     from hf_accum_fix.verification.report import VerificationReport
@@ -41,6 +42,7 @@ __all__ = [
     "AccumulationWindows",
     "BalanceOptions",
     "ContractError",
+    "Dealer",
     "ForeignPatchError",
     "GlobalBatchMixin",
     "GlobalBatchSeq2SeqTrainer",
@@ -66,6 +68,7 @@ __all__ = [
 
 # These need torch and transformers, so they are imported when they are first asked for.
 _LAZY = {
+    "Dealer": "hf_accum_fix.data.dealing",
     "AccumulationWindow": "hf_accum_fix.loop",
     "AccumulationWindows": "hf_accum_fix.loop",
     "GlobalBatchMixin": "hf_accum_fix.trainer",

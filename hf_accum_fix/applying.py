@@ -162,8 +162,8 @@ class PatchHandle:
                     "after that module is imported, not while it is being imported"
                 )
             # Only now: these modules import attributes that the plan has just checked.
-            from hf_accum_fix.evaluation import evaluation_loop
             from hf_accum_fix.overrides import OVERRIDES
+            from hf_accum_fix.overrides.evaluation import evaluation_loop
 
             names = [state.seam.name for state in environment.seams]
             patches = [Patch(trainer, name, self._wrapper(name, OVERRIDES[name])) for name in names]

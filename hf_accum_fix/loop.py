@@ -32,7 +32,7 @@ from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from hf_accum_fix import observations, ranks
+from hf_accum_fix import observations
 from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.closing import Closing, scale_gradients
@@ -48,12 +48,12 @@ from hf_accum_fix.accumulation.micro_batch import run_micro_batch
 from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.accumulation.per_sample import by_sample
 from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
-from hf_accum_fix.accumulation.router_loss import Convention, Form, RouterLoss, one_form
 from hf_accum_fix.accumulation.second_look import ATTEMPTS, as_before, is_due, look, several_fit, trained_wrongly
 from hf_accum_fix.accumulation.share import Cut, loss_among, share_of
 from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules, count_dtype
-from hf_accum_fix.duplicates import WithoutDuplicates
-from hf_accum_fix.engine import (
+from hf_accum_fix.data.duplicates import WithoutDuplicates
+from hf_accum_fix.engines import ranks
+from hf_accum_fix.engines.engine import (
     check_engine_adds,
     engine_divisor,
     inputs_are_rounded,
@@ -62,10 +62,11 @@ from hf_accum_fix.engine import (
     reducing,
     waits_every_micro_batch,
 )
+from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnevenRanksError, UnsupportedSetupError
 from hf_accum_fix.observations import Windows
 from hf_accum_fix.options import Options, options_from, shows_options
-from hf_accum_fix.own_counts import own_counts
+from hf_accum_fix.router.router_loss import Convention, Form, RouterLoss, one_form
 from hf_accum_fix.upstream.presence import require_accelerator
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
@@ -412,7 +413,7 @@ class AccumulationWindows:
             lambda again: self._seen(model, window, again=again),
             lambda mine, trouble: any(self._agreed(mine, trouble)),
             window.batches,
-            is_cut=self.steps * self.world_size > 1,
+            matters=self.steps * self.world_size > 1,
         )
         gathered = self._agreed(seen, trouble)
         observed = [each for each in gathered if each is not None]

@@ -20,7 +20,7 @@ SWITCH: Final = "HF_ACCUM_FIX"
 _ON: Final = ("1", "on", "true", "yes")
 _OFF: Final = ("0", "off", "false", "no")
 
-#: The conventions of `hf_accum_fix.accumulation.router_loss`, by name, so that importing this needs no torch.
+#: The conventions of `hf_accum_fix.router.router_loss`, by name, so that importing this needs no torch.
 ROUTER_LOSSES: Final = ("mean", "window", "exact")
 
 #: What a window's gradients are added in: see `hf_accum_fix.accumulation.precision`.

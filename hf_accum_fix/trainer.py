@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import Seq2SeqTrainer, Trainer
 
-from hf_accum_fix import evaluation, overrides
+from hf_accum_fix import overrides
 from hf_accum_fix.errors import SeamError
 from hf_accum_fix.options import Options
+from hf_accum_fix.overrides import evaluation
 
 _SEAMS = ("train", "get_batch_samples", "training_step", "compute_loss")
 

@@ -118,7 +118,7 @@ def docstrings() -> list[str]:
 
 def levelled(samples: list[list[int]], options: argparse.Namespace) -> list[list[int]]:
     """Samples of the balanced micro-batches, levelled to one length in each: no padding, as many tokens."""
-    from hf_accum_fix.accumulation.balance import deal
+    from hf_accum_fix.data.packing import deal
 
     window = options.batch * options.steps * options.ranks
     result: list[list[int]] = []

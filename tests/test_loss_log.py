@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback
 
 import hf_accum_fix
 from hf_accum_fix import GlobalBatchTrainer
-from hf_accum_fix.loss_log import FILTERED
+from hf_accum_fix.overrides.loss_log import FILTERED
 from tests.numerics.parity import training_arguments
 
 #: Loss of each sample; a micro-batch is one of them, a window two, a log entry two windows.

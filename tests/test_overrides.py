@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers import Trainer
 
 import hf_accum_fix
-from hf_accum_fix import observations, ranks
+from hf_accum_fix import observations
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.window import Items
+from hf_accum_fix.engines import ranks
 from hf_accum_fix.errors import ContractError, ForeignPatchError, RankError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import settling, windows

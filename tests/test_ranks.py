@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_accum_fix import ranks
+from hf_accum_fix.engines import ranks
 from hf_accum_fix.errors import RankError
 
 ZERO = torch.zeros((), dtype=torch.float64)

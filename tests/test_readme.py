@@ -18,7 +18,7 @@ from hf_accum_fix.upstream.seams import TESTED_RELEASES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_accum_fix"
-ROOMS = ("accumulation", "cli", "monitor", "upstream", "verification")
+ROOMS = ("accumulation", "cli", "data", "monitor", "router", "upstream", "verification")
 PAGES = {
     page: (ROOT / page).read_text(encoding="utf-8")
     for page in (

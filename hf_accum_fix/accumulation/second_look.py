@@ -30,7 +30,7 @@ LOOKS = 4
 
 
 def look(
-    observe: Observe, anywhere: Callable[[bool, Exception | None], bool], window: Sequence[Any], *, is_cut: bool
+    observe: Observe, anywhere: Callable[[bool, Exception | None], bool], window: Sequence[Any], *, matters: bool
 ) -> tuple[LossContract | None, Exception | None]:
     """What this rank sees of the loss of a window, and the trouble that it met; every rank runs as many forwards.
 
@@ -38,14 +38,14 @@ def look(
         observe: observes the loss; takes how often that was done before.
         anywhere: whether any rank says so, of a rank's own answer and trouble; raises where one is in trouble.
         window: its micro-batches.
-        is_cut: the global batch has more than one micro-batch: the loss of the only one is right, whatever weighs it.
+        matters: what weighs the loss does: that of the only micro-batch is right whatever it is.
     """
     seen, trouble = observe(0)
     confirmed, fitting_too = False, set[Items]()
     for before in range(1, LOOKS):
         is_open = _is_far_fetched(seen, window) or (shows_no_call(seen) and not confirmed) or _shows_nothing(seen)
         # Ranks may meet in every forward.
-        if not (anywhere(is_open, trouble) and is_cut):
+        if not (anywhere(is_open, trouble) and matters):
             break
         again, trouble = observe(before)
         if seen is not None and again is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.contract import Reduction
-from hf_accum_fix.engine import reduced_in
+from hf_accum_fix.engines.engine import reduced_in
 from hf_accum_fix.overrides.live import head_name, loss_func
 from hf_accum_fix.overrides.routing import convention_of
 from hf_accum_fix.overrides.session import Session, Window

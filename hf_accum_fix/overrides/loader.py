@@ -15,10 +15,10 @@ from transformers import Trainer
 
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.whole_windows import WholeWindows
-from hf_accum_fix.dealing import Dealer, RedealtLoader, unfit
-from hf_accum_fix.duplicates import WithoutDuplicates
-from hf_accum_fix.engine import waits_every_micro_batch
+from hf_accum_fix.data.dealing import Dealer, RedealtLoader, unfit
+from hf_accum_fix.data.duplicates import WithoutDuplicates
+from hf_accum_fix.data.whole_windows import WholeWindows
+from hf_accum_fix.engines.engine import waits_every_micro_batch
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.options import BalanceOptions, Options
 from hf_accum_fix.overrides.live import head_name, release_counts_windows

@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.precision import rounding_words
-from hf_accum_fix.engine import check_engine_adds, narrow_leaves
+from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.overrides.live import head_name
 from hf_accum_fix.overrides.session import Session, Window

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix import ranks
-from hf_accum_fix.accumulation.balancing import LENDER
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.declared import inside_ddp
 from hf_accum_fix.accumulation.preserve import python_state_kept
-from hf_accum_fix.accumulation.router_loss import Convention, Form, Forward, RouterLoss, one_form
-from hf_accum_fix.engine import is_sharded
+from hf_accum_fix.engines import ranks
+from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.live import data_ranks, head_name, place
 from hf_accum_fix.overrides.session import Session, Window
 from hf_accum_fix.overrides.settling import as_in_training, compute_loss_of, silent
+from hf_accum_fix.router.load_balancing import LENDER
+from hf_accum_fix.router.router_loss import Convention, Form, Forward, RouterLoss, one_form
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
 

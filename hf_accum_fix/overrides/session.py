@@ -15,12 +15,12 @@ from hf_accum_fix.accumulation.closing import Closing
 from hf_accum_fix.accumulation.contract import Divides, LossContract
 from hf_accum_fix.accumulation.loss_calls import LossCalls
 from hf_accum_fix.accumulation.precision import WindowGradient
-from hf_accum_fix.accumulation.router_loss import RouterLoss
 from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.accumulation.window import Items
-from hf_accum_fix.loss_log import LossLog
 from hf_accum_fix.observations import Windows
 from hf_accum_fix.options import Options
+from hf_accum_fix.overrides.loss_log import LossLog
+from hf_accum_fix.router.router_loss import RouterLoss
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import VERIFY
 

@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Trainer
 
-from hf_accum_fix import ranks
 from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.contract import (
     NO_TARGET_SEEN,
@@ -42,6 +41,8 @@ from hf_accum_fix.accumulation.per_sample import by_sample, weighed_by_sample
 from hf_accum_fix.accumulation.second_look import ATTEMPTS, as_before, is_due, look, several_fit, trained_wrongly
 from hf_accum_fix.accumulation.share import loss_among
 from hf_accum_fix.accumulation.window import Items, sample_count
+from hf_accum_fix.engines import ranks
+from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.errors import ContractError, RankError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.live import (
@@ -55,7 +56,6 @@ from hf_accum_fix.overrides.live import (
 )
 from hf_accum_fix.overrides.loader import check_dealing
 from hf_accum_fix.overrides.session import SESSION, Response, Session, session_of
-from hf_accum_fix.own_counts import own_counts
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
 
@@ -96,7 +96,8 @@ def settle_contract(
             lambda again: _observed(trainer, session, window, again=again),
             lambda mine, trouble: any(ranks.agreed(mine, trouble, **place(trainer))),
             window,
-            is_cut=trainer.args.gradient_accumulation_steps * data_ranks(trainer) > 1,
+            # Labels are smoothed where they are observed to be, even if nothing is cut.
+            matters=_is_cut(trainer) or trainer.label_smoother is not None,
         )
         found = _agreed(trainer, seen, trouble, window, session)
         if options.per_sample:
@@ -115,6 +116,10 @@ def settle_contract(
     session.closing.corrects = found.made_of is not None and not found.made_of.counted
     _warn(trainer, session, found)
     return found
+
+
+def _is_cut(trainer: TrainerLike) -> bool:
+    return trainer.args.gradient_accumulation_steps * data_ranks(trainer) > 1
 
 
 def _observed(
@@ -169,10 +174,9 @@ def _warn(trainer: TrainerLike, session: Session, found: LossContract) -> None:
     head = head_name(trainer)
     if found.reduction is Reduction.SUM:
         session.warn_once("sum", f"{head}: the loss is a sum over the global batch, and grows with the global batch.")
-    is_whole = trainer.args.gradient_accumulation_steps * data_ranks(trainer) == 1
     # A number, or a shift, may be wrong even then.
     wrong_when_whole = found.reason == SHIFT_UNKNOWN or (found.by_number and not found.conclusive)
-    if found.exact or (is_whole and not wrong_when_whole):
+    if found.exact or (not _is_cut(trainer) and not wrong_when_whole):
         return
     if found.reduction is Reduction.PLAIN:
         if found.owned_by_trainer and (scales_itself(trainer) or found.divides is not Divides.NEVER):

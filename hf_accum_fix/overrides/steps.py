@@ -17,9 +17,9 @@ from hf_accum_fix.accumulation.loss_calls import LossCall, LossCalls
 from hf_accum_fix.accumulation.micro_batch import run_micro_batch, weigh, weighed_terms
 from hf_accum_fix.accumulation.second_look import ATTEMPTS
 from hf_accum_fix.accumulation.share import Cut, Share
-from hf_accum_fix.accumulation.whole_windows import Blank
 from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules
-from hf_accum_fix.engine import engine_divisor, inputs_are_rounded, tell_last
+from hf_accum_fix.data.whole_windows import Blank
+from hf_accum_fix.engines.engine import engine_divisor, inputs_are_rounded, tell_last
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.announcing import announce

@@ -7,13 +7,13 @@ from contextlib import nullcontext
 from typing import Any
 
 from hf_accum_fix import observations
-from hf_accum_fix.bypass import no_bypass
 from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.loss_log import LossLog
 from hf_accum_fix.options import Options, enabled
+from hf_accum_fix.overrides.bypass import no_bypass
 from hf_accum_fix.overrides.certifying import end_window, exact_windows_logged, read_certificates
 from hf_accum_fix.overrides.live import parallel_size
 from hf_accum_fix.overrides.loader import tell_saved, whole_windows
+from hf_accum_fix.overrides.loss_log import LossLog
 from hf_accum_fix.overrides.routing import note_routing
 from hf_accum_fix.overrides.session import SESSION, Session, busy, session_of
 from hf_accum_fix.overrides.windows import counted_as_returned, mark_passed_over, open_window, warn_empty

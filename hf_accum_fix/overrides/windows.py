@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from hf_accum_fix import ranks
 from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.router_loss import RouterLoss
 from hf_accum_fix.accumulation.share import Cut
-from hf_accum_fix.accumulation.whole_windows import without_blanks
 from hf_accum_fix.accumulation.window import Items, count_by_rules, count_dtype
-from hf_accum_fix.engine import is_sharded
+from hf_accum_fix.data.whole_windows import without_blanks
+from hf_accum_fix.engines import ranks
+from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.live import data_ranks, head_name, place, remakes_inputs
 from hf_accum_fix.overrides.routing import count_routing, router_loss_depends_on_the_cut
 from hf_accum_fix.overrides.session import Session, Window, busy, session_of
 from hf_accum_fix.overrides.settling import settle_contract
+from hf_accum_fix.router.router_loss import RouterLoss
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
 

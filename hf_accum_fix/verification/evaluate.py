@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 
 from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.errors import AccumFixError
-from hf_accum_fix.evaluation import evaluation_loop
 from hf_accum_fix.options import Options
+from hf_accum_fix.overrides.evaluation import evaluation_loop
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import EVALUATION
 from hf_accum_fix.verification.modes import in_mode

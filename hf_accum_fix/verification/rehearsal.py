@@ -15,10 +15,10 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import DefaultFlowCallback
 
-from hf_accum_fix.accumulation.router_loss import RouterLoss
 from hf_accum_fix.overrides.loader import DEALER
 from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.overrides.settling import unshared
+from hf_accum_fix.router.router_loss import RouterLoss
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.sample import Split
 

@@ -26,7 +26,7 @@ from tests.backends.trajectory import SPLITS, UNCLIPPED, Trajectory, reference, 
 from tests.backends.two_ranks import PATIENCE
 from tests.numerics.heads import HEADS, Batch, Head
 from tests.numerics.parity import pass_over_imports
-from tests.router_loss.conventions import COEFFICIENT, TOP_K, InFloat64, balance, domains, with_coefficient
+from tests.router.conventions import COEFFICIENT, TOP_K, InFloat64, balance, domains, with_coefficient
 from tests.torchrun import leave_with
 
 MIXTRAL = with_coefficient(replace(HEADS["mixtral"], samples=domains(), router=COEFFICIENT), COEFFICIENT)

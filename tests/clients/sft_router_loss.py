@@ -19,7 +19,7 @@ import torch.distributed as dist
 import hf_accum_fix
 from tests.clients.sft import Way, sft_step, tokens
 from tests.numerics.parity import Step
-from tests.router_loss.conventions import COEFFICIENT, FAMILIES, InFloat64, flat, twin, with_coefficient
+from tests.router.conventions import COEFFICIENT, FAMILIES, InFloat64, flat, twin, with_coefficient
 from tests.torchrun import leave_with
 
 FAMILY = "Qwen3-MoE"

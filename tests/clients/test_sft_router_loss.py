@@ -16,7 +16,7 @@ from tests.clients.sft import StockSFT, tokens
 from tests.clients.sft_router_loss import FAMILY, TWO_RANK_SIZES, sft, sft_error
 from tests.clients.words import tokenizer
 from tests.numerics.parity import training_arguments
-from tests.router_loss.conventions import COEFFICIENT, FAMILIES, TWIN, InFloat64, twin, with_coefficient
+from tests.router.conventions import COEFFICIENT, FAMILIES, TWIN, InFloat64, twin, with_coefficient
 from tests.torchrun import found_by
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -15,7 +15,7 @@ from hf_accum_fix import Items, OptionsError, UnsupportedSetupError, apply
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.share import Cut, share_of
 from hf_accum_fix.accumulation.window import Weightless
-from hf_accum_fix.duplicates import WithoutDuplicates
+from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.options import Options
 
 

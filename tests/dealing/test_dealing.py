@@ -17,9 +17,9 @@ from accelerate.utils import DistributedType
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 import hf_accum_fix
-from hf_accum_fix.dealing import Dealer, DealtBatches, Samples
-from hf_accum_fix.duplicates import WithoutDuplicates
-from hf_accum_fix.engine import waits_every_micro_batch
+from hf_accum_fix.data.dealing import Dealer, DealtBatches, Samples
+from hf_accum_fix.data.duplicates import WithoutDuplicates
+from hf_accum_fix.engines.engine import waits_every_micro_batch
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import BalanceOptions
 from tests.numerics.heads import HEADS

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer
 
 import hf_accum_fix
-from hf_accum_fix.accumulation.balance import deal
+from hf_accum_fix.data.packing import deal
 from hf_accum_fix.options import BalanceOptions
 from tests.numerics.epochs import Stream
 from tests.numerics.heads import HEADS, Head, Sample

@@ -19,7 +19,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 import hf_accum_fix
-from hf_accum_fix.engine import waits_every_micro_batch
+from hf_accum_fix.engines.engine import waits_every_micro_batch
 from hf_accum_fix.errors import AccumFixError
 from tests.dealing.trainings import BALANCE, Run, dealt, train
 from tests.numerics.heads import HEADS, before

@@ -20,8 +20,8 @@ from tests.numerics.heads import HEADS
 from tests.numerics.parity import cut, reference_step, take_step
 from tests.precision import gradients
 from tests.precision.test_gradients import NOISE
-from tests.router_loss.conventions import COEFFICIENT, FAMILIES, flat, step
-from tests.router_loss.conventions import full_batch as router_of_full_batch
+from tests.router.conventions import COEFFICIENT, FAMILIES, flat, step
+from tests.router.conventions import full_batch as router_of_full_batch
 from tests.verify.trainers import points, small, trainer_of
 
 

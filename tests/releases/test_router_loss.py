@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.releases, pytest.mark.timeout(1800)]
     "release", [pytest.param(each, marks=[pytest.mark.thorough] * (each != "5.4.0")) for each in FAMILIES]
 )
 def test_exact_is_the_full_batch(release: str) -> None:
-    test = "tests/router_loss/test_conventions.py::test_exact_is_the_full_batch_for_every_cut"
+    test = "tests/router/test_conventions.py::test_exact_is_the_full_batch_for_every_cut"
     cases = [f"{test}[{family}-4]" for family in FAMILIES[release]]
     out = run_tests_in(release, *cases)
     assert f"{len(cases)} passed" in out

@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerState
 
 import hf_accum_fix
 from hf_accum_fix import GlobalBatchTrainer, SeamError, accumulation_windows, verify
-from hf_accum_fix.duplicates import WithoutDuplicates
+from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.upstream import protocols
 from hf_accum_fix.upstream.presence import missing_from_classes
 from hf_accum_fix.upstream.seams import (

@@ -9,7 +9,7 @@ import pytest
 import hf_accum_fix
 from hf_accum_fix import verify
 from hf_accum_fix.verification.report import Kind
-from tests.router_loss.conventions import FAMILIES
+from tests.router.conventions import FAMILIES
 from tests.verify.trainers import trainer_of
 
 SAMPLES = FAMILIES["Mixtral"].samples[:8]

@@ -1,6 +1,6 @@
 """Run by torchrun on two gloo ranks: rank 1 fails in the pass that counts; each rank prints what it raised.
 
-torchrun --nproc_per_node 2 -m tests.router_loss.failing_rank FORWARD
+torchrun --nproc_per_node 2 -m tests.router.failing_rank FORWARD
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.router_loss.conventions import COEFFICIENT, FAMILIES, step
+from tests.router.conventions import COEFFICIENT, FAMILIES, step
 
 
 def main(fails_at: int) -> None:

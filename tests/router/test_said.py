@@ -12,15 +12,15 @@ from torch import nn
 
 import hf_accum_fix
 from hf_accum_fix import Items, LossContract, Reduction, accumulation_windows
-from hf_accum_fix.accumulation.balancing import FUNCTION, LENDER, tally
-from hf_accum_fix.accumulation.router_loss import Convention
 from hf_accum_fix.errors import ContractError, OptionsError
 from hf_accum_fix.options import ROUTER_LOSSES
 from hf_accum_fix.overrides.routing import router_loss_depends_on_the_cut
 from hf_accum_fix.overrides.session import SESSION
+from hf_accum_fix.router.load_balancing import FUNCTION, LENDER, tally
+from hf_accum_fix.router.router_loss import Convention
 from tests.numerics.heads import HEADS, Head
 from tests.numerics.parity import contract_of
-from tests.router_loss.conventions import COEFFICIENT, FAMILIES, step
+from tests.router.conventions import COEFFICIENT, FAMILIES, step
 
 MIXTRAL = replace(FAMILIES["Mixtral"], samples=FAMILIES["Mixtral"].samples[:8])
 

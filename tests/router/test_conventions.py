@@ -12,7 +12,7 @@ import torch
 from hf_accum_fix import observations
 from hf_accum_fix.overrides.session import SESSION
 from tests.numerics.parity import reference_step
-from tests.router_loss.conventions import (
+from tests.router.conventions import (
     COEFFICIENT,
     FAMILIES,
     LIBRARY,

@@ -1,7 +1,7 @@
 """Errors of the auxiliary gradient, one row a family and size of a micro-batch, on the ranks it is started on.
 
-python -m tests.router_loss.rows OUTPUT.json "Mixtral 4" ...
-torchrun --nproc_per_node 2 -m tests.router_loss.rows OUTPUT.json "Mixtral 4" ...
+python -m tests.router.rows OUTPUT.json "Mixtral 4" ...
+torchrun --nproc_per_node 2 -m tests.router.rows OUTPUT.json "Mixtral 4" ...
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.numerics.parity import pass_over_imports
-from tests.router_loss.conventions import FAMILIES, InFloat64, auxiliary, token_share, twin
+from tests.router.conventions import FAMILIES, InFloat64, auxiliary, token_share, twin
 from tests.torchrun import leave
 
 CONVENTIONS = ("stock", "mean", "window", "exact")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.router_loss.conventions import FAMILIES, SIZES, TWIN
-from tests.router_loss.table import errors
+from tests.router.conventions import FAMILIES, SIZES, TWIN
+from tests.router.table import errors
 from tests.torchrun import torchrun
 
 SLOW = ("Mixtral 8",)
@@ -42,6 +42,6 @@ def test_every_family_and_cut(tmp_path: Path) -> None:
 @pytest.mark.backends
 @pytest.mark.parametrize("forward", [pytest.param(5, id="recognising"), pytest.param(8, id="counting")])
 def test_a_rank_that_fails_before_the_collective_stops_the_other(forward: int) -> None:
-    out = torchrun("tests.router_loss.failing_rank", str(forward), timeout=120).stdout
+    out = torchrun("tests.router.failing_rank", str(forward), timeout=120).stdout
     assert "rank 1 raised ValueError: out of luck" in out
     assert "rank 0 raised RankError: rank 0 stops, because of rank 1: ValueError: out of luck" in out

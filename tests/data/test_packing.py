@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import trainer_pt_utils
 
-from hf_accum_fix.accumulation import balance
-from hf_accum_fix.accumulation.balance import MicroBatch, deal, padded_tokens
+from hf_accum_fix.data import packing
+from hf_accum_fix.data.packing import MicroBatch, deal, padded_tokens
 from hf_accum_fix.errors import OptionsError
 
 
@@ -83,13 +83,13 @@ def test_no_cut_of_the_sorted_window_pads_less(window: tuple[list[int], int, int
     lengths, steps, ranks, _ = window
     ascending, count = sorted(lengths), steps * ranks
     max_rows = data.draw(st.integers(-(-len(lengths) // count), len(lengths)))
-    tightest = balance._tightest_cap(ascending, count, max_rows)
+    tightest = packing._tightest_cap(ascending, count, max_rows)
     cap = data.draw(st.integers(tightest, ascending[-1] * len(lengths)))
-    ends = balance._fewest_tokens(ascending, count, cap, max_rows)
+    ends = packing._fewest_tokens(ascending, count, cap, max_rows)
     assert len(ends) == count
-    for start, end in balance._runs(ends):
+    for start, end in packing._runs(ends):
         assert 0 < end - start <= max_rows and (end - start) * ascending[end - 1] <= cap
-    assert balance._cost(ascending, ends) == fewest_by_trying(ascending, count, cap, max_rows)
+    assert packing._cost(ascending, ends) == fewest_by_trying(ascending, count, cap, max_rows)
     if tightest > ascending[-1]:
         assert fewest_by_trying(ascending, count, tightest - 1, max_rows) >= 10**15
 

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.balancing import FUNCTION, LENDER, tally
-from hf_accum_fix.accumulation.router_loss import Convention, Form, RouterLoss
 from hf_accum_fix.accumulation.window import Weightless
 from hf_accum_fix.errors import ContractError
+from hf_accum_fix.router.load_balancing import FUNCTION, LENDER, tally
+from hf_accum_fix.router.router_loss import Convention, Form, RouterLoss
 from tests.numerics.heads import HEADS, Batch, Head
-from tests.router_loss.conventions import FAMILIES, TWIN, InFloat64, balance, domains
+from tests.router.conventions import FAMILIES, TWIN, InFloat64, balance, domains
 
 CPU = torch.device("cpu")
 MIXTRAL = FAMILIES["Mixtral"]

@@ -16,7 +16,7 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, Iter
 from torch import Tensor
 
 from hf_accum_fix.accumulation.window import Weightless, sample_count
-from hf_accum_fix.dealing import is_dealt
+from hf_accum_fix.data.dealing import is_dealt
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.upstream.presence import require
 from hf_accum_fix.upstream.seams import BATCH_SHARD, DISPATCHER, STREAM_SHARD

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from hf_accum_fix.accumulation.whole_windows import Blank, WholeWindows, without_blanks
+from hf_accum_fix.data.whole_windows import Blank, WholeWindows, without_blanks
 
 
 class Endless(IterableDataset[int]):

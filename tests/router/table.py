@@ -1,6 +1,6 @@
 """The conventions side by side: what each makes of the auxiliary gradient, by family, cut and ranks.
 
-python -m tests.router_loss.table
+python -m tests.router.table
 
 writes ERRORS.md beside this file.
 """
@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from tests.cli.processes import ROOT, environment, start
-from tests.router_loss.conventions import FAMILIES, SAMPLES, SIZES
+from tests.router.conventions import FAMILIES, SAMPLES, SIZES
 from tests.torchrun import torchrun
 
 TABLE = Path(__file__).with_name("ERRORS.md")
@@ -35,7 +35,7 @@ CONVENTIONS = {
 
 def errors(ranks: int, cases: Sequence[str], output: Path) -> list[dict[str, Any]]:
     """The rows of some cases, "family size", computed by processes of their own."""
-    started = ["tests.router_loss.rows", str(output), *cases]
+    started = ["tests.router.rows", str(output), *cases]
     done = torchrun(*started, timeout=1500) if ranks > 1 else start([sys.executable, "-m", *started], environment(ROOT))
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
@@ -48,7 +48,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "# The load-balancing loss, convention by convention",
         "",
-        f"Written by `python -m tests.router_loss.table`; not to be edited. One step over {SAMPLES} ragged samples of",
+        f"Written by `python -m tests.router.table`; not to be edited. One step over {SAMPLES} ragged samples of",
         "four domains, micro-batches of b, on W ranks. *Relative error of the auxiliary part of the gradient* to a",
         "float64 twin of the formula over the full batch, with what the library computes in float32 computed in",
         "float64; in brackets the value logged over the full batch's.",

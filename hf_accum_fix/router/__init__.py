@@ -1,0 +1,1 @@
+"""The router loss of a mixture of experts."""
