@@ -397,7 +397,7 @@ class AccumulationWindows:
                 self._passes_number = known.by_number
                 if known.by_number and not wants_number(self._bare(model)):
                     raise ContractError(
-                        f"the contract given says that the loss {known.reduction.value}, but {self._name(model)} "
+                        f"the contract given says that the loss {known.reduction.words}, but {self._name(model)} "
                         "does not take num_items_in_batch; give Reduction.MEAN"
                     )
             return known

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from hf_accum_fix.accumulation.reduction import Reduction
 from hf_accum_fix.upstream.defects import Defect
 from hf_accum_fix.upstream.environment import Environment, SeamState
 from hf_accum_fix.upstream.plan import Action, Decision, Plan
@@ -155,7 +156,7 @@ def loss_of(run: Mapping[str, Any]) -> str:
         for key, name in (("router_coefficient", "router loss"), ("router_z_coefficient", "router z-loss"))
         if run.get(key)
     )
-    return f"{plain(run['reduction'])}{of}{router}"
+    return f"{plain(Reduction(run['reduction']).words)}{of}{router}"
 
 
 def off_by(run: Mapping[str, Any]) -> str | None:

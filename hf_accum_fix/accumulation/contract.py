@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_accum_fix.accumulation.reduction import Reduction as Reduction
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.errors import ContractError
 
@@ -30,16 +31,6 @@ SCALED_BESIDE = (
     "the loss adds a term to a mean whose items are counted only in the forward; correcting the gradient by that count "
     "scales the term, too"
 )
-
-
-class Reduction(str, Enum):
-    """What a loss does with the items of its micro-batch."""
-
-    NUMBER = "divides by the number handed in"
-    INTEGER = "divides by the number handed in, cut to an integer"
-    MEAN = "is the mean over its own items"
-    SUM = "is a sum"
-    PLAIN = "is averaged over micro-batches"
 
 
 class Divides(str, Enum):
@@ -172,7 +163,7 @@ class LossContract:
             known = ", ".join(f"Reduction.{each.name}" for each in Reduction)
             raise ContractError(f"got reduction={self.reduction!r}; expected one of {known}")
         if self.items is None and self.reduction in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN):
-            raise ContractError(f"a loss that {self.reduction.value} needs its items; pass items=Items(...)")
+            raise ContractError(f"a loss that {self.reduction.words} needs its items; pass items=Items(...)")
 
     def carried(self, outputs: Any) -> Tensor | None:
         """The router losses inside the loss, weighed, 0-dim; None: the loss has none.
@@ -257,4 +248,4 @@ class LossContract:
         of = f" ({self.items})" if self.items is not None else ""
         router = f", plus {self.router_coefficient:g} x router loss" if self.router_coefficient else ""
         router += f", plus {self.router_z_coefficient:g} x router z-loss" if self.router_z_coefficient else ""
-        return f"{self.reduction.value}{of}{router}"
+        return f"{self.reduction.words}{of}{router}"

@@ -15,6 +15,7 @@ from typing import Any, Final
 from packaging.version import Version
 
 import hf_accum_fix
+from hf_accum_fix.accumulation.reduction import Reduction
 from hf_accum_fix.cli import LEGEND
 from hf_accum_fix.cli.inherit import VARIABLE
 from hf_accum_fix.errors import ContractError
@@ -197,7 +198,7 @@ def judge_model(report: Report, run: Mapping[str, Any]) -> tuple[Verdict, str]:
         of_stock = f"{off} at G = {steps}".replace("router loss", "its router loss")
     elif run["stock_gradient_factor"] is None and run["stock_router_factor"] is None:
         return Verdict.COULD_NOT_TELL, "what the stock Trainer makes of its loss cannot be read off"
-    elif "mean" in run["reduction"]:
+    elif run["reduction"] == Reduction.MEAN:
         of_stock = "unless all micro-batches hold equally many targets"
     else:
         return Verdict.CLEAN, "fine, the stock Trainer trains it right"

@@ -100,7 +100,7 @@ def _why_not(contract: LossContract) -> str:
         return "the loss is a sum of terms, each a mean over items of its own"
     if contract.reduction in _WEIGHTED:
         return ""
-    return f"the loss {contract.reduction.value} ({contract.reason})"
+    return f"the loss {contract.reduction.words} ({contract.reason})"
 
 
 def _items(contract: LossContract) -> Items:

@@ -220,7 +220,7 @@ def _given(trainer: TrainerLike, session: Session, contract: LossContract) -> Lo
     """A contract given by hand, held against what can be known without a forward."""
     if contract.by_number and not session.passes_number and loss_func(trainer) is None:
         raise ContractError(
-            f"the contract given says that the loss {contract.reduction.value}, but {head_name(trainer)} is not "
+            f"the contract given says that the loss {contract.reduction.words}, but {head_name(trainer)} is not "
             "handed the number; give Reduction.MEAN, or let model_accepts_loss_kwargs be True"
         )
     if not contract.by_number:

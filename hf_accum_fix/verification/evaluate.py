@@ -40,7 +40,7 @@ def evaluate(
     if isinstance(dataset, dict) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return (), f"eval_loss was left out: {type(dataset).__name__} is not one data set with a length"
     if scene.contract.reduction not in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN):
-        return (), f"eval_loss was left out: the loss {scene.contract.reduction.value}"
+        return (), f"eval_loss was left out: the loss {scene.contract.reduction.words}"
     rows = dataset.select(range(min(count, len(dataset)))) if hasattr(dataset, "select") else None
     rows = _Fresh([dataset[place] for place in range(min(count, len(dataset)))]) if rows is None else rows
     if not len(rows):

@@ -117,13 +117,13 @@ def test_the_table_stands_behind_verbose(capsys: pytest.CaptureFixture[str]) -> 
 
 #: How a loss is reduced, the stock factors of its gradient and of its router's, and the answer.
 READ = {
-    ("is the mean over its own items", 8.0, None): (Verdict.DEFECTS, "affected, 8x at G = 8"),
-    ("is the mean over its own items", 1.0, None): (Verdict.DEFECTS, "affected, unless all micro-batches hold equally"),
-    ("divides by the number handed in", 1.0, None): (Verdict.CLEAN, "fine, the stock Trainer trains it right"),
-    ("divides by the number handed in", 0.125, None): (Verdict.DEFECTS, "affected, 0.125x at G = 8"),
-    ("divides by the number handed in", None, 8.0): (Verdict.DEFECTS, "affected, its router loss 8x at G = 8"),
-    ("is a sum", None, None): (Verdict.COULD_NOT_TELL, "cannot be read off"),
-    ("is averaged over micro-batches", None, None): (
+    ("mean", 8.0, None): (Verdict.DEFECTS, "affected, 8x at G = 8"),
+    ("mean", 1.0, None): (Verdict.DEFECTS, "affected, unless all micro-batches hold equally"),
+    ("number", 1.0, None): (Verdict.CLEAN, "fine, the stock Trainer trains it right"),
+    ("number", 0.125, None): (Verdict.DEFECTS, "affected, 0.125x at G = 8"),
+    ("number", None, 8.0): (Verdict.DEFECTS, "affected, its router loss 8x at G = 8"),
+    ("sum", None, None): (Verdict.COULD_NOT_TELL, "cannot be read off"),
+    ("plain", None, None): (
         Verdict.COULD_NOT_TELL,
         "not known to be a mean over targets: why",
     ),
@@ -136,7 +136,7 @@ def test_the_verdict_on_a_model(seen: tuple[str, float | None, float | None], st
     reduction, factor, router = seen
     run = {
         "reduction": reduction,
-        "exact": reduction != "is averaged over micro-batches",
+        "exact": reduction != "plain",
         "reason": "why",
         "accumulation_steps": 8,
         "stock_gradient_factor": factor,
@@ -268,7 +268,7 @@ def test_a_run_is_told_in_plain_words() -> None:
     run: dict[str, Any] = {
         "head": "Toy",
         "exact": True,
-        "reduction": "divides by the number handed in",
+        "reduction": "number",
         "items": "shifted 'labels' other than -100",
         "reason": "the loss moves with the number handed in",
     }

@@ -102,7 +102,7 @@ def test_a_loss_that_ignores_the_count_is_weighed_by_its_items(split: tuple[int,
     assert step.error(wanted) <= 1e-12
     assert step.loss == pytest.approx(wanted.loss, rel=1e-12)
     (run,) = observations.recorded()
-    assert run["exact"] and run["reduction"] == "is the mean over its own items"
+    assert run["exact"] and run["reduction"] == "mean"
     stock = seq2seq_step(head, head.samples, *split, "stock", tmp_path, trainer_class=OwnLoss)
     assert stock.error(wanted) > 0.9 or split == (8, 1)
 

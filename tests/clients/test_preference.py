@@ -56,7 +56,7 @@ def test_left_as_it_is_and_reported_as_a_mean_over_micro_batches(
         assert_left_alone(preference_step(kind, "trainer", *split, tmp_path), stock)
     assert len(observations.recorded()) == 2
     for run in observations.recorded():
-        assert run["reduction"] == "is averaged over micro-batches" and not run["exact"]
+        assert run["reduction"] == "plain" and not run["exact"]
     # Uncut there is nothing to warn of.
     warned = sum(record.name == "hf_accum_fix" for record in caplog.records)
     assert warned == (0 if split == WHOLE else 2)
