@@ -20,8 +20,9 @@ from torch import Tensor
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.window import Items, count_dtype, sample_count
 from hf_accum_fix.options import Options, enabled
+from hf_accum_fix.overrides.forward import loss_alone
 from hf_accum_fix.overrides.session import busy, session_of
-from hf_accum_fix.overrides.settling import loss_alone, settle
+from hf_accum_fix.overrides.settling import settle
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
 

@@ -16,9 +16,10 @@ from hf_accum_fix.accumulation.preserve import python_state_kept
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.options import Options
+from hf_accum_fix.overrides.forward import as_in_training, compute_loss_of
 from hf_accum_fix.overrides.live import data_ranks, head_name, place
+from hf_accum_fix.overrides.observing import silent
 from hf_accum_fix.overrides.session import Session, Window
-from hf_accum_fix.overrides.settling import as_in_training, compute_loss_of, silent
 from hf_accum_fix.router.load_balancing import LENDER
 from hf_accum_fix.router.router_loss import Convention, Form, Forward, RouterLoss, one_form
 from hf_accum_fix.shadow import shadow

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.closing import Closing
-from hf_accum_fix.accumulation.contract import Divides, LossContract
+from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.loss_calls import LossCalls
 from hf_accum_fix.accumulation.precision import WindowGradient
 from hf_accum_fix.accumulation.share import Cut
@@ -20,6 +20,7 @@ from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.observations import Windows
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.loss_log import LossLog
+from hf_accum_fix.overrides.response import Response
 from hf_accum_fix.router.router_loss import RouterLoss
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import VERIFY
@@ -94,23 +95,6 @@ class Window:
         return next((each for batch, each in zip(self.batches, self.by_rule, strict=False) if batch is inputs), None)
 
 
-@dataclass(frozen=True)
-class Response:
-    """What a trainer's ``compute_loss`` makes of the base's loss: ``factor`` times it, and perhaps a constant.
-
-    Attributes:
-        extra: the rules that count what is added, where that is a mean over items of its own.
-        divides: when it divides it for the accumulation window.
-        shown: a finite loss of the base, other than zero, showed it.
-    """
-
-    factor: float = 1.0
-    constant: bool = False
-    extra: tuple[Items, ...] = ()
-    divides: Divides = Divides.NEVER
-    shown: bool = True
-
-
 @dataclass
 class Session:
     """What is known of one trainer between its windows.
@@ -143,7 +127,7 @@ class Session:
     base_factor: float = 1.0
     more_steps: bool = False
     base_loss: tuple[Tensor, Any] | None = None
-    response: Response = Response(shown=False)
+    response: Response = field(default_factory=lambda: Response(shown=False))
     closing: Closing = field(default_factory=Closing)
     deferred: list[Any] | None = None
     busy: set[str] = field(default_factory=set)

@@ -24,11 +24,11 @@ from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.announcing import announce
 from hf_accum_fix.overrides.certifying import end_window, gradient_versions
+from hf_accum_fix.overrides.forward import base_loss
 from hf_accum_fix.overrides.live import loss_func, remakes_inputs, scales_itself
 from hf_accum_fix.overrides.precision import adding
 from hf_accum_fix.overrides.routing import in_the_window, note_routing
 from hf_accum_fix.overrides.session import MicroBatch, Session, Window, session_of
-from hf_accum_fix.overrides.settling import base_loss
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.presence import require_in_loop

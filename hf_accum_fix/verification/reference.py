@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.declared import products_are_rounded
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
+from hf_accum_fix.overrides.forward import compute_loss_of, loss_alone
 from hf_accum_fix.overrides.live import hands_number
-from hf_accum_fix.overrides.settling import compute_loss_of, loss_alone
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, Sum, distance, dots, on_cpu, take

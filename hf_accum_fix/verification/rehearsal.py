@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,6 @@ from transformers.trainer_callback import DefaultFlowCallback
 
 from hf_accum_fix.overrides.loader import DEALER
 from hf_accum_fix.overrides.session import SESSION
-from hf_accum_fix.overrides.settling import unshared
 from hf_accum_fix.router.router_loss import RouterLoss
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.sample import Split
@@ -100,7 +100,7 @@ def understudy(trainer: TrainerLike, per_device: int, steps: int, step: int = 0)
         steps: gradient_accumulation_steps.
         step: the optimizer step in its state.
     """
-    copied = unshared(trainer)
+    copied = _unshared(trainer)
     vars(copied).pop(SESSION, None)
     copied.args = args = copy.copy(trainer.args)
     # Arguments with a __setattr__ of their own would run their checks on assignment.
@@ -209,3 +209,24 @@ def _constant(_: int) -> float:
 
 def _nothing(*_: Any, **__: Any) -> None:
     return None
+
+
+def _unshared(trainer: TrainerLike) -> Any:
+    """A copy of a trainer: the same model and data, but containers, and containers in them, are its own."""
+    copied = object.__new__(type(trainer))  # copy.copy would leave a note on the class
+    vars(copied).update((name, _without_sharing(value)) for name, value in vars(trainer).items())
+    return copied
+
+
+def _without_sharing(value: Any) -> Any:
+    """The same, but containers, and containers in them, are new ones."""
+    if type(value) in (dict, defaultdict, OrderedDict):
+        copied = copy.copy(value)
+        copied.update((key, _without_sharing(each)) for key, each in value.items())
+        return copied
+    if type(value) in (list, deque, set):
+        copied = copy.copy(value)
+        if type(value) is list:
+            copied[:] = map(_without_sharing, value)
+        return copied
+    return value

@@ -1,0 +1,106 @@
+"""The loss as the Trainer comes by it: in training, of a batch alone, by the base or by a ``compute_loss``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Trainer
+
+from hf_accum_fix.accumulation.observe import Forward
+from hf_accum_fix.accumulation.per_sample import weighed_by_sample
+from hf_accum_fix.accumulation.share import loss_among
+from hf_accum_fix.engines.own_counts import own_counts
+from hf_accum_fix.overrides.live import (
+    data_ranks,
+    hands_number,
+    loss_func,
+)
+from hf_accum_fix.overrides.session import SESSION, Session
+from hf_accum_fix.upstream.protocols import TrainerLike
+
+
+def as_in_training(trainer: TrainerLike, module: nn.Module, compute_loss: Callable[..., Any] | None) -> Forward:
+    """The forward that training makes of a micro-batch, unsmoothed; without outputs where the loss is the trainer's."""
+    handed = compute_loss is not None and hands_number(compute_loss)
+
+    def forward(inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
+        inputs = trainer._prepare_inputs(inputs)
+        with trainer.compute_loss_context_manager():
+            if compute_loss is None:
+                return base_loss(trainer, module, inputs, number, smooth=False)
+            result = compute_loss(module, inputs, **({"num_items_in_batch": number} if handed else {}))
+        return (result[0] if isinstance(result, tuple) else result), None
+
+    return forward
+
+
+def base_loss(
+    trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any], number: Tensor | None, *, smooth: bool = True
+) -> tuple[Tensor, Any]:
+    """The loss as the base Trainer comes by it, before any release's scaling.
+
+    Source: the contract of ``Trainer.compute_loss``, which the releases share: the number goes to a model that accepts
+    it; ``compute_loss_func`` owns its loss; the label smoother takes the labels out of the model's sight.
+    """
+    given, inputs, labels = inputs, dict(inputs), None
+    func, smoother = loss_func(trainer), trainer.label_smoother if smooth else None
+    if func is not None or smoother is not None:
+        labels = inputs.pop("labels", None)
+    session: Session = trainer.__dict__[SESSION]
+    if session.passes_number and number is not None:
+        inputs["num_items_in_batch"] = number
+    with own_counts(given):
+        outputs = model(**inputs)
+        if (past := getattr(trainer.args, "past_index", -1)) >= 0:
+            vars(trainer)["_past"] = outputs[past]
+        if func is not None:
+            return func(outputs, labels, num_items_in_batch=number), outputs
+    if smoother is not None and labels is not None:
+        contract = session.contract
+        shift = contract is not None and contract.items is not None and contract.items.shift
+        return smoother(outputs, labels, shift_labels=shift), outputs
+    return loss_among(outputs, inputs, model), outputs
+
+
+def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+    """The loss of a batch that is not part of a larger one, and the model's outputs; `settle` comes first.
+
+    It is the mean over the batch's own items (or the sum), by the head itself, which is handed no number, or by the
+    trainer's own ``compute_loss``; a ``compute_loss_func`` is handed the batch's own item count.
+    """
+    session: Session = trainer.__dict__[SESSION]
+    contract = session.contract
+    assert contract is not None
+    inputs = trainer._prepare_inputs(inputs)
+    compute_loss = compute_loss_of(trainer)
+    with (
+        trainer.accelerator.autocast(),
+        trainer.compute_loss_context_manager(),
+        weighed_by_sample(contract.items, inputs),
+    ):
+        if compute_loss is not None:
+            own: dict[str, Any] = {}
+            if contract.by_number and contract.items is not None and hands_number(compute_loss):
+                # It may not do without; W ranks make W times this of it, where it multiplies by them.
+                own["num_items_in_batch"] = contract.items.count(inputs) * (
+                    data_ranks(trainer) if contract.takes_world_size else 1
+                )
+            return compute_loss(model, inputs, return_outputs=True, **own)  # type: ignore[no-any-return]
+        counted = loss_func(trainer) is not None and contract.items is not None
+        number = contract.items.count(inputs) if counted and contract.items is not None else None
+        loss, outputs = base_loss(trainer, model, inputs, None if number is None else contract.as_number(number))
+    router = contract.carried(outputs)
+    # A smoothed loss is made from the logits alone.
+    smoothed = trainer.label_smoother is not None and loss_func(trainer) is None
+    return (loss + router.to(loss.device) if smoothed and router is not None else loss), outputs
+
+
+def compute_loss_of(trainer: TrainerLike) -> Callable[..., Any] | None:
+    """The trainer's own ``compute_loss`` where something overrides the base; None where the base is all there is."""
+    if "compute_loss" in vars(trainer):
+        return trainer.compute_loss
+    ours = ("hf_accum_fix.trainer", Trainer.__module__)
+    defining = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
+    return None if defining.__module__ in ours else trainer.compute_loss
