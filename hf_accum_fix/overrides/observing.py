@@ -166,7 +166,8 @@ def _smoothed(found: LossContract, ignore_index: int, *, of_tokens: bool) -> Los
     shifts = sorted({rule.shift for rule in known if rule.keys == ("labels",)})
     rules = tuple(Items(("labels",), ignore_index, shift=shift) for shift in shifts or [False])
     smooth = replace(found, reduction=Reduction.MEAN, items=rules[0], alternatives=rules, made_of=None)
-    if of_tokens and len(shifts) != 1:
+    # Without a loss call, samples may fit a shift by chance.
+    if of_tokens and (len(shifts) != 1 or found.made_of is None):
         return replace(smooth, beside=True, reason=SHIFT_UNKNOWN)
     return replace(smooth, beside=True) if found.reduction is Reduction.PLAIN else smooth
 
