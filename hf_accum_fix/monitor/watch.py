@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import NormalDist, fmean, median
 
+from hf_accum_fix.monitor.accuracy import in_words, stands
+from hf_accum_fix.monitor.guess import OVER_A_GUESS, too_large
 from hf_accum_fix.monitor.pipeline import Sentinel, without_sentinels
 from hf_accum_fix.monitor.robust import (
     SIGMA_PER_MAD,
@@ -41,8 +43,8 @@ _LOGS_PER_DEGREE = 5
 _FALSE_DIFFERENCE = 1e-4
 #: Most letters of a run's name in a picture and a comparison.
 _LONGEST_NAME = 60
-#: Ratio of the first loss to a guess that is too large; ratio of the last loss to the best that is divergence.
-_OVER_A_GUESS, _OVER_THE_BEST = 1.5, 1.5
+#: Ratio of the last loss to the best that is divergence.
+_OVER_THE_BEST = 1.5
 #: A lasting ratio of two losses that counts whatever the correlation of the noise: at least this far from 1, and so
 #: many times its own deviation.
 _PLAIN_FACTOR, _PLAIN_TIMES = 1.25, 5.0
@@ -75,6 +77,7 @@ class Accuracy:
         last: last value.
         near_step: step at which nine tenths of the gain were reached.
         slope: over the second half [per step]; None where that is too short.
+        stands: that it does while the loss falls, in words; empty where it does not.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Accuracy:
     last: float
     near_step: float
     slope: Slope | None
+    stands: str = ""
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,7 @@ def summarise(run: Run) -> Summary:
         not_finite=_where(logged, lambda value: not math.isfinite(value)).steps,
         sentinel=sentinel,
         gradients=_gradients(run),
-        accuracy=_accuracy(run),
+        accuracy=_accuracy(run, loss),
         alarms=dict(_alarms(run)),
         guess=run.series[GUESS].values[0] if GUESS in run.series else math.nan,
     )
@@ -248,12 +252,8 @@ def findings(its: Summary) -> list[str]:
         found.append(f"{len(its.not_finite)} logged losses are not finite, the first at step {its.not_finite[0]:.0f}")
     if its.sentinel is not None:
         found.append(str(its.sentinel))
-    if len(loss) and loss.values[0] > _OVER_A_GUESS * its.guess:
-        found.append(
-            f"the first loss, {loss.values[0]:.4g}, is {loss.values[0] / its.guess:.2g} times the loss of a guess, "
-            f"ln({math.exp(its.guess):.0f}) = {its.guess:.3g}: a mean that is not divided by the accumulation steps "
-            "looks like this; see `hf-accum-fix doctor`"
-        )
+    if len(loss) and loss.values[0] > OVER_A_GUESS * its.guess:
+        found.append(too_large(loss.values[0], its.guess))
     if len(loss) >= _ENOUGH:
         means = [fmean(loss.values[place] for place in part) for part in blocks(len(loss), 10)]
         best = min(means)
@@ -265,6 +265,8 @@ def findings(its: Summary) -> list[str]:
                 "the loss goes below zero and stays above -1: a mean over the stages of a pipeline, of which all but "
                 "the last report -1, looks like this; read the log of a rank of the last stage"
             )
+    if its.accuracy is not None and its.accuracy.stands:
+        found.append(its.accuracy.stands)
     found += [f"{name}: {count} alarms, the first by step {step:.0f}" for name, (count, step) in its.alarms.items()]
     return found
 
@@ -450,7 +452,7 @@ def _gradients(run: Run) -> GradientNorms | None:
     return GradientNorms(centre, sigma / SIGMA_PER_MAD, tuple(spikes))
 
 
-def _accuracy(run: Run) -> Accuracy | None:
+def _accuracy(run: Run, loss: Series) -> Accuracy | None:
     """The accuracy of an evaluation, else of the training."""
     names = sorted(
         (name for name in run.series if name.endswith(("accuracy", "_acc")) or name == "acc"),
@@ -464,7 +466,18 @@ def _accuracy(run: Run) -> Accuracy | None:
     first, best = series.values[0], max(series.values)
     near = first + 0.9 * (best - first)
     step = next(step for step, value in zip(series.steps, series.values, strict=True) if value >= near)
-    return Accuracy(names[0], first, series.values[-1], step, _slope_of_second_half(series))
+    return Accuracy(names[0], first, series.values[-1], step, _slope_of_second_half(series), _stands(series, loss))
+
+
+def _stands(accuracy: Series, loss: Series) -> str:
+    """Whether an accuracy stands while the loss falls, by the losses logged since the evaluation before each."""
+    losses, accuracies = [], []
+    for before, step, value in zip((-math.inf, *accuracy.steps), accuracy.steps, accuracy.values, strict=False):
+        since = [its for at, its in zip(loss.steps, loss.values, strict=True) if before < at <= step]
+        if since:
+            losses.append(fmean(since))
+            accuracies.append(value)
+    return in_words(losses, accuracies) if stands(losses, accuracies) else ""
 
 
 def _alarms(run: Run) -> list[tuple[str, tuple[int, float]]]:

@@ -1,0 +1,55 @@
+"""A run that learns nothing: its loss stands where it began.
+
+    stall, alarms = LossStall(), Alarms()
+    ...
+    alarms.say(stall.judge(meter.read()))            # meter: a LossMeter, read at every log
+
+A plateau after learning is no alarm: a run that has converged looks like one that has stalled.
+"""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from hf_accum_fix.monitor.alarms import Alarm
+from hf_accum_fix.monitor.loss import LossReading
+from hf_accum_fix.monitor.robust import blocks, theil_sen
+
+#: Logs until the judgement, blocks of them that a slope is taken over, logs that are the beginning.
+_LOGS, _BLOCKS, _FIRST = 300, 60, 5
+#: Fall of the loss, as a share, that is learning.
+_LEARNED = 0.02
+
+
+class LossStall:
+    """Judge once, at the 300th log, whether the loss has fallen since the first.
+
+    It has not where neither the line through all logs (Theil and Sen, 99.9 % interval) falls, or makes a fall of 2 %,
+    nor the first five logs lie 2 % above the mean of all. Losses that may be negative are not judged: no level of
+    theirs means that nothing is learned.
+    """
+
+    def __init__(self) -> None:
+        self._logs: list[float] = []
+
+    def judge(self, reading: LossReading) -> Alarm | None:
+        """The alarm that this reading completes, if any. Every rank judges alike, without communication."""
+        if not reading.total.items or len(self._logs) >= _LOGS:
+            return None
+        self._logs.append(reading.mean)
+        if len(self._logs) < _LOGS or not all(0 < loss < float("inf") for loss in self._logs):
+            return None
+        parts = blocks(_LOGS, _BLOCKS)
+        slope = theil_sen(
+            [fmean(part) for part in parts], [fmean(self._logs[i] for i in part) for part in parts], 0.999
+        )
+        mean, first = fmean(self._logs), fmean(self._logs[:_FIRST])
+        falls = slope.high < 0 or -slope.value * _LOGS > _LEARNED * mean
+        if falls or first > (1 + _LEARNED) * mean:
+            return None
+        return Alarm(
+            "loss-stalls",
+            f"the loss stands where it began: {first:.4g} in the first {_FIRST} logs, "
+            f"{fmean(self._logs[-_LOGS // 10 :]):.4g} in the last {_LOGS // 10} of {_LOGS}; look at the learning rate, "
+            "at parameters that are frozen or not held by the optimizer, and at the labels",
+        )
