@@ -20,16 +20,16 @@ from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.loss import LossReading
 
 #: Logs looked at; logs from one look to the next; fewest periods in them.
-_LOGS, _EVERY, _FEWEST = 64, 32, 4
+_LOGS, _EVERY, _FEWEST = 64, 32, 5
 #: Share of the power that one frequency and its two neighbours have; relative deviation of the loss that counts.
 _SHARE, _SWING = 0.6, 0.07
 
 
 class LossOscillation:
-    """Detect a swing by 10 % and more, of one period between 2 and 16 logs, in two looks at 64 logs each.
+    """Detect a swing by 10 % and more, of one period between 2 and 12 logs, in two looks at 64 logs each.
 
-    Of the log losses, without their linear trend and under Hann's window, one frequency holds 60 % of the power that is
-    not slow. Of independent noise that has a chance below one in a million. Told once as long as it lasts.
+    Of the log losses, without their linear trend and under Hann's window, one frequency and its neighbours hold 60 % of
+    the power, which noise hardly does twice, correlated or not. Told once as long as it lasts.
 
     Source: Fisher 1929, "Tests of significance in harmonic analysis".
     """
@@ -78,6 +78,4 @@ def _dominant(values: Sequence[float]) -> tuple[int, float]:
         for k in range(count // 2 + 1)
     ]
     at = max(range(_FEWEST, len(power)), key=lambda k: power[k])
-    peak = sum(power[max(at - 1, _FEWEST - 1) : at + 2])
-    slow = sum(power[: _FEWEST - 1])
-    return (at if peak > _SHARE * (sum(power) - slow) and peak > slow else 0), swing
+    return (at if sum(power[at - 1 : at + 2]) > _SHARE * sum(power) else 0), swing

@@ -9,24 +9,25 @@ A plateau after learning is no alarm: a run that has converged looks like one th
 
 from __future__ import annotations
 
+import math
 from statistics import fmean
 
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.loss import LossReading
-from hf_accum_fix.monitor.robust import blocks, theil_sen
+from hf_accum_fix.monitor.robust import blocks, noise_sigma, theil_sen
 
 #: Logs until the judgement, blocks of them that a slope is taken over, logs that are the beginning.
 _LOGS, _BLOCKS, _FIRST = 300, 60, 5
-#: Fall of the loss, as a share, that is learning.
-_LEARNED = 0.02
+#: Fall of the loss, as a share, that is learning; of the first logs above the rest, and in their standard errors.
+_LEARNED, _ABOVE, _ERRORS = 0.05, 0.02, 3.0
 
 
 class LossStall:
     """Judge once, at the 300th log, whether the loss has fallen since the first.
 
-    It has not where neither the line through all logs (Theil and Sen, 99.9 % interval) falls, or makes a fall of 2 %,
-    nor the first five logs lie 2 % above the mean of all. Losses that may be negative are not judged: no level of
-    theirs means that nothing is learned.
+    It has where the line through all logs (Theil and Sen, 99.9 %) falls for sure, or by 5 %; or where the first
+    five logs lie above the rest, by 2 % and three standard errors. Losses that may be negative are not judged: no level
+    of theirs means that nothing is learned.
     """
 
     def __init__(self) -> None:
@@ -37,15 +38,16 @@ class LossStall:
         if not reading.total.items or len(self._logs) >= _LOGS:
             return None
         self._logs.append(reading.mean)
-        if len(self._logs) < _LOGS or not all(0 < loss < float("inf") for loss in self._logs):
+        if len(self._logs) < _LOGS or not all(0 < loss < math.inf for loss in self._logs):
             return None
         parts = blocks(_LOGS, _BLOCKS)
         slope = theil_sen(
             [fmean(part) for part in parts], [fmean(self._logs[i] for i in part) for part in parts], 0.999
         )
         mean, first = fmean(self._logs), fmean(self._logs[:_FIRST])
-        falls = slope.high < 0 or -slope.value * _LOGS > _LEARNED * mean
-        if falls or first > (1 + _LEARNED) * mean:
+        error = noise_sigma(self._logs) / math.sqrt(_FIRST)
+        fell_at_once = first - mean > max(_ABOVE * mean, _ERRORS * error)
+        if slope.high < 0 or -slope.value * _LOGS > _LEARNED * mean or fell_at_once:
             return None
         return Alarm(
             "loss-stalls",

@@ -16,6 +16,20 @@ What FSDP allows (read in torch 2.13, not run): `FullyShardedDataParallel.regist
 whole local gradient, for sharded strategies but the hybrid ones; `fully_shard` shows it to the object given to
 `FSDPModule.set_custom_reduce_scatter` as the input to be scattered. Both leave the reduction to the hook, which is why
 nothing is attached there for you: call `add` from yours, and `end_of_step` once a step.
+
+Horovod shows it to the object given as ``compression=``, a parameter at a time, once a step (run over a fake alone):
+
+    class Measured(hvd.Compression.none):
+        @staticmethod
+        def compress(tensor):
+            gradients.add(tensor)
+            return hvd.Compression.none.compress(tensor)
+
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=Measured)
+    gradients = RankGradients(HorovodRanks())        # hf_accum_fix.monitor.ranks
+    ...
+    optimizer.step()
+    gradients.end_of_step()
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ Reads logs; imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import NormalDist, fmean, median
@@ -41,6 +42,9 @@ _SPIKE, _NEIGHBOURS, _SPIKE_TIMES = 9.0, 20, 3.0
 _LOGS_PER_DEGREE = 5
 #: Chance of a false difference between two runs of the same curve.
 _FALSE_DIFFERENCE = 1e-4
+#: Names that memory, and one rank's loss, are logged under.
+_MEMORY = re.compile(r"memory_(peak_)?(mib|gib)$|^memory/max_(active|reserved)\(GiB\)$")
+_OF_A_RANK = re.compile(rf"(?:{PREFIX})?(?:rank_loss_|loss_rank_?|loss/rank_?)(\d+)")
 #: Most letters of a run's name in a picture and a comparison.
 _LONGEST_NAME = 60
 #: Ratio of the last loss to the best that is divergence.
@@ -105,6 +109,7 @@ class Summary:
         accuracy: None where none was logged.
         alarms: by monitor: how many, and the step by which the first was logged.
         guess: loss of a guess, ln(classes), where the log or the model beside it has it; else nan.
+        beside: learning rate, memory and the ranks' losses, in words, where they were logged.
     """
 
     run: str
@@ -119,6 +124,7 @@ class Summary:
     accuracy: Accuracy | None
     alarms: dict[str, tuple[int, float]]
     guess: float = math.nan
+    beside: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -173,6 +179,7 @@ def summarise(run: Run) -> Summary:
         accuracy=_accuracy(run, loss),
         alarms=dict(_alarms(run)),
         guess=run.series[GUESS].values[0] if GUESS in run.series else math.nan,
+        beside=tuple(_beside(run)),
     )
 
 
@@ -396,7 +403,7 @@ def _told(its: Summary, full_name: str) -> str:
         words = f"median {got_norms.median:.3g}, MAD {got_norms.mad:.2g}, {len(got_norms.spikes)} spikes"
         where = ", ".join(f"{step:.0f}" for step in got_norms.spikes[:5])
         rows.append(("gradient norm", f"{words} (steps {where})" if where else words))
-    rows += [("alarms", _counted(its.alarms) or "none logged")]
+    rows += [*its.beside, ("alarms", _counted(its.alarms) or "none logged")]
     width = max(len(name) for name, _ in rows)
     head = f"{its.run}: {len(loss)} logged losses" + (f" ({full_name})" if full_name != its.run else "")
     return "\n".join([head, *(f"  {name:{width}}  {words}" for name, words in rows)])
@@ -478,6 +485,24 @@ def _stands(accuracy: Series, loss: Series) -> str:
             losses.append(fmean(since))
             accuracies.append(value)
     return in_words(losses, accuracies) if stands(losses, accuracies) else ""
+
+
+def _beside(run: Run) -> Iterator[tuple[str, str]]:
+    """Learning rate, memory and the ranks' losses, where they were logged: a name and what to tell."""
+    for name, key in (("learning rate", "learning_rate"), *((name, name) for name in sorted(run.series))):
+        series = _where(run.series.get(key, Series((), ())), math.isfinite)
+        if len(series) and (key == "learning_rate" or _MEMORY.search(name)):
+            highest = max(series.values)
+            at = series.steps[series.values.index(highest)]
+            first, last = series.values[0], series.values[-1]
+            yield name.removeprefix(PREFIX), f"{first:.3g} at first, {highest:.3g} at step {at:.0f}, {last:.3g} last"
+    of_ranks = {match[1]: run.series[key] for key in run.series if (match := _OF_A_RANK.fullmatch(key))}
+    values = [_where(series, math.isfinite).values for series in of_ranks.values()]
+    if len(values) > 1 and all(values):
+        means = {rank: fmean(its[len(its) // 2 :]) for rank, its in zip(of_ranks, values, strict=True)}
+        low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
+        words = f"{means[low]:.4g} on rank {low} to {means[high]:.4g} on rank {high}, means of the second half"
+        yield "loss of ranks", words
 
 
 def _alarms(run: Run) -> list[tuple[str, tuple[int, float]]]:
