@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         PaceCallback,
         RankGradientsCallback,
         ReplicasCallback,
+        SharedSamplesCallback,
         all_callbacks,
     )
     from hf_accum_fix.monitor.first_loss import FirstLoss
@@ -97,6 +98,7 @@ _HOMES = {
     "Replicas": "replicas",
     "ReplicasCallback": "callbacks",
     "SharedSamples": "shared_samples",
+    "SharedSamplesCallback": "callbacks",
     "StageBalance": "stage_balance",
     "TorchRanks": "ranks",
     "all_callbacks": "callbacks",
@@ -136,6 +138,7 @@ __all__ = [
     "Replicas",
     "ReplicasCallback",
     "SharedSamples",
+    "SharedSamplesCallback",
     "StageBalance",
     "TorchRanks",
     "all_callbacks",

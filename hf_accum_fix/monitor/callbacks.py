@@ -43,6 +43,7 @@ from hf_accum_fix.monitor.rank_loss import RankLoss
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 from hf_accum_fix.monitor.replicas import Replicas
 from hf_accum_fix.monitor.run_logs import PREFIX
+from hf_accum_fix.monitor.shared_samples import SharedSamples
 
 logger = logging.getLogger("hf_accum_fix.monitor")
 
@@ -484,6 +485,46 @@ class PaceCallback(MonitorCallback):
         return {"slowest_rank": reading.slowest, "slowest_rank_lag_s": reading.lag(reading.slowest)}
 
 
+class SharedSamplesCallback(MonitorCallback):
+    """`SharedSamples`: ranks that are given one another's samples. Nothing on one process.
+
+    Samples are rows of ``input_ids`` without their padding on the right, else of the first tensor of the inputs.
+    """
+
+    alarms_name = "shared_samples_alarms"
+
+    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
+        super().__init__(trainer, ranks)
+        self._samples = SharedSamples(self.ranks)
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Listen to ``Trainer.training_step`` too."""
+        super().on_train_begin()
+        if self.ranks.size > 1:
+            _listen(self.trainer, "training_step", self._after_step)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the Trainer as it was."""
+        super().on_train_end()
+        if self.ranks.size > 1:
+            _stop_listening(self.trainer, "training_step", self._after_step)
+
+    def measured(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """Only the number of alarms."""
+        if self.ranks.size > 1:
+            self.say(self._samples.judge(self._samples.read()))
+        return {}
+
+    def _after_step(self, loss: Tensor, model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        if isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.shape == ids.shape:
+            ids = ids * (mask != 0)
+        tensors = (ids, *inputs.values())
+        samples = next((its for its in tensors if isinstance(its, Tensor) and its.ndim), None)
+        if samples is not None:
+            self._samples.update(samples)
+
+
 class NoiseScaleCallback(MonitorCallback):
     """`NoiseScale`: is this much accumulation worth it?
 
@@ -628,7 +669,7 @@ def all_callbacks(trainer: Any, ranks: Ranks | None = None) -> tuple[MonitorCall
     """One of each, for this trainer; add them to it."""
     kinds = (
         *(LossCallback, GradientNormCallback, RankGradientsCallback),
-        *(ReplicasCallback, BatchNormCallback, PaceCallback),
+        *(ReplicasCallback, BatchNormCallback, PaceCallback, SharedSamplesCallback),
     )
     return (*(kind(trainer, ranks) for kind in kinds), MemoryCallback(trainer, ranks))
 

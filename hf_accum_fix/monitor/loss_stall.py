@@ -16,18 +16,19 @@ from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.loss import LossReading
 from hf_accum_fix.monitor.robust import blocks, noise_sigma, theil_sen
 
-#: Logs until the judgement, blocks of them that a slope is taken over, logs that are the beginning.
-_LOGS, _BLOCKS, _FIRST = 300, 60, 5
-#: Fall of the loss, as a share, that is learning; of the first logs above the rest, and in their standard errors.
-_LEARNED, _ABOVE, _ERRORS = 0.05, 0.02, 3.0
+#: Logs until the judgement, blocks of them that a slope is taken over, logs that are the beginning, and the end.
+_LOGS, _BLOCKS, _FIRST, _LAST = 300, 60, 5, 30
+#: Fall of the loss, as a share, that is learning; of the first logs above the rest, and in their standard errors; of a
+#: tenth of the logs below the first.
+_LEARNED, _ABOVE, _ERRORS, _FAR_BELOW = 0.05, 0.02, 3.0, 0.2
 
 
 class LossStall:
     """Judge once, at the 300th log, whether the loss has fallen since the first.
 
-    It has where the line through all logs (Theil and Sen, 99.9 %) falls for sure, or by 5 %; or where the first
-    five logs lie above the rest, by 2 % and three standard errors. Losses that may be negative are not judged: no level
-    of theirs means that nothing is learned.
+    It has where the line through all logs (Theil and Sen, 99.9 %) falls for sure, or by 5 %; where the first five logs
+    lie above the rest, by 2 % and three standard errors; or where a tenth of the logs lie 20 % below them. Losses that
+    may be negative are not judged: no level of theirs means that nothing is learned.
     """
 
     def __init__(self) -> None:
@@ -47,11 +48,13 @@ class LossStall:
         mean, first = fmean(self._logs), fmean(self._logs[:_FIRST])
         error = noise_sigma(self._logs) / math.sqrt(_FIRST)
         fell_at_once = first - mean > max(_ABOVE * mean, _ERRORS * error)
-        if slope.high < 0 or -slope.value * _LOGS > _LEARNED * mean or fell_at_once:
+        lowest = min(fmean(self._logs[place : place + _LAST]) for place in range(0, _LOGS, _LAST))
+        falls = slope.high < 0 or -slope.value * _LOGS > _LEARNED * mean
+        if falls or fell_at_once or lowest < (1 - _FAR_BELOW) * first:
             return None
         return Alarm(
             "loss-stalls",
             f"the loss stands where it began: {first:.4g} in the first {_FIRST} logs, "
-            f"{fmean(self._logs[-_LOGS // 10 :]):.4g} in the last {_LOGS // 10} of {_LOGS}; look at the learning rate, "
+            f"{fmean(self._logs[-_LAST:]):.4g} in the last {_LAST} of {_LOGS}; look at the learning rate, "
             "at parameters that are frozen or not held by the optimizer, and at the labels",
         )
