@@ -13,19 +13,22 @@ another number of items.
 from __future__ import annotations
 
 import math
+from statistics import fmean
 from typing import Any
 
 from hf_accum_fix.monitor.alarms import Alarm
 
-#: Ratio of two batches that count as another; of two learning rates that count as the same.
-_ANOTHER, _SAME_RATE = 1.25, 1.15
+#: Ratio of two batches that count as another, on other ranks and on the same; of a batch to the largest and smallest of
+#: the logs before; of two learning rates that count as the same; logs kept.
+_ANOTHER, _ANOTHER_ON_THE_SAME, _OUTSIDE, _SAME_RATE, _KEPT = 1.25, 1.5, 1.1, 1.15, 20
 
 
 class BatchSchedule:
-    """Compare the first log of a resumed run with the last one before it."""
+    """Compare the first log of a resumed run with the last ones before it."""
 
     def __init__(self) -> None:
-        self._last: dict[str, float] = {}
+        self._items: list[float] = []
+        self._rate, self._ranks = math.nan, 0
         self._resumed = False
 
     def judge(self, items: float, rate: float, ranks: int) -> Alarm | None:
@@ -38,32 +41,40 @@ class BatchSchedule:
         """
         if not 0 < items < math.inf:
             return None
-        before, self._last = self._last, {"items": items, "rate": rate, "ranks": float(ranks)}
+        before, rate_before, ranks_before = self._items, self._rate, self._ranks
+        self._items = [*before, items][-_KEPT:]
+        self._rate, self._ranks = rate, ranks
         resumed, self._resumed = self._resumed, False
-        if not resumed or not before.get("items"):
+        if not resumed or not before:
             return None
-        times = items / before["items"]
-        rates = rate / before["rate"] if before.get("rate") else math.nan
-        # Both rules are in use: in proportion, and by the root.
-        adjusted = (
-            any(abs(math.log(rates / rule)) < math.log(_SAME_RATE) for rule in (times, times**0.5))
-            if (rates > 0)
-            else False
-        )
-        if abs(math.log(times)) < math.log(_ANOTHER) or adjusted:
+        times = items / fmean(before)
+        another = _ANOTHER if ranks != ranks_before else _ANOTHER_ON_THE_SAME
+        usual = min(before) / _OUTSIDE < items < max(before) * _OUTSIDE
+        if (
+            usual
+            or abs(math.log(times)) < math.log(another)
+            or _matches(rate / rate_before if rate_before else 0, times)
+        ):
             return None
         return Alarm(
             "batch-changed",
-            f"a step has {items:,.0f} items on {ranks} ranks, {times:.3g} times the {before['items']:,.0f} on "
-            f"{before['ranks']:.0f} ranks before it was resumed, and the learning rate has not changed to match: keep "
+            f"a step has {items:,.0f} items on {ranks} ranks, {times:.3g} times the {fmean(before):,.0f} on "
+            f"{ranks_before} ranks before it was resumed, and the learning rate has not changed to match: keep "
             f"the global batch by accumulating {1 / times:.3g} times the micro-batches, or set learning rate, warm-up "
             "and total steps for the new one",
         )
 
-    def state_dict(self) -> dict[str, float]:
-        """Items, learning rate and ranks of the last log, for JSON."""
-        return dict(self._last)
+    def state_dict(self) -> dict[str, Any]:
+        """Items, learning rate and ranks of the last logs, for JSON."""
+        return {"items": list(self._items), "rate": self._rate, "ranks": self._ranks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compare the next log with this one."""
-        self._last, self._resumed = dict(state), True
+        """Compare the next log with these."""
+        self._items = list(state.get("items", ()))
+        self._rate, self._ranks = state.get("rate", math.nan), int(state.get("ranks", 0))
+        self._resumed = True
+
+
+def _matches(rates: float, times: float) -> bool:
+    """Whether a learning rate has changed in proportion to the batch, or by the root: both rules are in use."""
+    return rates > 0 and any(abs(math.log(rates / rule)) < math.log(_SAME_RATE) for rule in (times, times**0.5))

@@ -160,7 +160,7 @@ class LossCallback(MonitorCallback):
         state = self.trainer.state
         self._logged_at = state.global_step
         if state.global_step:
-            self._schedule.load_state_dict(_last_batch(state.log_history))
+            self._schedule.load_state_dict(_last_batches(state.log_history))
         _listen(self.trainer, "training_step", self._after_step)
         if self._hook is None and not self.trainer.args.torch_compile:
             self._hook = self.trainer.model.register_forward_hook(self._after_forward, with_kwargs=True)
@@ -183,7 +183,7 @@ class LossCallback(MonitorCallback):
         metrics: Mapping[str, Any] = kwargs.get("metrics") or {}
         names = sorted(name for name in metrics if name.endswith(("accuracy", "_acc")))
         if names:
-            self.say(self._accuracy.judge(self._last, float(metrics[names[0]])))
+            self.say(self._accuracy.judge(self._last, _number(metrics[names[0]])))
 
     def measured(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Mean loss with its error, spread over the ranks, and the most unusual rank."""
@@ -222,8 +222,8 @@ class LossCallback(MonitorCallback):
         if steps <= 0:
             return {}
         found = {"items_per_step": items / steps, "ranks": float(self.ranks.size)}
-        rate = logs.get("learning_rate", math.nan)
-        self.say(self._schedule.judge(found["items_per_step"], float(rate), self.ranks.size))
+        rate = _number(logs.get("learning_rate"))
+        self.say(self._schedule.judge(found["items_per_step"], rate, self.ranks.size))
         return found
 
     def _say_scale(self, verdict: Verdict, mean: float) -> None:
@@ -550,15 +550,13 @@ class NoiseScaleCallback(MonitorCallback):
         self._every, self._items, self._dealt = every, items or labels_counted, dealt
         self._noise: NoiseScale | None = None
         self._norm: Any = None
+        self._ended = self._listens = False
 
     def on_train_begin(self, args: Any, *others: Any, **kwargs: Any) -> None:
         """Listen to the micro-batches and to clipping; log where nothing can be measured."""
         super().on_train_begin()
-        by_length = (
-            args.group_by_length
-            if hasattr(args, "group_by_length")
-            else (args.train_sampling_strategy == "group_by_length")
-        )
+        sampling = getattr(args, "train_sampling_strategy", "")
+        by_length = getattr(args, "group_by_length", False) or sampling == "group_by_length"
         try:
             if args.fp16:
                 raise UnsupportedSetupError("got a loss that is scaled (fp16); expected bfloat16 or float32")
@@ -567,6 +565,7 @@ class NoiseScaleCallback(MonitorCallback):
         except UnsupportedSetupError as error:
             self._not_watched(error)
             return
+        self._listens = True
         _listen(self.trainer, "training_step", self._after_step)
         _listen(self.trainer.accelerator, "clip_grad_norm_", self._after_clip)
 
@@ -574,14 +573,27 @@ class NoiseScaleCallback(MonitorCallback):
         """A window has ended."""
         if self._noise is not None:
             self._noise.step(self._norm)
-            self._norm = None
+            self._norm, self._ended = None, True
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """The same in releases that do not announce the optimizer's step: only clipping has shown the norm there."""
+        if self._noise is not None and not self._ended:
+            if self._norm is None:
+                self._not_watched(UnsupportedSetupError("got no gradient norm; expected max_grad_norm above 0"))
+                self._noise.close()
+                self._noise = None
+            else:
+                self._noise.step(self._norm)
+        self._norm, self._ended = None, False
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Leave the Trainer and the model as they were."""
         super().on_train_end()
-        if self._noise is not None:
+        if self._listens:
             _stop_listening(self.trainer, "training_step", self._after_step)
             _stop_listening(self.trainer.accelerator, "clip_grad_norm_", self._after_clip)
+            self._listens = False
+        if self._noise is not None:
             self._noise.close()
             self._noise = None
 
@@ -674,13 +686,18 @@ def all_callbacks(trainer: Any, ranks: Ranks | None = None) -> tuple[MonitorCall
     return (*(kind(trainer, ranks) for kind in kinds), MemoryCallback(trainer, ranks))
 
 
-def _last_batch(history: list[dict[str, Any]]) -> dict[str, float]:
-    """What `BatchSchedule` compares with, from a checkpoint's log; empty where these monitors did not write it."""
-    for row in reversed(history):
-        if f"{PREFIX}items_per_step" in row:
-            its = {name: row[f"{PREFIX}{key}"] for name, key in (("items", "items_per_step"), ("ranks", "ranks"))}
-            return {**its, "rate": row.get("learning_rate", math.nan)}
-    return {}
+def _last_batches(history: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `BatchSchedule` compares with, from a checkpoint's log; nothing where these monitors did not write it."""
+    rows = [row for row in history if f"{PREFIX}items_per_step" in row][-20:]
+    if not rows:
+        return {}
+    items = [row[f"{PREFIX}items_per_step"] for row in rows]
+    return {"items": items, "ranks": rows[-1][f"{PREFIX}ranks"], "rate": _number(rows[-1].get("learning_rate"))}
+
+
+def _number(value: Any) -> float:
+    """As a float; nan where it is none."""
+    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 def labels_counted(inputs: Mapping[str, Any]) -> Tensor | int:

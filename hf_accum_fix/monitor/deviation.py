@@ -210,7 +210,7 @@ class Shifts:
             return False
         sums = [sum(column) / math.sqrt(len(rows)) for column in zip(*rows, strict=True)]
         others = sums[:place] + sums[place + 1 :]
-        belief = max(_BELIEF_IN_STRETCH / its.spread**4, 1.0)
+        belief = max(_BELIEF_IN_STRETCH / its.spread**6, 1.0)
         freedom = belief + len(others) - 1
         # A difference between a rank and the mean of all others has more variance than one rank's mean.
         share = len(sums) / len(others)

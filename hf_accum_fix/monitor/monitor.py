@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.errors import AccumFixError, UnsupportedSetupError
@@ -103,8 +104,8 @@ class Monitor:
         self._first, self._accuracy = FirstLoss(), AccuracyTrend()
         self._guess = math.log(classes) if classes else math.nan
         self._norms, self._memory = GradientNorm(max_norm), MemoryMonitor(ranks=self._ranks)
-        self._samples: SharedSamples | None = None
-        self._steps_logged = 0
+        self._samples = SharedSamples(self._ranks) if self._ranks.size > 1 else None
+        self._steps_logged, self._agreed = 0, False
         self._rank_gradients: RankGradients | None = None
         self._replicas: Replicas | None = None
         self._noise: NoiseScale | None = None
@@ -127,13 +128,9 @@ class Monitor:
                 self._not_watched("replicas", error)
 
     def samples(self, samples: Tensor) -> None:
-        """A micro-batch's samples, [samples, ...], or their indices, to see that no two ranks have the same; no sync.
-
-        Every rank calls it before its first log, or none does.
-        """
-        if self._samples is None:
-            self._samples = SharedSamples(self._ranks)
-        self._samples.update(samples)
+        """A micro-batch's samples, [samples, ...], or indices, to see that no two ranks have the same; no sync."""
+        if self._samples is not None:
+            self._samples.update(samples)
 
     def micro_batch(self, loss: Tensor | float | None, items: Tensor | float = 1) -> None:
         """Add a micro-batch that is not the last of its step; no device sync.
@@ -188,6 +185,7 @@ class Monitor:
         Raises:
             MonitorAlarmError: for an alarm, where ``on_alarm`` is "raise".
         """
+        self._agree()
         gathered: list[Gathered] = [self._meter, self._memory]
         optional = (self._rank_gradients, self._pace, self._noise, self._samples)
         gathered += [each for each in optional if each is not None]
@@ -238,6 +236,18 @@ class Monitor:
         # nan stands for a number that does not exist yet; a loss that is nan was measured.
         measured = {"loss"} if reading.total.items else set()
         return {name: value for name, value in found.items() if name in measured or not math.isnan(value)}
+
+    def _agree(self) -> None:
+        """Leave out, once, what not every rank can watch: rows of other lengths must not be added up."""
+        if self._agreed or self._ranks.size == 1:
+            return
+        self._agreed = True
+        mine = [each is not None for each in (self._rank_gradients, self._noise, self._replicas)]
+        counts = self._ranks.sum(torch.tensor(mine, dtype=torch.int64)).tolist()
+        gradients, noise, replicas = (count == self._ranks.size for count in counts)
+        self._rank_gradients = self._rank_gradients if gradients else None
+        self._noise = self._noise if noise else None
+        self._replicas = self._replicas if replicas else None
 
     def state_dict(self) -> dict[str, Any]:
         """State for a resumed run, for JSON: steps, alarms so far, usual gradient norms, the batch and its rate."""

@@ -26,8 +26,9 @@ def test_another_batch_is_told_unless_the_rate_was_changed_to_match(items: float
     before = BatchSchedule()
     assert before.judge(1024, 1e-3, ranks=8) is None
     # Within a run the batch may change by design.
-    assert before.judge(512, 1e-3, ranks=8) is None
-    assert before.judge(1024, 1e-3, ranks=8) is None
+    assert before.judge(1500, 1e-3, ranks=8) is None
+    for _ in range(20):
+        assert before.judge(1024, 1e-3, ranks=8) is None
     resumed = BatchSchedule()
     resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
     alarm = resumed.judge(items, rate, ranks=4)
@@ -35,6 +36,15 @@ def test_another_batch_is_told_unless_the_rate_was_changed_to_match(items: float
     assert resumed.judge(items, rate, ranks=4) is None
     if alarm is not None:
         assert alarm.kind == "batch-changed" and "1,024 on 8 ranks" in alarm.message
+
+
+def test_ragged_batches_are_the_same_batch() -> None:
+    before, resumed = BatchSchedule(), BatchSchedule()
+    for items in (300, 1200, 700, 500, 1100):
+        before.judge(items, 1e-3, ranks=8)
+    for items, told in ((320, False), (1250, False), (200, True)):
+        resumed.load_state_dict(before.state_dict())
+        assert (resumed.judge(items, 1e-3, ranks=4) is not None) == told
 
 
 def test_a_new_run_and_a_state_of_an_older_release_say_nothing() -> None:

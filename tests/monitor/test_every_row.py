@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 
 ROWS = {
-    "two GPUs: running mean, reduced only at the log": "two_ranks.the_curve_of_every_micro_batch_is_that_of_one_process",
+    "two GPUs: a mean of every micro-batch": "two_ranks.the_curve_of_every_micro_batch_is_that_of_one_process",
     "timm's and others' own logs": "watch_findings.what_people_have",
     "loss per rank": "monitor.ranks_alike_log_alike_and_a_rank_that_is_off_is_named",
     "oscillation": "loss_over_time.a_swing_is_told_once_as_long_as_it_lasts",

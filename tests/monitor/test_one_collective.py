@@ -21,6 +21,8 @@ def test_a_log_is_one_sum() -> None:
             monitor.samples(torch.arange(8) + 8 * (2 * step + ranks.rank))
             model(torch.ones(1, 3)).sum().backward()
             monitor.step(torch.tensor(1.0 + ranks.rank), items=4)
+            if step == 1:
+                monitor.log()  # The first agrees on what every rank can watch.
         before = ranks.sums
         found = monitor.log()
         return ranks.sums - before, found
@@ -28,6 +30,22 @@ def test_a_log_is_one_sum() -> None:
     (sums, ours), (_, theirs) = side_by_side(work)
     assert sums == 1
     assert ours["loss"] == theirs["loss"] == 1.5 and ours["rank_loss_1"] == 2.0 and "slowest_rank" in ours
+
+
+def test_what_one_rank_cannot_watch_is_left_out_on_all() -> None:
+    def work(ranks: OneOf) -> dict[str, float]:
+        model = nn.Linear(3, 2)
+        if ranks.rank:
+            model.weight.placements = ()
+        monitor = Monitor(model, ranks=ranks, check_every=2)
+        if ranks.rank:
+            monitor.samples(torch.arange(3))
+        monitor.step(1.0, norm=1.0)
+        found = monitor.log()
+        monitor.step(1.0, norm=1.0)
+        return found | monitor.log()
+
+    assert all(found["loss"] == 1.0 for found in side_by_side(work))
 
 
 def test_read_together_is_read_apart() -> None:
