@@ -28,7 +28,7 @@ class FirstLoss:
             guess: ln(classes) or ln(vocabulary); nan where there are no classes, or they are not known yet.
         """
         loss = reading.mean
-        if self._judged or math.isnan(loss) or math.isnan(guess):
+        if self._judged or math.isnan(loss) or not guess > 0:
             return None
         self._judged = True
         if not math.isfinite(loss) or loss <= OVER_A_GUESS * guess:

@@ -82,8 +82,16 @@ def test_a_run_that_learns_is_not(name: str) -> None:
     assert told(LossStall(), curves[name] * noise(2000, 0.02, 1)) == []
 
 
-@pytest.mark.parametrize(("loss", "guess", "alarms"), [(12.4, math.log(500), 1), (6.3, math.log(500), 0),
-                                                       (12.4, math.nan, 0), (math.inf, 1.0, 0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("loss", "guess", "alarms"),
+    [
+        (12.4, math.log(500), 1),
+        (6.3, math.log(500), 0),
+        (12.4, math.nan, 0),
+        (12.4, 0.0, 0),
+        (math.inf, 1.0, 0),
+    ],
+)
 def test_a_first_loss_far_above_a_guess(loss: float, guess: float, alarms: int) -> None:
     first = FirstLoss()
     said = [first.judge(LossReading((Moments(),)), guess), first.judge(reading(loss), guess)]
