@@ -120,8 +120,9 @@ def test_horovods_local_gradients_are_seen_by_its_compression() -> None:
                 gradients.add(tensor)
                 return hvd.Compression.none.compress(tensor)
 
-        torch.manual_seed(0)
         model = nn.Linear(3, 2)
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.1)  # Threads share torch's generator.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         draw, told, ratio = torch.Generator().manual_seed(its.rank), list[str](), 0.0
         for step in range(1, 61):
