@@ -28,17 +28,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against", metavar="RUN", help="the run to compare the others with (default: one that most agree with)"
     )
     parser.add_argument("--no-picture", action="store_true", help="print only")
+    parser.add_argument(
+        "--follow",
+        nargs="?",
+        type=float,
+        const=5.0,
+        metavar="SECONDS",
+        help="read the logs again and again while they are written (default: every 5 s), until Ctrl-C; needs rich",
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Print the report and write the picture.
 
     Raises:
-        LogsError: if there are no logs to read, or the picture cannot be written.
+        LogsError: if there are no logs to read, the picture cannot be written, or rich is missing.
     """
-    from hf_accum_fix.monitor.run_logs import printable, read_runs
+    from hf_accum_fix.monitor.run_logs import LogsError, printable, read_runs
     from hf_accum_fix.monitor.watch import all_findings, report
 
+    if arguments.follow is not None:
+        from hf_accum_fix.monitor.follow import follow, followable
+
+        if not followable():
+            raise LogsError("got --follow, and rich is not installed; pip install rich, or leave --follow out")
+        if not arguments.follow > 0:
+            raise LogsError(f"got --follow {arguments.follow:g}; expected seconds above zero")
+        return 1 if follow(arguments.logs, arguments.against, arguments.follow) else 0
     runs = [run for path in arguments.logs for run in read_runs(path)]
     sys.stdout.write(report(runs, arguments.against) + "\n")
     if not arguments.no_picture:

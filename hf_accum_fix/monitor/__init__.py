@@ -2,6 +2,11 @@
 
     loss            a curve that shows every micro-batch, with its error
     loss_trend      a loss that diverges
+    loss_oscillation  a loss that swings
+    loss_stall      a loss that stands where it began
+    first_loss      a first loss far above a guess
+    accuracy_trend  a loss that falls while the accuracy stands
+    batch_schedule  another global batch, and the learning rates of the old one
     rank_loss       a rank whose loss is off
     rank_gradients  a rank whose gradient is off, before it is averaged
     gradient_norm   spikes and clipping over time
@@ -12,6 +17,7 @@
     noise_scale     is this much accumulation worth it?
     shared_samples  ranks that are given one another's samples
     pace            a rank that keeps the others waiting
+    stage_balance   a pipeline stage that keeps the others waiting
     loss_check      is the loss that a Trainer logs the mean over the items?
     watch           a run's logs in one look
 
@@ -27,21 +33,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_accum_fix.monitor.accuracy_trend import AccuracyTrend
     from hf_accum_fix.monitor.alarms import Alarm, Alarms
     from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers, convert_sync_batch_norm
+    from hf_accum_fix.monitor.batch_schedule import BatchSchedule
     from hf_accum_fix.monitor.callbacks import (
         BatchNormCallback,
         GradientNormCallback,
         LossCallback,
         MemoryCallback,
         MonitorsCallback,
+        NoiseScaleCallback,
         PaceCallback,
         RankGradientsCallback,
         ReplicasCallback,
+        SharedSamplesCallback,
         all_callbacks,
     )
+    from hf_accum_fix.monitor.first_loss import FirstLoss
     from hf_accum_fix.monitor.gradient_norm import GradientNorm
     from hf_accum_fix.monitor.loss import LossMeter
+    from hf_accum_fix.monitor.loss_oscillation import LossOscillation
+    from hf_accum_fix.monitor.loss_stall import LossStall
     from hf_accum_fix.monitor.loss_trend import LossTrend
     from hf_accum_fix.monitor.memory import MemoryMonitor
     from hf_accum_fix.monitor.monitor import Monitor, MonitorAlarmError
@@ -53,15 +66,21 @@ if TYPE_CHECKING:
     from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
     from hf_accum_fix.monitor.replicas import Replicas
     from hf_accum_fix.monitor.shared_samples import SharedSamples
+    from hf_accum_fix.monitor.stage_balance import StageBalance
 
 _HOMES = {
+    "AccuracyTrend": "accuracy_trend",
     "Alarm": "alarms",
     "Alarms": "alarms",
     "BatchNormCallback": "callbacks",
+    "BatchSchedule": "batch_schedule",
+    "FirstLoss": "first_loss",
     "GradientNorm": "gradient_norm",
     "GradientNormCallback": "callbacks",
     "LossCallback": "callbacks",
     "LossMeter": "loss",
+    "LossOscillation": "loss_oscillation",
+    "LossStall": "loss_stall",
     "LossTrend": "loss_trend",
     "MemoryCallback": "callbacks",
     "MemoryMonitor": "memory",
@@ -69,6 +88,7 @@ _HOMES = {
     "MonitorAlarmError": "monitor",
     "MonitorsCallback": "callbacks",
     "NoiseScale": "noise_scale",
+    "NoiseScaleCallback": "callbacks",
     "Pace": "pace",
     "PaceCallback": "callbacks",
     "RankGradients": "rank_gradients",
@@ -78,6 +98,8 @@ _HOMES = {
     "Replicas": "replicas",
     "ReplicasCallback": "callbacks",
     "SharedSamples": "shared_samples",
+    "SharedSamplesCallback": "callbacks",
+    "StageBalance": "stage_balance",
     "TorchRanks": "ranks",
     "all_callbacks": "callbacks",
     "check_batch_norm": "batch_norm",
@@ -87,13 +109,18 @@ _HOMES = {
 }
 
 __all__ = [
+    "AccuracyTrend",
     "Alarm",
     "Alarms",
     "BatchNormCallback",
+    "BatchSchedule",
+    "FirstLoss",
     "GradientNorm",
     "GradientNormCallback",
     "LossCallback",
     "LossMeter",
+    "LossOscillation",
+    "LossStall",
     "LossTrend",
     "MemoryCallback",
     "MemoryMonitor",
@@ -101,6 +128,7 @@ __all__ = [
     "MonitorAlarmError",
     "MonitorsCallback",
     "NoiseScale",
+    "NoiseScaleCallback",
     "Pace",
     "PaceCallback",
     "RankGradients",
@@ -110,6 +138,8 @@ __all__ = [
     "Replicas",
     "ReplicasCallback",
     "SharedSamples",
+    "SharedSamplesCallback",
+    "StageBalance",
     "TorchRanks",
     "all_callbacks",
     "check_batch_norm",

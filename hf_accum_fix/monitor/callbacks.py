@@ -23,20 +23,27 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.monitor.accuracy_trend import AccuracyTrend
 from hf_accum_fix.monitor.alarms import Alarm, Alarms
 from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
+from hf_accum_fix.monitor.batch_schedule import BatchSchedule
+from hf_accum_fix.monitor.first_loss import FirstLoss
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
 from hf_accum_fix.monitor.loss_check import LossCheck, Verdict
+from hf_accum_fix.monitor.loss_oscillation import LossOscillation
+from hf_accum_fix.monitor.loss_stall import LossStall
 from hf_accum_fix.monitor.loss_trend import LossTrend
 from hf_accum_fix.monitor.memory import MIB, MemoryMonitor, TrendKind
 from hf_accum_fix.monitor.monitor import MonitorAlarmError, OnAlarm
+from hf_accum_fix.monitor.noise_scale import NoiseScale
 from hf_accum_fix.monitor.pace import Pace
 from hf_accum_fix.monitor.rank_gradients import RankGradients
 from hf_accum_fix.monitor.rank_loss import RankLoss
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 from hf_accum_fix.monitor.replicas import Replicas
 from hf_accum_fix.monitor.run_logs import PREFIX
+from hf_accum_fix.monitor.shared_samples import SharedSamples
 
 logger = logging.getLogger("hf_accum_fix.monitor")
 
@@ -101,7 +108,10 @@ class MonitorCallback(TrainerCallback):
 
 
 class LossCallback(MonitorCallback):
-    """`LossMeter`, `RankLoss` and `LossTrend`: the loss of every micro-batch, the rank that is off, divergence.
+    """`LossMeter`, and all that is judged by the loss.
+
+    `RankLoss`, `LossTrend`, `LossOscillation`, `LossStall`, `FirstLoss`, `AccuracyTrend` (of the first metric of an
+    evaluation that is named so) and `BatchSchedule` (of a run that is resumed from a checkpoint with these logs).
 
     ``hf_accum_fix/loss`` is the mean over the items of the log interval, where the Trainer's own ``loss`` averages
     steps, however many items they hold. `LossCheck` decides from the logits which of these the model's loss is:
@@ -134,7 +144,9 @@ class LossCallback(MonitorCallback):
         super().__init__(trainer, ranks)
         self._items = items or labels_counted
         self._judge = judge or RankLoss()
-        self._trend = LossTrend()
+        self._trends = (LossTrend(), LossOscillation(), LossStall())
+        self._first, self._accuracy, self._schedule = FirstLoss(), AccuracyTrend(), BatchSchedule()
+        self._last, self._logged_at = math.nan, 0
         self._of_head, self._of_trainer = LossMeter(self.ranks), LossMeter(self.ranks)
         self._check = LossCheck()
         self._steps, self._repeats, self._hook = 1, False, None
@@ -143,8 +155,12 @@ class LossCallback(MonitorCallback):
         self._counted: Any = 0.0
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Listen to ``Trainer.training_step`` and to the model too."""
+        """Listen to ``Trainer.training_step`` and to the model too; of a resumed run, find the last batch."""
         super().on_train_begin()
+        state = self.trainer.state
+        self._logged_at = state.global_step
+        if state.global_step:
+            self._schedule.load_state_dict(_last_batches(state.log_history))
         _listen(self.trainer, "training_step", self._after_step)
         if self._hook is None and not self.trainer.args.torch_compile:
             self._hook = self.trainer.model.register_forward_hook(self._after_forward, with_kwargs=True)
@@ -162,6 +178,13 @@ class LossCallback(MonitorCallback):
         if self._number is not None:
             self._numbers = self._numbers + self._number
 
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Hold the accuracy against the loss, if one was measured."""
+        metrics: Mapping[str, Any] = kwargs.get("metrics") or {}
+        names = sorted(name for name in metrics if name.endswith(("accuracy", "_acc")))
+        if names:
+            self.say(self._accuracy.judge(self._last, _number(metrics[names[0]])))
+
     def measured(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Mean loss with its error, spread over the ranks, and the most unusual rank."""
         handed, verdict = self._check.judge(self.ranks, float(self._numbers), float(self._counted))
@@ -175,8 +198,12 @@ class LossCallback(MonitorCallback):
             reading = reading.times((reading.total.items / handed if handed else 1.0) / verdict.factor)
         self._say_scale(verdict, reading.mean)
         self.say(self._judge.judge(reading))
-        self.say(self._trend.judge(reading))
-        found = {"loss_standard_error": reading.standard_error, "loss_of_a_guess": verdict.guess}
+        for trend in self._trends:
+            self.say(trend.judge(reading))
+        self.say(self._first.judge(reading, verdict.guess))
+        self._last = reading.mean
+        found = self._batch(reading.total.items, logs)
+        found |= {"loss_standard_error": reading.standard_error, "loss_of_a_guess": verdict.guess}
         if reading.total.items:
             found["loss"] = reading.mean
         if not verdict.is_known:
@@ -187,6 +214,16 @@ class LossCallback(MonitorCallback):
         if self._judge.worst is not None:
             found["rank_loss_worst_rank"] = self._judge.worst.rank
             found["rank_loss_worst_in_standard_errors"] = self._judge.worst.unusual
+        return found
+
+    def _batch(self, items: float, logs: Mapping[str, Any]) -> dict[str, float]:
+        step = self.trainer.state.global_step
+        steps, self._logged_at = step - self._logged_at, step
+        if steps <= 0:
+            return {}
+        found = {"items_per_step": items / steps, "ranks": float(self.ranks.size)}
+        rate = _number(logs.get("learning_rate"))
+        self.say(self._schedule.judge(found["items_per_step"], rate, self.ranks.size))
         return found
 
     def _say_scale(self, verdict: Verdict, mean: float) -> None:
@@ -448,6 +485,133 @@ class PaceCallback(MonitorCallback):
         return {"slowest_rank": reading.slowest, "slowest_rank_lag_s": reading.lag(reading.slowest)}
 
 
+class SharedSamplesCallback(MonitorCallback):
+    """`SharedSamples`: ranks that are given one another's samples. Nothing on one process.
+
+    Samples are rows of ``input_ids`` without their padding on the right, else of the first tensor of the inputs.
+    """
+
+    alarms_name = "shared_samples_alarms"
+
+    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
+        super().__init__(trainer, ranks)
+        self._samples = SharedSamples(self.ranks)
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Listen to ``Trainer.training_step`` too."""
+        super().on_train_begin()
+        if self.ranks.size > 1:
+            _listen(self.trainer, "training_step", self._after_step)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the Trainer as it was."""
+        super().on_train_end()
+        if self.ranks.size > 1:
+            _stop_listening(self.trainer, "training_step", self._after_step)
+
+    def measured(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """Only the number of alarms."""
+        if self.ranks.size > 1:
+            self.say(self._samples.judge(self._samples.read()))
+        return {}
+
+    def _after_step(self, loss: Tensor, model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        if isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.shape == ids.shape:
+            ids = ids * (mask != 0)
+        tensors = (ids, *inputs.values())
+        samples = next((its for its in tensors if isinstance(its, Tensor) and its.ndim), None)
+        if samples is not None:
+            self._samples.update(samples)
+
+
+class NoiseScaleCallback(MonitorCallback):
+    """`NoiseScale`: is this much accumulation worth it?
+
+    Micro-batches must be weighted by their items, as with ``hf_accum_fix.apply()``, or hold as many each.
+
+    Args:
+        trainer: as in `MonitorCallback`.
+        ranks: as in `MonitorCallback`.
+        every: steps from one that is measured to the next.
+        items: counts the items of one micro-batch's inputs, 0-dim or int, without a device sync.
+        dealt: whether samples are dealt into micro-batches by length; then nothing is measured.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        ranks: Ranks | None = None,
+        every: int = 10,
+        items: Callable[[Mapping[str, Any]], Tensor | int] | None = None,
+        dealt: bool = False,
+    ) -> None:
+        super().__init__(trainer, ranks)
+        self._every, self._items, self._dealt = every, items or labels_counted, dealt
+        self._noise: NoiseScale | None = None
+        self._norm: Any = None
+        self._ended = self._listens = False
+
+    def on_train_begin(self, args: Any, *others: Any, **kwargs: Any) -> None:
+        """Listen to the micro-batches and to clipping; log where nothing can be measured."""
+        super().on_train_begin()
+        sampling = getattr(args, "train_sampling_strategy", "")
+        by_length = getattr(args, "group_by_length", False) or sampling == "group_by_length"
+        try:
+            if args.fp16:
+                raise UnsupportedSetupError("got a loss that is scaled (fp16); expected bfloat16 or float32")
+            dealt = self._dealt or by_length
+            self._noise = NoiseScale(self.trainer.model_wrapped, self._every, self.ranks, dealt=dealt)
+        except UnsupportedSetupError as error:
+            self._not_watched(error)
+            return
+        self._listens = True
+        _listen(self.trainer, "training_step", self._after_step)
+        _listen(self.trainer.accelerator, "clip_grad_norm_", self._after_clip)
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """A window has ended."""
+        if self._noise is not None:
+            self._noise.step(self._norm)
+            self._norm, self._ended = None, True
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """The same in releases that do not announce the optimizer's step: only clipping has shown the norm there."""
+        if self._noise is not None and not self._ended:
+            if self._norm is None:
+                self._not_watched(UnsupportedSetupError("got no gradient norm; expected max_grad_norm above 0"))
+                self._noise.close()
+                self._noise = None
+            else:
+                self._noise.step(self._norm)
+        self._norm, self._ended = None, False
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the Trainer and the model as they were."""
+        super().on_train_end()
+        if self._listens:
+            _stop_listening(self.trainer, "training_step", self._after_step)
+            _stop_listening(self.trainer.accelerator, "clip_grad_norm_", self._after_clip)
+            self._listens = False
+        if self._noise is not None:
+            self._noise.close()
+            self._noise = None
+
+    def measured(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """The noise scale, its relative error, and what a step achieves."""
+        reading = self._noise.read() if self._noise is not None else None
+        if reading is None or not math.isfinite(reading.scale):
+            return {}
+        return {"noise_scale_items": reading.scale, "noise_scale_error": reading.error, "step_gain": reading.gain}
+
+    def _after_step(self, loss: Tensor, model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        if self._noise is not None:
+            self._noise.micro_batch(self._items(inputs))
+
+    def _after_clip(self, norm: Any, *args: Any, **kwargs: Any) -> None:
+        self._norm = norm if type(norm) in (Tensor, float) else None
+
+
 class MonitorsCallback(TrainerCallback):
     """All of them as one callback: ``trainer.add_callback(MonitorsCallback(trainer))``.
 
@@ -457,10 +621,19 @@ class MonitorsCallback(TrainerCallback):
         trainer: as in `MonitorCallback`.
         ranks: as in `MonitorCallback`.
         on_alarm: as in `Monitor`; "stop" ends training after the step.
+        noise_scale_every: as in `Monitor`.
     """
 
-    def __init__(self, trainer: Any, ranks: Ranks | None = None, on_alarm: OnAlarm = "log") -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        ranks: Ranks | None = None,
+        on_alarm: OnAlarm = "log",
+        noise_scale_every: int | None = None,
+    ) -> None:
         self._parts = all_callbacks(trainer, ranks)
+        if noise_scale_every is not None:
+            self._parts = (*self._parts, NoiseScaleCallback(trainer, ranks, noise_scale_every))
         self.stop = False
         for part in self._parts:
             part.on_alarm = on_alarm
@@ -471,6 +644,17 @@ class MonitorsCallback(TrainerCallback):
             part.on_train_begin(*args, **kwargs)
         # Listen last, so that every part has counted.
         _listen(self._parts[0].trainer, "log", self._count, before=True)
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Every part's own."""
+        for part in self._parts:
+            part.on_pre_optimizer_step(*args, **kwargs)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Every part's own, and the end of the run where an alarm is to be one."""
+        for part in self._parts:
+            part.on_evaluate(args, state, control, **kwargs)
+        control.should_training_stop = control.should_training_stop or any(part.stop for part in self._parts)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Every part's own, and the end of the run where an alarm is to be one."""
@@ -497,9 +681,23 @@ def all_callbacks(trainer: Any, ranks: Ranks | None = None) -> tuple[MonitorCall
     """One of each, for this trainer; add them to it."""
     kinds = (
         *(LossCallback, GradientNormCallback, RankGradientsCallback),
-        *(ReplicasCallback, BatchNormCallback, PaceCallback),
+        *(ReplicasCallback, BatchNormCallback, PaceCallback, SharedSamplesCallback),
     )
     return (*(kind(trainer, ranks) for kind in kinds), MemoryCallback(trainer, ranks))
+
+
+def _last_batches(history: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `BatchSchedule` compares with, from a checkpoint's log; nothing where these monitors did not write it."""
+    rows = [row for row in history if f"{PREFIX}items_per_step" in row][-20:]
+    if not rows:
+        return {}
+    items = [row[f"{PREFIX}items_per_step"] for row in rows]
+    return {"items": items, "ranks": rows[-1][f"{PREFIX}ranks"], "rate": _number(rows[-1].get("learning_rate"))}
+
+
+def _number(value: Any) -> float:
+    """As a float; nan where it is none."""
+    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 def labels_counted(inputs: Mapping[str, Any]) -> Tensor | int:

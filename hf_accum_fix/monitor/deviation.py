@@ -48,8 +48,9 @@ class Spread:
     in order, difficulty that persists, shards of their own), all ranks wander further, and a mean over several readings
     does not settle as it should. So the ranks' differences, in their errors, are averaged over blocks
     of 1, 2, 4 ... 128 readings; a block mean times the root of its length has variance 1 if all is independent. Its
-    variance over the ranks is estimated for every rank from the others alone, so that a rank that is off does not hide
-    itself; of two ranks, from how it changes from one block to the next. The largest counts.
+    variance is estimated for every rank from the others alone, so that a rank that is off does not hide itself: over
+    the ranks, and from how blocks change from one to the next (of two ranks, from that alone). A difference by design
+    shows in the first; a difficulty that persists for longer than was seen so far, in the second. The largest counts.
 
     Source: batch means, Conway 1963; Alexopoulos and Seila 1998, "Output Data Analysis" (Handbook of Simulation, 7.3).
     """
@@ -72,9 +73,9 @@ class Spread:
         return (math.sqrt(variance), freedom) if variance > 1 else (1.0, math.inf)
 
 
-#: Levels of blocks, each twice as long as the one before; degrees of freedom of the prior variance of 1; blocks after
-#: which an observation counts for a third.
-_LEVELS, _BELIEF, _FORGETTING = 8, 4.0, 1000.0
+#: Levels of blocks, each twice as long as the one before; degrees of freedom of the prior variance of 1, over the ranks
+#: and of changes; blocks after which an observation counts for a third.
+_LEVELS, _BELIEF, _BELIEF_IN_CHANGES, _FORGETTING = 8, 4.0, 12.0, 1000.0
 
 
 class _Level:
@@ -83,26 +84,20 @@ class _Level:
     def __init__(self) -> None:
         self._half: list[float] | None = None
         self._before: list[float] | None = None
-        self._squares: list[float] = []
-        self._freedom = 0.0
+        self._over_ranks, self._over_time = _Variance(_BELIEF), _Variance(_BELIEF_IN_CHANGES)
 
     def add(self, block: list[float], scale: float) -> list[float] | None:
         """Take the mean of a block into account; the mean of two blocks where it completes a pair."""
-        count = len(block)
-        self._squares = self._squares or [0.0] * count
-        share = count / (count - 1)
-        if count > 2:
-            squares = [(scale * value) ** 2 / share for value in block]
-            found, freedom = [sum(squares) - share * its for its in squares], count - 2
-        elif self._before is not None:
-            change = scale * (block[0] - self._before[0])
-            found, freedom = [change**2 / 2] * 2, 1
-        else:
-            found, freedom = [0.0] * count, 0
+        if len(block) > 2:
+            self._over_ranks.add(_of_others([scale * value for value in block]), len(block) - 2)
+        if self._before is not None:
+            pairs = zip(block, self._before, strict=True)
+            changes = [scale * (now - before) / math.sqrt(2.0) for now, before in pairs]
+            if len(block) > 2:
+                self._over_time.add(_of_others(changes), len(block) - 2)
+            else:
+                self._over_ranks.add([changes[0] ** 2] * 2, 1)
         self._before = block
-        kept = 1 - 1 / _FORGETTING
-        self._squares = [kept * old + new for old, new in zip(self._squares, found, strict=True)]
-        self._freedom = kept * self._freedom + freedom
         if self._half is None:
             self._half = block
             return None
@@ -112,13 +107,39 @@ class _Level:
 
     def variance(self, place: int) -> tuple[float, float]:
         """Variance of a block mean, in units of its value for independent samples; its degrees of freedom."""
-        freedom = _BELIEF + self._freedom
-        return (_BELIEF + self._squares[place]) / freedom if self._freedom else 1.0, freedom
+        return max(self._over_ranks.of(place), self._over_time.of(place))
 
 
-#: Readings kept; degrees of freedom of the prior variance of 1 over a stretch of them; chance that the stretch of a
-#: healthy rank is odd.
-_PAST, _BELIEF_IN_STRETCH, _CHANCE = 256, 6.0, 1.8e-4
+class _Variance:
+    """A variance for every rank, with a prior of 1."""
+
+    def __init__(self, belief: float) -> None:
+        self._belief, self._freedom = belief, 0.0
+        self._squares: list[float] = []
+
+    def add(self, squares: Sequence[float], freedom: int) -> None:
+        """Take sums of squares with so many degrees of freedom into account."""
+        kept = 1 - 1 / _FORGETTING
+        before = self._squares or [0.0] * len(squares)
+        self._squares = [kept * old + new for old, new in zip(before, squares, strict=True)]
+        self._freedom = kept * self._freedom + freedom
+
+    def of(self, place: int) -> tuple[float, float]:
+        """The variance for the rank at this index, and its degrees of freedom."""
+        freedom = self._belief + self._freedom
+        return (self._belief + self._squares[place]) / freedom if self._squares else 1.0, freedom
+
+
+def _of_others(differences: Sequence[float]) -> list[float]:
+    """For every rank, the sum of squares of the others about their own mean, from each rank's distance to the rest."""
+    share = len(differences) / (len(differences) - 1)
+    squares = [difference**2 / share for difference in differences]
+    return [sum(squares) - share * its for its in squares]
+
+
+#: Readings kept; degrees of freedom of the prior variance of 1 over a stretch of them, where nothing shows that ranks
+#: wander; chance that the stretch of a healthy rank is odd.
+_PAST, _BELIEF_IN_STRETCH, _CHANCE = 256, 48.0, 1.8e-4
 
 
 class Shifts:
@@ -126,7 +147,10 @@ class Shifts:
 
     Where the ranks wander, any of them is off for a while, and early readings cannot tell by how much. So a rank whose
     sum has reached its threshold is named only if it is odd among the others: over the readings that made up the sum,
-    its mean is further from theirs than theirs are from one another (Student, Bonferroni over the ranks).
+    its mean is further from theirs than theirs are from one another (Student, Bonferroni over the ranks). How far
+    theirs are from one another is believed to follow from their errors as long as `Spread` shows nothing else: where
+    ranks do not wander, a small shift is found soon; where they do, only the ranks themselves tell how far. A rank is
+    named again where it is odd over a stretch twice as long.
 
     Args:
         readings_per_false_alarm: mean number of readings up to a false alarm of any rank.
@@ -140,6 +164,7 @@ class Shifts:
         self._cusums: dict[int, Cusum] = {}
         self._spread, self._ranks = Spread(), list[int]()
         self._past = deque[list[float]](maxlen=_PAST)
+        self._named: dict[int, int] = {}
         self.worst: Deviation | None = None
 
     def add(self, reading: Sequence[Deviation], ranks: int) -> Deviation | None:
@@ -172,6 +197,7 @@ class Shifts:
             return None
         # Two ranks are equally far from each other: name the higher one.
         furthest = max(shifted, key=lambda each: (round(self._cusums[each.rank].level, 6), each.difference))
+        self._named[furthest.rank] = min(self._cusums[furthest.rank].length, _PAST // 2)
         self._cusums.clear()
         return furthest
 
@@ -180,13 +206,16 @@ class Shifts:
         rows = list(self._past)[-self._cusums[its.rank].length :]
         if its.error == 0 or not rows:
             return True
+        if len(rows) < 2 * self._named.get(its.rank, 0):
+            return False
         sums = [sum(column) / math.sqrt(len(rows)) for column in zip(*rows, strict=True)]
         others = sums[:place] + sums[place + 1 :]
-        freedom = _BELIEF_IN_STRETCH + len(others) - 1
+        belief = max(_BELIEF_IN_STRETCH / its.spread**6, 1.0)
+        freedom = belief + len(others) - 1
         # A difference between a rank and the mean of all others has more variance than one rank's mean.
         share = len(sums) / len(others)
         squares = sum((each - fmean(others)) ** 2 for each in others) / share
-        spread = max(math.sqrt((_BELIEF_IN_STRETCH + squares) / freedom), its.spread)
+        spread = max(math.sqrt((belief + squares) / freedom), its.spread)
         odd = NormalDist().inv_cdf(1 - _CHANCE / (2 * len(sums)))
         # Of two ranks the other one shows no spread: it is known from earlier readings alone.
         freedom = freedom if len(others) > 1 else max(freedom, its.freedom)

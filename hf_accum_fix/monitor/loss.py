@@ -16,7 +16,6 @@ before each log, or a mean in which a micro-batch of 3 tokens counts as much as 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -180,12 +179,19 @@ class LossMeter:
 
         Every rank gets the same reading: where only the last pipeline stage has a loss, rank 0 has it now too.
         """
-        mine = torch.zeros(3, 3, dtype=torch.float64)
+        return self.reading(by_rank(self._ranks, self.row(reset=reset)))
+
+    def row(self, *, reset: bool = True) -> Tensor:
+        """This rank's part of a reading: one device sync, no collective."""
+        mine = torch.zeros(9, dtype=torch.float64)
         if self._moments is not None:
-            mine.copy_(self._moments)
+            mine.copy_(self._moments.flatten())
             if reset:
                 self._moments.zero_()
-        table: Sequence[Sequence[Sequence[float]]] = by_rank(self._ranks, mine).tolist()
+        return mine
+
+    def reading(self, table: Tensor) -> LossReading:
+        """The reading, from the rows of all ranks."""
         return LossReading(
             tuple(
                 Moments(
@@ -196,7 +202,7 @@ class LossMeter:
                     loss_items=of_rank[0][1],
                     items_squared=of_rank[1][1],
                 )
-                for of_rank in table
+                for of_rank in table.view(-1, 3, 3).tolist()
             )
         )
 

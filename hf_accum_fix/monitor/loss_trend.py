@@ -4,7 +4,7 @@
     ...
     alarms.say(trend.judge(meter.read()))            # meter: a LossMeter, read at every log
 
-A plateau is no alarm: a run that has converged looks like one that has stalled.
+A plateau is no alarm (`LossStall`).
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from statistics import median
 
 import psutil
 import torch
+from torch import Tensor
 
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
@@ -284,14 +285,22 @@ class MemoryMonitor:
 
     def read(self) -> MemoryReading:
         """The decision for every rank: no device sync, one collective of eleven numbers a rank."""
+        return self.reading(by_rank(self._ranks, self.row()))
+
+    def row(self) -> Tensor:
+        """This rank's part of a reading: no device sync, no collective."""
         used, reserved, peak = self._now()
         its = trend(self._steps, self._sizes)
         kinds = list(TrendKind)
         row = [used, reserved, peak, self._capacity, kinds.index(its.kind), its.samples, its.since, its.level]
         row += [its.slope, its.low, its.high]
-        table = by_rank(self._ranks, torch.tensor(row, dtype=torch.float64)).tolist()
+        return torch.tensor(row, dtype=torch.float64)
+
+    def reading(self, table: Tensor) -> MemoryReading:
+        """The reading, from the rows of all ranks."""
+        kinds, rows = list(TrendKind), table.tolist()
         return MemoryReading(
-            tuple(RankMemory(of[0], of[1], of[2], of[3], Trend(kinds[int(of[4])], *of[5:])) for of in table)
+            tuple(RankMemory(of[0], of[1], of[2], of[3], Trend(kinds[int(of[4])], *of[5:])) for of in rows)
         )
 
     def judge(self, reading: MemoryReading) -> Alarm | None:

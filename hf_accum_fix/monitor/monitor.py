@@ -5,7 +5,7 @@
         ...
         monitor.step(loss, items)                              # before optimizer.step(): no device sync
         if step % 10 == 0:
-            logger.log(monitor.log())                          # a few collectives and host reads; alarms are warnings
+            logger.log(monitor.log())                          # one collective, a few host reads; alarms are warnings
 
 With accumulation, ``monitor.micro_batch(loss, items)`` for every micro-batch but the last of a step. What the setup
 does not allow (replicas of a sharded model, gradients before FSDP's reduction) is left out, with one warning.
@@ -18,21 +18,28 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.errors import AccumFixError, UnsupportedSetupError
+from hf_accum_fix.monitor.accuracy_trend import AccuracyTrend
 from hf_accum_fix.monitor.alarms import Alarm, Alarms
 from hf_accum_fix.monitor.batch_norm import check_batch_norm
+from hf_accum_fix.monitor.batch_schedule import BatchSchedule
+from hf_accum_fix.monitor.first_loss import FirstLoss
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
+from hf_accum_fix.monitor.loss_oscillation import LossOscillation
+from hf_accum_fix.monitor.loss_stall import LossStall
 from hf_accum_fix.monitor.loss_trend import LossTrend
 from hf_accum_fix.monitor.memory import MIB, MemoryMonitor
 from hf_accum_fix.monitor.noise_scale import NoiseScale
 from hf_accum_fix.monitor.pace import Pace
 from hf_accum_fix.monitor.rank_gradients import RankGradients
 from hf_accum_fix.monitor.rank_loss import RankLoss
-from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
+from hf_accum_fix.monitor.ranks import Gathered, Ranks, TorchRanks, read_together
 from hf_accum_fix.monitor.replicas import Replicas
+from hf_accum_fix.monitor.shared_samples import SharedSamples
 
 logger = logging.getLogger("hf_accum_fix.monitor")
 
@@ -46,8 +53,9 @@ class MonitorAlarmError(AccumFixError):
 class Monitor:
     """All monitors in one.
 
-    `LossMeter`, `RankLoss`, `LossTrend`, `RankGradients`, `GradientNorm`, `Replicas`, `check_batch_norm`, `Pace`,
-    `MemoryMonitor` and, where it is asked for, `NoiseScale`.
+    `LossMeter`, `RankLoss`, `LossTrend`, `LossOscillation`, `LossStall`, `FirstLoss`, `AccuracyTrend`, `BatchSchedule`,
+    `RankGradients`, `GradientNorm`, `Replicas`, `check_batch_norm`, `Pace`, `MemoryMonitor` and, where it is asked for,
+    `SharedSamples` and `NoiseScale`.
 
     Args:
         model: the one in training, wrapped or not.
@@ -60,6 +68,8 @@ class Monitor:
         check_every: steps from one comparison of the replicas to the next.
         noise_scale_every: steps from one that the gradient noise scale is measured in to the next; None: none is. Where
             a `GradScaler` scales the loss, use `NoiseScale` by itself.
+        classes: a first loss far above a guess, ln(classes), is an alarm: of a language model the vocabulary; None: not
+            judged.
 
     Attributes:
         stop: an alarm asks to stop the run; the same on every rank.
@@ -81,6 +91,7 @@ class Monitor:
         accumulation_steps: int = 1,
         check_every: int = 100,
         noise_scale_every: int | None = None,
+        classes: int | None = None,
     ) -> None:
         if not callable(on_alarm) and on_alarm not in ("log", "stop", "raise"):
             raise ValueError(f"got {on_alarm!r}; expected a callable, 'log', 'stop' or 'raise' for on_alarm")
@@ -88,8 +99,13 @@ class Monitor:
         self._ranks = ranks or TorchRanks()
         self._per_device_batch, self._accumulation_steps = per_device_batch, accumulation_steps
         self.alarms, self.stop, self._step = Alarms(self._ranks), False, 0
-        self._meter, self._rank_loss, self._trend = LossMeter(self._ranks), RankLoss(), LossTrend()
+        self._meter, self._schedule = LossMeter(self._ranks), BatchSchedule()
+        self._of_loss = (RankLoss(), LossTrend(), LossOscillation(), LossStall())
+        self._first, self._accuracy = FirstLoss(), AccuracyTrend()
+        self._guess = math.log(classes) if classes else math.nan
         self._norms, self._memory = GradientNorm(max_norm), MemoryMonitor(ranks=self._ranks)
+        self._samples = SharedSamples(self._ranks) if self._ranks.size > 1 else None
+        self._steps_logged, self._agreed = 0, False
         self._rank_gradients: RankGradients | None = None
         self._replicas: Replicas | None = None
         self._noise: NoiseScale | None = None
@@ -110,6 +126,11 @@ class Monitor:
                 self._replicas = Replicas(model, optimizer, self._ranks, check_every)
             except UnsupportedSetupError as error:
                 self._not_watched("replicas", error)
+
+    def samples(self, samples: Tensor) -> None:
+        """A micro-batch's samples, [samples, ...], or indices, to see that no two ranks have the same; no sync."""
+        if self._samples is not None:
+            self._samples.update(samples)
 
     def micro_batch(self, loss: Tensor | float | None, items: Tensor | float = 1) -> None:
         """Add a micro-batch that is not the last of its step; no device sync.
@@ -155,13 +176,21 @@ class Monitor:
             ):
                 self._say(alarm)
 
-    def log(self) -> dict[str, float]:
+    def log(self, accuracy: float | None = None) -> dict[str, float]:
         """Everything since the last log, as numbers for any tracker; raises alarms. Call it on every rank.
+
+        Args:
+            accuracy: where the model has just been evaluated, between 0 and 1, the same on every rank.
 
         Raises:
             MonitorAlarmError: for an alarm, where ``on_alarm`` is "raise".
         """
-        reading, norms, memory = self._meter.read(), self._norms.read(), self._memory.read()
+        self._agree()
+        gathered: list[Gathered] = [self._meter, self._memory]
+        optional = (self._rank_gradients, self._pace, self._noise, self._samples)
+        gathered += [each for each in optional if each is not None]
+        readings = dict(zip(gathered, read_together(self._ranks, gathered), strict=True))
+        reading, memory, norms = readings[self._meter], readings[self._memory], self._norms.read()
         found = {
             "loss": reading.mean,
             "loss_standard_error": reading.standard_error,
@@ -176,24 +205,31 @@ class Monitor:
         if len(reading.ranks) > 1:
             found["rank_loss_spread"] = reading.spread
             found.update((f"rank_loss_{rank}", its.mean) for rank, its in enumerate(reading.ranks) if its.items)
-        for alarm in (
-            self._rank_loss.judge(reading),
-            self._trend.judge(reading),
-            self._norms.judge(norms),
-            self._memory.judge(memory),
-        ):
-            self._say(alarm)
+        for judge in self._of_loss:
+            self._say(judge.judge(reading))
+        self._say(self._first.judge(reading, self._guess))
+        self._say(self._norms.judge(norms))
+        self._say(self._memory.judge(memory))
+        if accuracy is not None:
+            self._say(self._accuracy.judge(reading.mean, accuracy))
+        steps, self._steps_logged = self._step - self._steps_logged, self._step
+        if steps:
+            found["items_per_step"] = reading.total.items / steps
+            rate = float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else math.nan
+            self._say(self._schedule.judge(found["items_per_step"], rate, self._ranks.size))
+        if self._samples is not None:
+            self._say(self._samples.judge(readings[self._samples]))
         if self._rank_gradients is not None:
-            of_ranks = self._rank_gradients.read()
+            of_ranks = readings[self._rank_gradients]
             found["rank_gradient_norm_jitter"] = of_ranks.jitter
             self._say(self._rank_gradients.judge(of_ranks))
         if self._pace is not None:
-            pace = self._pace.read()
+            pace = readings[self._pace]
             if pace.steps:
                 found |= {"slowest_rank": float(pace.slowest), "slowest_rank_lag_s": pace.lag(pace.slowest)}
             self._say(self._pace.judge(pace))
         if self._noise is not None:
-            noise = self._noise.read()
+            noise = readings[self._noise]
             if math.isfinite(noise.scale):
                 found |= {"noise_scale_items": noise.scale, "noise_scale_error": noise.error, "step_gain": noise.gain}
         found["alarms"] = float(self.alarms.count)
@@ -201,15 +237,33 @@ class Monitor:
         measured = {"loss"} if reading.total.items else set()
         return {name: value for name, value in found.items() if name in measured or not math.isnan(value)}
 
+    def _agree(self) -> None:
+        """Leave out, once, what not every rank can watch: rows of other lengths must not be added up."""
+        if self._agreed or self._ranks.size == 1:
+            return
+        self._agreed = True
+        mine = [each is not None for each in (self._rank_gradients, self._noise, self._replicas)]
+        counts = self._ranks.sum(torch.tensor(mine, dtype=torch.int64)).tolist()
+        gradients, noise, replicas = (count == self._ranks.size for count in counts)
+        self._rank_gradients = self._rank_gradients if gradients else None
+        self._noise = self._noise if noise else None
+        self._replicas = self._replicas if replicas else None
+
     def state_dict(self) -> dict[str, Any]:
-        """State for a resumed run, for JSON: steps, alarms so far, usual gradient norms."""
-        return {"step": self._step, "alarms": self.alarms.state_dict(), "gradient_norm": self._norms.state_dict()}
+        """State for a resumed run, for JSON: steps, alarms so far, usual gradient norms, the batch and its rate."""
+        return {
+            "step": self._step,
+            "alarms": self.alarms.state_dict(),
+            "gradient_norm": self._norms.state_dict(),
+            "schedule": self._schedule.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from that state. Memory and the ranks' spread belong to a process, and are learned anew."""
-        self._step = state["step"]
+        self._step = self._steps_logged = state["step"]
         self.alarms.load_state_dict(state["alarms"])
         self._norms.load_state_dict(state["gradient_norm"])
+        self._schedule.load_state_dict(state.get("schedule", {}))
 
     def _say(self, alarm: Alarm | None) -> None:
         if alarm is None:

@@ -49,7 +49,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
 
 
 @dataclass(frozen=True)
@@ -182,13 +182,21 @@ class NoiseScale:
 
     def read(self) -> NoiseScaleReading:
         """The noise scale so far: one device sync, one collective of four numbers a window. Every rank reads."""
+        return self.reading(by_rank(self._ranks, self.row()))
+
+    def row(self) -> Tensor:
+        """This rank's part of a reading: one device sync, no collective."""
         rows = torch.zeros(self._windows, 4, dtype=torch.float64)
         if self._unread:
             found = torch.stack([torch.cat([sums, norm.reshape(1)]) for sums, norm in self._unread])
             rows[: len(found)] = found.cpu().to(torch.float64)
             self._unread.clear()
         rows[:, 3] /= self._ranks.size
-        for shares, items, count, norm in self._ranks.sum(rows).tolist():
+        return rows.flatten()
+
+    def reading(self, table: Tensor) -> NoiseScaleReading:
+        """The reading, from the rows of all ranks."""
+        for shares, items, count, norm in table.sum(0).view(-1, 4).tolist():
             if count < 2:
                 continue
             # A rank's gradients are averaged over the ranks: each is the part of the step times the number of ranks.
@@ -198,6 +206,12 @@ class NoiseScale:
                 self._estimates.append((noise, norm**2 - noise / items, items))
         return _reading(self._estimates)
 
+    def close(self) -> None:
+        """Let go of the parameters: nothing is measured any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._nodes, self._hooks = [], []
+
     def _listen(self) -> None:
         """Hook the parameters where this window is to be measured, else let go of them."""
         measured = self._window % self._every == 0
@@ -206,9 +220,7 @@ class NoiseScale:
             self._nodes = [_accumulator(its) for its in self._parameters]
             self._hooks = [node.register_prehook(self._after) for node in self._nodes]
         elif not measured:
-            for hook in self._hooks:
-                hook.remove()
-            self._nodes, self._hooks = [], []
+            self.close()
 
     def _after(self, gradients: tuple[Tensor | None, ...]) -> None:
         self._squares += [_square(its.detach()) for its in gradients if its is not None]

@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
@@ -90,13 +90,19 @@ class Pace:
 
     def read(self) -> PaceReading:
         """The times since the last reading: one collective of three numbers a rank."""
+        return self.reading(by_rank(self._ranks, self.row()))
+
+    def row(self) -> Tensor:
+        """This rank's part of a reading: no device sync, no collective."""
         row = [median(self._own), median(self._whole), len(self._own)] if self._own else [0.0, 0.0, 0]
         self._own.clear()
         self._whole.clear()
-        table = by_rank(self._ranks, torch.tensor(row, dtype=torch.float64)).tolist()
-        return PaceReading(
-            tuple(its[0] for its in table), max(its[1] for its in table), int(min(its[2] for its in table))
-        )
+        return torch.tensor(row, dtype=torch.float64)
+
+    def reading(self, table: Tensor) -> PaceReading:
+        """The reading, from the rows of all ranks."""
+        own, whole, steps = table.T.tolist()
+        return PaceReading(tuple(own), max(whole), int(min(steps)))
 
     def judge(self, reading: PaceReading) -> Alarm | None:
         """An alarm where the same rank lags in five readings in a row. Every rank judges alike."""

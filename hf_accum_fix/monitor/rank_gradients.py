@@ -16,6 +16,20 @@ What FSDP allows (read in torch 2.13, not run): `FullyShardedDataParallel.regist
 whole local gradient, for sharded strategies but the hybrid ones; `fully_shard` shows it to the object given to
 `FSDPModule.set_custom_reduce_scatter` as the input to be scattered. Both leave the reduction to the hook, which is why
 nothing is attached there for you: call `add` from yours, and `end_of_step` once a step.
+
+Horovod shows it to the object given as ``compression=``, a parameter at a time, once a step (run over a fake alone):
+
+    class Measured(hvd.Compression.none):
+        @staticmethod
+        def compress(tensor):
+            gradients.add(tensor)
+            return hvd.Compression.none.compress(tensor)
+
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=Measured)
+    gradients = RankGradients(HorovodRanks())        # hf_accum_fix.monitor.ranks
+    ...
+    optimizer.step()
+    gradients.end_of_step()
 """
 
 from __future__ import annotations
@@ -81,8 +95,8 @@ class RankGradients:
         self,
         ranks: Ranks | None = None,
         every: int = 1,
-        readings_per_false_alarm: float = 20_000,
-        tolerance: float = 0.02,
+        readings_per_false_alarm: float = 5_000,
+        tolerance: float = 0.005,
         steps: int = 8,
         tolerance_of_first: float = 0.002,
     ) -> None:
@@ -150,14 +164,21 @@ class RankGradients:
 
     def read(self) -> RankGradientsReading:
         """The norms since the last reading, the last 64 of them: one device sync, one collective."""
+        return self.reading(by_rank(self._ranks, self.row()))
+
+    def row(self) -> Tensor:
+        """This rank's part of a reading: one device sync, no collective."""
         norms = torch.zeros(_KEPT + 1, dtype=torch.float64)
         norms[-1] = len(self._norms)
         if self._norms:
             norms[: len(self._norms)] = torch.stack(tuple(self._norms))
             self._norms.clear()
-        table = by_rank(self._ranks, norms).tolist()
-        steps = int(min(row[-1] for row in table))
-        return RankGradientsReading(tuple(tuple(row[:steps]) for row in table))
+        return norms
+
+    def reading(self, table: Tensor) -> RankGradientsReading:
+        """The reading, from the rows of all ranks."""
+        steps = int(table[:, -1].min())
+        return RankGradientsReading(tuple(map(tuple, table[:, :steps].tolist())))
 
     def judge(self, reading: RankGradientsReading) -> Alarm | None:
         """The alarm that this reading completes, if any. Every rank judges alike, without communication."""

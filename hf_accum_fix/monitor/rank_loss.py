@@ -41,7 +41,7 @@ class RankLoss:
 
     def __init__(
         self,
-        readings_per_false_alarm: float = 20_000,
+        readings_per_false_alarm: float = 5_000,
         tolerance: float = 0.01,
         micro_batches: int = 8,
         tolerance_of_first: float = 0.001,

@@ -1,7 +1,8 @@
 """The one thing the monitors ask of a distributed engine: the sum of a tensor over the ranks.
 
 A table with a row per rank is a sum too (every rank fills its own row), and so is a broadcast (the others hold
-zeros). An engine needs no more than this to plug in. For Horovod (not run here: it has no build for current torch):
+zeros). An engine needs no more than this to plug in. For Horovod (run over a fake alone: it has no build for
+current torch):
 
     class HorovodRanks:
         rank, size = hvd.rank(), hvd.size()
@@ -10,8 +11,9 @@ zeros). An engine needs no more than this to plug in. For Horovod (not run here:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -83,6 +85,25 @@ def by_rank(ranks: Ranks, row: Tensor) -> Tensor:
     table = row.new_zeros((ranks.size, *row.shape))
     table[ranks.rank] = row
     return ranks.sum(table)
+
+
+class Gathered(Protocol):
+    """A monitor whose reading is made of one row of numbers from each rank."""
+
+    def row(self) -> Tensor:
+        """This rank's numbers since the last reading, [numbers], float64 on the CPU: as many on every rank."""
+        ...
+
+    def reading(self, table: Tensor) -> Any:
+        """The reading, from the rows of all ranks: [ranks, numbers]."""
+        ...
+
+
+def read_together(ranks: Ranks, monitors: Sequence[Gathered]) -> list[Any]:
+    """The readings of several monitors, from one sum."""
+    rows = [each.row() for each in monitors]
+    tables = torch.split_with_sizes(by_rank(ranks, torch.cat(rows)), [len(row) for row in rows], dim=1)
+    return [each.reading(table) for each, table in zip(monitors, tables, strict=True)]
 
 
 def fingerprint(what: object) -> int:

@@ -27,7 +27,9 @@ from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
 
 #: Hashes kept; fewest for a judgement; share of them that two ranks must not have in common; readings in a row.
 _KEPT, _ENOUGH, _SHARE, _IN_A_ROW = 64, 16, 0.5, 2
-_NONE = torch.iinfo(torch.int64).max
+_NONE = -1.0
+#: Bits of a hash: float64 holds them all.
+_BITS = 52
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class SharedSamples:
     def __init__(self, ranks: Ranks | None = None) -> None:
         self._ranks = ranks or TorchRanks()
         self._now: Tensor | None = None
-        self._before = torch.full((_KEPT,), _NONE)
+        self._before = torch.full((_KEPT,), _NONE, dtype=torch.float64)
         self._weights = torch.empty(0, dtype=torch.int64)
         self._times = 0
 
@@ -79,19 +81,30 @@ class SharedSamples:
         rows = (rows.float().view(torch.int32) if rows.is_floating_point() else rows).long()
         if self._weights.numel() < rows.shape[1] or self._weights.device != rows.device:
             draw = torch.Generator().manual_seed(0)
-            self._weights = torch.randint(1, _NONE, (rows.shape[1],), generator=draw).to(rows.device) | 1
-        hashes = _mixed((rows * self._weights[: rows.shape[1]]).sum(1))
+            self._weights = (
+                torch.randint(1, torch.iinfo(torch.int64).max, (rows.shape[1],), generator=draw).to(rows.device) | 1
+            )
+        hashes = _mixed((rows * self._weights[: rows.shape[1]]).sum(1)) & (2**_BITS - 1)
         hashes = hashes if self._now is None else torch.cat([self._now.to(hashes.device), hashes])
         self._now = hashes.topk(min(_KEPT, len(hashes)), largest=False, sorted=False).values
 
     def read(self) -> SharedSamplesReading:
         """The samples of the last two readings: one device sync, one collective of 128 numbers a rank."""
-        now = torch.full((_KEPT,), _NONE)
+        return self.reading(by_rank(self._ranks, self.row()))
+
+    def row(self) -> Tensor:
+        """This rank's part of a reading: one device sync, no collective."""
+        now = torch.full((_KEPT,), _NONE, dtype=torch.float64)
         if self._now is not None:
             now[: len(self._now)] = self._now.cpu()
-        table = by_rank(self._ranks, torch.stack([now, self._before])).tolist()
+        row = torch.cat([now, self._before])
         self._now, self._before = None, now
-        kept = [[tuple(value for value in row if value != _NONE) for row in of_rank] for of_rank in table]
+        return row
+
+    def reading(self, table: Tensor) -> SharedSamplesReading:
+        """The reading, from the rows of all ranks."""
+        halves = table.view(-1, 2, _KEPT).tolist()
+        kept = [[tuple(int(value) for value in half if value != _NONE) for half in of_rank] for of_rank in halves]
         return SharedSamplesReading(tuple(its[0] for its in kept), tuple(its[1] for its in kept))
 
     def judge(self, reading: SharedSamplesReading) -> Alarm | None:

@@ -9,11 +9,14 @@ Reads logs; imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import NormalDist, fmean, median
 
+from hf_accum_fix.monitor.accuracy import in_words, stands
+from hf_accum_fix.monitor.guess import OVER_A_GUESS, too_large
 from hf_accum_fix.monitor.pipeline import Sentinel, without_sentinels
 from hf_accum_fix.monitor.robust import (
     SIGMA_PER_MAD,
@@ -39,10 +42,13 @@ _SPIKE, _NEIGHBOURS, _SPIKE_TIMES = 9.0, 20, 3.0
 _LOGS_PER_DEGREE = 5
 #: Chance of a false difference between two runs of the same curve.
 _FALSE_DIFFERENCE = 1e-4
+#: Names that memory, and one rank's loss, are logged under.
+_MEMORY = re.compile(r"memory_(peak_)?(mib|gib)$|^memory/max_(active|reserved)\(GiB\)$")
+_OF_A_RANK = re.compile(rf"(?:{PREFIX})?(?:rank_loss_|loss_rank_?|loss/rank_?)(\d+)")
 #: Most letters of a run's name in a picture and a comparison.
 _LONGEST_NAME = 60
-#: Ratio of the first loss to a guess that is too large; ratio of the last loss to the best that is divergence.
-_OVER_A_GUESS, _OVER_THE_BEST = 1.5, 1.5
+#: Ratio of the last loss to the best that is divergence.
+_OVER_THE_BEST = 1.5
 #: A lasting ratio of two losses that counts whatever the correlation of the noise: at least this far from 1, and so
 #: many times its own deviation.
 _PLAIN_FACTOR, _PLAIN_TIMES = 1.25, 5.0
@@ -75,6 +81,7 @@ class Accuracy:
         last: last value.
         near_step: step at which nine tenths of the gain were reached.
         slope: over the second half [per step]; None where that is too short.
+        stands: that it does while the loss falls, in words; empty where it does not.
     """
 
     name: str
@@ -82,6 +89,7 @@ class Accuracy:
     last: float
     near_step: float
     slope: Slope | None
+    stands: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,7 @@ class Summary:
         accuracy: None where none was logged.
         alarms: by monitor: how many, and the step by which the first was logged.
         guess: loss of a guess, ln(classes), where the log or the model beside it has it; else nan.
+        beside: learning rate, memory and the ranks' losses, in words, where they were logged.
     """
 
     run: str
@@ -115,6 +124,7 @@ class Summary:
     accuracy: Accuracy | None
     alarms: dict[str, tuple[int, float]]
     guess: float = math.nan
+    beside: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -166,9 +176,10 @@ def summarise(run: Run) -> Summary:
         not_finite=_where(logged, lambda value: not math.isfinite(value)).steps,
         sentinel=sentinel,
         gradients=_gradients(run),
-        accuracy=_accuracy(run),
+        accuracy=_accuracy(run, loss),
         alarms=dict(_alarms(run)),
         guess=run.series[GUESS].values[0] if GUESS in run.series else math.nan,
+        beside=tuple(_beside(run)),
     )
 
 
@@ -248,12 +259,8 @@ def findings(its: Summary) -> list[str]:
         found.append(f"{len(its.not_finite)} logged losses are not finite, the first at step {its.not_finite[0]:.0f}")
     if its.sentinel is not None:
         found.append(str(its.sentinel))
-    if len(loss) and loss.values[0] > _OVER_A_GUESS * its.guess:
-        found.append(
-            f"the first loss, {loss.values[0]:.4g}, is {loss.values[0] / its.guess:.2g} times the loss of a guess, "
-            f"ln({math.exp(its.guess):.0f}) = {its.guess:.3g}: a mean that is not divided by the accumulation steps "
-            "looks like this; see `hf-accum-fix doctor`"
-        )
+    if len(loss) and loss.values[0] > OVER_A_GUESS * its.guess:
+        found.append(too_large(loss.values[0], its.guess))
     if len(loss) >= _ENOUGH:
         means = [fmean(loss.values[place] for place in part) for part in blocks(len(loss), 10)]
         best = min(means)
@@ -265,6 +272,8 @@ def findings(its: Summary) -> list[str]:
                 "the loss goes below zero and stays above -1: a mean over the stages of a pipeline, of which all but "
                 "the last report -1, looks like this; read the log of a rank of the last stage"
             )
+    if its.accuracy is not None and its.accuracy.stands:
+        found.append(its.accuracy.stands)
     found += [f"{name}: {count} alarms, the first by step {step:.0f}" for name, (count, step) in its.alarms.items()]
     return found
 
@@ -394,7 +403,7 @@ def _told(its: Summary, full_name: str) -> str:
         words = f"median {got_norms.median:.3g}, MAD {got_norms.mad:.2g}, {len(got_norms.spikes)} spikes"
         where = ", ".join(f"{step:.0f}" for step in got_norms.spikes[:5])
         rows.append(("gradient norm", f"{words} (steps {where})" if where else words))
-    rows += [("alarms", _counted(its.alarms) or "none logged")]
+    rows += [*its.beside, ("alarms", _counted(its.alarms) or "none logged")]
     width = max(len(name) for name, _ in rows)
     head = f"{its.run}: {len(loss)} logged losses" + (f" ({full_name})" if full_name != its.run else "")
     return "\n".join([head, *(f"  {name:{width}}  {words}" for name, words in rows)])
@@ -450,7 +459,7 @@ def _gradients(run: Run) -> GradientNorms | None:
     return GradientNorms(centre, sigma / SIGMA_PER_MAD, tuple(spikes))
 
 
-def _accuracy(run: Run) -> Accuracy | None:
+def _accuracy(run: Run, loss: Series) -> Accuracy | None:
     """The accuracy of an evaluation, else of the training."""
     names = sorted(
         (name for name in run.series if name.endswith(("accuracy", "_acc")) or name == "acc"),
@@ -464,7 +473,36 @@ def _accuracy(run: Run) -> Accuracy | None:
     first, best = series.values[0], max(series.values)
     near = first + 0.9 * (best - first)
     step = next(step for step, value in zip(series.steps, series.values, strict=True) if value >= near)
-    return Accuracy(names[0], first, series.values[-1], step, _slope_of_second_half(series))
+    return Accuracy(names[0], first, series.values[-1], step, _slope_of_second_half(series), _stands(series, loss))
+
+
+def _stands(accuracy: Series, loss: Series) -> str:
+    """Whether an accuracy stands while the loss falls, by the losses logged since the evaluation before each."""
+    losses, accuracies = [], []
+    for before, step, value in zip((-math.inf, *accuracy.steps), accuracy.steps, accuracy.values, strict=False):
+        since = [its for at, its in zip(loss.steps, loss.values, strict=True) if before < at <= step]
+        if since:
+            losses.append(fmean(since))
+            accuracies.append(value)
+    return in_words(losses, accuracies) if stands(losses, accuracies) else ""
+
+
+def _beside(run: Run) -> Iterator[tuple[str, str]]:
+    """Learning rate, memory and the ranks' losses, where they were logged: a name and what to tell."""
+    for name, key in (("learning rate", "learning_rate"), *((name, name) for name in sorted(run.series))):
+        series = _where(run.series.get(key, Series((), ())), math.isfinite)
+        if len(series) and (key == "learning_rate" or _MEMORY.search(name)):
+            highest = max(series.values)
+            at = series.steps[series.values.index(highest)]
+            first, last = series.values[0], series.values[-1]
+            yield name.removeprefix(PREFIX), f"{first:.3g} at first, {highest:.3g} at step {at:.0f}, {last:.3g} last"
+    of_ranks = {match[1]: run.series[key] for key in run.series if (match := _OF_A_RANK.fullmatch(key))}
+    values = [_where(series, math.isfinite).values for series in of_ranks.values()]
+    if len(values) > 1 and all(values):
+        means = {rank: fmean(its[len(its) // 2 :]) for rank, its in zip(of_ranks, values, strict=True)}
+        low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
+        words = f"{means[low]:.4g} on rank {low} to {means[high]:.4g} on rank {high}, means of the second half"
+        yield "loss of ranks", words
 
 
 def _alarms(run: Run) -> list[tuple[str, tuple[int, float]]]:

@@ -96,9 +96,9 @@ class ThreeRanks:
 
 
 def test_another_engine_plugs_in_by_its_sum_alone() -> None:
-    others = torch.zeros(3, 3, 3, dtype=torch.float64)
+    others = torch.zeros(3, 9, dtype=torch.float64)
     row = torch.tensor([6.0, 2.0, 1.0], dtype=torch.float64)
-    others[0] = torch.outer(row, row)
+    others[0] = torch.outer(row, row).flatten()
     meter = LossMeter(ThreeRanks(others))
     meter.update(torch.tensor(1.0), 2)
     reading = meter.read()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hf_accum_fix.monitor import SharedSamplesCallback
 from hf_accum_fix.monitor.shared_samples import SharedSamples
 from tests.monitor.side_by_side import OneOf, side_by_side
 
@@ -53,6 +56,26 @@ def test_a_share_of_one_half_and_more_is_told(dtype: torch.dtype) -> None:
         assert found[0][:2] == (20, "ranks-share-samples") and "ranks 0 and 2" in found[0][2]
     assert kinds("none", 3, dtype) == [] and kinds("one in four", 3, dtype) == []
     assert kinds("small data, shuffled over the ranks", 2, dtype) == []
+
+
+def test_the_trainer_s_ranks_are_compared_without_their_padding() -> None:
+    def work(ranks: OneOf) -> list[str]:
+        callback = SharedSamplesCallback(Namespace(state=Namespace(global_step=1)), ranks)
+        told: list[str] = []
+        callback.on_alarm = lambda alarm: told.append(alarm.kind)
+        draw = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            for _ in range(4):
+                ids = torch.randint(1, 99, (8, 6), generator=draw)
+                # Rank 1 gets them in another order, and padded further, by a number that is no zero.
+                ids = nn.functional.pad(ids.flip(0), (0, 2), value=7) if ranks.rank else ids
+                mask = torch.ones_like(ids)
+                mask[:, 6:] = 0
+                callback._after_step(torch.ones(()), None, {"attention_mask": mask, "input_ids": ids})
+            assert callback.measured({}) == {}
+        return told
+
+    assert side_by_side(work) == [["ranks-share-samples"] * 2] * 2
 
 
 def test_no_number_is_read_until_it_is_asked_for() -> None:

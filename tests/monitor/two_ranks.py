@@ -28,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from hf_accum_fix.monitor import (
     LossMeter,
     NoiseScale,
+    NoiseScaleCallback,
     RankGradients,
     Replicas,
     all_callbacks,
@@ -379,7 +380,7 @@ def trainer(rank: int) -> dict[str, Any]:
     numbers: list[tuple[float, float]] = []
     counted = Counted()
     counted.step = lambda: its.state.global_step
-    for callback in all_callbacks(its, counted):
+    for callback in (*all_callbacks(its, counted), NoiseScaleCallback(its, counted, every=1)):
         if type(callback).__name__ == "ReplicasCallback":
             callback._every = 6
         its.add_callback(callback)

@@ -1,0 +1,69 @@
+"""A run's logs again and again, while it trains: a view that is kept up to date. The one file that needs rich.
+
+follow([Path("output")])                         # until Ctrl-C
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from hf_accum_fix.monitor.run_logs import LogsError, Run, read_runs
+from hf_accum_fix.monitor.watch import all_findings, report
+
+#: Letters of a curve, lowest to highest.
+_LEVELS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+_WIDTH = 60
+
+
+def followable() -> bool:
+    """Whether rich is installed."""
+    return find_spec("rich") is not None
+
+
+def follow(
+    paths: Sequence[Path], against: str | None = None, seconds: float = 5.0, sleep: Callable[[float], None] = time.sleep
+) -> list[str]:
+    """Show the report, and read the logs again every so many seconds, until it is interrupted.
+
+    Logs that are not there yet, or are being written, are waited for.
+
+    Args:
+        paths: as `read_runs` takes them.
+        against: as in `report`.
+        seconds: from one reading to the next.
+        sleep: waits.
+
+    Returns:
+        The findings of the last reading.
+    """
+    from rich.live import Live
+    from rich.text import Text
+
+    found: list[str] = []
+    with Live(Text("reading"), auto_refresh=False) as live:
+        while True:
+            try:
+                runs = [run for path in paths for run in read_runs(path)]
+                found = all_findings(runs, against)
+                told = "\n".join([*map(curve, runs), "", report(runs, against)])
+            except LogsError as error:
+                told = f"waiting: {error}"
+            live.update(Text(f"{told}\n\n{time.strftime('%H:%M:%S')}, every {seconds:g} s; Ctrl-C ends"), refresh=True)
+            try:
+                sleep(seconds)
+            except KeyboardInterrupt:
+                return found
+
+
+def curve(run: Run) -> str:
+    """The losses of a run in 60 letters, the last of them at the right."""
+    values = [value for value in run.series["loss"].values if abs(value) < float("inf")]
+    count = min(len(values), _WIDTH)
+    ends = [values[len(values) * (place + 1) // count - 1] for place in range(count)]
+    low, high = min(ends, default=0.0), max(ends, default=0.0)
+    top = len(_LEVELS) - 1
+    letters = "".join(_LEVELS[round(top * (value - low) / (high - low)) if high > low else 0] for value in ends)
+    return f"{letters}  {run.name}"

@@ -1,0 +1,44 @@
+"""Each thing that the documents behind the monitors ask for has a test: the row, and the test that serves it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+
+ROWS = {
+    "two GPUs: a mean of every micro-batch": "two_ranks.the_curve_of_every_micro_batch_is_that_of_one_process",
+    "timm's and others' own logs": "watch_findings.what_people_have",
+    "loss per rank": "monitor.ranks_alike_log_alike_and_a_rank_that_is_off_is_named",
+    "oscillation": "loss_over_time.a_swing_is_told_once_as_long_as_it_lasts",
+    "slow convergence": "loss_over_time.a_run_that_learns_nothing_is_told_once",
+    "divergence": "trends.a_loss_that_rises_for_good_is_told_once",
+    "a first loss far above a guess": "loss_over_time.a_first_loss_far_above_a_guess",
+    "gradient explosion": "trends.a_norm_that_grows_steadily_is_told",
+    "gradients that vanish": "trends.a_norm_that_vanishes_is_told",
+    "always clipped": "trends.steps_that_are_all_clipped_far_down_are_told",
+    "rank alignment, jitter": "rank_loss.a_planted_rank_is_named",
+    "a zero gradient on a rank": "never_ends_a_run.a_gradient_of_zero_on_one_rank_is_told_by_the_first_judgement",
+    "a rank that lags": "pace.a_rank_that_lags_is_named_and_a_healthy_run_is_not",
+    "accuracy against loss": "loss_over_time.an_accuracy_that_stands_while_the_loss_falls",
+    "learning rate against the batch": "batch_schedule.another_batch_is_told_unless_the_rate_was_changed_to_match",
+    "Horovod": "one_collective.horovods_local_gradients_are_seen_by_its_compression",
+    "shifted duplicates": "shared_samples.a_share_of_one_half_and_more_is_told",
+    "SyncBatchNorm in the wrong order": "two_ranks.a_model_converted_after_wrapping_leaves_stale_parameters",
+    "SyncBatchNorm over a subgroup": "never_ends_a_run.synchronised_statistics_count_the_ranks_of_their_group",
+    "-1.0, a mean over stages": "watch_findings.what_is_wrong_with_a_run_is_a_finding",
+    "which rank to look at": "two_ranks.the_last_pipeline_stage_tells_every_rank_its_loss",
+    "memory: warm-up": "memory.the_warm_up_is_set_aside_and_the_plateau_said",
+    "memory: late leaks": "correlated.a_leak_that_starts_late_or_comes_in_steps_is_found",
+    "stage balance": "stage_balance.the_slowest_stage_is_named",
+    "curves of splits compared": "watch_findings.a_factor_is_found_on_short_curves",
+    "the false loss of a classifier": "never_ends_a_run.the_mean_over_the_items_is_the_truth_of_a_classifier",
+    "gradient noise scale": "noise_scale.ragged_micro_batches_give_the_closed_form_where_the_usual_formula_does_not",
+    "gradient noise scale on two ranks": "two_ranks.the_noise_scale_over_two_ranks_is_the_closed_form",
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_has_its_test(row: str) -> None:
+    module, name = ROWS[row].split(".")
+    assert callable(getattr(import_module(f"tests.monitor.test_{module}"), f"test_{name}"))

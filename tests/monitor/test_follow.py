@@ -1,0 +1,65 @@
+"""A run is followed while it is written; what else its logs hold is told."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from hf_accum_fix.cli import watch as command
+from hf_accum_fix.monitor.follow import curve, follow
+from hf_accum_fix.monitor.run_logs import LogsError, Run, Series, read_runs
+from hf_accum_fix.monitor.watch import report
+
+
+def test_logs_are_waited_for_read_again_and_judged_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = 0
+
+    def write(seconds: float) -> None:
+        nonlocal times
+        times += 1
+        assert seconds == 0.5
+        if times == 4:
+            raise KeyboardInterrupt
+        # The second is torn: its end comes with the third.
+        lines = {1: '{"step": 1, "loss": 1.5}\n', 2: '{"step": 2, "lo', 3: 'ss": NaN}\n'}
+        with (tmp_path / "log.jsonl").open("a") as file:
+            file.write(lines[times])
+
+    found = follow([tmp_path], seconds=0.5, sleep=write)
+    assert times == 4 and len(found) == 1 and "not finite" in found[0]
+    assert "log.jsonl" in capsys.readouterr().out
+
+
+def test_a_curve_in_letters() -> None:
+    steps = tuple(map(float, range(200)))
+    falls = curve(Run("run", {"loss": Series(steps, tuple(200.0 - step for step in steps))}))
+    assert falls[0] == "\u2588" and falls[59] == "\u2581" and falls.endswith("  run")
+    assert curve(Run("flat", {"loss": Series((1.0, 2.0), (1.0, 1.0))})).startswith("\u2581\u2581 ")
+    assert curve(Run("none", {"loss": Series((1.0,), (float("nan"),))})) == "  none"
+
+
+def test_seconds_are_checked(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    with pytest.raises(LogsError, match="expected seconds above zero"):
+        command.execute(parser.parse_args([str(tmp_path), "--follow", "0"]))
+
+
+def test_learning_rate_memory_and_ranks_are_told(tmp_path: Path) -> None:
+    rows = [
+        {
+            "step": step, "loss": 1.0, "learning_rate": 1e-3 * min(step, 5) / 5, "hf_accum_fix/memory_mib": 100 + step,
+            "hf_accum_fix/rank_loss_0": 1.0, "hf_accum_fix/rank_loss_1": 2.0,
+        }
+        for step in range(1, 21)
+    ]  # fmt: skip
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = report(read_runs(tmp_path))
+    assert "learning rate  0.0002 at first, 0.001 at step 5, 0.001 last" in told
+    assert "memory_mib     101 at first, 120 at step 20, 120 last" in told
+    assert "loss of ranks  1 on rank 0 to 2 on rank 1, means of the second half" in told

@@ -1,0 +1,127 @@
+"""A loss that swings, one that stands where it began or starts too high, and an accuracy that stands."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy
+import pytest
+
+from hf_accum_fix.monitor.accuracy_trend import AccuracyTrend
+from hf_accum_fix.monitor.first_loss import FirstLoss
+from hf_accum_fix.monitor.loss import LossReading, Moments
+from hf_accum_fix.monitor.loss_oscillation import LossOscillation
+from hf_accum_fix.monitor.loss_stall import LossStall
+from hf_accum_fix.monitor.run_logs import Run, Series
+from hf_accum_fix.monitor.watch import findings, summarise
+
+
+def reading(loss: float) -> LossReading:
+    return LossReading((Moments(10, 100.0, 100 * loss),))
+
+
+def told(monitor: Any, losses: numpy.ndarray) -> list[int]:
+    """Logs with an alarm."""
+    return [log for log, loss in enumerate(losses.tolist(), start=1) if monitor.judge(reading(loss)) is not None]
+
+
+def noise(logs: int, size: float = 0.1, seed: int = 0, correlation: float = 0.0) -> numpy.ndarray:
+    draw = numpy.random.default_rng(seed).normal(size=logs)
+    for place in range(1, logs):
+        draw[place] = correlation * draw[place - 1] + math.sqrt(1 - correlation**2) * draw[place]
+    return numpy.exp(size * draw)
+
+
+def falling(logs: int) -> numpy.ndarray:
+    return 0.5 + 2.0 * numpy.exp(-numpy.arange(logs) / 50)
+
+
+@pytest.mark.parametrize("period", [2.0, 5.0, 7.3, 11.0])
+def test_a_swing_is_told_once_as_long_as_it_lasts(period: float) -> None:
+    losses = falling(600) * noise(600)
+    losses[200:500] *= 1 + 0.3 * numpy.sin(2 * math.pi * numpy.arange(300) / period + 0.5 * math.pi)
+    found = told(LossOscillation(), losses)
+    assert len(found) == 1 and 250 <= found[0] <= 330
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("size", [0.05, 0.3, 1.0])
+def test_noise_without_a_period_is_no_swing(size: float, correlation: float) -> None:
+    for seed in range(2):
+        assert told(LossOscillation(), falling(2000) * noise(2000, size, seed, correlation)) == []
+
+
+def test_spikes_steps_and_slow_waves_are_no_swing() -> None:
+    spikes, steps = falling(1000) * noise(1000), falling(1000) * noise(1000)
+    spikes[::97] *= 10
+    steps[500:] *= 2
+    slow = falling(1000) * noise(1000) * (1 + 0.3 * numpy.sin(numpy.arange(1000) / 20))
+    for losses in (spikes, steps, slow, falling(1000), numpy.ones(1000), -falling(1000)):
+        assert told(LossOscillation(), losses) == []
+
+
+def test_a_run_that_learns_nothing_is_told_once() -> None:
+    for seed in range(5):
+        assert told(LossStall(), 2.0 * noise(2000, 0.1, seed)) == [300]
+    assert told(LossStall(), 2.0 * noise(2000) * numpy.exp(numpy.arange(2000) / 1e4)) == [300]
+
+
+@pytest.mark.parametrize("name", ["learns", "slowly", "at once", "warm-up", "harder", "around zero", "noisy"])
+def test_a_run_that_learns_is_not(name: str) -> None:
+    logs = numpy.arange(2000)
+    curves = {
+        "learns": falling(2000),
+        "slowly": 2.0 - 0.0002 * logs,
+        "at once": numpy.where(logs < 3, 4.0, 2.0),
+        "warm-up": 2.0 - 1.0 / (1 + numpy.exp((200 - logs) / 20)),
+        "harder": falling(2000) + 0.002 * logs,
+        "around zero": numpy.sin(logs / 3.0),
+        "noisy": falling(2000) * noise(2000, 0.5),
+    }
+    assert told(LossStall(), curves[name] * noise(2000, 0.02, 1)) == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "guess", "alarms"),
+    [
+        (12.4, math.log(500), 1),
+        (6.3, math.log(500), 0),
+        (12.4, math.nan, 0),
+        (12.4, 0.0, 0),
+        (math.inf, 1.0, 0),
+    ],
+)
+def test_a_first_loss_far_above_a_guess(loss: float, guess: float, alarms: int) -> None:
+    first = FirstLoss()
+    said = [first.judge(LossReading((Moments(),)), guess), first.judge(reading(loss), guess)]
+    assert sum(alarm is not None for alarm in said) == alarms
+    assert alarms == 0 or first.judge(reading(100.0), guess) is None
+    if alarms:
+        assert said[1] is not None and "ln(500) = 6.21" in said[1].message and "2 times" in said[1].message
+
+
+ACCURACIES = {
+    "stands": (numpy.full(20, 0.31), 1),
+    "noise": (0.3 + 0.01 * numpy.random.default_rng(0).normal(size=20), 1),
+    "rises": (0.3 + 0.02 * numpy.arange(20), 0),
+    "rose at first": (numpy.r_[0.1, 0.3, 0.5, 0.6, numpy.full(16, 0.62)], 0),
+    "near 1": (numpy.full(20, 0.98), 0),
+}
+
+
+@pytest.mark.parametrize("name", ACCURACIES)
+def test_an_accuracy_that_stands_while_the_loss_falls(name: str) -> None:
+    accuracies, alarms = ACCURACIES[name]
+    losses, trend = 2.0 * numpy.exp(-numpy.arange(20) / 10), AccuracyTrend()
+    said = [trend.judge(*pair) for pair in zip(losses.tolist(), accuracies.tolist(), strict=True)]
+    assert sum(alarm is not None for alarm in said) == alarms
+    flat = AccuracyTrend()
+    assert all(flat.judge(2.0, its) is None for its in accuracies.tolist())
+    # A run's logs say the same, an evaluation every tenth log.
+    steps = tuple(float(step) for step in range(1, 201))
+    series = {
+        "loss": Series(steps, tuple((2.0 * numpy.exp(-numpy.arange(200) / 100)).tolist())),
+        "eval_accuracy": Series(steps[9::10], tuple(accuracies.tolist())),
+    }
+    assert sum("accuracy stands" in line for line in findings(summarise(Run("run", series)))) == alarms
