@@ -13,17 +13,24 @@ from torch import nn
 import hf_accum_fix
 from hf_accum_fix import AccumFixError, OptionsError, UnsupportedSetupError, accumulation_windows
 from hf_accum_fix.accumulation.precision import Leaf, WindowGradient
-from tests.precision.gradients import HEADS, batch, by_loop, by_trainer, error, llama, reference, samples
+from tests.numerics.parity import ClassRecorder, StockRecorder
+from tests.precision.gradients import (
+    HEADS,
+    Bigram,
+    batch,
+    by_loop,
+    by_trainer,
+    error,
+    left_on,
+    llama,
+    reference,
+    samples,
+)
 from tests.precision.sometimes import CONTRACT, Sometimes
 
 ROWS = samples(64)
 #: The noise of a 16-bit forward and backward differs by this much from cut to cut.
 NOISE = 1.2
-
-
-def left_on(model: nn.Module) -> int:
-    named = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return sum(len(getattr(each, name, None) or ()) for each in model.parameters() for name in named)
 
 
 @pytest.mark.parametrize("accumulate_in", ["float32", "compensated"])
@@ -35,6 +42,32 @@ def test_a_loop_is_right_to_the_noise_of_one_micro_batch(head: str, accumulate_i
         for steps, mode in ((1, "parameter"), (64, accumulate_in), (64, "parameter"))
     )
     assert found <= NOISE * floor and found < stock / 1.3, (found, floor, stock)
+
+
+#: One token sequence each.
+MANY = samples(1024)
+
+
+@pytest.mark.parametrize("accumulate_in", ["float32", "compensated"])
+def test_a_loop_of_1024_micro_batches_is_as_good_as_one(accumulate_in: str) -> None:
+    wanted = reference(Bigram().bfloat16(), MANY)
+    floor = error(by_loop(Bigram().bfloat16(), MANY, 1, "parameter").seen[0], wanted)
+    assert error(by_loop(Bigram().bfloat16(), MANY, 1024, accumulate_in).seen[0], wanted) <= NOISE * floor
+
+
+@pytest.mark.slow
+def test_so_is_the_trainer_and_stock_is_not(tmp_path: Path) -> None:
+    wanted = reference(Bigram().bfloat16(), MANY)
+
+    def off(steps: int, accumulate_in: str, kind: type = StockRecorder) -> float:
+        seen = by_trainer(Bigram().bfloat16(), MANY, steps, accumulate_in, tmp_path, trainer=kind).seen
+        return error(seen[0], wanted)
+
+    floor = off(1, "parameter")
+    for accumulate_in, kind in (("float32", StockRecorder), ("compensated", StockRecorder), ("float32", ClassRecorder)):
+        assert off(1024, accumulate_in, kind) <= NOISE * floor
+    # Another rounding in every addition, 40 times the noise.
+    assert off(1024, "stock") > 10 * floor and off(1024, "parameter") > 10 * floor
 
 
 @pytest.mark.parametrize("accumulate_in", ["parameter", "float32", "compensated"])
