@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Final
 
 from hf_accum_fix import observations
 from hf_accum_fix.bypass import no_bypass
@@ -21,6 +21,9 @@ from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.presence import require_trainer
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import LOSS_LOG
+
+#: The trainings that run.
+_TRAINING: Final[list[Session]] = []
 
 
 def train(
@@ -53,10 +56,13 @@ def train(
             counted_as_returned(trainer, options),
             mark_passed_over(trainer),
             shadow(trainer.accelerator, "backward", _listened(trainer, session, trainer.accelerator.backward)),
+            shadow(trainer.accelerator, "clip_grad_norm_", _ended_first(trainer, session)),
             logged,
         ):
+            _TRAINING.append(session)
             result = wrapped(*args, **kwargs)
     finally:
+        _TRAINING[:] = [each for each in _TRAINING if each is not session]
         session.window = None
         session.gradient.drop()
     if session.empty_windows is not None and int(session.empty_windows):
@@ -69,6 +75,26 @@ def train(
         observations.amend(run)
     tell_saved(trainer)
     return result
+
+
+def hand_back(options: Options) -> None:
+    """Let trainings that began with these options go on as stock: what a window has added is put into ``.grad``."""
+    for session in _TRAINING:
+        if session.options is options:
+            session.gradient.finish()
+
+
+def _ended_first(trainer: TrainerLike, session: Session) -> Callable[..., Any]:
+    """``Accelerator.clip_grad_norm_``, which a window whose last micro-batch was left out reaches with it not ended."""
+    clip = trainer.accelerator.clip_grad_norm_
+
+    def ended_first(*args: Any, **kwargs: Any) -> Any:
+        window = session.window
+        if window is not None and window.steps_run and not window.ended and trainer.accelerator.sync_gradients:
+            end_window(trainer, session, window)
+        return clip(*args, **kwargs)
+
+    return ended_first
 
 
 def _listened(trainer: TrainerLike, session: Session, backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -112,6 +112,11 @@ def reference(model: nn.Module, rows: Sequence[dict[str, Any]]) -> Gradient:
     return {name: each.grad for name, each in exact.named_parameters() if each.grad is not None}
 
 
+def asking(accumulate_in: str) -> type:
+    """The subclass."""
+    return type("Asking", (ClassRecorder,), {"global_batch_options": Options(accumulate_in=accumulate_in)})
+
+
 def by_trainer(
     model: nn.Module,
     rows: Sequence[dict[str, Any]],
@@ -128,8 +133,7 @@ def by_trainer(
     scheduler = LambdaLR(optimizer, lambda _: 1.0)
     given = training_arguments(folder, len(rows) // steps // ranks, steps, **arguments)
     patched = accumulate_in != "stock" and trainer is StockRecorder
-    if trainer is ClassRecorder:
-        trainer = type("Asked", (ClassRecorder,), {"global_batch_options": Options(accumulate_in=accumulate_in)})
+    trainer = asking(accumulate_in) if trainer is ClassRecorder else trainer
     with hf_accum_fix.apply(accumulate_in=accumulate_in, quiet=True) if patched else nullcontext():
         trainer(
             model=model,
