@@ -29,6 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_accum_fix
 from hf_accum_fix import accumulation_windows
+from tests.backends.rows import by_tp_plan
 from tests.backends.trajectory import variables
 from tests.cli.processes import ROOT
 from tests.precision.gradients import (
@@ -162,6 +163,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Module]
     "fsdp1-reduces-float32": (llama, fsdp1(mixed_precision=WIDE), torch.bfloat16),
     "fsdp1-frozen": (frozen, fsdp1_partly_wide, torch.bfloat16),
     "fsdp2-frozen": (frozen, fsdp2_partly_wide, torch.bfloat16),
+    "tensor-parallel": (llama, by_tp_plan, torch.bfloat16),
 }
 #: Few enough operations for 1,024 micro-batches.
 LONG = {
@@ -202,9 +204,11 @@ def run(case: str, rows: Sequence[dict[str, Any]], steps: int, mode: str) -> tup
     model = build().to(dtype)
     optimizer = Keep(model)
     trained = wrap(model)
-    optimizer.named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    bare = trained if case == "tensor-parallel" else model
+    optimizer.named = {name: each for name, each in bare.named_parameters() if each.requires_grad}
     trained.train()
-    mine = rows[dist.get_rank() :: 2]
+    # Ranks that hold parts of every matrix run the same samples.
+    mine = rows if case == "tensor-parallel" else rows[dist.get_rank() :: 2]
     size = len(mine) // steps
     loader = [batch(mine[start : start + size]) for start in range(0, len(mine), size)]
     live = Plain(steps).live if case.startswith("fsdp2") and case != "fsdp2-every-micro-batch" else None
@@ -221,7 +225,7 @@ def run(case: str, rows: Sequence[dict[str, Any]], steps: int, mode: str) -> tup
                     loss.backward() if live is None else live.backward(loss)
             found = whole(trained, optimizer)
             trained.zero_grad()
-    return found, left_on(model)
+    return found, left_on(trained)
 
 
 def whole(model: nn.Module, optimizer: Keep) -> Gradient:
