@@ -24,8 +24,6 @@ from hf_accum_fix.errors import UnsupportedSetupError
 
 #: Dtypes whose ``.grad`` rounds with every micro-batch.
 NARROW: Final = (torch.bfloat16, torch.float16)
-#: Elements that are added at a time where that needs a copy in float32: 16 MB.
-_PIECE: Final = 1 << 22
 #: Elements of each parameter that an estimate looks at.
 _LOOKED_AT: Final = 1024
 
@@ -71,19 +69,21 @@ class _InFloat32:
 
 
 class _Compensated:
-    """A sum in the parameter's dtype beside what rounding has cut off it, twice 2 bytes an element (Kahan)."""
+    """A sum in the parameter's dtype beside what rounding has cut off it, twice 2 bytes an element.
+
+    Source: W. Kahan, Further remarks on reducing truncation errors, CACM 8 (1965) 40.
+    """
 
     def __init__(self, first: Tensor) -> None:
         self._sum = first
-        self._rest = torch.zeros_like(_local(first))
+        self._rest = torch.zeros_like(first)
 
     def add(self, gradient: Tensor) -> None:
-        whole = [each if each.ndim else each[None] for each in map(_local, (self._sum, self._rest, gradient))]
-        rows = max(_PIECE * len(whole[0]) // max(whole[0].numel(), 1), 1)
-        for high, low, more in zip(*(torch.split(each, rows) for each in whole), strict=True):
-            exact = high.float().add_(low).add_(more)
-            high.copy_(exact)
-            low.copy_(exact.sub_(high))
+        more = self._rest.add_(gradient)
+        summed = self._sum + more
+        # What of ``more`` did not arrive.
+        more.add_(self._sum.sub_(summed))
+        self._sum = summed
 
     def rounded(self) -> Tensor:
         return self._sum
