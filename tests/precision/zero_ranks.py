@@ -25,12 +25,25 @@ from tests.backends.trajectory import unset_hf_deepspeed_config, without_compili
 from tests.precision.gradients import Bigram, Gradient, batch, error, llama, reference, samples
 from tests.torchrun import leave_with
 
-#: The dtype DeepSpeed is configured to add in, and what is asked of us.
-CASES = ((None, "parameter"), ("fp32", "parameter"), ("fp32", "float32"), ("fp32", "compensated"), (None, "float32"))
+#: What is written into DeepSpeed's configuration.
+TOLD: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "adds": {"data_types": {"grad_accum_dtype": "fp32"}},
+    "adds and reduces": {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"},
+}
+#: That, and what is asked of us.
+CASES = (
+    ("nothing", "parameter"),
+    ("nothing", "float32"),
+    ("adds", "parameter"),
+    ("adds", "float32"),
+    ("adds and reduces", "compensated"),
+)
+FINE = (CASES[0], CASES[3])
 
 
 def step(
-    build: Callable[[], nn.Module], rows: Sequence[dict[str, Any]], stage: int, told: str | None, steps: int, asked: str
+    build: Callable[[], nn.Module], rows: Sequence[dict[str, Any]], stage: int, told: str, steps: int, asked: str
 ) -> Gradient:
     """What one step of SGD, rate 1, takes off the float32 weights that DeepSpeed keeps."""
     from deepspeed.utils import safe_get_full_fp32_param
@@ -46,7 +59,7 @@ def step(
         "gradient_accumulation_steps": steps,
         "gradient_clipping": 1e30,
         "bf16": {"enabled": True},
-        **({"data_types": {"grad_accum_dtype": told}} if told else {}),
+        **TOLD[told],
     }
     live = Accelerator(
         gradient_accumulation_steps=steps,
@@ -83,7 +96,7 @@ def main(output: Path, many: int, stages: Sequence[int]) -> None:
     build, data = (llama, samples(128)) if many < 64 else (Bigram, samples(2 * many))
     wanted = reference(build().bfloat16(), data)
     rows = []
-    for stage, (told, asked) in product(stages, CASES if many < 64 else [CASES[0], CASES[2]]):
+    for stage, (told, asked) in product(stages, CASES if many < 64 else FINE):
         row: dict[str, Any] = {"stage": stage, "told": told, "asked": asked}
         try:
             for steps in (1, many) if asked == "parameter" else (many,):
