@@ -101,8 +101,11 @@ def _listened(trainer: TrainerLike, session: Session, backward: Callable[..., An
     """``Accelerator.backward``, listened to where a gradient is added beside ``Trainer.training_step``."""
 
     def listened(*args: Any, **kwargs: Any) -> Any:
-        cut = trainer.args.gradient_accumulation_steps * trainer.args.world_size > 1
-        if session.micro_batch is None and session.entered and session.window is not None and cut:
+        beside = session.micro_batch is None and session.entered and session.window is not None
+        if beside and trainer.accelerator.sync_gradients:
+            # The engine reduces what is in .grad by now.
+            session.gradient.finish()
+        if beside and trainer.args.gradient_accumulation_steps * trainer.args.world_size > 1:
             session.note_inexact()
             session.warn_once(
                 "second backward",

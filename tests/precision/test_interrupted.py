@@ -24,9 +24,8 @@ ROWS = samples(64)
 def trainer_of(kind: type, folder: Path, given: Mapping[str, Any] = MappingProxyType({}), **arguments: Any) -> Any:
     """Two windows of 32 micro-batches."""
     return kind(
-        **{"model": Bigram().bfloat16(), **given},
+        **{"model": Bigram().bfloat16(), "train_dataset": ROWS, **given},
         args=training_arguments(folder, 1, 32, **{"max_steps": 2, "learning_rate": 0.5, **arguments}),
-        train_dataset=ROWS,
         data_collator=batch,
     )
 
@@ -119,6 +118,33 @@ def test_a_micro_batch_that_is_left_out_takes_no_other_with_it(
     clipped = {name: each / 2 for name, each in wanted.items()}
     assert error(optimizer.seen[0], clipped) < 0.006
     assert trainer.state.log_history[0]["grad_norm"] == pytest.approx(norm, rel=0.01)
+    assert nothing_is_left(trainer)
+
+
+class OwnLast(Recorder):
+    """Runs the last micro-batch of a window by itself."""
+
+    entered = 0
+    reduced: Any = None
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.entered += 1
+        if self.entered % 32:
+            return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc,no-any-return]
+        loss = model(**inputs)["loss"] / 32
+        self.accelerator.backward(loss)  # type: ignore[attr-defined]
+        # What ranks would reduce.
+        self.reduced = self.reduced or {name: each.grad.double() for name, each in model.named_parameters()}
+        return loss.detach()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("accumulate_in", ["float32", "compensated"])
+def test_a_last_micro_batch_of_the_trainers_own_finds_the_others_in_grad(accumulate_in: str, tmp_path: Path) -> None:
+    rows = [row for row in samples(320) if len(row["labels"]) == 4][:64]
+    trainer = trainer_of(type("Kind", (OwnLast, asking(accumulate_in)), {}), tmp_path, {"train_dataset": rows})
+    wanted = reference(trainer.model, rows[:32])
+    trainer.train()
+    assert error(trainer.reduced, wanted) < 0.006
     assert nothing_is_left(trainer)
 
 

@@ -63,4 +63,5 @@ def test_so_is_that_of_1024_micro_batches(case: str, fine: dict[str, Any]) -> No
     floor = row["parameter 1"]
     assert 0 < row["float32 512"] <= NOISE * floor and 0 < row["compensated 512"] <= NOISE * floor, row
     for rounded in ("parameter 512", *(["stock 512"] if case == BY_TRAINER else [])):
-        assert row[rounded] > 10 * floor, row
+        # By rounding alone.
+        assert 10 * floor < row[rounded] < 0.5, row
