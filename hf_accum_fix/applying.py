@@ -77,6 +77,7 @@ class PatchHandle:
         self._trainer: type | None = None
         self._installation: Installation | None = None
         self._guard: Installation | None = None
+        self._hand_back: Callable[[Options], None] | None = None
         self._refusal: Exception | None = None
 
     @property
@@ -114,6 +115,8 @@ class PatchHandle:
                 from hf_accum_fix.upstream.patch import restore
 
                 restore(installed)
+                if self._hand_back is not None:
+                    self._hand_back(self.options)
                 self._installation = self._guard = None
             self._refusal = None
             if self._state != _State.OFF:
@@ -162,7 +165,7 @@ class PatchHandle:
                     "after that module is imported, not while it is being imported"
                 )
             # Only now: these modules import attributes that the plan has just checked.
-            from hf_accum_fix.overrides import OVERRIDES
+            from hf_accum_fix.overrides import OVERRIDES, hand_back
             from hf_accum_fix.overrides.evaluation import evaluation_loop
 
             names = [state.seam.name for state in environment.seams]
@@ -171,7 +174,7 @@ class PatchHandle:
                 loops = [name for name in EVALUATION if hasattr(trainer, name)]
                 patches += [Patch(trainer, name, self._wrapper(name, evaluation_loop)) for name in loops]
             self._installation = install(patches, is_pristine, self.options.allow_foreign)
-            self._trainer = trainer
+            self._trainer, self._hand_back = trainer, hand_back
             self._state = _State.APPLIED
         _announce(environment, self.plan)
         if not self._quiet:

@@ -24,8 +24,6 @@ from hf_accum_fix.errors import UnsupportedSetupError
 
 #: Dtypes whose ``.grad`` rounds with every micro-batch.
 NARROW: Final = (torch.bfloat16, torch.float16)
-#: Elements that are added at a time where that needs a copy in float32: 16 MB.
-_PIECE: Final = 1 << 22
 #: Elements of each parameter that an estimate looks at.
 _LOOKED_AT: Final = 1024
 
@@ -71,19 +69,21 @@ class _InFloat32:
 
 
 class _Compensated:
-    """A sum in the parameter's dtype beside what rounding has cut off it, twice 2 bytes an element (Kahan)."""
+    """A sum in the parameter's dtype beside what rounding has cut off it, twice 2 bytes an element.
+
+    Source: W. Kahan, Further remarks on reducing truncation errors, CACM 8 (1965) 40.
+    """
 
     def __init__(self, first: Tensor) -> None:
         self._sum = first
-        self._rest = torch.zeros_like(_local(first))
+        self._rest = torch.zeros_like(first)
 
     def add(self, gradient: Tensor) -> None:
-        whole = [each if each.ndim else each[None] for each in map(_local, (self._sum, self._rest, gradient))]
-        rows = max(_PIECE * len(whole[0]) // max(whole[0].numel(), 1), 1)
-        for high, low, more in zip(*(torch.split(each, rows) for each in whole), strict=True):
-            exact = high.float().add_(low).add_(more)
-            high.copy_(exact)
-            low.copy_(exact.sub_(high))
+        more = self._rest.add_(gradient)
+        summed = self._sum + more
+        # What of ``more`` did not arrive.
+        more.add_(self._sum.sub_(summed))
+        self._sum = summed
 
     def rounded(self) -> Tensor:
         return self._sum
@@ -149,7 +149,7 @@ class WindowGradient:
             yield
             self._collect()
         except BaseException:
-            self.drop()
+            self.finish()
             raise
         if last:
             if self._estimate is not None and self._estimate.looked:
@@ -157,10 +157,13 @@ class WindowGradient:
                 self._estimate = None
             self.drop()
 
+    @torch.no_grad()
     def finish(self) -> None:
-        """End a window whose last micro-batch was left out: what was added is in ``.grad``, on this rank alone."""
-        if not self._last:
-            for leaf, summed in self._sums.items():
+        """End a window before its last micro-batch, or in it: ``.grad`` has what was added, as torch would have it."""
+        for leaf, summed in self._sums.items():
+            if not self._last or self._leaves[leaf].arrival is Arrival.REDUCED:
+                if leaf.grad is not None:
+                    summed.add(_dense(leaf.grad))
                 leaf.grad = summed.rounded()
         self.drop()
 
@@ -315,8 +318,11 @@ def _dense(gradient: Tensor) -> Tensor:
 def _refuse_steps_within_backward(tensor: Any) -> None:
     hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
     # The Trainer's own averages over ranks the gradients that FSDP2 does not; it goes by the last micro-batch.
-    if hooks and not getattr(tensor, "_replicated_grad_hook_registered", False):
-        named = ", ".join(sorted({getattr(hook, "__qualname__", repr(hook)) for hook in hooks.values()}))
+    steps = [] if getattr(tensor, "_replicated_grad_hook_registered", False) else [*(hooks or {}).values()]
+    # Those of torch.distributed.optim.
+    steps += [type(each) for each in getattr(tensor, "_in_backward_optimizers", ())]
+    if steps:
+        named = ", ".join(sorted({getattr(each, "__qualname__", repr(each)) for each in steps}))
         raise UnsupportedSetupError(
             f"got a parameter with a hook that runs within the backward ({named}), as optimizers have that step there "
             "(layerwise GaLore, LOMO); expected none: take another optimizer, or accumulate_in='parameter'"

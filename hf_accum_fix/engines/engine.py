@@ -153,7 +153,7 @@ def _parameters_of_fsdp2(module: Any) -> Iterator[Any]:
 
 
 def check_engine_adds(accelerator: AcceleratorLike | None, accumulate_in: str) -> str | None:
-    """Compare what DeepSpeed adds gradients in with what was asked for; every other engine leaves it to us.
+    """Compare what the engine adds gradients in with what was asked for; all but DeepSpeed leave it to us.
 
     Args:
         accelerator: the live ``accelerate.Accelerator``, or None.
@@ -163,8 +163,14 @@ def check_engine_adds(accelerator: AcceleratorLike | None, accumulate_in: str) -
         What to say where it was not asked and DeepSpeed adds in 16 bits.
 
     Raises:
-        UnsupportedSetupError: if it adds in 16 bits, and something better was asked for.
+        UnsupportedSetupError: if something better than 16 bits was asked for, and DeepSpeed adds in 16 bits, or LOMO
+            steps before the sum is whole.
     """
+    if accumulate_in != "parameter" and getattr(accelerator, "has_lomo_optimizer", False):
+        raise UnsupportedSetupError(
+            f"got accumulate_in={accumulate_in!r} and LOMO, which steps within the backward of every micro-batch; "
+            "expected an optimizer that steps once a window: take another one, or accumulate_in='parameter'"
+        )
     if accelerator is None or accelerator.distributed_type != DistributedType.DEEPSPEED:
         return None
     adds_in = accelerator.deepspeed_engine_wrapped.engine.get_data_types()[1]

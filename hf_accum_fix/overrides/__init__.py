@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_accum_fix.overrides.steps import compute_loss, training_step
-from hf_accum_fix.overrides.training import train
+from hf_accum_fix.overrides.training import hand_back, train
 from hf_accum_fix.overrides.windows import get_batch_samples
 
-__all__ = ["OVERRIDES", "compute_loss", "get_batch_samples", "train", "training_step"]
+__all__ = ["OVERRIDES", "compute_loss", "get_batch_samples", "hand_back", "train", "training_step"]
 
 OVERRIDES: dict[str, Callable[..., Any]] = {
     "train": train,

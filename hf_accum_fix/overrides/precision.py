@@ -10,7 +10,6 @@ from torch import nn
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.precision import rounding_words
 from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves
-from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.overrides.live import head_name
 from hf_accum_fix.overrides.session import Session, Window
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -21,8 +20,9 @@ def adding(trainer: TrainerLike, session: Session, window: Window, model: nn.Mod
     """Around the step of one micro-batch; after the first window say what 16 bits have lost, where that matters."""
     gradient, accelerator = session.gradient, trainer.accelerator
     first, last = window.steps_run == 0, window.steps_run + 1 >= len(window.batches)
-    if first and not last:
-        _check(trainer, session)
+    if first and not last and (said := check_engine_adds(accelerator, session.options.accumulate_in)) is not None:
+        session.windows.note_inexact()
+        session.warn_once("16 bits", said)
     unknown = gradient.lost is None
     with gradient.micro_batch(lambda: narrow_leaves(accelerator, model), first=first, last=last):
         yield
@@ -32,16 +32,3 @@ def adding(trainer: TrainerLike, session: Session, window: Window, model: nn.Mod
             session.windows.note_inexact()
             words = rounding_words(gradient.lost, len(window.batches))
             session.warn_once("16 bits", f"{head_name(trainer)}: {words}")
-
-
-def _check(trainer: TrainerLike, session: Session) -> None:
-    """Refuse what steps before the sum is whole, and say what DeepSpeed adds in."""
-    asked = session.options.accumulate_in
-    if asked != "parameter" and getattr(trainer.accelerator, "has_lomo_optimizer", False):
-        raise UnsupportedSetupError(
-            f"got accumulate_in={asked!r} and LOMO, which steps within the backward of every micro-batch; expected an "
-            "optimizer that steps once a window: take another one, or accumulate_in='parameter'"
-        )
-    if (said := check_engine_adds(trainer.accelerator, asked)) is not None:
-        session.windows.note_inexact()
-        session.warn_once("16 bits", said)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Final
 
 from hf_accum_fix import observations
 from hf_accum_fix.errors import UnsupportedSetupError
@@ -21,6 +21,9 @@ from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.presence import require_trainer
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import LOSS_LOG
+
+#: The trainings that run.
+_TRAINING: Final[list[Session]] = []
 
 
 def train(
@@ -53,11 +56,14 @@ def train(
             counted_as_returned(trainer, options),
             mark_passed_over(trainer),
             shadow(trainer.accelerator, "backward", _listened(trainer, session, trainer.accelerator.backward)),
+            shadow(trainer.accelerator, "clip_grad_norm_", _ended_first(trainer, session)),
             logged,
             exact_windows_logged(trainer, session),
         ):
+            _TRAINING.append(session)
             result = wrapped(*args, **kwargs)
     finally:
+        _TRAINING[:] = [each for each in _TRAINING if each is not session]
         session.window = None
         session.gradient.drop()
     if session.empty_windows is not None and int(session.empty_windows):
@@ -73,12 +79,35 @@ def train(
     return result
 
 
+def hand_back(options: Options) -> None:
+    """Let trainings that began with these options go on as stock: what a window has added is put into ``.grad``."""
+    for session in _TRAINING:
+        if session.options is options:
+            session.gradient.finish()
+
+
+def _ended_first(trainer: TrainerLike, session: Session) -> Callable[..., Any]:
+    """``Accelerator.clip_grad_norm_``, which a window whose last micro-batch was left out reaches with it not ended."""
+    clip = trainer.accelerator.clip_grad_norm_
+
+    def ended_first(*args: Any, **kwargs: Any) -> Any:
+        window = session.window
+        if window is not None and window.steps_run and not window.ended and trainer.accelerator.sync_gradients:
+            end_window(trainer, session, window)
+        return clip(*args, **kwargs)
+
+    return ended_first
+
+
 def _listened(trainer: TrainerLike, session: Session, backward: Callable[..., Any]) -> Callable[..., Any]:
     """``Accelerator.backward``, listened to where a gradient is added beside ``Trainer.training_step``."""
 
     def listened(*args: Any, **kwargs: Any) -> Any:
-        cut = trainer.args.gradient_accumulation_steps * trainer.args.world_size > 1
-        if session.micro_batch is None and session.entered and session.window is not None and cut:
+        beside = session.micro_batch is None and session.entered and session.window is not None
+        if beside and trainer.accelerator.sync_gradients:
+            # The engine reduces what is in .grad by now.
+            session.gradient.finish()
+        if beside and trainer.args.gradient_accumulation_steps * trainer.args.world_size > 1:
             session.windows.note_inexact()
             session.warn_once(
                 "second backward",

@@ -194,6 +194,7 @@ ATTRIBUTES: Final = (
     *_each("transformers.trainer", "skip_first_batches", "resume in the middle of an epoch"),
     *_each(ACCELERATOR, "backward gradient_accumulation_steps", "set the loss that makes its division right"),
     *_each(ACCELERATOR, "sync_gradients no_sync", "reduce gradients once a window"),
+    *_each(ACCELERATOR, "clip_grad_norm_", "end a window before its gradient is clipped"),
     *_each(ACCELERATOR, "reduce", "count over ranks"),
     *_each(ACCELERATOR, "device distributed_type mixed_precision unwrap_model", "read the engine"),
     *_each(ACCELERATOR, "state", "read the engine", seen="object"),

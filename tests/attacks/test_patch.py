@@ -106,7 +106,7 @@ def fresh(script: str, *folders: Path, returncode: int = 0, **variables: str) ->
 STAND_IN = f"""
 import sys, types
 ours = {{name: lambda wrapped, *_, **__: wrapped() for name in {SEAMS}}}
-sys.modules["hf_accum_fix.overrides"] = types.SimpleNamespace(OVERRIDES=ours)
+sys.modules["hf_accum_fix.overrides"] = types.SimpleNamespace(OVERRIDES=ours, hand_back=lambda _: None)
 sys.modules["hf_accum_fix.overrides.evaluation"] = types.SimpleNamespace(evaluation_loop=None)
 """
 

@@ -156,7 +156,7 @@ def by_tp_plan(model: Any) -> nn.Module:
     if folder[0]:
         model.save_pretrained(folder[0])
     dist.broadcast_object_list(folder)
-    loaded = type(model).from_pretrained(folder[0], tp_plan="auto", dtype=torch.float64)
+    loaded = type(model).from_pretrained(folder[0], tp_plan="auto", dtype=model.dtype)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])

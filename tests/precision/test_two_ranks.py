@@ -1,4 +1,4 @@
-"""On two gloo ranks, by engine: the gradient of 32 micro-batches equals one's to within its noise."""
+"""On two gloo ranks, by engine: the gradient of 64 and of 1,024 micro-batches equals that of two within its noise."""
 
 from __future__ import annotations
 
@@ -7,18 +7,36 @@ from typing import Any
 import pytest
 
 from tests.precision.test_gradients import NOISE
-from tests.precision.two_ranks import CASES
+from tests.precision.two_ranks import BY_TRAINER, CASES, LONG
 from tests.torchrun import found_by
 
 #: Every case but the one whose engine adds in float32 by itself.
-ROUNDED = [case for case in CASES if case != "fsdp2-reduces-float32"]
+ROUNDED = [case for case in CASES if case != "fsdp2-reduces-float32" and case not in LONG]
+#: What ranks reduce in, where that is not bfloat16; a contract given by hand is not recorded.
+REDUCED_IN = {
+    "ddp-float16": ["float16"],
+    "ddp-reduces-float32": ["bfloat16", "in_float32"],
+    "fsdp1-reduces-float32": ["float32"],
+    "fsdp2-reduces-float32": ["float32"],
+    "ddp-unused": None,
+    "ddp-unused-bucket-view": None,
+}
+
+
+def found(tmp_path_factory: pytest.TempPathFactory, cuts: str, cases: list[str]) -> dict[str, Any]:
+    output = tmp_path_factory.mktemp("precision") / "rows.json"
+    rows = found_by("tests.precision.two_ranks", output, cuts, *cases, timeout=560)
+    return {row["case"]: row for row in rows}
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    output = tmp_path_factory.mktemp("precision") / "rows.json"
-    found = found_by("tests.precision.two_ranks", output, "1,32", *CASES, timeout=560)
-    return {row["case"]: row for row in found}
+    return found(tmp_path_factory, "1,32", [case for case in CASES if case not in LONG])
+
+
+@pytest.fixture(scope="module")
+def fine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return found(tmp_path_factory, "1,512", [*LONG, BY_TRAINER])
 
 
 @pytest.mark.backends
@@ -29,10 +47,21 @@ def test_the_sum_is_right_to_the_noise_of_one_micro_batch(case: str, rows: dict[
     assert "raised" not in row, row
     floor = row["parameter 1"]
     assert 0 < row["float32 32"] <= NOISE * floor and 0 < row["compensated 32"] <= NOISE * floor, row
-    # A contract given by hand is not recorded.
-    reduced = "float16" if case == "ddp-float16" else "float32" if case == "fsdp2-reduces-float32" else "bfloat16"
-    assert row["reduced_in"] == (None if "unused" in case else [reduced]), row
+    assert row["reduced_in"] == REDUCED_IN.get(case, ["bfloat16"]), row
     if case in ROUNDED:
         assert row["parameter 32"] > NOISE * row["float32 32"], row
     else:
         assert row["parameter 32"] <= NOISE * floor, row
+
+
+@pytest.mark.backends
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", [*LONG, BY_TRAINER])
+def test_so_is_that_of_1024_micro_batches(case: str, fine: dict[str, Any]) -> None:
+    row = fine[case]
+    assert "raised" not in row, row
+    floor = row["parameter 1"]
+    assert 0 < row["float32 512"] <= NOISE * floor and 0 < row["compensated 512"] <= NOISE * floor, row
+    for rounded in ("parameter 512", *(["stock 512"] if case == BY_TRAINER else [])):
+        # By rounding alone.
+        assert 10 * floor < row[rounded] < 0.5, row

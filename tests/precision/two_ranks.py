@@ -6,8 +6,9 @@ torchrun --nproc_per_node 2 -m tests.precision.two_ranks OUTPUT.json MICRO_BATCH
 from __future__ import annotations
 
 import faulthandler
-import os
+import re
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -28,14 +29,28 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_accum_fix
 from hf_accum_fix import accumulation_windows
-from tests.precision.gradients import Gradient, Keep, batch, error, llama, reference, samples
+from tests.backends.rows import by_tp_plan
+from tests.backends.trajectory import variables
+from tests.cli.processes import ROOT
+from tests.precision.gradients import (
+    Bigram,
+    Gradient,
+    Keep,
+    batch,
+    by_trainer,
+    error,
+    left_on,
+    llama,
+    reference,
+    samples,
+)
 from tests.precision.sometimes import CONTRACT, Sometimes
 from tests.torchrun import leave_with
 
-#: Two ranks with as many samples each.
-ROWS = samples(128)
+PAGE = ROOT / "hf_accum_fix" / "accumulation" / "README.md"
 MODES = ("parameter", "float32", "compensated")
 HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+WIDE = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def ddp(**given: Any) -> Callable[[nn.Module], nn.Module]:
@@ -64,7 +79,7 @@ def checkpointed(reentrant: bool) -> Callable[[nn.Module], nn.Module]:
 def fsdp2(**given: Any) -> Callable[[nn.Module], nn.Module]:
     def wrap(model: Any) -> nn.Module:
         mesh = init_device_mesh("cpu", (2,))
-        for layer in model.model.layers:
+        for layer in [each for each in model.modules() if isinstance(each, LlamaDecoderLayer)]:
             fully_shard(layer, mesh=mesh, **given)
         return fully_shard(model, mesh=mesh, **given)
 
@@ -76,6 +91,43 @@ def fsdp1(**given: Any) -> Callable[[nn.Module], nn.Module]:
     return lambda model: FullyShardedDataParallel(
         model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True, **given
     )
+
+
+def reducing_in_float32(model: nn.Module) -> nn.Module:
+    """By the lines of the README."""
+    wrapped = DistributedDataParallel(model)
+    (lines,) = (each for each in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "comm_hook" in each)
+    exec(lines, {"ddp_model": wrapped})
+    return wrapped
+
+
+def fsdp1_partly_wide(model: Any) -> nn.Module:
+    """The frozen layer would be reduced in float32."""
+    for place, precision in enumerate((WIDE, HALF)):
+        model.model.layers[place] = one_unit(model.model.layers[place], precision)
+    return one_unit(model, HALF)
+
+
+def one_unit(module: nn.Module, precision: MixedPrecision) -> nn.Module:
+    return FullyShardedDataParallel(
+        module, device_id=torch.device("cpu"), use_orig_params=True, mixed_precision=precision
+    )
+
+
+def fsdp2_partly_wide(model: Any) -> nn.Module:
+    """The frozen layer would be reduced in float32."""
+    fully_shard(
+        model.model.layers[0],
+        mesh=init_device_mesh("cpu", (2,)),
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+    )
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+
+
+def frozen() -> nn.Module:
+    model: Any = llama()
+    model.model.layers[0].requires_grad_(False)
+    return model  # type: ignore[no-any-return]
 
 
 def tied() -> nn.Module:
@@ -107,7 +159,26 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Module]
     ),
     "fsdp1": (llama, fsdp1(), torch.bfloat16),
     "fsdp1-mixed": (llama, fsdp1(mixed_precision=HALF), torch.float32),
+    "ddp-reduces-float32": (llama, reducing_in_float32, torch.bfloat16),
+    "fsdp1-reduces-float32": (llama, fsdp1(mixed_precision=WIDE), torch.bfloat16),
+    "fsdp1-frozen": (frozen, fsdp1_partly_wide, torch.bfloat16),
+    "fsdp2-frozen": (frozen, fsdp2_partly_wide, torch.bfloat16),
+    "tensor-parallel": (llama, by_tp_plan, torch.bfloat16),
 }
+#: Few enough operations for 1,024 micro-batches.
+LONG = {
+    "ddp-bigram": (Bigram, ddp(), torch.bfloat16),
+    "fsdp1-bigram": (Bigram, fsdp1(), torch.bfloat16),
+    "fsdp2-bigram": (Bigram, fsdp2(), torch.bfloat16),
+}
+CASES |= LONG
+#: A case of its own.
+BY_TRAINER = "trainer"
+
+
+def rows_for(steps: Sequence[int]) -> list[dict[str, Any]]:
+    """Of two ranks: as many samples for each, and at least one for each micro-batch."""
+    return samples(max(128, 2 * max(steps)))
 
 
 class Plain:
@@ -118,26 +189,32 @@ class Plain:
             state._reset_state()
         PartialState(cpu=True, backend="gloo")
         PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
-        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
-        self.live = Accelerator(gradient_accumulation_steps=steps)
+        with variables({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}):
+            self.live = Accelerator(gradient_accumulation_steps=steps)
         assert self.live.is_fsdp2
 
 
-def run(case: str, steps: int, mode: str) -> tuple[Gradient, int]:
-    """The gradient of two windows' last, whole; and what is left of hooks."""
+def run(case: str, rows: Sequence[dict[str, Any]], steps: int, mode: str) -> tuple[Gradient, int]:
+    """The gradient of the last window, whole; and what is left of hooks."""
+    if case == BY_TRAINER:
+        model = Bigram().bfloat16()
+        seen = by_trainer(model, rows, steps, mode, Path(tempfile.gettempdir()), ranks=2).seen
+        return seen[-1], left_on(model)
     build, wrap, dtype = CASES[case]
     model = build().to(dtype)
     optimizer = Keep(model)
     trained = wrap(model)
-    optimizer.named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    bare = trained if case == "tensor-parallel" else model
+    optimizer.named = {name: each for name, each in bare.named_parameters() if each.requires_grad}
     trained.train()
-    mine = ROWS[dist.get_rank() :: 2]
+    # Ranks that hold parts of every matrix run the same samples.
+    mine = rows if case == "tensor-parallel" else rows[dist.get_rank() :: 2]
     size = len(mine) // steps
     loader = [batch(mine[start : start + size]) for start in range(0, len(mine), size)]
     live = Plain(steps).live if case.startswith("fsdp2") and case != "fsdp2-every-micro-batch" else None
     contract = CONTRACT if isinstance(model, Sometimes) else None
     windows = accumulation_windows(loader, live, steps=steps, accumulate_in=mode, contract=contract)
-    for _ in range(2):
+    for _ in range(1 if case in LONG else 2):
         for window in windows:
             for each in window:
                 with window.micro_batch(trained):
@@ -148,11 +225,7 @@ def run(case: str, steps: int, mode: str) -> tuple[Gradient, int]:
                     loss.backward() if live is None else live.backward(loss)
             found = whole(trained, optimizer)
             trained.zero_grad()
-    hooks = sum(
-        len(each._backward_hooks or ()) + len(getattr(each, "_post_accumulate_grad_hooks", None) or ())
-        for each in model.parameters()
-    )
-    return found, hooks
+    return found, left_on(trained)
 
 
 def whole(model: nn.Module, optimizer: Keep) -> Gradient:
@@ -170,43 +243,45 @@ def whole(model: nn.Module, optimizer: Keep) -> Gradient:
     }
 
 
-def exact(case: str, steps: int) -> Gradient:
+def exact(case: str, rows: Sequence[dict[str, Any]], steps: int) -> Gradient:
     """Of the same weights, rounded where they are computed with."""
+    if case == BY_TRAINER:
+        return reference(Bigram().bfloat16(), rows)
     model = CASES[case][0]().to(torch.bfloat16 if CASES[case][2] is torch.float32 else CASES[case][2])
     if not isinstance(model, Sometimes):
-        return reference(model, ROWS)
+        return reference(model, rows)
     double = model.double()
-    size = len(ROWS) // 2 // steps
+    size = len(rows) // 2 // steps
     for rank in range(2):
-        mine = ROWS[rank::2]
+        mine = rows[rank::2]
         for start in range(0, len(mine), size):
             double.summed(**batch(mine[start : start + size])).backward()
-    items = sum(len(row["labels"]) for row in ROWS)
+    items = sum(len(row["labels"]) for row in rows)
     return {name: each.grad / items for name, each in double.named_parameters() if each.grad is not None}
 
 
 def main(output: Path, steps: Sequence[int], cases: Sequence[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rows = []
+    found, data = [], rows_for(steps)
     for case in cases:
         # A rank that waits for ever says where.
         faulthandler.dump_traceback_later(250, exit=True)
         row: dict[str, Any] = {"case": case}
+        modes = ("stock", *MODES) if case == BY_TRAINER else MODES
         try:
-            for mode in MODES:
-                for count in steps if mode == MODES[0] else steps[-1:]:
-                    found, hooks = run(case, count, mode)
-                    row[f"{mode} {count}"] = error(found, exact(case, count))
-                    row["reduced_in"] = (*hf_accum_fix.report().to_dict()["runs"], {"reduced_in": None})[0][
-                        "reduced_in"
-                    ]
+            for mode in modes:
+                for count in steps if mode == "parameter" else steps[-1:]:
+                    gradient, hooks = run(case, data, count, mode)
+                    row[f"{mode} {count}"] = error(gradient, exact(case, data, count))
+                    runs = hf_accum_fix.report().to_dict()["runs"]
+                    row["reduced_in"] = runs[0]["reduced_in"] if runs else None
                     hf_accum_fix.observations.clear()
                     assert not hooks
         except Exception:
             row["raised"] = traceback.format_exc()[-3000:]
-        rows.append(row)
-    leave_with(rows, output)
+        found.append(row)
+    leave_with(found, output)
 
 
 if __name__ == "__main__":
