@@ -102,6 +102,21 @@ FOUND = {
     "the base's loss is nan in the first samples seen": Composition(
         "indexed", "super-by-steps", "left", ("empty", "ragged"), seed=1524
     ),
+    "weights that are uniform in the first window alone, divided by steps": Composition(
+        "weights-column", "models-own-by-steps", "right", ("whole", "rare", "empty"), (2, 4), 4, seed=23554
+    ),
+    "weights that are uniform in the first window alone, beside a penalty": Composition(
+        "weights-column", "squares", "left", ("whole", "rare"), (2, 4), 1, seed=23605
+    ),
+    "one look alone tells by what a term is weighed": Composition(
+        "mean-and-z", "models-own", "no-mask", ("rare",), (2, 4), seed=20169
+    ),
+    "a smoothed loss by hand whose shift fits by chance, in one micro-batch": Composition(
+        "chosen", "smoothing", "no-mask", ("rare", "ragged"), (8, 1), seed=2508
+    ),
+    "a smoothed loss by hand whose shift fits by chance": Composition(
+        "chosen", "smoothing", "left", ("rare",), (4, 2), 0, True, 59068
+    ),
 }
 #: Those that are not only said: exact in every window.
 EXACT = {
