@@ -17,7 +17,7 @@ from hf_accum_fix.overrides.session import Session, Window
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
 
-#: Name in the log of the windows of this training that were exact so far; as many as its steps, if all were.
+#: Name in the log of the windows of this training that were exact so far, once one was not.
 EXACT_WINDOWS = "hf_accum_fix/exact_windows"
 
 
@@ -84,7 +84,7 @@ def read_certificates(trainer: TrainerLike, session: Session) -> None:
 
 @contextmanager
 def exact_windows_logged(trainer: TrainerLike, session: Session) -> Iterator[None]:
-    """Log beside each loss how many windows were exact so far; where none is cut the log is stock's."""
+    """From the first window on that is not exact, log beside each loss how many were; until then the log is stock's."""
     if trainer.args.gradient_accumulation_steps * data_ranks(trainer) == 1:
         yield
         return
@@ -95,8 +95,9 @@ def exact_windows_logged(trainer: TrainerLike, session: Session) -> Iterator[Non
         if ("loss" in logs and "learning_rate" in logs) or "train_loss" in logs:
             # Waits for nothing: the loss was read just now.
             read_certificates(trainer, session)
-            exact = session.contract is not None and session.contract.exact
-            logs[EXACT_WINDOWS] = session.windows.exact if exact else 0
+            if session.inexact_windows:
+                exact = session.contract is not None and session.contract.exact
+                logs[EXACT_WINDOWS] = session.windows.exact if exact else 0
         return original(logs, *args, **kwargs)
 
     with shadow(trainer, "log", log):
