@@ -63,9 +63,12 @@ def sum_of_terms(evidence: Evidence, losses: Sequence[float], rules: Sequence[It
             # What is not made of any call is taken for a mean only where a list of targets is counted.
             offered = rules if factors.any() else listed
             found = composing_rules(evidence.batches, list(rests), offered, evidence.tolerance)
-            made_of = replace(made_of, rest_terms=found)
-            if not made_of.rest_terms:
+            left_out = values[:, (factors == 0) & np.isfinite(values).all(axis=0)].sum(axis=1)
+            is_made_of_calls = np.abs(rests - left_out).max() <= near
+            # A call that no rule counts is weighed by no other rule either, though it may compose so by chance.
+            if not found or (is_made_of_calls and not any(rule.entry is not None for rule in found)):
                 continue
+            made_of = replace(made_of, rest_terms=found)
         else:
             continue
         used = tuple(each if factor else () for each, factor in zip(terms, factors, strict=True))
