@@ -49,11 +49,11 @@ def look(
             break
         again, trouble = observe(before)
         if seen is not None and again is not None:
-            # Samples that fit more ways of counting tell less, and so do two samples that weigh as much as each other.
+            # Samples that fit more ways of counting tell less.
             fitting_too = _fitting(again)
-            confirmed = fitting_too <= _fitting(seen) and Items() not in fitting_too
+            confirmed = fitting_too <= _fitting(seen)
             seen = as_both_show(seen, again)
-    if seen is not None and seen.conclusive and not (confirmed or _tells_alone(seen, fitting_too, window)):
+    if seen is not None and seen.conclusive and not confirmed and not _tells_alone(seen, fitting_too, window):
         seen = replace(seen, conclusive=False, reason=SEVERAL_FIT)
     if seen is not None and seen.conclusive and several_fit(seen, window):
         seen = replace(seen, conclusive=False, reason=SEVERAL_FIT)

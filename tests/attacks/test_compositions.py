@@ -123,12 +123,6 @@ FOUND = {
     "a term of a column that no rule counts composes by labels by chance": Composition(
         "two-terms-kind", "super", "wide", ("rare",), (4, 2), 0, True, 38107
     ),
-    "two samples that weigh as much as each other, twice": Composition(
-        "chosen", "models-own", "names", ("alike",), (4, 2), seed=47524
-    ),
-    "two samples that weigh as much as each other, by an own mean": Composition(
-        "indexed", "own-by-hand", "wide", ("ragged",), seed=48612
-    ),
 }
 #: Those that are not only said: exact in every window.
 EXACT = {
