@@ -115,14 +115,14 @@ class PatchHandle:
                 from hf_accum_fix.upstream.patch import restore
 
                 restore(installed)
-                if self._hand_back is not None:
-                    self._hand_back(self.options)
                 self._installation = self._guard = None
             self._refusal = None
             if self._state != _State.OFF:
                 self._state = _State.REVERTED
             if _MEMORY.get("handle") is self:
                 _MEMORY["handle"] = None
+            if installed and self._hand_back is not None:
+                self._hand_back(self.options)
 
     def __enter__(self) -> PatchHandle:
         """The handle itself; apply() has done the work."""

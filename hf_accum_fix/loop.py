@@ -294,8 +294,8 @@ class _Loop:
     def summed(self, numbers: Tensor) -> Tensor:
         return self.windows._summed(numbers)
 
-    def tell(self, why: str) -> None:
-        self.windows._tell_inexact(why)
+    def tell(self, why: str, windows: int = 1) -> None:
+        self.windows._tell_inexact(why, windows)
 
 
 class AccumulationWindows:
@@ -563,8 +563,8 @@ class AccumulationWindows:
         if contract.reduction is Reduction.SUM:
             self._warn_once("sum", f"{head}: the loss is a sum over the global batch, and grows with it.")
 
-    def _tell_inexact(self, why: str) -> None:
-        self._counted.note_inexact()
+    def _tell_inexact(self, why: str, windows: int = 1) -> None:
+        self._counted.note_inexact(windows=windows)
         if self.steps * self.world_size > 1:
             self._warn_once(
                 "certificate",

@@ -47,17 +47,18 @@ class Windows:
     recorded: bool = False
     _last_inexact: int = -1
 
-    def note_inexact(self, number: int | None = None) -> None:
+    def note_inexact(self, number: int | None = None, windows: int = 1) -> None:
         """Take one that is not exact; noted twice, it counts once.
 
         Args:
             number: of the window, from 1; None: the last one opened.
+            windows: so many, up to that one.
         """
         number = self.opened if number is None else number
         if number <= self._last_inexact:
             return
         self._last_inexact = number
-        self.inexact += 1
+        self.inexact += windows
         self.news = True
         if self.recorded:
             amend({"exact": False, "inexact_windows": self.inexact})

@@ -40,8 +40,8 @@ class Run(Protocol):
     def summed(self, numbers: Tensor) -> Tensor:
         """Numbers summed over ranks: a collective."""
 
-    def tell(self, why: str) -> None:
-        """Say that the window is not exact."""
+    def tell(self, why: str, windows: int = 1) -> None:
+        """Say that the window is not exact, or so many since the last log."""
 
 
 @dataclass
@@ -51,12 +51,13 @@ class Closing:
     Attributes:
         corrects: the gradient is divided by what the loss calls counted more than the rule, in every window.
         differs: a window of this rank counted otherwise than the rule; the others learn of it with the next.
-        unread: on a device, whether a window since the last log was made in another way than observed, 0-dim bool.
+        unread: on a device, how many windows since the last log were made in another way than observed, 0-dim.
     """
 
     corrects: bool = False
     differs: bool = False
     unread: Tensor | None = None
+    _flag: Tensor | None = None
 
     def end(self, run: Run, certificate: Certificate, left_out: int = 0) -> Tensor | float | None:
         """What gradient and logged loss of a window are to be multiplied by; None: they are right, or cannot be.
@@ -66,6 +67,13 @@ class Closing:
             certificate: of the window.
             left_out: micro-batches of it that this rank did not run.
         """
+        self._flag = None
+        times = self._times(run, certificate, left_out)
+        if self._flag is not None:
+            self.unread = self._flag.long() if self.unread is None else self.unread + self._flag
+        return times
+
+    def _times(self, run: Run, certificate: Certificate, left_out: int) -> Tensor | float | None:
         readable = run.readable
         self._hold(run, certificate, readable=readable)
         if left_out and not (run.several and self.corrects):
@@ -102,14 +110,14 @@ class Closing:
 
     def read(self, run: Run) -> None:
         """Read what was found on the device since the last log, when the log has just waited for it."""
-        if self.unread is not None and bool(self.unread):
-            run.tell(f"{_BESIDE}, or reduces over other items than were counted")
+        if self.unread is not None and (windows := int(self.unread)):
+            run.tell(f"{_BESIDE}, or reduces over other items than were counted", windows)
             # From here on what is counted otherwise is corrected, unread; ranks would have to agree on it.
             self.corrects = self.corrects or not run.several
         self.unread = None
 
     def _read_later(self, flag: Tensor) -> None:
-        self.unread = flag if self.unread is None else self.unread | flag
+        self._flag = flag if self._flag is None else self._flag | flag
 
     def _hold(self, run: Run, certificate: Certificate, *, readable: bool) -> None:
         """Hold a window against what was observed."""

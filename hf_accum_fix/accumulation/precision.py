@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -149,7 +149,9 @@ class WindowGradient:
             yield
             self._collect()
         except BaseException:
-            self.finish()
+            # Whoever forgives this error goes on with what was added; it is theirs, whatever becomes of that.
+            with suppress(UnsupportedSetupError):
+                self.finish()
             raise
         if last:
             if self._estimate is not None and self._estimate.looked:
@@ -159,13 +161,27 @@ class WindowGradient:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """End a window before its last micro-batch, or in it: ``.grad`` has what was added, as torch would have it."""
+        """End a window before its last micro-batch, or in it: ``.grad`` has what was added, as torch would have it.
+
+        Raises:
+            UnsupportedSetupError: under FSDP1, whose parameters are shards again, so that they take no whole gradient.
+        """
+        shards = False
         for leaf, summed in self._sums.items():
-            if not self._last or self._leaves[leaf].arrival is Arrival.REDUCED:
+            arrival = self._leaves[leaf].arrival
+            if not self._last or arrival is Arrival.REDUCED:
+                if arrival is Arrival.FLAT and leaf.shape != summed.rounded().shape:
+                    shards = True
+                    continue
                 if leaf.grad is not None:
                     summed.add(_dense(leaf.grad))
                 leaf.grad = summed.rounded()
         self.drop()
+        if shards:
+            raise UnsupportedSetupError(
+                "got a window that ended before its last micro-batch under FSDP1, which takes back nothing of it; "
+                "expected all of its micro-batches: take FSDP2, or accumulate_in='parameter'"
+            )
 
     def drop(self) -> None:
         """Keep nothing of the window."""

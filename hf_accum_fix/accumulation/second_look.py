@@ -53,7 +53,8 @@ def look(
             fitting_too = _fitting(again)
             confirmed = fitting_too <= _fitting(seen)
             seen = as_both_show(seen, again)
-    if seen is not None and seen.conclusive and not confirmed and not _tells_alone(seen, fitting_too, window):
+    by_hand = seen is not None and (seen.made_of is None or bool(seen.rest_terms or seen.extra))
+    if seen is not None and by_hand and seen.conclusive and not (confirmed or _tells_alone(seen, fitting_too, window)):
         seen = replace(seen, conclusive=False, reason=SEVERAL_FIT)
     if seen is not None and seen.conclusive and several_fit(seen, window):
         seen = replace(seen, conclusive=False, reason=SEVERAL_FIT)

@@ -719,11 +719,12 @@ def _listen(owner: Any, name: str, listener: Callable[..., None], *, before: boo
 
     The instance's method hides the class's until the last listener leaves, in any order.
     """
-    of_owner: dict[str, tuple[Any, list[tuple[bool, Callable[..., None]]]]]
+    of_owner: dict[str, tuple[Any, list[tuple[bool, Callable[..., None]]], Callable[..., Any]]]
     of_owner = owner.__dict__.setdefault(_LISTENERS, {})
-    if name not in of_owner:
+    # Whoever had put a method there before, and took theirs away after an exception, took ours away as well.
+    if name not in of_owner or vars(owner).get(name) is not of_owner[name][2]:
         method = getattr(owner, name)
-        listeners: list[tuple[bool, Callable[..., None]]] = []
+        listeners: list[tuple[bool, Callable[..., None]]] = of_owner[name][1] if name in of_owner else []
 
         def heard(*args: Any, **kwargs: Any) -> Any:
             for early, each in listeners:
@@ -735,22 +736,24 @@ def _listen(owner: Any, name: str, listener: Callable[..., None], *, before: boo
                     each(result, *args, **kwargs)
             return result
 
-        of_owner[name] = vars(owner).get(name, _ABSENT), listeners
+        of_owner[name] = vars(owner).get(name, _ABSENT), listeners, heard
         setattr(owner, name, heard)
     # A run that ended by an exception is still registered: nobody listens twice.
-    _, listeners = of_owner[name]
+    listeners = of_owner[name][1]
     if (before, listener) not in listeners:
         listeners.append((before, listener))
 
 
 def _stop_listening(owner: Any, name: str, listener: Callable[..., None]) -> None:
     of_owner = owner.__dict__[_LISTENERS]
-    standing, listeners = of_owner[name]
+    standing, listeners, heard = of_owner[name]
     listeners[:] = [(early, each) for early, each in listeners if each != listener]
     if listeners:
         return
     del of_owner[name]
-    if standing is _ABSENT:
+    if vars(owner).get(name) is not heard:
+        pass
+    elif standing is _ABSENT:
         delattr(owner, name)
     else:
         setattr(owner, name, standing)

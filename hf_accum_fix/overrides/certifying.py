@@ -47,9 +47,9 @@ class _Training:
     def summed(self, numbers: Tensor) -> Tensor:
         return self.trainer.accelerator.reduce(numbers, reduction="sum")  # type: ignore[no-any-return]
 
-    def tell(self, why: str) -> None:
+    def tell(self, why: str, windows: int = 1) -> None:
         session, trainer = self.session, self.trainer
-        session.windows.note_inexact()
+        session.windows.note_inexact(windows=windows)
         by_number = session.contract is not None and session.contract.by_number
         # The mean of the only micro-batch is right, whatever it is over.
         if by_number or data_ranks(trainer) * trainer.args.gradient_accumulation_steps > 1:
@@ -85,17 +85,14 @@ def read_certificates(trainer: TrainerLike, session: Session) -> None:
 @contextmanager
 def exact_windows_logged(trainer: TrainerLike, session: Session) -> Iterator[None]:
     """From the first window on that is not exact, log beside each loss how many were; until then the log is stock's."""
-    if trainer.args.gradient_accumulation_steps * data_ranks(trainer) == 1:
-        yield
-        return
-    original = trainer.log
+    original, is_cut = trainer.log, trainer.args.gradient_accumulation_steps * data_ranks(trainer) > 1
 
     def log(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         # What a trainer logs beside has no learning rate.
         if ("loss" in logs and "learning_rate" in logs) or "train_loss" in logs:
             # Waits for nothing: the loss was read just now.
             read_certificates(trainer, session)
-            if session.inexact_windows:
+            if is_cut and session.inexact_windows:
                 exact = session.contract is not None and session.contract.exact
                 logs[EXACT_WINDOWS] = session.windows.exact if exact else 0
         return original(logs, *args, **kwargs)

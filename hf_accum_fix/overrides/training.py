@@ -92,7 +92,8 @@ def _ended_first(trainer: TrainerLike, session: Session) -> Callable[..., Any]:
 
     def ended_first(*args: Any, **kwargs: Any) -> Any:
         window = session.window
-        if window is not None and window.steps_run and not window.ended and trainer.accelerator.sync_gradients:
+        left_out = window is not None and window.steps_run and not window.ended and session.micro_batch is None
+        if window is not None and left_out and trainer.accelerator.sync_gradients:
             end_window(trainer, session, window)
         return clip(*args, **kwargs)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from hf_accum_fix import AccumFixError, OptionsError, UnsupportedSetupError, accumulation_windows
-from hf_accum_fix.accumulation.precision import Leaf, WindowGradient
+from hf_accum_fix.accumulation.precision import Arrival, Leaf, WindowGradient
 from hf_accum_fix.loop import AccumulationWindows
 from tests.loop.steps import accelerator
 from tests.numerics.parity import training_arguments
@@ -105,3 +105,25 @@ def test_a_sparse_gradient() -> None:
 def test_a_word_that_is_none_of_the_three() -> None:
     with pytest.raises(OptionsError, match="got accumulate_in='double'; expected one of 'parameter'"):
         accumulation_windows([], steps=2, accumulate_in="double")
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["ends-early", "an-error-of-theirs"])
+def test_what_fsdp1_has_cut_into_shards_again_is_not_handed_back(raises: bool) -> None:
+    """After a micro-batch FSDP1's parameters are shards, which take no gradient of the whole; an error stays theirs."""
+    flat = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    gradient = WindowGradient("float32")
+
+    def run(*, first: bool) -> None:
+        with gradient.micro_batch(lambda: [Leaf(flat, Arrival.FLAT)], first=first, last=False):
+            if not first:
+                raise KeyboardInterrupt
+            flat.float().sum().backward()  # type: ignore[no-untyped-call]
+        flat.data = flat.data[:4]
+
+    run(first=True)
+    with pytest.raises(KeyboardInterrupt if raises else UnsupportedSetupError):
+        if raises:
+            run(first=False)
+        else:
+            gradient.finish()
+    assert not (gradient._sums or gradient._hooks or gradient._leaves)

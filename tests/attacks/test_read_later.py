@@ -1,0 +1,75 @@
+"""Where reading would wait for the device a window is read with the log; here on the CPU, which is told not to read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import TrainingArguments
+
+import hf_accum_fix
+from hf_accum_fix import observations
+from hf_accum_fix.overrides import certifying
+from hf_accum_fix.overrides.certifying import EXACT_WINDOWS
+from tests.attacks.runs import Ordered
+
+LEFT_OUT, CLASSES, STEPS, LOGGED, BEFORE = 7, 20, 20, 10, 4
+
+
+class LeavesOut(nn.Module):
+    """Leaves the targets of one class out of its loss, by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.classes = nn.Embedding(CLASSES, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Any = None, **_: Any) -> dict[str, Tensor]:
+        logits = self.classes(self.embedding(input_ids)).flatten(0, 1).double()
+        targets = labels.masked_fill(labels == LEFT_OUT, -100).flatten()
+        if num_items_in_batch is None:
+            return {"loss": F.cross_entropy(logits, targets)}
+        return {"loss": F.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch}
+
+
+def _sample(place: int, steps: int) -> dict[str, Tensor]:
+    ids = torch.randint(LEFT_OUT + 1, CLASSES, (6,))
+    labels = ids.clone()
+    if place >= BEFORE * steps * 2:
+        labels[3 : 4 + place % 2] = LEFT_OUT
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_counts_that_differ_are_read_with_the_log_and_corrected_from_there(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certifying._Training, "readable", property(lambda _: False))
+    corrected: list[int] = []
+    monkeypatch.setattr(certifying, "scale_gradients", lambda *_: corrected.append(trainer.state.global_step + 1))
+    torch.manual_seed(0)
+    args = TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=steps,
+        logging_steps=LOGGED,
+        max_steps=STEPS,
+        learning_rate=0.0,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    data: Any = [_sample(place, steps) for place in range(2 * STEPS * steps)]
+    observations.clear()
+    with hf_accum_fix.apply(quiet=True):
+        trainer = Ordered(LeavesOut(), args, train_dataset=data)
+        trainer.train()
+    # The log is of a step that has been taken, so that the next window is the first that can be corrected.
+    assert corrected == list(range(LOGGED + 1, STEPS + 1))
+    logged = [row.get(EXACT_WINDOWS) for row in trainer.state.log_history if "loss" in row]
+    assert logged == ([None] * 2 if steps == 1 else [BEFORE, STEPS - (LOGGED - BEFORE)])
+    assert observations.recorded()[-1]["inexact_windows"] == LOGGED - BEFORE
