@@ -95,11 +95,12 @@ def execute(arguments: argparse.Namespace) -> int:
         _check_writable(path)
     if arguments.plot is not None and find_spec("matplotlib") is None:
         raise OptionsError("--plot needs matplotlib; pip install matplotlib")
-    with TemporaryDirectory(prefix="hf-accum-fix-", ignore_cleanup_errors=True) as folder:
+    # Until its answer is written a rank outlives another one's end.
+    with TemporaryDirectory(prefix="hf-accum-fix-", ignore_cleanup_errors=True) as folder, _terminable() as deadline:
         plot = None if arguments.plot is None else arguments.plot.suffix or ".png"
         request = Request(folder, os.getpid(), arguments.splits, arguments.windows, arguments.step, plot)
         with _running(command, request) as script:
-            answer = _answer_of(script, Path(folder))
+            answer = _answer_of(script, Path(folder), deadline)
         if answer is None:
             raise UnsupportedSetupError(
                 f"{arguments.script} did not call trainer.train(): {_ending(script.returncode)}; expected a script "
@@ -166,20 +167,19 @@ def _running(command: list[str], request: Request) -> Iterator[subprocess.Popen[
         script.wait()
 
 
-def _answer_of(script: subprocess.Popen[bytes], folder: Path) -> dict[str, Any] | None:
-    """Wait for the answer; None where the script ended without one."""
-    with _terminable() as deadline:
-        while True:
-            with suppress(subprocess.TimeoutExpired):
-                script.wait(_PAUSE)
-            ended = script.returncode is not None
-            if (folder / ANSWER).is_file():
-                answer: dict[str, Any] = json.loads((folder / ANSWER).read_text(encoding="utf-8"))
-                return answer
-            if ended:
-                return None
-            if time.monotonic() > deadline[0]:
-                raise SystemExit(128 + signal.SIGTERM)
+def _answer_of(script: subprocess.Popen[bytes], folder: Path, deadline: list[float]) -> dict[str, Any] | None:
+    """Wait for the answer, to the deadline; None where the script ended without one."""
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            script.wait(_PAUSE)
+        ended = script.returncode is not None
+        if (folder / ANSWER).is_file():
+            answer: dict[str, Any] = json.loads((folder / ANSWER).read_text(encoding="utf-8"))
+            return answer
+        if ended:
+            return None
+        if time.monotonic() > deadline[0]:
+            raise SystemExit(128 + signal.SIGTERM)
 
 
 @contextmanager
