@@ -179,8 +179,8 @@ class WindowGradient:
         self.drop()
         if shards:
             raise UnsupportedSetupError(
-                "got a window that ended before its last micro-batch under FSDP1, which takes back nothing of it; "
-                "expected all of its micro-batches: take FSDP2, or accumulate_in='parameter'"
+                "got a window that ended before its last micro-batch under FSDP1, whose shards take no whole gradient; "
+                "expected all of its micro-batches; take FSDP2, or accumulate_in='parameter'"
             )
 
     def drop(self) -> None:

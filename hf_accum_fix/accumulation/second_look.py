@@ -38,7 +38,7 @@ def look(
         observe: observes the loss; takes how often that was done before.
         anywhere: whether any rank says so, of a rank's own answer and trouble; raises where one is in trouble.
         window: its micro-batches.
-        matters: what weighs the loss does: that of the only micro-batch is right whatever it is.
+        matters: the way of counting changes what is trained; for the only micro-batch of a global batch none does.
     """
     seen, trouble = observe(0)
     confirmed, fitting_too = False, set[Items]()

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.monitor.alarms import Alarm
+from hf_accum_fix.monitor.alarms import Alarm, Streak
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
 
 #: Steps kept between two readings; fewest for a judgement; readings in a row in which a rank lags.
@@ -77,7 +77,7 @@ class Pace:
         self._began = self._ready = clock()
         self._own: deque[float] = deque(maxlen=_KEPT)
         self._whole: deque[float] = deque(maxlen=_KEPT)
-        self._lagging: tuple[int, int] = (-1, 0)
+        self._lagging = Streak(_IN_A_ROW)
         model.register_forward_hook(self._after_forward)
 
     def step(self) -> None:
@@ -110,12 +110,8 @@ class Pace:
             return None
         rank = reading.slowest
         lag = reading.lag(rank)
-        before, times = self._lagging
-        times = (times + 1 if rank == before else 1) if lag > self._tolerance * reading.whole else 0
-        self._lagging = rank, times
-        if times < _IN_A_ROW:
+        if not self._lagging.completed_by(rank, to_blame=lag > self._tolerance * reading.whole):
             return None
-        self._lagging = rank, 0
         return Alarm(
             f"rank-lags-{rank}",
             f"rank {rank}: ready {lag:.3g} s later than the others in a step of {reading.whole:.3g} s, in "

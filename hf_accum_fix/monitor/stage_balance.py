@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.monitor.alarms import Alarm
+from hf_accum_fix.monitor.alarms import Alarm, Streak
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
 
 #: Forwards kept between two readings; fewest for a judgement; readings in a row in which a stage is slow.
@@ -68,7 +68,7 @@ class StageBalance:
         self._now: Callable[[], Any] = clock or (_event if on_gpu else time.perf_counter)
         self._began: Any = None
         self._forwards: deque[tuple[Any, Any]] = deque(maxlen=_KEPT)
-        self._slow: tuple[int, int] = (-1, 0)
+        self._slow = Streak(_IN_A_ROW)
         stage.register_forward_pre_hook(self._before_forward)
         stage.register_forward_hook(self._after_forward)
 
@@ -93,12 +93,8 @@ class StageBalance:
             return None
         slowest = max(reading.times)
         rank, mean = reading.times.index(slowest), fmean(reading.times)
-        before, times = self._slow
-        times = (times + 1 if rank == before else 1) if slowest > (1 + self._tolerance) * mean else 0
-        self._slow = rank, times
-        if times < _IN_A_ROW:
+        if not self._slow.completed_by(rank, to_blame=slowest > (1 + self._tolerance) * mean):
             return None
-        self._slow = rank, 0
         return Alarm(
             f"stage-slow-{rank}",
             f"the pipeline stage of rank {rank} takes {slowest:.3g} s for a forward, {slowest / mean:.3g} times the "

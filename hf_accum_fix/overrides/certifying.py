@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.closing import scale_gradients
-from hf_accum_fix.overrides.live import data_ranks, head_name
+from hf_accum_fix.overrides.live import data_ranks, head_name, is_cut
 from hf_accum_fix.overrides.session import Session, Window
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -52,7 +52,7 @@ class _Training:
         session.windows.note_inexact(windows=windows)
         by_number = session.contract is not None and session.contract.by_number
         # The mean of the only micro-batch is right, whatever it is over.
-        if by_number or data_ranks(trainer) * trainer.args.gradient_accumulation_steps > 1:
+        if by_number or is_cut(trainer):
             session.warn_once(
                 "certificate",
                 f"{head_name(trainer)}: window {session.windows.opened} (step {trainer.state.global_step + 1}) is not "
@@ -85,14 +85,14 @@ def read_certificates(trainer: TrainerLike, session: Session) -> None:
 @contextmanager
 def exact_windows_logged(trainer: TrainerLike, session: Session) -> Iterator[None]:
     """From the first window on that is not exact, log beside each loss how many were; until then the log is stock's."""
-    original, is_cut = trainer.log, trainer.args.gradient_accumulation_steps * data_ranks(trainer) > 1
+    original = trainer.log
 
     def log(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         # What a trainer logs beside has no learning rate.
         if ("loss" in logs and "learning_rate" in logs) or "train_loss" in logs:
             # Waits for nothing: the loss was read just now.
             read_certificates(trainer, session)
-            if is_cut and session.inexact_windows:
+            if session.inexact_windows and is_cut(trainer):
                 exact = session.contract is not None and session.contract.exact
                 logs[EXACT_WINDOWS] = session.windows.exact if exact else 0
         return original(logs, *args, **kwargs)

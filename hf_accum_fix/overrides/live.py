@@ -20,6 +20,11 @@ def data_ranks(trainer: TrainerLike) -> int:
     return int(trainer.args.world_size) // parallel_size(trainer, "tp")
 
 
+def is_cut(trainer: TrainerLike) -> bool:
+    """Whether a global batch has more than one micro-batch."""
+    return int(trainer.args.gradient_accumulation_steps) * data_ranks(trainer) > 1
+
+
 def parallel_size(trainer: TrainerLike, kind: str) -> int:
     """Ranks that share samples by one kind of parallelism: "tp", "cp" or "sp"; 1: none do."""
     size = getattr(trainer, f"get_{kind}_size", None)

@@ -31,6 +31,7 @@ from hf_accum_fix.overrides.live import (
     accepts_number,
     data_ranks,
     head_name,
+    is_cut,
     loss_func,
     place,
     scales_itself,
@@ -76,7 +77,7 @@ def settle_contract(
             lambda mine, trouble: any(ranks.agreed(mine, trouble, **place(trainer))),
             window,
             # Labels are smoothed where they are observed to be, even if nothing is cut.
-            matters=_is_cut(trainer) or trainer.label_smoother is not None,
+            matters=is_cut(trainer) or trainer.label_smoother is not None,
         )
         found = _agreed(trainer, seen, trouble, window, session)
         if options.per_sample:
@@ -95,10 +96,6 @@ def settle_contract(
     session.closing.corrects = found.made_of is not None and not found.made_of.counted
     _warn(trainer, session, found)
     return found
-
-
-def _is_cut(trainer: TrainerLike) -> bool:
-    return trainer.args.gradient_accumulation_steps * data_ranks(trainer) > 1
 
 
 def _still(
@@ -137,7 +134,7 @@ def _warn(trainer: TrainerLike, session: Session, found: LossContract) -> None:
         session.warn_once("sum", f"{head}: the loss is a sum over the global batch, and grows with the global batch.")
     # A number, or a shift, may be wrong even then.
     wrong_when_whole = found.reason == SHIFT_UNKNOWN or (found.by_number and not found.conclusive)
-    if found.exact or (not _is_cut(trainer) and not wrong_when_whole):
+    if found.exact or (not is_cut(trainer) and not wrong_when_whole):
         return
     if found.reduction is Reduction.PLAIN:
         if found.owned_by_trainer and (scales_itself(trainer) or found.divides is not Divides.NEVER):
