@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_accum_fix import observations
 from hf_accum_fix.accumulation.closing import Closing
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SEVERAL_FIT, Coupling, LossContract, Reduction
 from hf_accum_fix.accumulation.per_sample import by_sample
@@ -55,6 +56,11 @@ class Known:
     def is_settled(self) -> bool:
         """Whether the contract is taken as it is."""
         return self.contract is not None and (self.contract.conclusive or self.attempts >= ATTEMPTS)
+
+    @property
+    def exact(self) -> bool:
+        """Whether its loss, and every window so far, was exact."""
+        return self.contract is not None and self.contract.exact and not self.windows.inexact
 
 
 # --- how the loss is reduced --------------------------------------------------------------------------------------
@@ -178,6 +184,22 @@ def remarks(
         yield "inexact", f"{head}: {found.reason}, so that it is not called exact."
     elif not found.conclusive:
         yield "inexact", f"{head}: the loss {found}, as far as {attempts} windows tell: {found.reason}."
+
+
+def record(run: Run, known: Known, contract: LossContract, micro_batches: int, **beside: Any) -> None:
+    """Keep for report() what was observed of a training; ``beside``: what only its kind of training knows."""
+    observations.record(
+        {
+            "head": run.head,
+            **contract.facts(),
+            "exact": known.exact,
+            "inexact_windows": known.windows.inexact,
+            "accumulation_steps": micro_batches,
+            "world_size": run.data_ranks,
+            **beside,
+        }
+    )
+    known.windows.recorded = True
 
 
 # --- how many items it has ----------------------------------------------------------------------------------------

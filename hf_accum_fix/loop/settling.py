@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix import counting, observations
+from hf_accum_fix import counting
 from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.declared import (
@@ -147,21 +147,16 @@ def routing_of(
 
 def _announce(run: LoopRun, model: nn.Module, steps: int, contract: LossContract) -> None:
     """Once: what was observed, in the log and for report()."""
-    observations.record(
-        {
-            "head": run.head,
-            "trainer": "accumulation_windows",
-            **contract.facts(),
-            "exact": contract.exact and not run.windows.inexact,
-            "inexact_windows": run.windows.inexact,
-            "accumulation_steps": steps,
-            "world_size": run.world_size,
-            "reduced_in": reduced_in(run.accelerator, model) if run.world_size > 1 else [],
-            "stock_gradient_factor": None,
-            **run.repeated,
-        }
+    counting.record(
+        run,
+        run,
+        contract,
+        steps,
+        trainer="accumulation_windows",
+        reduced_in=reduced_in(run.accelerator, model) if run.world_size > 1 else [],
+        stock_gradient_factor=None,
+        **run.repeated,
     )
-    run.windows.recorded = True
     logger.info("%s: the loss %s; G=%d, W=%d.", run.head, contract, steps, run.world_size)
     for kind, words in counting.remarks(run.head, contract, run.attempts):
         run.warn_once(kind, words)

@@ -6,11 +6,12 @@ import logging
 
 from torch import Tensor
 
-from hf_accum_fix import observations
+from hf_accum_fix import counting
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.engines.engine import reduced_in
 from hf_accum_fix.overrides.live import head_name, loss_func
 from hf_accum_fix.overrides.routing import convention_of
+from hf_accum_fix.overrides.run import TrainerRun
 from hf_accum_fix.overrides.session import Session, Window
 from hf_accum_fix.upstream.protocols import TrainerLike
 
@@ -35,22 +36,18 @@ def announce(trainer: TrainerLike, session: Session, window: Window, *, passed: 
         told += " Clipping and learning rate felt it."
     if router_factor is not None:
         told = f" The stock Trainer would train its router loss at about {router_factor:.3g}x."
-    observations.record(
-        {
-            "head": head,
-            "trainer": type(trainer).__name__,
-            **contract.facts(),
-            "exact": session.exact,
-            "router_loss": convention_of(session).value,
-            "accumulation_steps": steps,
-            "world_size": world_size,
-            "reduced_in": reduced_in(trainer.accelerator, trainer.model_wrapped) if world_size > 1 else [],
-            "stock_gradient_factor": factor,
-            "stock_router_factor": router_factor,
-            **session.repeated,
-        }
+    counting.record(
+        TrainerRun(trainer, session),
+        session,
+        contract,
+        steps,
+        trainer=type(trainer).__name__,
+        router_loss=convention_of(session).value,
+        reduced_in=reduced_in(trainer.accelerator, trainer.model_wrapped) if world_size > 1 else [],
+        stock_gradient_factor=factor,
+        stock_router_factor=router_factor,
+        **session.repeated,
     )
-    session.windows.recorded = True
     if trainer.args.process_index == 0:
         router = f", {convention_of(session)}" if contract.has_router_loss else ""
         logger.info("%s: the loss %s%s; G=%d, W=%d.%s", head, contract, router, steps, world_size, told)

@@ -152,11 +152,6 @@ class Session(Known):
                 self.warn_once(what, why)
 
     @property
-    def exact(self) -> bool:
-        """Whether its loss, and every window so far, was exact."""
-        return self.contract is not None and self.contract.exact and not self.inexact_windows
-
-    @property
     def inexact_windows(self) -> int:
         """Windows found to be made in another way than observed."""
         return self.windows.inexact
