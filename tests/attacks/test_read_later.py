@@ -14,8 +14,8 @@ from transformers import TrainingArguments
 import hf_accum_fix
 from hf_accum_fix import observations
 from hf_accum_fix.overrides import certifying
-from hf_accum_fix.overrides.run import TrainerRun
 from hf_accum_fix.overrides.certifying import EXACT_WINDOWS
+from hf_accum_fix.overrides.run import TrainerRun
 from tests.attacks.runs import Ordered
 
 LEFT_OUT, CLASSES, STEPS, LOGGED, BEFORE = 7, 20, 20, 10, 4
