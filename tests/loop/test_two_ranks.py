@@ -41,6 +41,14 @@ def test_a_rank_that_fails_as_it_is_observed_is_told_on_both_at_once(found: dict
     assert waited < 5
 
 
+def test_a_rank_without_labels_is_told_on_both_before_a_forward(found: dict[str, Any]) -> None:
+    for raised, waited in found["unlabelled"]:
+        assert raised.startswith(
+            "RankError: got rank 0: 2 micro-batches with ['labels']; rank 1: 2 micro-batches with no"
+        )
+        assert waited < 5
+
+
 def test_repeated_samples_are_left_out_where_that_is_asked(found: dict[str, Any]) -> None:
     for count in (7, 5):
         assert found["repeated"][f"{count} dropped"] <= 1e-6
