@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ from hf_accum_fix.engines import ranks
 from hf_accum_fix.errors import RankError
 from hf_accum_fix.observations import Windows
 from hf_accum_fix.router.router_loss import Form, Forward, RouterLoss, one_form
+
+Said = TypeVar("Said")
 
 
 class Known:
@@ -99,7 +101,7 @@ def settle(
         _say_if_several_fit(run, before, window)
         return before
     check_alike(run, window, trouble)
-    seen, trouble = look(observe, lambda mine, trouble: any(run.agreed(mine, trouble)), window, matters=matters)
+    seen, trouble = look(observe, lambda mine, trouble: any(agreed(run, mine, trouble)), window, matters=matters)
     found = agree_on(seen, trouble)
     if per_sample:
         found = by_sample(found)
@@ -111,8 +113,7 @@ def settle(
         known.windows.note_inexact()
     known.contract = found
     if known.is_settled:
-        counted = found.made_of is None or found.made_of.counted
-        known.closing.corrects = found.made_of is not None and (not counted or run.corrects_unread)
+        known.closing.corrects = found.made_of is not None and not found.made_of.counted
     return found
 
 
@@ -140,11 +141,16 @@ def _say_if_several_fit(run: Run, known: LossContract, window: Sequence[Any]) ->
         run.tell(SEVERAL_FIT)
 
 
+def agreed(run: Run, said: Said, trouble: Exception | None) -> list[Said]:
+    """What every rank says, in their order; the trouble of one is raised on all."""
+    return ranks.agreed(said, trouble, rank=run.rank, world_size=run.world_size, gather=run.gather)
+
+
 def check_alike(run: Run, window: Sequence[Any], trouble: Exception | None) -> None:
     """Before the ranks run forwards together: each has fetched its window, and all hold labels or none does."""
     labels = {key for batch in window if isinstance(batch, Mapping) for key in batch if "label" in key}
     told = f"{len(window)} micro-batches with {sorted(labels) or 'no labels'}" if window else None
-    gathered = run.agreed((len(window), bool(labels), told), trouble)
+    gathered = agreed(run, (len(window), bool(labels), told), trouble)
     lengths = [length for length, _, _ in gathered]
     if len({length if run.shards else bool(length) for length in lengths}) > 1:
         raise ranks.uneven(dict(enumerate(lengths)))
@@ -264,7 +270,17 @@ def count(
         told = [zero + closing.differs, zero + known.windows.news] if tells else []
         numbers = torch.stack([totals[0], other, *ranks.marks(runs, trouble, zero), *totals[1:], *told])
         sums = run.summed(numbers if routing is None else torch.cat([numbers, routing]))
-        run.check_counted(sums[2:5], runs, trouble, len(batches))
+        fetched, suspects = len(batches), len(batches) < run.steps
+        ranks.check_marks(
+            sums[2:5],
+            runs,
+            trouble,
+            fetched=fetched,
+            suspects=suspects,
+            rank=run.rank,
+            world_size=run.world_size,
+            gather=run.gather,
+        )
         last = 4 + len(totals)
         if tells and device.type == "cpu":
             # Read only where that waits for no device: there it is never set on another.
@@ -308,7 +324,7 @@ def count_routing(
     """
     listed = list(batches)
     if router.runs_forwards and run.shards:
-        lengths = run.agreed(len(listed), trouble)
+        lengths = agreed(run, len(listed), trouble)
         if len(set(lengths)) > 1:
             raise ranks.uneven(dict(enumerate(lengths)))
     if router.form is None or not router.form.settled:
@@ -318,7 +334,7 @@ def count_routing(
                 seen = router.recognise_among(forward, listed, contract.items, model, run.device)
         except Exception as error:
             trouble = trouble or error
-        router.form = one_form(run.agreed(seen, trouble))
+        router.form = one_form(agreed(run, seen, trouble))
         if why := router.why_mean(contract.has_router_loss):
             run.warn_once("router", f"{run.head}: {why}")
     try:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-Said = TypeVar("Said")
 
 
 class Run(Protocol):
@@ -26,6 +24,10 @@ class Run(Protocol):
         """Where counts are."""
 
     @property
+    def rank(self) -> int:
+        """This process among all."""
+
+    @property
     def world_size(self) -> int:
         """Processes that meet in a collective."""
 
@@ -42,21 +44,14 @@ class Run(Protocol):
         """Whether a window's numbers are read as it ends."""
 
     @property
-    def corrects_unread(self) -> bool:
-        """Whether every window's gradient is divided by what its loss calls counted, for want of a reading."""
-
-    @property
     def steps_in_backward(self) -> bool:
         """Whether the engine has taken the step within the backward."""
 
     def summed(self, numbers: Tensor) -> Tensor:
         """Numbers summed over ranks: a collective."""
 
-    def agreed(self, said: Said, trouble: Exception | None) -> list[Said]:
-        """What every rank says, in their order; the trouble of one is raised on all: a collective."""
-
-    def check_counted(self, marks: Tensor, runs: int, trouble: Exception | None, fetched: int) -> None:
-        """Raise where a rank is in trouble, or runs another number of micro-batches than the others."""
+    def gather(self, said: list[Any]) -> list[Any]:
+        """One list of the ranks' lists, in their order: a collective."""
 
     def tell(self, why: str, windows: int = 1) -> None:
         """Say that a window is not exact, or so many since the last log."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object as gather_object
 from torch import Tensor
 
 from hf_accum_fix.errors import RankError, UnevenRanksError

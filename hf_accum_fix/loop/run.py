@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from hf_accum_fix import observations
 from hf_accum_fix.accumulation.closing import Closing
 from hf_accum_fix.accumulation.declared import inside_ddp
 from hf_accum_fix.counting import Known
-from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import waits_every_micro_batch
 from hf_accum_fix.observations import Windows
 from hf_accum_fix.options import Options
@@ -22,8 +21,6 @@ from hf_accum_fix.router.router_loss import Convention, RouterLoss
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 logger = logging.getLogger("hf_accum_fix")
-
-Said = TypeVar("Said")
 
 
 class LoopRun(Known):
@@ -49,7 +46,8 @@ class LoopRun(Known):
         self.repeated: dict[str, Any] = {}
         self.said: set[str] = set()
         self._steps = steps
-        self._world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        launched = dist.is_available() and dist.is_initialized()
+        self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if launched else (0, 1)
         self._device: torch.device | None = None if accelerator is None else accelerator.device
 
     @property
@@ -71,6 +69,10 @@ class LoopRun(Known):
         self._device = self._device or device
 
     @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
     def world_size(self) -> int:
         return self._world_size
 
@@ -88,11 +90,6 @@ class LoopRun(Known):
         return False
 
     @property
-    def corrects_unread(self) -> bool:
-        # A loop has no log to read with; several ranks would need one more collective.
-        return self.world_size == 1
-
-    @property
     def steps_in_backward(self) -> bool:
         return self.accelerator is not None and self.accelerator.distributed_type == DistributedType.DEEPSPEED
 
@@ -102,20 +99,11 @@ class LoopRun(Known):
             dist.all_reduce(numbers)
         return numbers
 
-    def agreed(self, said: Said, trouble: Exception | None) -> list[Said]:
-        return ranks.agreed(said, trouble, rank=_rank(), world_size=self.world_size, gather=_gathered)
-
-    def check_counted(self, marks: Tensor, runs: int, trouble: Exception | None, fetched: int) -> None:
-        ranks.check_marks(
-            marks,
-            runs,
-            trouble,
-            fetched=fetched,
-            rank=_rank(),
-            world_size=self.world_size,
-            suspects=runs < (self.steps if self.shards else 1),
-            gather=_gathered,
-        )
+    def gather(self, said: list[Any]) -> list[Any]:
+        # accelerate's asks for its own state, which a loop without it has not.
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, said[0])
+        return gathered
 
     def tell(self, why: str, windows: int = 1) -> None:
         self.windows.note_inexact(windows=windows)
@@ -152,13 +140,3 @@ class LoopRun(Known):
         """The model inside of what an engine has put around it."""
         model = model if self.accelerator is None else self.accelerator.unwrap_model(model)
         return inside_ddp(model) or model
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _gathered(said: list[Any]) -> list[Any]:
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, said[0])
-    return gathered

@@ -67,10 +67,13 @@ def settle(run: LoopRun, model: nn.Module | None, window: Sequence[Batch]) -> Lo
         run,
         window,
         seen,
-        lambda mine, trouble: agree([each for each in run.agreed(mine, trouble) if each is not None]),
+        lambda mine, trouble: agree([each for each in counting.agreed(run, mine, trouble) if each is not None]),
         per_sample=run.options.per_sample,
         matters=run.steps * run.world_size > 1,
     )
+    if run.is_settled and not was_settled and run.world_size == 1:
+        # A loop has no log to read with; on several ranks this takes one more collective.
+        run.closing.corrects = contract.made_of is not None
     if model is not None and run.is_settled and not was_settled:
         _announce(run, model, len(window), contract)
     return contract

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
@@ -11,11 +11,9 @@ from torch import Tensor
 
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import waits_every_micro_batch
-from hf_accum_fix.overrides.live import data_ranks, head_name, is_cut, place
+from hf_accum_fix.overrides.live import data_ranks, head_name, is_cut
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.upstream.protocols import TrainerLike
-
-Said = TypeVar("Said")
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,10 @@ class TrainerRun:
         return self.trainer.args.device  # type: ignore[no-any-return]
 
     @property
+    def rank(self) -> int:
+        return int(self.trainer.args.process_index)
+
+    @property
     def world_size(self) -> int:
         return int(self.trainer.args.world_size)
 
@@ -54,23 +56,14 @@ class TrainerRun:
         return self.device.type == "cpu"
 
     @property
-    def corrects_unread(self) -> bool:
-        # What is on a device is read with the log.
-        return False
-
-    @property
     def steps_in_backward(self) -> bool:
         return bool(self.trainer.accelerator.distributed_type == DistributedType.DEEPSPEED)
 
     def summed(self, numbers: Tensor) -> Tensor:
         return self.trainer.accelerator.reduce(numbers, reduction="sum")  # type: ignore[no-any-return]
 
-    def agreed(self, said: Said, trouble: Exception | None) -> list[Said]:
-        return ranks.agreed(said, trouble, **place(self.trainer))
-
-    def check_counted(self, marks: Tensor, runs: int, trouble: Exception | None, fetched: int) -> None:
-        suspects = fetched < self.steps
-        ranks.check_marks(marks, runs, trouble, fetched=fetched, suspects=suspects, **place(self.trainer))
+    def gather(self, said: list[Any]) -> list[Any]:
+        return ranks.gather_object(said)  # type: ignore[no-any-return]
 
     def tell(self, why: str, windows: int = 1) -> None:
         session, trainer = self.session, self.trainer
