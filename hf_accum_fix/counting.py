@@ -98,47 +98,58 @@ def settle(
     # A rank whose data have ended counts this window as the others do.
     number = known.windows.opened + (not window)
     if before is not None and was_settled and not is_due(before, number, window, alone=run.data_ranks == 1):
-        _say_if_several_fit(run, before, window)
+        _say_if_several_fit(run, known, before, window)
         return before
     check_alike(run, window, trouble)
     seen, trouble = look(observe, lambda mine, trouble: any(agreed(run, mine, trouble)), window, matters=matters)
     found = agree_on(seen, trouble)
     if per_sample:
         found = by_sample(found)
+    if before is not None and found.reason == NO_TARGET_SEEN:
+        # It shows nothing.
+        return before
     if before is not None and was_settled:
-        known.contract = _held(run, known, before, found, window)
+        known.contract = _held(run, known, before, found, window, matters=matters)
         return known.contract
     known.attempts += found.reason != NO_TARGET_SEEN
     if trained_wrongly(before, found):
         known.windows.note_inexact()
-    known.contract = found
-    if known.is_settled:
-        known.closing.corrects = found.made_of is not None and not found.made_of.counted
+    take(known, found)
     return found
 
 
-def _held(run: Run, known: Known, before: LossContract, found: LossContract, window: Sequence[Any]) -> LossContract:
+def take(known: Known, contract: LossContract) -> None:
+    """Train by a contract from this window on."""
+    known.contract = contract
+    known.closing.corrects = contract.made_of is not None and not contract.made_of.counted
+
+
+def _held(
+    run: Run, known: Known, before: LossContract, found: LossContract, window: Sequence[Any], *, matters: bool
+) -> LossContract:
     """The contract after a later window was observed too: as it was, narrowed down, or with a warning another one."""
     narrowed = as_before(before, found)
     if narrowed is None or narrowed.rules != before.rules:
         # The windows before counted by a rule that this one rules out.
         known.windows.note_inexact()
     if narrowed is not None:
-        _say_if_several_fit(run, narrowed, window)
+        _say_if_several_fit(run, known, narrowed, window)
         return narrowed
     if before.reduction is Reduction.PLAIN:
         return found
-    run.warn_once(
-        "inexact",
-        f"{run.head}: window {known.windows.opened}: the loss {found}; it was observed as: {before}. The windows since "
-        "then may not be exact; look at what changes in the data, or give contract=LossContract(...).",
-    )
+    if matters or before.by_number or found.by_number:
+        run.warn_once(
+            "changed",
+            f"{run.head}: window {known.windows.opened}: the loss {found}; it was observed as: {before}. The windows "
+            "since then may not be exact; look at what changes in the data, or give contract=LossContract(...).",
+        )
     return replace(found, changed_by_trainer=True)
 
 
-def _say_if_several_fit(run: Run, known: LossContract, window: Sequence[Any]) -> None:
-    if known.conclusive and several_fit(known, window):
-        run.tell(SEVERAL_FIT)
+def _say_if_several_fit(run: Run, known: Known, contract: LossContract, window: Sequence[Any]) -> None:
+    if contract.conclusive and several_fit(contract, window):
+        known.windows.note_inexact()
+        run.warn_once("inexact", f"{run.head}: window {known.windows.opened}: {SEVERAL_FIT}.")
 
 
 def agreed(run: Run, said: Said, trouble: Exception | None) -> list[Said]:
@@ -167,7 +178,7 @@ def remarks(
     attempts: int,
     *,
     outcome: str = "gets the plain mean over micro-batches",
-    changed_by: str = "the loop",
+    changed_by: str = "something",
 ) -> Iterator[tuple[str, str]]:
     """What is to be said of a contract once it is in force, each with a kind; nothing where it is exact.
 
@@ -182,7 +193,7 @@ def remarks(
         yield "sum", f"{head}: the loss is a sum over the global batch, and grows with the global batch."
     if found.reduction is Reduction.PLAIN:
         coupled = found.coupling is Coupling.COUPLED
-        advice = " Keep per_device_train_batch_size large: one sample may teach nothing." if coupled else ""
+        advice = " Keep micro-batches large: one sample may teach nothing." if coupled else ""
         yield "inexact", f"{head}: {found.reason}. It {outcome}: {found.coupling.value}.{advice}"
     elif found.changed_by_trainer:
         yield "inexact", f"{head}: {changed_by} changes the base's loss, so that it is not called exact."
@@ -270,7 +281,7 @@ def count(
         told = [zero + closing.differs, zero + known.windows.news] if tells else []
         numbers = torch.stack([totals[0], other, *ranks.marks(runs, trouble, zero), *totals[1:], *told])
         sums = run.summed(numbers if routing is None else torch.cat([numbers, routing]))
-        fetched, suspects = len(batches), len(batches) < run.steps
+        fetched, suspects = len(batches), runs < (run.steps if run.shards else 1)
         ranks.check_marks(
             sums[2:5],
             runs,

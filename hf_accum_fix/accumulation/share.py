@@ -140,15 +140,10 @@ def of_window(share: Tensor, micro_batches: int, divided: int = 1) -> Tensor:
     Args:
         share: 0-dim.
         micro_batches: G of the window.
-        divided: what the share was divided by already; to the bit as it is where that was G.
+        divided: what the share was divided by already, or the engine is about to; to the bit as it is where that is G.
     """
     # Never the model's output itself: DeepSpeed hangs hooks on that, which divide once more (stage 0).
     return share * 1.0 if divided == micro_batches else share * divided / micro_batches
-
-
-def for_engine(loss: Tensor, divisor: int) -> Tensor:
-    """What ``backward`` is handed, so that the engine, which divides by ``divisor``, makes ``loss`` of it."""
-    return loss if divisor == 1 else loss * divisor
 
 
 def loss_among(outputs: Any, inputs: Mapping[str, Any], model: object) -> Tensor:

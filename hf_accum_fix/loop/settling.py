@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_accum_fix import counting
 from hf_accum_fix.accumulation.agreement import agree
-from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract
 from hf_accum_fix.accumulation.declared import (
     inside_ddp,
     is_compiled,
@@ -71,11 +71,15 @@ def settle(run: LoopRun, model: nn.Module | None, window: Sequence[Batch]) -> Lo
         per_sample=run.options.per_sample,
         matters=run.steps * run.world_size > 1,
     )
-    if run.is_settled and not was_settled and run.world_size == 1:
+    if run.world_size == 1:
         # A loop has no log to read with; on several ranks this takes one more collective.
         run.closing.corrects = contract.made_of is not None
-    if model is not None and run.is_settled and not was_settled:
-        _announce(run, model, len(window), contract)
+    if model is not None and not was_settled:
+        if run.is_settled:
+            _announce(run, model, len(window), contract)
+        if run.is_settled or contract.reason != NO_TARGET_SEEN:
+            for kind, words in counting.remarks(run.head, contract, run.attempts):
+                run.warn_once(kind, words)
     return contract
 
 
@@ -161,5 +165,3 @@ def _announce(run: LoopRun, model: nn.Module, steps: int, contract: LossContract
         **run.repeated,
     )
     logger.info("%s: the loss %s; G=%d, W=%d.", run.head, contract, steps, run.world_size)
-    for kind, words in counting.remarks(run.head, contract, run.attempts):
-        run.warn_once(kind, words)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -18,7 +17,7 @@ from hf_accum_fix.accumulation.closing import scale_gradients
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.micro_batch import run_micro_batch
 from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
-from hf_accum_fix.accumulation.share import Cut, for_engine, loss_among, of_window, share_of
+from hf_accum_fix.accumulation.share import Cut, loss_among, of_window, share_of
 from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules, count_dtype
 from hf_accum_fix.counting import count, note_empty, say_empty
 from hf_accum_fix.data.duplicates import WithoutDuplicates
@@ -35,8 +34,6 @@ from hf_accum_fix.loop.settling import routing_of, run_model, settle
 from hf_accum_fix.options import Options, options_from, shows_options
 from hf_accum_fix.upstream.presence import require_accelerator
 from hf_accum_fix.upstream.protocols import AcceleratorLike
-
-logger = logging.getLogger("hf_accum_fix")
 
 Batch = Mapping[str, Any]
 
@@ -202,10 +199,10 @@ class AccumulationWindow:
             self._loss = None if self._loss is None else self._loss * times
 
     def _add(self, share: Tensor) -> Tensor:
-        part = of_window(share, len(self.batches))
-        self._loss = part.detach() if self._loss is None else self._loss + part.detach()
+        part = share.detach() / len(self.batches)
+        self._loss = part if self._loss is None else self._loss + part
         accelerator = self._windows._run.accelerator
-        return for_engine(part, 1 if accelerator is None else engine_divisor(accelerator, {}))
+        return of_window(share, len(self.batches), 1 if accelerator is None else engine_divisor(accelerator, {}))
 
     def _check_run(self) -> None:
         if self._begun < len(self.batches):

@@ -10,7 +10,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from hf_accum_fix.engines import ranks
-from hf_accum_fix.engines.engine import waits_every_micro_batch
+from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.overrides.live import data_ranks, head_name, is_cut
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -49,7 +49,7 @@ class TrainerRun:
 
     @property
     def shards(self) -> bool:
-        return waits_every_micro_batch(self.trainer.accelerator)
+        return is_sharded(self.trainer.accelerator)
 
     @property
     def readable(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,8 +37,6 @@ from hf_accum_fix.overrides.run import TrainerRun
 from hf_accum_fix.overrides.session import Session, session_of
 from hf_accum_fix.upstream.protocols import TrainerLike
 
-logger = logging.getLogger("hf_accum_fix")
-
 
 def settle(trainer: TrainerLike, window: list[Any], options: Options) -> LossContract:
     """The contract of a trainer's loss, observed on the micro-batches of one window outside of training."""
@@ -58,9 +55,9 @@ def settle_contract(
     was_settled = session.is_settled
     if options.contract is not None:
         if not was_settled:
-            session.contract = _given(trainer, session, options.contract)
+            counting.take(session, _given(trainer, session, options.contract))
     else:
-        settle_observed(trainer, session, window, options, trouble)
+        _settle_observed(trainer, session, window, options, trouble)
     contract = session.contract
     assert contract is not None
     if not was_settled:
@@ -71,7 +68,7 @@ def settle_contract(
     return contract
 
 
-def settle_observed(
+def _settle_observed(
     trainer: TrainerLike, session: Session, window: list[Any], options: Options, trouble: Exception | None
 ) -> None:
     """Observe the loss in this window, where it has not been or is due again."""

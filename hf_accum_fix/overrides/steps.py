@@ -16,7 +16,7 @@ from hf_accum_fix.accumulation.contract import Divides, LossContract, Reduction
 from hf_accum_fix.accumulation.loss_calls import LossCall, LossCalls
 from hf_accum_fix.accumulation.micro_batch import run_micro_batch, weigh, weighed_terms
 from hf_accum_fix.accumulation.second_look import ATTEMPTS
-from hf_accum_fix.accumulation.share import Cut, Share, for_engine, of_window
+from hf_accum_fix.accumulation.share import Cut, Share, of_window
 from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules
 from hf_accum_fix.data.whole_windows import Blank
 from hf_accum_fix.engines.engine import engine_divisor, inputs_are_rounded, tell_last
@@ -214,8 +214,8 @@ def training_step(
         micro_batch.reported = micro_batch.share.detach()
         if window.steps_run == 0:
             announce(trainer, session, window, passed=loss, right=micro_batch.reported)
-        share = for_engine(micro_batch.share, engine_divisor(accelerator, backward_kwargs))
-        return original_backward(share, **backward_kwargs)
+        divisor = engine_divisor(accelerator, backward_kwargs)
+        return original_backward(micro_batch.share if divisor == 1 else micro_batch.share * divisor, **backward_kwargs)
 
     try:
         with (

@@ -13,6 +13,8 @@ from transformers import TrainingArguments
 
 import hf_accum_fix
 from hf_accum_fix import observations
+from hf_accum_fix.accumulation.contract import Composition, LossContract, Reduction
+from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.overrides import certifying
 from hf_accum_fix.overrides.certifying import EXACT_WINDOWS
 from hf_accum_fix.overrides.run import TrainerRun
@@ -74,3 +76,28 @@ def test_counts_that_differ_are_read_with_the_log_and_corrected_from_there(
     logged = [row.get(EXACT_WINDOWS) for row in trainer.state.log_history if "loss" in row]
     assert logged == ([None] * 2 if steps == 1 else [BEFORE, STEPS - (LOGGED - BEFORE)])
     assert observations.recorded()[-1]["inexact_windows"] == LOGGED - BEFORE
+
+
+def test_a_contract_given_by_hand_whose_calls_no_rule_counts_is_corrected_from_the_first_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainerRun, "readable", property(lambda _: False))
+    corrected: list[int] = []
+    monkeypatch.setattr(certifying, "scale_gradients", lambda *_: corrected.append(trainer.state.global_step + 1))
+    torch.manual_seed(0)
+    args = TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=3,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    given = LossContract(Reduction.MEAN, Items(("labels",)), made_of=Composition((1.0,), counted=False))
+    data: Any = [_sample(BEFORE * 4, 2) for _ in range(12)]
+    with hf_accum_fix.apply(quiet=True, contract=given):
+        trainer = Ordered(LeavesOut(), args, train_dataset=data)
+        trainer.train()
+    assert corrected == [1, 2, 3]
