@@ -136,6 +136,8 @@ class LossContract:
         extra: what a trainer's own ``compute_loss`` adds to the base's loss is a mean over items of its own: the rules
             that count them, the first in use.
         random: its forward draws at random, dropout aside, so that the parts of a batch do not show how it composes.
+        odds: shares of a batch that a part of it might have had, of which its rules count the one seen, where no call
+            shows that: so many to one that they do not fit by chance. 1: it is not known, or no such rule.
         conclusive: False: settled by the loss call as watched alone, to be observed again in the next window.
         reason: one sentence on how it was found out.
     """
@@ -155,6 +157,7 @@ class LossContract:
     beside: bool = False
     extra: tuple[Items, ...] = ()
     random: bool = False
+    odds: int = 1
     conclusive: bool = True
     reason: str = "given by hand"
 
@@ -210,6 +213,13 @@ class LossContract:
     def rest_terms(self) -> tuple[Items, ...]:
         """The rules of a rest, beside its loss calls, that is a mean over items of its own."""
         return () if self.made_of is None else self.made_of.rest_terms
+
+    @property
+    def by_hand_rules(self) -> tuple[Items, ...]:
+        """The rules of what no loss call shows."""
+        if self.made_of is not None:
+            return self.rest_terms
+        return self.alternatives if self.reduction is Reduction.MEAN else ()
 
     @property
     def graded(self) -> bool:

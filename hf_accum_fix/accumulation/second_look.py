@@ -28,6 +28,9 @@ ATTEMPTS = 3
 #: How often a loss is observed in one window at most.
 LOOKS = 4
 
+#: Odds that what no loss call shows does not fit by chance (see `LossContract`), from which on no further look is taken.
+ENOUGH = 100
+
 
 def look(
     observe: Observe, anywhere: Callable[[bool, Exception | None], bool], window: Sequence[Any], *, matters: bool
@@ -41,9 +44,13 @@ def look(
         matters: the way of counting changes what is trained; for the only micro-batch of a global batch none does.
     """
     seen, trouble = observe(0)
-    confirmed, fitting_too = False, set[Items]()
+    confirmed, fitting_too, odds = False, set[Items](), 1 if seen is None else seen.odds
     for before in range(1, LOOKS):
-        is_open = _is_far_fetched(seen, window) or (shows_no_call(seen) and not confirmed) or _shows_nothing(seen)
+        is_open = (
+            _is_far_fetched(seen, window)
+            or (shows_no_call(seen) and not (confirmed and odds >= ENOUGH))
+            or _shows_nothing(seen)
+        )
         # Ranks may meet in every forward.
         if not (anywhere(is_open, trouble) and matters):
             break
@@ -51,7 +58,8 @@ def look(
         if seen is not None and again is not None:
             # Samples that fit more ways of counting tell less.
             fitting_too = _fitting(again)
-            confirmed = fitting_too <= _fitting(seen)
+            confirmed = confirmed or (again.conclusive and fitting_too <= _fitting(seen))
+            odds *= again.odds
             seen = as_both_show(seen, again)
     by_hand = seen is not None and (seen.made_of is None or bool(seen.rest_terms or seen.extra))
     if seen is not None and by_hand and seen.conclusive and not (confirmed or _tells_alone(seen, fitting_too, window)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from torch import Tensor
@@ -56,6 +57,15 @@ def told_apart(
         return ()
     shares = [count_by(rule, batches[1]) / count_by(rule, batches[0]) for rule in rules]
     return tuple(rules) if all(abs(share - shares[0]) <= 1e-9 for share in shares) else ()
+
+
+def odds_of(rule: Items, batches: Sequence[Mapping[str, Any]]) -> int:
+    """Shares that the first part of a batch might have had beside the one that a rule counts.
+
+    A loss that is weighed by something else has the same share by chance: one sample of two far sooner than 5 labels of 17.
+    """
+    part, whole = (round(count_by(rule, batch)) for batch in (batches[1], batches[0]))
+    return Fraction(part, whole).denominator if whole else 1
 
 
 def weighs_up(losses: Sequence[float], counts: Sequence[float], tolerance: float) -> bool:
