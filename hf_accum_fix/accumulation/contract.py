@@ -136,8 +136,8 @@ class LossContract:
         extra: what a trainer's own ``compute_loss`` adds to the base's loss is a mean over items of its own: the rules
             that count them, the first in use.
         random: its forward draws at random, dropout aside, so that the parts of a batch do not show how it composes.
-        odds: shares of a batch that a part of it might have had, of which its rules count the one seen, where no call
-            shows that: so many to one that they do not fit by chance. 1: it is not known, or no such rule.
+        odds: how many to one against its rules fitting by chance, where no loss call shows what weighs it (see
+            `odds_of`); 1: unknown.
         conclusive: False: settled by the loss call as watched alone, to be observed again in the next window.
         reason: one sentence on how it was found out.
     """

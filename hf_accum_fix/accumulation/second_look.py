@@ -2,9 +2,9 @@
 
 One micro-batch may fit a wrong way of counting by chance. So such a loss is observed twice at first, on other samples
 and under dropout, and up to four times where it seems to be weighed by none of the labels of its tokens, or samples
-show nothing, or fit more ways of counting than the first; again in windows 2, 3, 4, 8, 16 and so on; and on one rank
-wherever the ways of counting that have fitted so far count the micro-batches of a window differently. What is still
-open then is said.
+show nothing, fit more ways of counting than the first, or weigh so much alike that another way might fit as well;
+again in windows 2, 3, 4, 8, 16 and so on; and on one rank wherever the ways of counting that have fitted so far count
+the micro-batches of a window differently. What is still open then is said.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ATTEMPTS = 3
 #: How often a loss is observed in one window at most.
 LOOKS = 4
 
-#: Odds that what no loss call shows does not fit by chance (see `LossContract`), from which on no further look is taken.
+#: How many to one it is against chance (see `odds_of`) from which on nothing more is looked at.
 ENOUGH = 100
 
 

@@ -123,6 +123,15 @@ FOUND = {
     "a term of a column that no rule counts composes by labels by chance": Composition(
         "two-terms-kind", "super", "wide", ("rare",), (4, 2), 0, True, 38107
     ),
+    "samples that weigh alike in both micro-batches": Composition(
+        "chosen", "models-own", "names", ("alike",), (4, 2), seed=47524
+    ),
+    "samples with one target each in both micro-batches seen": Composition(
+        "indexed", "own-by-hand", "wide", ("ragged",), (2, 4), seed=48612
+    ),
+    "the only micro-batch that shows a term has samples that weigh alike": Composition(
+        "number-and-z", "teacher", "no-mask", ("empty",), (3, 3), 4, seed=28243
+    ),
 }
 #: Those that are not only said: exact in every window.
 EXACT = {

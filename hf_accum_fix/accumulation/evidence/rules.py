@@ -60,9 +60,9 @@ def told_apart(
 
 
 def odds_of(rule: Items, batches: Sequence[Mapping[str, Any]]) -> int:
-    """Shares that the first part of a batch might have had beside the one that a rule counts.
+    """How many shares of a batch its first part might have had as easily as the one that a rule counts.
 
-    A loss that is weighed by something else has the same share by chance: one sample of two far sooner than 5 labels of 17.
+    A loss weighed by something else has the same share by chance, and one sample of two far sooner than 5 labels of 17.
     """
     part, whole = (round(count_by(rule, batch)) for batch in (batches[1], batches[0]))
     return Fraction(part, whole).denominator if whole else 1
