@@ -142,8 +142,10 @@ def as_both_show(found: LossContract, again: LossContract) -> LossContract:
             # The same items weigh it, whatever it is made of.
             return found
         if same_terms and common:
-            # What drew at random at its first run (a teacher that is made then) shows no calls.
-            found = again if found.made_of is None else found
+            if found.made_of is None:
+                # What drew at random at its first run (a teacher that is made then) shows no calls.
+                changed = found.changed_by_trainer or again.changed_by_trainer
+                found = replace(again, changed_by_trainer=changed, extra=() if changed else again.extra)
             made_of = found.made_of and replace(found.made_of, rest_terms=rest)
             return replace(found, items=common[0], alternatives=common, made_of=made_of)
     reason = "a term that no loss call shows is another one in other samples, or under dropout"
