@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SEVERAL_FIT, SHIFT_UNKNOWN, LossContract, Reduction
-from hf_accum_fix.accumulation.evidence.rules import counted_alike
+from hf_accum_fix.accumulation.evidence.rules import count_by, in_proportion, ways_of_counting
 from hf_accum_fix.accumulation.window import Items
 
 #: Observe a loss, after so many times: what this rank sees, None if it has no window; and the trouble that it met.
@@ -66,7 +66,7 @@ def look(
         seen = replace(seen, conclusive=False, reason=SEVERAL_FIT)
     if seen is not None and seen.conclusive and several_fit(seen, window):
         seen = replace(seen, conclusive=False, reason=SEVERAL_FIT)
-    return seen, trouble
+    return seen and replace(seen, counted=counted_in(window, seen)), trouble
 
 
 def shows_no_call(found: LossContract | None) -> bool:
@@ -170,18 +170,36 @@ def is_due(known: LossContract, number: int, window: Sequence[Any], *, alone: bo
 def several_fit(known: LossContract, window: Sequence[Any]) -> bool:
     """Whether the ways of counting that fit what no call shows count the micro-batches of a window differently.
 
+    On several ranks, or differently from the window in which the ranks agreed, so that no rank has to ask the others.
     Looked at where the window is held by the host, so that it waits for no device.
     """
-    by_hand = known.alternatives if known.made_of is None and known.reduction is Reduction.MEAN else ()
-    fitting = [rules for rules in (by_hand, known.rest_terms, known.extra) if len(rules) > 1]
-    if not fitting or not all(isinstance(batch, Mapping) for batch in window):
+    if not all(_is_countable(rules, window) for rules in known.open_rules):
         return False
-    if not all(rule.has_targets(batch) for rules in fitting for rule in rules for batch in window):
+    before = dict(known.counted)
+    for rules in known.open_rules:
+        counts = [[count_by(rule, batch) for batch in window] for rule in rules]
+        agreed = [[before[rule], *each] for rule, each in zip(rules, counts, strict=True) if rule in before]
+        if not in_proportion(counts) or not in_proportion([[each[0], sum(each[1:])] for each in agreed]):
+            return True
+    return False
+
+
+def counted_in(window: Sequence[Any], found: LossContract) -> tuple[tuple[Items, float], ...]:
+    """What every way of counting makes of a window, which other ranks may hold theirs against."""
+    if not window or not isinstance(window[0], Mapping):
+        return ()
+    rules = dict.fromkeys((*(rule for rules in found.open_rules for rule in rules), *ways_of_counting(window[0], ())))
+    return tuple(
+        (rule, sum(count_by(rule, batch) for batch in window)) for rule in rules if _is_countable([rule], window)
+    )
+
+
+def _is_countable(rules: Sequence[Items], window: Sequence[Any]) -> bool:
+    """Whether a window is held by the host, and has what the rules count."""
+    if not all(isinstance(batch, Mapping) and rule.has_targets(batch) for batch in window for rule in rules):
         return False
     values = [value for batch in window for value in batch.values() if isinstance(value, Tensor)]
-    if any(value.device.type != "cpu" for value in values):
-        return False
-    return not all(counted_alike(rules, window) for rules in fitting)
+    return all(value.device.type == "cpu" for value in values)
 
 
 def trained_wrongly(known: LossContract | None, found: LossContract) -> bool:

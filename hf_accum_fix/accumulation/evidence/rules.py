@@ -39,7 +39,11 @@ def composing_rules(
 
 def counted_alike(rules: Sequence[Items], window: Sequence[Mapping[str, Any]]) -> bool:
     """Whether every rule counts the same shares of a window, so that it does not matter which is the right one."""
-    counts = [[count_by(rule, batch) for batch in window] for rule in rules]
+    return in_proportion([[count_by(rule, batch) for batch in window] for rule in rules])
+
+
+def in_proportion(counts: Sequence[Sequence[float]]) -> bool:
+    """Whether every row of counts has the same shares of its sum."""
     shares = [[count / (sum(each) or 1.0) for count in each] for each in counts]
     return all(abs(a - b) <= 1e-9 for each in shares for a, b in zip(each, shares[0], strict=True))
 
