@@ -128,7 +128,7 @@ def _stacked(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Micro-batches of one sample as one of them all, padded on the right; None where that cannot be done safely."""
     result: dict[str, Any] = {}
     for key, value in samples[0].items():
-        values = [sample.get(key) for sample in samples]
+        values: list[Any] = [sample.get(key) for sample in samples]
         if isinstance(value, Tensor):
             rows = [row for row in values if isinstance(row, Tensor) and 0 < row.ndim == value.ndim and len(row) == 1]
             if len(rows) < len(samples):
