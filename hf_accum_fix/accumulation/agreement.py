@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hf_accum_fix.accumulation.contract import (
@@ -13,6 +13,7 @@ from hf_accum_fix.accumulation.contract import (
     LossContract,
     Reduction,
 )
+from hf_accum_fix.accumulation.evidence.rules import in_proportion
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.errors import ContractError
 
@@ -29,7 +30,7 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     if not ranks:
         return LossContract(Reduction.PLAIN, conclusive=False, reason=NO_TARGET_SEEN)
     if len(ranks) == 1:
-        return ranks[0]
+        return replace(ranks[0], counted=())
     conclusive = [each for each in ranks if each.conclusive]
     # One rank's samples that do not compose outweigh any number that do.
     plain = [each for each in conclusive if each.reduction is Reduction.PLAIN]
@@ -49,7 +50,7 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     same_kind = len({(each.reduction, each.owned_by_trainer) for each in pool}) == 1
     if same_kind and (first.items is None or common):
         several = several_fit[0] if several_fit and len(common) > 1 else first
-        return replace(
+        agreed = replace(
             first,
             conclusive=several.conclusive,
             reason=several.reason,
@@ -62,6 +63,7 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
             extra=() if any(each.changed_by_trainer for each in pool) else _common([each.extra for each in pool]),
             changed_by_trainer=any(each.changed_by_trainer for each in pool),
         )
+        return _held_together(agreed, [dict(each.counted) for each in ranks])
     if not conclusive:
         return replace(first, conclusive=False)
     told = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(ranks))
@@ -76,6 +78,17 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
         divides=Divides.UNKNOWN,
         reason=f"the ranks train different losses ({told})",
     )
+
+
+def _held_together(agreed: LossContract, counted: Sequence[Mapping[Items, float]]) -> LossContract:
+    """What was agreed on, unless ways of counting that fit on every rank count the ranks' windows differently."""
+    known = [rules for rules in agreed.open_rules if all(rule in each for each in counted for rule in rules)]
+    if agreed.conclusive and not all(
+        in_proportion([[each[rule] for each in counted] for rule in rules]) for rules in known
+    ):
+        agreed = replace(agreed, conclusive=False, reason=SEVERAL_FIT)
+    open_rules = dict.fromkeys(rule for rules in known for rule in rules)
+    return replace(agreed, counted=tuple((rule, sum(each[rule] for each in counted)) for rule in open_rules))
 
 
 def _composed_alike(one: LossContract, pool: Sequence[LossContract]) -> Composition | None:

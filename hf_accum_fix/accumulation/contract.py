@@ -136,6 +136,9 @@ class LossContract:
         extra: what a trainer's own ``compute_loss`` adds to the base's loss is a mean over items of its own: the rules
             that count them, the first in use.
         random: its forward draws at random, dropout aside, so that the parts of a batch do not show how it composes.
+        odds: how many to one against its rules fitting by chance, where no loss call shows what weighs it (see
+            `odds_of`); 1: unknown.
+        counted: what each way of counting makes of the window observed: of this rank's or, once agreed, of them all.
         conclusive: False: settled by the loss call as watched alone, to be observed again in the next window.
         reason: one sentence on how it was found out.
     """
@@ -155,6 +158,8 @@ class LossContract:
     beside: bool = False
     extra: tuple[Items, ...] = ()
     random: bool = False
+    odds: int = 1
+    counted: tuple[tuple[Items, float], ...] = ()
     conclusive: bool = True
     reason: str = "given by hand"
 
@@ -210,6 +215,18 @@ class LossContract:
     def rest_terms(self) -> tuple[Items, ...]:
         """The rules of a rest, beside its loss calls, that is a mean over items of its own."""
         return () if self.made_of is None else self.made_of.rest_terms
+
+    @property
+    def by_hand_rules(self) -> tuple[Items, ...]:
+        """The rules of what no loss call shows."""
+        if self.made_of is not None:
+            return self.rest_terms
+        return self.alternatives if self.reduction is Reduction.MEAN else ()
+
+    @property
+    def open_rules(self) -> tuple[tuple[Items, ...], ...]:
+        """Where several rules fit what no loss call shows: they."""
+        return tuple(rules for rules in (self.by_hand_rules, self.extra) if len(rules) > 1)
 
     @property
     def graded(self) -> bool:

@@ -44,7 +44,7 @@ from hf_accum_fix.accumulation.evidence.probe import (
     with_telling_labels,
     without_first_label,
 )
-from hf_accum_fix.accumulation.evidence.rules import listed_targets
+from hf_accum_fix.accumulation.evidence.rules import listed_targets, odds_of
 from hf_accum_fix.accumulation.loss_calls import LossCalls
 from hf_accum_fix.accumulation.noise import WithoutNoise
 from hf_accum_fix.accumulation.preserve import undisturbed
@@ -219,6 +219,8 @@ def observe(
         if not made_of.counted and (made_of.rest or made_of.rest_terms):
             found = replace(found, beside=True, reason=SCALED_BESIDE)
         found = replace(found, made_of=replace(made_of, graded=graded))
+    if (by_hand_rules := found.by_hand_rules) and found.conclusive and evidence.in_parts:
+        found = replace(found, odds=odds_of(by_hand_rules[0], evidence.batches))
     return replace(found, dtype=first.dtype, owned_by_trainer=first.own, random=first.random)
 
 

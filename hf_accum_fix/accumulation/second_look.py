@@ -2,9 +2,9 @@
 
 One micro-batch may fit a wrong way of counting by chance. So such a loss is observed twice at first, on other samples
 and under dropout, and up to four times where it seems to be weighed by none of the labels of its tokens, or samples
-show nothing, or fit more ways of counting than the first; again in windows 2, 3, 4, 8, 16 and so on; and on one rank
-wherever the ways of counting that have fitted so far count the micro-batches of a window differently. What is still
-open then is said.
+show nothing, fit more ways of counting than the first, or weigh so much alike that another way might fit as well;
+again in windows 2, 3, 4, 8, 16 and so on; and on one rank wherever the ways of counting that have fitted so far count
+the micro-batches of a window differently. What is still open then is said.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SEVERAL_FIT, SHIFT_UNKNOWN, LossContract, Reduction
-from hf_accum_fix.accumulation.evidence.rules import counted_alike
+from hf_accum_fix.accumulation.evidence.rules import count_by, in_proportion, ways_of_counting
 from hf_accum_fix.accumulation.window import Items
 
 #: Observe a loss, after so many times: what this rank sees, None if it has no window; and the trouble that it met.
@@ -27,6 +27,9 @@ ATTEMPTS = 3
 
 #: How often a loss is observed in one window at most.
 LOOKS = 4
+
+#: How many to one it is against chance (see `odds_of`) from which on nothing more is looked at.
+ENOUGH = 100
 
 
 def look(
@@ -41,9 +44,13 @@ def look(
         matters: the way of counting changes what is trained; for the only micro-batch of a global batch none does.
     """
     seen, trouble = observe(0)
-    confirmed, fitting_too = False, set[Items]()
+    confirmed, fitting_too, odds = False, set[Items](), 1 if seen is None else seen.odds
     for before in range(1, LOOKS):
-        is_open = _is_far_fetched(seen, window) or (shows_no_call(seen) and not confirmed) or _shows_nothing(seen)
+        is_open = (
+            _is_far_fetched(seen, window)
+            or (shows_no_call(seen) and not (confirmed and odds >= ENOUGH))
+            or _shows_nothing(seen)
+        )
         # Ranks may meet in every forward.
         if not (anywhere(is_open, trouble) and matters):
             break
@@ -51,14 +58,15 @@ def look(
         if seen is not None and again is not None:
             # Samples that fit more ways of counting tell less.
             fitting_too = _fitting(again)
-            confirmed = fitting_too <= _fitting(seen)
+            confirmed = confirmed or (again.conclusive and fitting_too <= _fitting(seen))
+            odds *= again.odds
             seen = as_both_show(seen, again)
     by_hand = seen is not None and (seen.made_of is None or bool(seen.rest_terms or seen.extra))
     if seen is not None and by_hand and seen.conclusive and not (confirmed or _tells_alone(seen, fitting_too, window)):
         seen = replace(seen, conclusive=False, reason=SEVERAL_FIT)
     if seen is not None and seen.conclusive and several_fit(seen, window):
         seen = replace(seen, conclusive=False, reason=SEVERAL_FIT)
-    return seen, trouble
+    return seen and replace(seen, counted=counted_in(window, seen)), trouble
 
 
 def shows_no_call(found: LossContract | None) -> bool:
@@ -134,8 +142,10 @@ def as_both_show(found: LossContract, again: LossContract) -> LossContract:
             # The same items weigh it, whatever it is made of.
             return found
         if same_terms and common:
-            # What drew at random at its first run (a teacher that is made then) shows no calls.
-            found = again if found.made_of is None else found
+            if found.made_of is None:
+                # What drew at random at its first run (a teacher that is made then) shows no calls.
+                changed = found.changed_by_trainer or again.changed_by_trainer
+                found = replace(again, changed_by_trainer=changed, extra=() if changed else again.extra)
             made_of = found.made_of and replace(found.made_of, rest_terms=rest)
             return replace(found, items=common[0], alternatives=common, made_of=made_of)
     reason = "a term that no loss call shows is another one in other samples, or under dropout"
@@ -160,18 +170,36 @@ def is_due(known: LossContract, number: int, window: Sequence[Any], *, alone: bo
 def several_fit(known: LossContract, window: Sequence[Any]) -> bool:
     """Whether the ways of counting that fit what no call shows count the micro-batches of a window differently.
 
+    On several ranks, or differently from the window in which the ranks agreed, so that no rank has to ask the others.
     Looked at where the window is held by the host, so that it waits for no device.
     """
-    by_hand = known.alternatives if known.made_of is None and known.reduction is Reduction.MEAN else ()
-    fitting = [rules for rules in (by_hand, known.rest_terms, known.extra) if len(rules) > 1]
-    if not fitting or not all(isinstance(batch, Mapping) for batch in window):
+    if not all(_is_countable(rules, window) for rules in known.open_rules):
         return False
-    if not all(rule.has_targets(batch) for rules in fitting for rule in rules for batch in window):
+    before = dict(known.counted)
+    for rules in known.open_rules:
+        counts = [[count_by(rule, batch) for batch in window] for rule in rules]
+        agreed = [[before[rule], *each] for rule, each in zip(rules, counts, strict=True) if rule in before]
+        if not in_proportion(counts) or not in_proportion([[each[0], sum(each[1:])] for each in agreed]):
+            return True
+    return False
+
+
+def counted_in(window: Sequence[Any], found: LossContract) -> tuple[tuple[Items, float], ...]:
+    """What every way of counting makes of a window, which other ranks may hold theirs against."""
+    if not window or not isinstance(window[0], Mapping):
+        return ()
+    rules = dict.fromkeys((*(rule for rules in found.open_rules for rule in rules), *ways_of_counting(window[0], ())))
+    return tuple(
+        (rule, sum(count_by(rule, batch) for batch in window)) for rule in rules if _is_countable([rule], window)
+    )
+
+
+def _is_countable(rules: Sequence[Items], window: Sequence[Any]) -> bool:
+    """Whether a window is held by the host, and has what the rules count."""
+    if not all(isinstance(batch, Mapping) and rule.has_targets(batch) for batch in window for rule in rules):
         return False
     values = [value for batch in window for value in batch.values() if isinstance(value, Tensor)]
-    if any(value.device.type != "cpu" for value in values):
-        return False
-    return not all(counted_alike(rules, window) for rules in fitting)
+    return all(value.device.type == "cpu" for value in values)
 
 
 def trained_wrongly(known: LossContract | None, found: LossContract) -> bool:

@@ -145,7 +145,8 @@ def _observe(trainer: TrainerLike, session: Session, window: list[Any], *, again
     if response is None or response.divides is Divides.UNKNOWN:
         found = replace(found, changed_by_trainer=True)
     elif response.extra and counted_alike(response.extra, window):
-        found = replace(found, extra=response.extra)
+        odds = min(response.odds, found.odds) if found.by_hand_rules else response.odds
+        found = replace(found, extra=response.extra, odds=odds)
     elif response.extra:
         found = replace(found, changed_by_trainer=True)
     if is_compiled(module):

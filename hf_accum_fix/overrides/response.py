@@ -11,7 +11,7 @@ from hf_accum_fix.accumulation.contract import (
     Divides,
 )
 from hf_accum_fix.accumulation.evidence.own_loss import divides_by
-from hf_accum_fix.accumulation.evidence.rules import composing_rules
+from hf_accum_fix.accumulation.evidence.rules import composing_rules, odds_of
 from hf_accum_fix.accumulation.window import Items, sample_count
 
 
@@ -21,6 +21,7 @@ class Response:
 
     Attributes:
         extra: the rules that count what is added, where that is a mean over items of its own.
+        odds: that these rules do not fit by chance (see `LossContract`).
         divides: when it divides it for the accumulation window.
         shown: a finite loss of the base, other than zero, showed it.
     """
@@ -28,6 +29,7 @@ class Response:
     factor: float = 1.0
     constant: bool = False
     extra: tuple[Items, ...] = ()
+    odds: int = 1
     divides: Divides = Divides.NEVER
     shown: bool = True
 
@@ -68,7 +70,10 @@ def response_of(responses: Sequence[Asked], steps: int) -> Response | None:
         return Response(0.0)
     if any(abs(each.loss - factor * each.base - added) > limit for each in plain):
         extra = _extra(plain, factor)
-        return Response(round(factor, 12), extra=extra, divides=_divides(seen, factor, added, steps)) if extra else None
+        if not extra:
+            return None
+        odds = odds_of(extra[0], [plain[0].inputs, plain[-2].inputs])
+        return Response(round(factor, 12), extra=extra, odds=odds, divides=_divides(seen, factor, added, steps))
     constant = abs(added) > limit
     if constant and all(_alike(each.inputs, plain[0].inputs) for each in plain):
         # Seen on other samples too, it would be a constant.

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.attacks.compositions import Composition, installed_once, outcome, told
+from tests.numerics.parity import pass_over_imports
 
 RANKS = 2
 #: Whatever waits for the other rank longer than that waits for ever [s].
@@ -85,6 +86,7 @@ def _serve(rank: int, pipe: Connection, folder: Path, meeting: str) -> None:
         "gloo", init_method=f"file://{folder / meeting}", rank=rank, world_size=RANKS, timeout=patience
     )
     silence = (folder / f"{meeting}-{rank}.log").open("w")
+    first = True
     with installed_once(), contextlib.redirect_stdout(silence):
         while True:
             try:
@@ -100,3 +102,6 @@ def _serve(rank: int, pipe: Connection, folder: Path, meeting: str) -> None:
                 # A rank that raised may have left the other in a collective of its own.
                 well = found.patched is not None
                 pipe.send((found.faults, told(composition, found), well))
+                if first:
+                    pass_over_imports()
+                    first = False

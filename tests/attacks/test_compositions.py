@@ -11,6 +11,7 @@ from torch import Tensor
 
 import hf_accum_fix
 from tests.attacks.compositions import Composition, installed_once, outcome, told
+from tests.attacks.pair_of_ranks import PairOfRanks
 from tests.attacks.trainings import computing, train
 
 #: By what was wrong; a composition names its parts, its data for every window, its cut, and its seed.
@@ -123,6 +124,15 @@ FOUND = {
     "a term of a column that no rule counts composes by labels by chance": Composition(
         "two-terms-kind", "super", "wide", ("rare",), (4, 2), 0, True, 38107
     ),
+    "samples that weigh alike in both micro-batches": Composition(
+        "chosen", "models-own", "names", ("alike",), (4, 2), seed=47524
+    ),
+    "samples with one target each in both micro-batches seen": Composition(
+        "indexed", "own-by-hand", "wide", ("ragged",), (2, 4), seed=48612
+    ),
+    "the only micro-batch that shows a term has samples that weigh alike": Composition(
+        "number-and-z", "teacher", "no-mask", ("empty",), (3, 3), 4, seed=28243
+    ),
 }
 #: Those that are not only said: exact in every window.
 EXACT = {
@@ -139,6 +149,16 @@ EXACT = {
     "an own mean whose only labelled sample is its own micro-batch",
 }
 
+#: The same of two ranks.
+FOUND_ON_TWO = {
+    "a term under dropout that no rule fits, and that a later look takes for another": Composition(
+        "weights-column", "r-drop", "narrow-labels", ("whole",), (4, 1), seed=54150, ranks=2
+    ),
+    "several ways of counting fit, and only the ranks' windows tell them apart": Composition(
+        "mean-and-z", "teacher-by-torch", "wide", ("whole", "whole"), (4, 1), seed=26939, ranks=2
+    ),
+}
+
 
 @pytest.mark.parametrize("name", FOUND)
 def test_exact_or_said(name: str, tmp_path: Path) -> None:
@@ -149,6 +169,12 @@ def test_exact_or_said(name: str, tmp_path: Path) -> None:
     if name in EXACT:
         assert found.patched is not None
         assert all(error <= composition.floor for error in found.patched.errors), told(composition, found)
+
+
+@pytest.mark.parametrize("name", FOUND_ON_TWO)
+def test_exact_or_said_on_two_ranks(name: str, pair: PairOfRanks) -> None:
+    faults, words = pair.outcome(FOUND_ON_TWO[name])
+    assert not faults, words
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0])

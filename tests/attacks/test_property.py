@@ -72,12 +72,6 @@ def test_exact_to_the_floor_or_said(composition: Composition, output: Path) -> N
     assert not found.faults, told(composition, found)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PairOfRanks]:
-    with PairOfRanks(tmp_path_factory.mktemp("pair")) as pair:
-        yield pair
-
-
 @pytest.mark.timeout(0)
 @examples(max(EXAMPLES // 20, 1))
 @given(composition=compositions(ranks=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,19 +16,25 @@ from hf_accum_fix.accumulation.evidence.router_terms import router_terms
 from hf_accum_fix.accumulation.evidence.rules import count_by, is_close, listed_targets, ways_of_counting
 from hf_accum_fix.accumulation.window import has_rows, sample_count
 
+#: Samples that are taken out of their micro-batches at most.
+_TRIED = 32
+
 
 def telling_batch(window: Sequence[Mapping[str, Any]], *, again: int = 0) -> tuple[dict[str, Any], bool]:
     """The micro-batch whose rows tell most ways of counting apart, and of those the one with the most targets.
 
-    ``again``: how many places further down that order, if there are as many.
+    ``again``: how many places further down that order, if there are as many; from the third time on it is put together
+    from samples of all micro-batches, whose weights beside each other are what has to be known.
 
     It has at least two samples if they can be had: micro-batches of one are put together by twos; whether they were.
     """
+    if again > 1 and len(window) > 1 and (mixed := _mixed(window, again)) is not None:
+        return with_telling_labels(mixed), True
     ordered = sorted(window, key=target_count, reverse=True)
     several: list[Mapping[str, Any]] = [inputs for inputs in ordered if sample_count(inputs) > 1]
     stacked = False
     if not several:
-        pairs = [_stacked(ordered[0], other) for other in ordered[1:] or ordered]
+        pairs = [_stacked([ordered[0], other]) for other in ordered[1:] or ordered]
         found = [pair for pair in pairs if pair is not None]
         several, stacked = [*found] or ordered[:1], bool(found)
     filled = list(map(with_telling_labels, several))
@@ -36,6 +43,19 @@ def telling_batch(window: Sequence[Mapping[str, Any]], *, again: int = 0) -> tup
     # One that tells nothing apart is taken only where none does.
     usable = [place for place in telling if bool(ways[place]) == bool(ways[telling[0]])]
     return filled[usable[again % len(usable)]], stacked
+
+
+def _mixed(window: Sequence[Mapping[str, Any]], again: int) -> dict[str, Any] | None:
+    """As many samples with a target as a micro-batch has, three at least, from all over a window."""
+    samples = (
+        _rows(inputs, [row]) if _has_rows(inputs) else inputs
+        for inputs in window
+        for row in range(sample_count(inputs))
+    )
+    filled = [sample for sample in islice(samples, _TRIED) if _labelled(sample)]
+    rows = max(3, sample_count(window[0]))
+    ordered = sorted(filled, key=_labelled, reverse=again % 2 == 0)[:: max(1, len(filled) // rows)]
+    return _stacked(ordered[:rows]) if len(ordered) > 2 else None
 
 
 def _ways_told_apart(inputs: Mapping[str, Any]) -> int:
@@ -90,29 +110,38 @@ def target_count(inputs: Mapping[str, Any]) -> float:
     return float(next(ways_of_counting(inputs, ())).count(inputs))
 
 
+def _labelled(inputs: Mapping[str, Any]) -> float:
+    """The labels of a micro-batch that may be targets, whatever the ignored index: no class is negative."""
+    labels = inputs.get("labels")
+    if isinstance(labels, Tensor) and not labels.is_floating_point():
+        return float((labels >= 0).sum())
+    return target_count(inputs)
+
+
 def label_count(inputs: Mapping[str, Any]) -> int:
     """The ``labels`` other than -100."""
     labels = inputs.get("labels")
     return int((labels != -100).sum()) if isinstance(labels, Tensor) else 0
 
 
-def _stacked(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Two micro-batches of one sample as one of two, padded on the right; None where that cannot be done safely."""
+def _stacked(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Micro-batches of one sample as one of them all, padded on the right; None where that cannot be done safely."""
     result: dict[str, Any] = {}
-    for key, value in one.items():
-        mate = other.get(key)
-        if isinstance(value, Tensor) and isinstance(mate, Tensor):
-            if value.ndim == 0 or value.ndim != mate.ndim or len(value) != 1 or len(mate) != 1:
+    for key, value in samples[0].items():
+        values: list[Any] = [sample.get(key) for sample in samples]
+        if isinstance(value, Tensor):
+            rows = [row for row in values if isinstance(row, Tensor) and 0 < row.ndim == value.ndim and len(row) == 1]
+            if len(rows) < len(samples):
                 return None
             if value.ndim == 2 or not value.is_floating_point():
-                width = max(value.shape[-1], mate.shape[-1])
+                width = max(row.shape[-1] for row in rows)
                 fill = -100 if "label" in key else 0
-                value, mate = (F.pad(row, (0, width - row.shape[-1]), value=fill) for row in (value, mate))
-            if value.shape != mate.shape:
+                rows = [F.pad(row, (0, width - row.shape[-1]), value=fill) for row in rows]
+            if len({row.shape for row in rows}) > 1:
                 return None
-            result[key] = torch.cat([value, mate])
-        elif isinstance(value, list) and isinstance(mate, list):
-            result[key] = value + mate
+            result[key] = torch.cat(rows)
+        elif isinstance(value, list) and all(isinstance(each, list) for each in values):
+            result[key] = [entry for each in values for entry in each]
         elif isinstance(value, (bool, str)) or value is None:
             result[key] = value
         else:

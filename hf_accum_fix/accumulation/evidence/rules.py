@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from torch import Tensor
@@ -38,7 +39,11 @@ def composing_rules(
 
 def counted_alike(rules: Sequence[Items], window: Sequence[Mapping[str, Any]]) -> bool:
     """Whether every rule counts the same shares of a window, so that it does not matter which is the right one."""
-    counts = [[count_by(rule, batch) for batch in window] for rule in rules]
+    return in_proportion([[count_by(rule, batch) for batch in window] for rule in rules])
+
+
+def in_proportion(counts: Sequence[Sequence[float]]) -> bool:
+    """Whether every row of counts has the same shares of its sum."""
     shares = [[count / (sum(each) or 1.0) for count in each] for each in counts]
     return all(abs(a - b) <= 1e-9 for each in shares for a, b in zip(each, shares[0], strict=True))
 
@@ -56,6 +61,15 @@ def told_apart(
         return ()
     shares = [count_by(rule, batches[1]) / count_by(rule, batches[0]) for rule in rules]
     return tuple(rules) if all(abs(share - shares[0]) <= 1e-9 for share in shares) else ()
+
+
+def odds_of(rule: Items, batches: Sequence[Mapping[str, Any]]) -> int:
+    """How many shares of a batch its first part might have had as easily as the one that a rule counts.
+
+    A loss weighed by something else has the same share by chance, and one sample of two far sooner than 5 labels of 17.
+    """
+    part, whole = (round(count_by(rule, batch)) for batch in (batches[1], batches[0]))
+    return Fraction(part, whole).denominator if whole else 1
 
 
 def weighs_up(losses: Sequence[float], counts: Sequence[float], tolerance: float) -> bool:
