@@ -48,7 +48,7 @@ def telling_batch(window: Sequence[Mapping[str, Any]], *, again: int = 0) -> tup
 def _mixed(window: Sequence[Mapping[str, Any]], again: int) -> dict[str, Any] | None:
     """As many samples with a target as a micro-batch has, three at least, from all over a window."""
     samples = (
-        _rows(inputs, [row]) if _has_rows(inputs) else inputs
+        _rows(inputs, [row]) if _has_parts(inputs) else inputs
         for inputs in window
         for row in range(sample_count(inputs))
     )
