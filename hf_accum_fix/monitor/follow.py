@@ -37,25 +37,33 @@ def follow(
         sleep: waits.
 
     Returns:
-        The findings of the last reading.
-    """
-    from rich.live import Live
-    from rich.text import Text
+        The findings of the last complete reading.
 
+    Raises:
+        LogsError: if it is interrupted before any logs could be read.
+    """
     found: list[str] = []
-    with Live(Text("reading"), auto_refresh=False) as live:
-        while True:
-            try:
-                runs = [run for path in paths for run in read_runs(path)]
-                found = all_findings(runs, against)
-                told = "\n".join([*map(curve, runs), "", report(runs, against)])
-            except LogsError as error:
-                told = f"waiting: {error}"
-            live.update(Text(f"{told}\n\n{time.strftime('%H:%M:%S')}, every {seconds:g} s; Ctrl-C ends"), refresh=True)
-            try:
+    unread: LogsError | None = LogsError("interrupted before the logs were read; expected one complete reading")
+    try:
+        from rich.live import Live
+        from rich.text import Text
+
+        with Live(Text("reading"), auto_refresh=False) as live:
+            while True:
+                try:
+                    runs = [run for path in paths for run in read_runs(path)]
+                    told = "\n".join([*map(curve, runs), "", report(runs, against)])
+                    found, unread = all_findings(runs, against), None
+                except LogsError as error:
+                    unread = unread and error
+                    told = f"waiting: {error}"
+                told = f"{told}\n\n{time.strftime('%H:%M:%S')}, every {seconds:g} s; Ctrl-C ends"
+                live.update(Text(told), refresh=True)
                 sleep(seconds)
-            except KeyboardInterrupt:
-                return found
+    except KeyboardInterrupt:
+        if unread is not None:
+            raise unread from None
+        return found
 
 
 def curve(run: Run) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -60,15 +62,15 @@ def logged(its: Trainer) -> list[dict[str, float]]:
     return [row for row in its.state.log_history if "loss" in row]
 
 
-def test_a_real_event_file_holds_every_number_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_event_file_holds_every_number_under_its_name(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
     its = trainer(tmp_path, report_to=["tensorboard"], save_strategy="steps", save_steps=6)
     for callback in all_callbacks(its):
         its.add_callback(callback)
     its.train()
-    events = EventAccumulator(str(tmp_path / "events"))
+    (file,) = tmp_path.rglob("*tfevents*")
+    events = EventAccumulator(str(file))
     events.Reload()
     rows = logged(its)
     assert [row["step"] for row in rows] == [3, 6]
@@ -249,7 +251,10 @@ def test_without_clipping_norms_are_measured_all_the_same(tmp_path: Path) -> Non
     its.add_callback(GradientNormCallback(its))
     its.train()
     row = logged(its)[-1]
-    assert row["hf_accum_fix/gradient_norm_median"] > 0 and "hf_accum_fix/clipped_steps_share" not in row
+    # Older releases take no norm without clipping; tested from 5.4.0 on.
+    assert "grad_norm" in row or Version(transformers.__version__) < Version("5.4")
+    assert (row.get("hf_accum_fix/gradient_norm_median", 0.0) > 0) == ("grad_norm" in row)
+    assert "hf_accum_fix/clipped_steps_share" not in row
 
 
 def test_where_the_trainer_takes_no_norm_none_is_logged(tmp_path: Path) -> None:
