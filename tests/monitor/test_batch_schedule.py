@@ -82,7 +82,7 @@ def test_a_trainer_that_is_resumed_with_half_the_micro_batches_tells(
         )  # fmt: skip
         told: list[str] = []
         callback = LossCallback(its)
-        callback.on_alarm = lambda alarm: told.append(alarm.kind)
+        callback.alarms.on_alarm = lambda alarm: told.append(alarm.kind)
         its.add_callback(callback)
         its.train(resume_from_checkpoint=checkpoint)
         return told

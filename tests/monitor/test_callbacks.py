@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections import Counter
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_accum_fix
 from hf_accum_fix import GlobalBatchTrainer
@@ -30,6 +32,7 @@ from hf_accum_fix.monitor.callbacks import (
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
 from hf_accum_fix.monitor.rank_gradients import RankGradients
+from tests.monitor.side_by_side import OneOf, side_by_side
 
 
 def samples(count: int = 48) -> list[dict[str, Tensor]]:
@@ -205,13 +208,49 @@ def test_a_step_costs_a_few_operations_on_single_numbers() -> None:
     assert operations.count <= 20
 
 
-def test_the_loss_of_a_log_is_two_sums(tmp_path: Path) -> None:
-    its = trainer(tmp_path)
-    ranks = Counted()
-    its.add_callback(LossCallback(its, ranks))
-    its.train()
-    # The meter's, and the count that the steps were handed.
-    assert ranks.sums == 2 * len(logged(its))
+def test_a_log_of_all_callbacks_is_one_sum(tmp_path: Path) -> None:
+    """However they were added; once a training the ranks agree on what all of them can watch, and on the replicas."""
+
+    def work(ranks: OneOf) -> list[int]:
+        its, summed = trainer(tmp_path, logging_steps=2, gradient_accumulation_steps=1), [0]
+        for callback in all_callbacks(its, ranks):
+            its.add_callback(callback)
+        its.add_callback(Summed(ranks, summed))
+        its.train()
+        return [after - before for before, after in pairwise(summed)]
+
+    # At first whether all have replicas and whether any has BatchNorm, what all can watch, and the log itself.
+    assert side_by_side(work) == [[4, 1, 1]] * 2
+
+
+class Summed(TrainerCallback):
+    """Notes the sums so far at every log."""
+
+    def __init__(self, ranks: OneOf, summed: list[int]) -> None:
+        self.ranks, self.summed = ranks, summed
+
+    def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        self.summed += [self.ranks.sums] * ("loss" in logs)
+
+
+class OnOneRank(MonitorCallback):
+    """What only rank 0 can watch."""
+
+    def gathered(self) -> tuple[LossMeter, ...]:
+        return () if self.ranks.rank else (LossMeter(),)
+
+
+def test_what_another_rank_cannot_watch_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def work(ranks: OneOf) -> dict[str, float]:
+        its = trainer(tmp_path, max_steps=2, logging_steps=1)
+        its.add_callback(OnOneRank(its, ranks))
+        its.add_callback(MemoryCallback(its, ranks))
+        its.train()
+        return logged(its)[-1]
+
+    with caplog.at_level(logging.WARNING, logger="hf_accum_fix.monitor"):
+        assert all("hf_accum_fix/memory_mib" in row for row in side_by_side(work))
+    assert sum("OnOneRank: got a setup in which other ranks cannot" in line for line in caplog.messages) == 1
 
 
 def test_the_trainer_is_left_as_it_was_in_whatever_order_callbacks_leave(tmp_path: Path) -> None:
@@ -225,7 +264,7 @@ def test_the_trainer_is_left_as_it_was_in_whatever_order_callbacks_leave(tmp_pat
     its.train()
     assert vars(its)["log"] is standing and "training_step" not in vars(its)
     assert "clip_grad_norm_" not in vars(its.accelerator)
-    assert not any("listeners" in name for name in (*vars(its), *vars(its.accelerator)))
+    assert not any("hf_accum_fix" in name for name in (*vars(its), *vars(its.accelerator)))
     assert "hf_accum_fix/memory_mib" in logged(its)[-1]
 
 
@@ -258,7 +297,7 @@ def test_without_clipping_norms_are_measured_all_the_same(tmp_path: Path) -> Non
 
 
 def test_where_the_trainer_takes_no_norm_none_is_logged(tmp_path: Path) -> None:
-    assert GradientNormCallback(trainer(tmp_path)).measured({"loss": 1.0}) == {}
+    assert GradientNormCallback(trainer(tmp_path)).measured({"loss": 1.0}, {}) == {}
 
 
 def test_every_step_is_clipped_where_the_bar_is_low(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.monitor import SharedSamplesCallback
+from hf_accum_fix.monitor.ranks import read_together
 from hf_accum_fix.monitor.shared_samples import SharedSamples
 from tests.monitor.side_by_side import OneOf, side_by_side
 
@@ -62,7 +63,7 @@ def test_the_trainer_s_ranks_are_compared_without_their_padding() -> None:
     def work(ranks: OneOf) -> list[str]:
         callback = SharedSamplesCallback(Namespace(state=Namespace(global_step=1)), ranks)
         told: list[str] = []
-        callback.on_alarm = lambda alarm: told.append(alarm.kind)
+        callback.alarms.on_alarm = lambda alarm: told.append(alarm.kind)
         draw = torch.Generator().manual_seed(0)
         for _ in range(3):
             for _ in range(4):
@@ -72,7 +73,7 @@ def test_the_trainer_s_ranks_are_compared_without_their_padding() -> None:
                 mask = torch.ones_like(ids)
                 mask[:, 6:] = 0
                 callback._after_step(torch.ones(()), None, {"attention_mask": mask, "input_ids": ids})
-            assert callback.measured({}) == {}
+            assert callback.measured({}, read_together(ranks, callback.gathered())) == {}
         return told
 
     assert side_by_side(work) == [["ranks-share-samples"] * 2] * 2
