@@ -95,6 +95,7 @@ class Monitor:
         self._norms, self._memory = GradientNorm(max_norm), MemoryMonitor(ranks=self._ranks)
         self._samples = SharedSamples(self._ranks) if self._ranks.size > 1 else None
         self._steps_logged, self._agreed = 0, False
+        self._flat = any(type(parameter).__name__ == "FlatParameter" for parameter in model.parameters())
         self._rank_gradients: RankGradients | None = None
         self._replicas: Replicas | None = None
         self._noise: NoiseScale | None = None
@@ -145,7 +146,8 @@ class Monitor:
         Args:
             loss: one number, the mean over its items; None on a rank that has none.
             items: how many.
-            norm: the gradient's norm before clipping, as ``clip_grad_norm_`` returns it; None takes it here.
+            norm: the gradient's norm before clipping, as ``clip_grad_norm_`` returns it, the same on every rank; None
+                takes it here, but under FSDP1, where a rank has but a part of the gradient.
         """
         self._agree()
         self._step += 1
@@ -153,7 +155,7 @@ class Monitor:
         if self._noise is not None:
             self._noise.micro_batch(items)
             self._noise.step(norm)
-        if norm is None:
+        if norm is None and not self._flat:
             gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
             norm = nn.utils.get_total_norm(gradients) if gradients else None
         if norm is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -121,14 +121,24 @@ class PaceCallback(MonitorCallback):
 class SharedSamplesCallback(MonitorCallback):
     """`SharedSamples`: ranks that are given one another's samples. Nothing on one process.
 
-    Samples are rows of ``input_ids`` without their padding on the right, else of the first tensor of the inputs.
+    Args:
+        trainer: as in `MonitorCallback`.
+        ranks: as in `MonitorCallback`.
+        samples: of a micro-batch's inputs, what `SharedSamples.update` takes, or None. Default: rows of ``input_ids``
+            without their padding on the right, else of the first tensor. Where samples are augmented, give indices,
+            or ``lambda inputs: inputs["labels"][None]``.
     """
 
     alarms_name = "shared_samples_alarms"
 
-    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        ranks: Ranks | None = None,
+        samples: Callable[[Mapping[str, Any]], Tensor | None] | None = None,
+    ) -> None:
         super().__init__(trainer, ranks)
-        self._samples = SharedSamples(self.ranks)
+        self._samples, self._samples_of = SharedSamples(self.ranks), samples or samples_of
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Listen to ``Trainer.training_step`` too."""
@@ -153,10 +163,14 @@ class SharedSamplesCallback(MonitorCallback):
         return {}
 
     def _after_step(self, loss: Tensor, model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-        if isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.shape == ids.shape:
-            ids = ids * (mask != 0)
-        tensors = (ids, *inputs.values())
-        samples = next((its for its in tensors if isinstance(its, Tensor) and its.ndim), None)
+        samples = self._samples_of(inputs)
         if samples is not None:
             self._samples.update(samples)
+
+
+def samples_of(inputs: Mapping[str, Any]) -> Tensor | None:
+    """Rows of ``input_ids``, zero where the mask is, else of the first tensor; None without one."""
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.shape == ids.shape:
+        ids = ids * (mask != 0)
+    return next((its for its in (ids, *inputs.values()) if isinstance(its, Tensor) and its.ndim), None)
