@@ -26,6 +26,7 @@ from hf_accum_fix.monitor.callbacks import (
     LossCallback,
     MemoryCallback,
     MonitorCallback,
+    MonitorsCallback,
     all_callbacks,
     labels_counted,
 )
@@ -266,6 +267,22 @@ def test_the_trainer_is_left_as_it_was_in_whatever_order_callbacks_leave(tmp_pat
     assert "clip_grad_norm_" not in vars(its.accelerator)
     assert not any("hf_accum_fix" in name for name in (*vars(its), *vars(its.accelerator)))
     assert "hf_accum_fix/memory_mib" in logged(its)[-1]
+
+
+def test_a_callback_that_comes_in_the_midst_of_a_run_listens_from_the_next_on(tmp_path: Path) -> None:
+    its = trainer(tmp_path)
+    late = MonitorsCallback(its)
+
+    class Adds(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+            if state.global_step == 2 and late not in its.callback_handler.callbacks:
+                its.add_callback(late)
+
+    its.add_callback(Adds())
+    its.train()
+    assert not any(name.startswith("hf_accum_fix/") for row in its.state.log_history for name in row)
+    its.train()
+    assert "hf_accum_fix/loss" in logged(its)[-1] and "log" not in vars(its)
 
 
 @pytest.mark.parametrize("patched", [False, True])

@@ -21,6 +21,10 @@ Readings = Mapping[Gathered, Any]
 """The reading of each monitor, from the rows of all ranks."""
 
 
+#: Attribute of a Trainer that holds its `_SharedLog` while it trains.
+_LOG = "_hf_accum_fix_monitors"
+
+
 class MonitorCallback(TrainerCallback):
     """Base of the callbacks: add what they measure to the Trainer's own log.
 
@@ -52,11 +56,14 @@ class MonitorCallback(TrainerCallback):
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Take part in the Trainer's logs."""
-        _SharedLog.of(self.trainer).join(self)
+        log: _SharedLog = vars(self.trainer).setdefault(_LOG, _SharedLog(self.trainer))
+        log.join(self)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Leave the Trainer as it was."""
-        _SharedLog.of(self.trainer).leave(self)
+        log: _SharedLog | None = vars(self.trainer).get(_LOG)
+        if log is not None and log.leave(self):
+            del vars(self.trainer)[_LOG]
 
     def say(self, alarm: Alarm | None) -> None:
         """Tell an alarm with its step."""
@@ -71,17 +78,10 @@ class MonitorCallback(TrainerCallback):
 class _SharedLog:
     """The callbacks of one trainer, whose readings are made of one sum over the ranks a log."""
 
-    _NAME = "_hf_accum_fix_monitors"
-
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._parts: list[MonitorCallback] = []
         self._groups: list[tuple[Ranks, list[MonitorCallback]]] | None = None
-
-    @classmethod
-    def of(cls, trainer: Any) -> _SharedLog:
-        found: _SharedLog = vars(trainer).setdefault(cls._NAME, cls(trainer))
-        return found
 
     def join(self, part: MonitorCallback) -> None:
         # A run that ended by an exception has not left.
@@ -90,11 +90,12 @@ class _SharedLog:
         self._groups = None
         listen(self._trainer, "log", self._before_log, before=True)
 
-    def leave(self, part: MonitorCallback) -> None:
+    def leave(self, part: MonitorCallback) -> bool:
+        """Whether it was the last to leave."""
         self._parts = [each for each in self._parts if each is not part]
         if not self._parts:
             stop_listening(self._trainer, "log", self._before_log)
-            del vars(self._trainer)[self._NAME]
+        return not self._parts
 
     def _before_log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if "loss" not in logs:

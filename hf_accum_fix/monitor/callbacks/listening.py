@@ -41,7 +41,9 @@ def listen(owner: Any, name: str, listener: Callable[..., None], *, before: bool
 
 def stop_listening(owner: Any, name: str, listener: Callable[..., None]) -> None:
     """Call ``listener`` no more; the last one to leave takes our method off the object."""
-    of_owner = owner.__dict__[_LISTENERS]
+    of_owner = owner.__dict__.get(_LISTENERS, {})
+    if name not in of_owner:
+        return  # Added in the midst of a run, it has never listened.
     standing, listeners, heard = of_owner[name]
     listeners[:] = [(early, each) for early, each in listeners if each != listener]
     if listeners:
