@@ -54,7 +54,7 @@ class RankError(AccumFixError):
 
 
 class UnevenRanksError(RankError, SeamError):
-    """The ranks of a hand-written loop do not have the same micro-batches; a `SeamError` too, as it was before 0.2."""
+    """The ranks do not have the same micro-batches; a `SeamError` too, as it was for loops before 0.2."""
 
 
 class OptionsError(AccumFixError):

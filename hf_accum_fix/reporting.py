@@ -96,7 +96,7 @@ class Report:
         defects = []
         if self.present:
             rows = [(each.defect.name, each.defect.gradient or "-", _DOES[each.action]) for each in self.present]
-            defects = _table(("defect of this release", "right gradient times", "the patch"), rows)
+            defects = table(("defect of this release", "right gradient times", "the patch"), rows)
         more = "every defect known, with links: print(report().details())"
         return _joined(self._opening(), self._installation(), defects, [more])
 
@@ -106,7 +106,7 @@ class Report:
         blocks = [
             self._opening(),
             self._installation(),
-            _table(("method", "state"), seams or [("Trainer", "not imported yet")]),
+            table(("method", "state"), seams or [("Trainer", "not imported yet")]),
         ]
         for decision in self.plan.decisions:
             defect, action = decision.defect, decision.action
@@ -261,11 +261,11 @@ def _state(state: SeamState) -> str:
     return words if state.tested_body else f"{words}, body untested"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table with columns as wide as their widest cell."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     rule = ["-" * width for width in widths]
-    lines = []
-    for row in (head, rule, *rows):
-        lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    return lines
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, rule, *rows)
+    ]

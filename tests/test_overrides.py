@@ -20,13 +20,15 @@ from torch import Tensor
 from transformers import Trainer
 
 import hf_accum_fix
-from hf_accum_fix import observations
+from hf_accum_fix import counting, observations
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.errors import ContractError, ForeignPatchError, RankError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import settling, windows
+from hf_accum_fix.overrides.run import TrainerRun
+from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchTrainer
 from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, shifted_cross_entropy
 from tests.numerics.parity import (
@@ -552,7 +554,7 @@ def test_a_rank_without_a_micro_batch_is_an_error_on_every_rank(monkeypatch: pyt
         assert windows._counted(_rank([0.0] * 5), reduction, [], None).batches == []
     monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, (3, ["labels"], "3")), *said])
     with pytest.raises(RankError, match=r"rank 0 has 3, rank 1 has 0.*even_batches=True"):
-        settling._check_alike(_rank([]), [], None)
+        counting.check_alike(TrainerRun(_rank([]), Session(Options())), [], None)
     monkeypatch.setattr(ranks, "gather_object", lambda said: [*said, *said])
     assert not settling._agreed(_rank([]), None).conclusive
 

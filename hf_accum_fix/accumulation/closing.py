@@ -8,40 +8,14 @@ where that waits for no device; on another one a window is corrected unread, whe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.certificate import Certificate
+from hf_accum_fix.accumulation.run import Run
 
 _BESIDE = "the loss holds something beside the loss calls that it was observed to be made of"
-
-
-class Run(Protocol):
-    """The training that a window is of: the Trainer's, or a hand-written loop's."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where counts are."""
-
-    @property
-    def readable(self) -> bool:
-        """Whether a window's numbers are read as it ends."""
-
-    @property
-    def several(self) -> bool:
-        """Whether several ranks hold samples of their own."""
-
-    @property
-    def steps_in_backward(self) -> bool:
-        """Whether the engine has taken the step within the backward."""
-
-    def summed(self, numbers: Tensor) -> Tensor:
-        """Numbers summed over ranks: a collective."""
-
-    def tell(self, why: str, windows: int = 1) -> None:
-        """Say that the window is not exact, or so many since the last log."""
 
 
 @dataclass
@@ -74,14 +48,14 @@ class Closing:
         return times
 
     def _times(self, run: Run, certificate: Certificate, left_out: int) -> Tensor | float | None:
-        readable = run.readable
+        readable, several = run.readable, run.data_ranks > 1
         self._hold(run, certificate, readable=readable)
-        if left_out and not (run.several and self.corrects):
+        if left_out and not (several and self.corrects):
             run.tell(f"{left_out} of its micro-batches were left out")
         if not self.corrects and not certificate.counted:
             return None
         sums = certificate.counts(run.device)
-        if not self.corrects and (run.several or not readable):
+        if not self.corrects and (several or not readable):
             if not readable:
                 self._read_later((sums[0] - sums[1]).abs() > 1e-6 * sums[1])
                 return None
@@ -90,7 +64,7 @@ class Closing:
                 self.differs = True
                 run.tell(f"its loss calls reduced over {seen:g} items, where {predicted:g} were counted")
             return None
-        if run.several:
+        if several:
             sums = run.summed(torch.cat([sums, sums.new_full((1,), left_out)]))
             if readable and float(sums[2]):
                 run.tell(f"{float(sums[2]):g} micro-batches of its ranks were left out")
@@ -113,7 +87,7 @@ class Closing:
         if self.unread is not None and (windows := int(self.unread)):
             run.tell(f"{_BESIDE}, or reduces over other items than were counted", windows)
             # From here on what is counted otherwise is corrected, unread; ranks would have to agree on it.
-            self.corrects = self.corrects or not run.several
+            self.corrects = self.corrects or run.data_ranks == 1
         self.unread = None
 
     def _read_later(self, flag: Tensor) -> None:

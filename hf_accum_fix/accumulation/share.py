@@ -134,6 +134,23 @@ def share_of(
     return Share(inputs, number, ratio)
 
 
+def of_window(share: Tensor, micro_batches: int, divided: int = 1) -> Tensor:
+    """What a share adds to its window's loss, which is the mean over its micro-batches; a tensor of its own.
+
+    Args:
+        share: 0-dim.
+        micro_batches: G of the window.
+        divided: what the share was divided by already; to the bit as it is where that was G.
+    """
+    # Never the model's output itself: DeepSpeed hangs hooks on that, which divide once more (stage 0).
+    return share * 1.0 if divided == micro_batches else share * divided / micro_batches
+
+
+def for_engine(loss: Tensor, divisor: int) -> Tensor:
+    """What ``backward`` is handed, so that the engine, which divides by ``divisor``, makes ``loss`` of it."""
+    return loss if divisor == 1 else loss * divisor
+
+
 def loss_among(outputs: Any, inputs: Mapping[str, Any], model: object) -> Tensor:
     """The loss that a model returned: its output ``loss``, or the first.
 

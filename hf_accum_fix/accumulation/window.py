@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,6 +49,11 @@ def sample_count(inputs: Mapping[str, Any]) -> int:
         f"cannot count samples: none of the inputs {sorted(inputs)} has a leading dimension; "
         "give the contract by hand: contract=LossContract(...)"
     )
+
+
+def has_rows(value: Any) -> bool:
+    """Whether an input can hold something for each sample."""
+    return isinstance(value, (list, tuple)) or (isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0)
 
 
 class Weightless(dict[str, Any]):

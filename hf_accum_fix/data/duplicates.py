@@ -13,9 +13,8 @@ from typing import Any
 
 import wrapt
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
-from torch import Tensor
 
-from hf_accum_fix.accumulation.window import Weightless, sample_count
+from hf_accum_fix.accumulation.window import Weightless, has_rows, sample_count
 from hf_accum_fix.data.dealing import is_dealt
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.upstream.presence import require
@@ -168,7 +167,7 @@ def _batch_sampler_shard(loader: Any) -> Any:
 def _own_rows(batch: Any, last: LastRound) -> Any:
     if last.own == last.rows:
         return batch
-    sized = {key: len(value) for key, value in batch.items() if _has_rows(value)} if isinstance(batch, Mapping) else {}
+    sized = {key: len(value) for key, value in batch.items() if has_rows(value)} if isinstance(batch, Mapping) else {}
     if set(sized.values()) != {last.rows}:
         raise UnsupportedSetupError(
             f"drop_duplicates: the last {last.rows - last.own} of {last.rows} samples of a micro-batch are repeated, "
@@ -176,9 +175,5 @@ def _own_rows(batch: Any, last: LastRound) -> Any:
             "row for each sample; leave the option out, or use dataloader_drop_last=True"
         )
     # Of repetitions alone one is kept: every rank has to run a micro-batch.
-    kept = {key: value[: max(last.own, 1)] if _has_rows(value) else value for key, value in batch.items()}
+    kept = {key: value[: max(last.own, 1)] if has_rows(value) else value for key, value in batch.items()}
     return kept if last.own else Weightless(kept)
-
-
-def _has_rows(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) or (isinstance(value, Tensor) and value.ndim > 0)

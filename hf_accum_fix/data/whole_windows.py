@@ -13,7 +13,8 @@ from itertools import islice
 from typing import Any
 
 import wrapt
-from torch import Tensor
+
+from hf_accum_fix.accumulation.window import has_rows
 
 
 class Blank(dict[str, Any]):
@@ -24,11 +25,7 @@ class Blank(dict[str, Any]):
         """The blank that stands beside ``inputs``; an empty one where they are no mapping."""
         if not isinstance(inputs, Mapping):
             return cls()
-        return cls({key: value[:0] if _has_rows(value) else value for key, value in inputs.items()})
-
-
-def _has_rows(value: Any) -> bool:
-    return isinstance(value, list) or (isinstance(value, Tensor) and value.ndim > 0)
+        return cls({key: value[:0] if has_rows(value) else value for key, value in inputs.items()})
 
 
 def without_blanks(window: Sequence[Any]) -> list[Any]:

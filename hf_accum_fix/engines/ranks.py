@@ -11,17 +11,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object as gather_object
 from torch import Tensor
 
-from hf_accum_fix.errors import RankError
+from hf_accum_fix.errors import RankError, UnevenRanksError
 
 logger = logging.getLogger("hf_accum_fix")
 
 Said = TypeVar("Said")
+Gather = Callable[[list[Any]], list[Any]]
 
 
-def agreed(said: Said, trouble: Exception | None, *, rank: int, world_size: int) -> list[Said]:
+def agreed(
+    said: Said, trouble: Exception | None, *, rank: int, world_size: int, gather: Gather | None = None
+) -> list[Said]:
     """What every rank says, in their order, unless one of them is in trouble; every rank calls this alike.
 
     Args:
@@ -29,24 +32,18 @@ def agreed(said: Said, trouble: Exception | None, *, rank: int, world_size: int)
         trouble: what this rank failed with; None: nothing.
         rank: of this process.
         world_size: processes.
+        gather: makes one list of the ranks' lists, in their order; None: accelerate does.
 
     Raises:
         Exception: ``trouble`` itself.
         RankError: on the other ranks, where one is in trouble.
     """
-    return agreed_by(gather_object, said, trouble, rank=rank, world_size=world_size)
-
-
-def agreed_by(
-    gather: Callable[[list[Any]], list[Any]], said: Said, trouble: Exception | None, *, rank: int, world_size: int
-) -> list[Said]:
-    """The same where accelerate is not at hand; ``gather`` makes one list of the ranks' lists, in their order."""
     if world_size == 1:
         if trouble is not None:
             raise trouble
         return [said]
     told = None if trouble is None else f"{type(trouble).__name__}: {trouble}"
-    gathered: list[tuple[str | None, Said]] = gather([(told, said)])
+    gathered: list[tuple[str | None, Said]] = (gather or gather_object)([(told, said)])
     failed = by_rank([each for each, _ in gathered])
     if trouble is not None:
         # The others' messages name this rank; its own error is what it was.
@@ -84,6 +81,7 @@ def check_marks(
     rank: int,
     world_size: int,
     suspects: bool,
+    gather: Gather | None = None,
 ) -> None:
     """Raise where a rank is in trouble or runs another number of micro-batches than the others.
 
@@ -98,6 +96,7 @@ def check_marks(
         rank: of this process.
         world_size: processes.
         suspects: whether this rank has a reason.
+        gather: as in `agreed`.
 
     Raises:
         Exception: ``trouble`` itself.
@@ -113,13 +112,13 @@ def check_marks(
         return
     if not together:
         raise trouble or uneven({rank: fetched})
-    raise uneven(dict(enumerate(agreed(fetched, trouble, rank=rank, world_size=world_size))))
+    raise uneven(dict(enumerate(agreed(fetched, trouble, rank=rank, world_size=world_size, gather=gather))))
 
 
-def uneven(runs: dict[int, int]) -> RankError:
+def uneven(runs: dict[int, int]) -> UnevenRanksError:
     """The refusal of ranks that do not run alike, by what each of them has."""
     told = ", ".join(f"rank {rank} has {count}" for rank, count in runs.items())
-    return RankError(
+    return UnevenRanksError(
         f"the ranks do not have the same number of micro-batches in this window ({told}), so that some would wait for "
         "ever; every rank needs one, and under FSDP and DeepSpeed as many as the others: let accelerate even the "
         "batches out (even_batches=True), or drop the rest"

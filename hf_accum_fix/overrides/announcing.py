@@ -6,11 +6,12 @@ import logging
 
 from torch import Tensor
 
-from hf_accum_fix import observations
-from hf_accum_fix.accumulation.contract import Reduction
+from hf_accum_fix import counting
+from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.engines.engine import reduced_in
 from hf_accum_fix.overrides.live import head_name, loss_func
 from hf_accum_fix.overrides.routing import convention_of
+from hf_accum_fix.overrides.run import TrainerRun
 from hf_accum_fix.overrides.session import Session, Window
 from hf_accum_fix.upstream.protocols import TrainerLike
 
@@ -22,8 +23,7 @@ def announce(trainer: TrainerLike, session: Session, window: Window, *, passed: 
     if "announced" in session.said:
         return
     session.said.add("announced")
-    contract = session.contract
-    assert contract is not None
+    contract = window.contract
     factor = _stock_factor(trainer, session, window, passed, right)
     router_factor = None
     if contract.has_router_loss and contract.by_number:
@@ -36,22 +36,18 @@ def announce(trainer: TrainerLike, session: Session, window: Window, *, passed: 
         told += " Clipping and learning rate felt it."
     if router_factor is not None:
         told = f" The stock Trainer would train its router loss at about {router_factor:.3g}x."
-    observations.record(
-        {
-            "head": head,
-            "trainer": type(trainer).__name__,
-            **contract.facts(),
-            "exact": session.exact,
-            "router_loss": convention_of(session).value,
-            "accumulation_steps": steps,
-            "world_size": world_size,
-            "reduced_in": reduced_in(trainer.accelerator, trainer.model_wrapped) if world_size > 1 else [],
-            "stock_gradient_factor": factor,
-            "stock_router_factor": router_factor,
-            **session.repeated,
-        }
+    counting.record(
+        TrainerRun(trainer, session),
+        session,
+        contract,
+        steps,
+        trainer=type(trainer).__name__,
+        router_loss=convention_of(session).value,
+        reduced_in=reduced_in(trainer.accelerator, trainer.model_wrapped) if world_size > 1 else [],
+        stock_gradient_factor=factor,
+        stock_router_factor=router_factor,
+        **session.repeated,
     )
-    session.windows.recorded = True
     if trainer.args.process_index == 0:
         router = f", {convention_of(session)}" if contract.has_router_loss else ""
         logger.info("%s: the loss %s%s; G=%d, W=%d.%s", head, contract, router, steps, world_size, told)
@@ -65,11 +61,10 @@ def _stock_factor(
     Its own division is read off the loss it passes on, accelerate's off the live object, its count off what it
     returned; the multiplication by W is the releases' common condition.
     """
-    contract = session.contract
-    assert contract is not None
+    contract = window.contract
     if contract.reduction is Reduction.MEAN:
         return _stock_factor_of_means(trainer, session, window, passed, right)
-    undivided = _undivided(trainer, session, passed, right)
+    undivided = _undivided(trainer, window.contract, passed, right)
     if contract.reduction is Reduction.NUMBER and undivided is not None and window.upstream_number is not None:
         # Where upstream does not average, a rank divides by its own count: about 1/W of them all.
         counted = float(window.upstream_number)
@@ -81,7 +76,7 @@ def _stock_factor_of_means(
     trainer: TrainerLike, session: Session, window: Window, passed: Tensor, right: Tensor
 ) -> float | None:
     """The same of a term that each micro-batch takes the mean of: a loss, or a router's loss inside it."""
-    undivided = _undivided(trainer, session, passed, right)
+    undivided = _undivided(trainer, window.contract, passed, right)
     if undivided is None:
         return None
     handed = session.passes_number or loss_func(trainer) is not None
@@ -89,10 +84,8 @@ def _stock_factor_of_means(
     return undivided * (window.cut.world_size if averaged and handed and window.upstream_number is not None else 1)
 
 
-def _undivided(trainer: TrainerLike, session: Session, passed: Tensor, right: Tensor) -> float | None:
+def _undivided(trainer: TrainerLike, contract: LossContract, passed: Tensor, right: Tensor) -> float | None:
     """What is left of G where the installed Trainer and accelerate have divided; None where it cannot be told."""
-    contract = session.contract
-    assert contract is not None
     if contract.owned_by_trainer or trainer.label_smoother is not None or not bool(right):
         return None
     return float((passed / right).detach()) / int(trainer.accelerator.gradient_accumulation_steps)

@@ -4,60 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.closing import scale_gradients
-from hf_accum_fix.overrides.live import data_ranks, head_name, is_cut
+from hf_accum_fix.overrides.live import is_cut
+from hf_accum_fix.overrides.run import TrainerRun
 from hf_accum_fix.overrides.session import Session, Window
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 #: Name in the log of the windows of this training that were exact so far, once one was not.
 EXACT_WINDOWS = "hf_accum_fix/exact_windows"
-
-
-@dataclass(frozen=True)
-class _Training:
-    """A Trainer's training, as `closing.Run` asks for it."""
-
-    trainer: TrainerLike
-    session: Session
-
-    @property
-    def device(self) -> torch.device:
-        return self.trainer.args.device  # type: ignore[no-any-return]
-
-    @property
-    def readable(self) -> bool:
-        return self.device.type == "cpu"
-
-    @property
-    def several(self) -> bool:
-        return data_ranks(self.trainer) > 1
-
-    @property
-    def steps_in_backward(self) -> bool:
-        return bool(self.trainer.accelerator.distributed_type == DistributedType.DEEPSPEED)
-
-    def summed(self, numbers: Tensor) -> Tensor:
-        return self.trainer.accelerator.reduce(numbers, reduction="sum")  # type: ignore[no-any-return]
-
-    def tell(self, why: str, windows: int = 1) -> None:
-        session, trainer = self.session, self.trainer
-        session.windows.note_inexact(windows=windows)
-        by_number = session.contract is not None and session.contract.by_number
-        # The mean of the only micro-batch is right, whatever it is over.
-        if by_number or is_cut(trainer):
-            session.warn_once(
-                "certificate",
-                f"{head_name(trainer)}: window {session.windows.opened} (step {trainer.state.global_step + 1}) is not "
-                f"exact: {why}. Every window is checked; report() has how many were not.",
-            )
 
 
 def end_window(trainer: TrainerLike, session: Session, window: Window) -> Tensor | float | None:
@@ -71,7 +30,7 @@ def end_window(trainer: TrainerLike, session: Session, window: Window) -> Tensor
     if window.certificate is None or not window.batches:
         return None
     left_out = len(window.batches) - window.steps_run
-    times = session.closing.end(_Training(trainer, session), window.certificate, left_out)
+    times = session.closing.end(TrainerRun(trainer, session), window.certificate, left_out)
     if times is not None:
         scale_gradients(trainer.model_wrapped, times)
     return times
@@ -79,7 +38,7 @@ def end_window(trainer: TrainerLike, session: Session, window: Window) -> Tensor
 
 def read_certificates(trainer: TrainerLike, session: Session) -> None:
     """Read what was found on the device since the last log."""
-    session.closing.read(_Training(trainer, session))
+    session.closing.read(TrainerRun(trainer, session))
 
 
 @contextmanager

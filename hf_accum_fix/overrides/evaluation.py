@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.window import Items, count_dtype, sample_count
+from hf_accum_fix.accumulation.window import Items, count_dtype, has_rows, sample_count
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.forward import loss_alone
 from hf_accum_fix.overrides.session import busy, session_of
@@ -138,14 +138,7 @@ def _without_filling(items: Items | None, inputs: Mapping[str, Any], real: int) 
             masked[key][real:] = items.ignore_index
         return {**inputs, **masked}
     rows = sample_count(inputs)
-    return {
-        key: value[:real] if isinstance(value, (Tensor, list)) and _has_rows(value, rows) else value
-        for key, value in inputs.items()
-    }
-
-
-def _has_rows(value: Any, rows: int) -> bool:
-    return len(value) == rows if isinstance(value, list) else value.ndim > 0 and len(value) == rows
+    return {key: value[:real] if has_rows(value) and len(value) == rows else value for key, value in inputs.items()}
 
 
 def _loss(trainer: TrainerLike, model: Any, contract: LossContract, inputs: Mapping[str, Any]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 from weakref import WeakKeyDictionary
 
 from transformers import Trainer
@@ -34,8 +34,15 @@ def parallel_size(trainer: TrainerLike, kind: str) -> int:
     return int(getattr(config, f"{kind}_size", 1) or 1)
 
 
-def place(trainer: TrainerLike) -> dict[str, int]:
+class Place(TypedDict):
     """This rank among all, as `ranks` asks for it."""
+
+    rank: int
+    world_size: int
+
+
+def place(trainer: TrainerLike) -> Place:
+    """This rank among all."""
     return {"rank": trainer.args.process_index, "world_size": trainer.args.world_size}
 
 

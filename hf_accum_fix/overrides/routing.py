@@ -13,20 +13,20 @@ from torch import Tensor, nn
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.declared import inside_ddp
 from hf_accum_fix.accumulation.preserve import python_state_kept
-from hf_accum_fix.engines import ranks
-from hf_accum_fix.engines.engine import is_sharded
+from hf_accum_fix.counting import count_routing
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.forward import as_in_training, compute_loss_of
-from hf_accum_fix.overrides.live import data_ranks, head_name, place
+from hf_accum_fix.overrides.live import head_name
 from hf_accum_fix.overrides.observing import silent
+from hf_accum_fix.overrides.run import TrainerRun
 from hf_accum_fix.overrides.session import Session, Window
 from hf_accum_fix.router.load_balancing import LENDER
-from hf_accum_fix.router.router_loss import Convention, Form, Forward, RouterLoss, one_form
+from hf_accum_fix.router.router_loss import Convention, Forward, RouterLoss
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 
-def count_routing(
+def routing_of(
     trainer: TrainerLike,
     session: Session,
     contract: LossContract,
@@ -47,20 +47,7 @@ def count_routing(
     router, model = session.router, trainer.model_wrapped
     module: nn.Module = inside_ddp(model) or model
     with _forward_alone(trainer, session, module, len(batches)) as forward:
-        if router.runs_forwards and is_sharded(trainer.accelerator):
-            # Sharded models meet in every forward, and so in those before a window is trained.
-            lengths = ranks.agreed(len(batches), trouble, **place(trainer))
-            if len(set(lengths)) > 1:
-                raise ranks.uneven(dict(enumerate(lengths)))
-        if router.form is None or not router.form.settled:
-            router.form = _recognised(trainer, contract, router, forward, batches, module, trouble)
-            if why := router.why_mean(contract.has_router_loss):
-                session.warn_once("router", f"{head_name(trainer)}: {why}")
-        try:
-            return router.count(forward, batches, module, trainer.args.device, data_ranks(trainer)), trouble
-        except Exception as error:
-            # Raised as soon as the other ranks know.
-            return router.nothing(trainer.args.device), trouble or error
+        return count_routing(TrainerRun(trainer, session), contract, router, forward, batches, module, trouble)
 
 
 @contextmanager
@@ -89,24 +76,6 @@ def _forward_alone(trainer: TrainerLike, session: Session, module: nn.Module, st
             yield lambda inputs: run(inputs, number)[0]
     finally:
         session.observing, session.base_loss, session.observed_number = False, None, None
-
-
-def _recognised(
-    trainer: TrainerLike,
-    contract: LossContract,
-    router: RouterLoss,
-    forward: Forward,
-    batches: list[Any],
-    module: nn.Module,
-    trouble: Exception | None,
-) -> Form:
-    """What the ranks see of the model's own load-balancing loss."""
-    seen = Form(settled=False)
-    try:
-        seen = router.recognise_among(forward, batches, contract.items, module, trainer.args.device)
-    except Exception as error:
-        trouble = trouble or error
-    return one_form(ranks.agreed(seen, trouble, **place(trainer)))
 
 
 def convention_of(session: Session) -> Convention:

@@ -17,6 +17,7 @@ from hf_accum_fix.accumulation.loss_calls import LossCalls
 from hf_accum_fix.accumulation.precision import WindowGradient
 from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.accumulation.window import Items
+from hf_accum_fix.counting import Known
 from hf_accum_fix.observations import Windows
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.loss_log import LossLog
@@ -62,28 +63,26 @@ class Window:
     """The micro-batches of one optimizer step on this rank.
 
     Attributes:
+        contract: how the loss of its micro-batches is reduced.
         batches: as the loop will hand them to ``training_step``.
         counts: items of each, 0-dim, on the training device; empty where the contract counts none.
         by_rule: the same by each of the contract's rules.
         total: N over all ranks.
         cut: n_mean, G and W.
         upstream_number: what the installed release counted, over all ranks; None: nothing.
-        differs: some rank's window before counted otherwise than the rule.
-        inexact_elsewhere: another rank has found a window before to be made in another way than observed.
         certificate: what its micro-batches have shown of their loss.
         reported: the sum of what was returned for the log, 0-dim.
         gradients: `gradient_versions` after its last micro-batch so far; None: not looked at.
         ended: its certificate was held against the observation.
     """
 
+    contract: LossContract
     batches: list[Any]
     counts: list[Tensor]
     total: Tensor
     cut: Cut
     upstream_number: Any = None
     steps_run: int = 0
-    differs: bool = False
-    inexact_elsewhere: bool = False
     certificate: Certificate | None = None
     reported: Tensor | None = None
     gradients: int | None = None
@@ -96,18 +95,16 @@ class Window:
 
 
 @dataclass
-class Session:
+class Session(Known):
     """What is known of one trainer between its windows.
 
     Attributes:
-        windows: opened so far, and how many of them were not exact.
         entered: whether a micro-batch of this training came through ``training_step``.
         observed_number: what the base hands its model while the loss is observed.
         base_calls: listens to the base's own loss calls meanwhile, and to no others.
         base_factor: what the base's loss is multiplied by meanwhile, to see what an override makes of it.
         response: what it makes of it.
         more_steps: the trainer says more accumulation steps, to see what an override makes of them.
-        closing: what ends its windows.
         deferred: the window as a ``get_batch_samples`` of the trainer's own was given it, before it is counted.
         gradient: what the gradients of a window are added in.
     """
@@ -153,11 +150,6 @@ class Session:
         for what, why in off.items():
             if what != VERIFY:
                 self.warn_once(what, why)
-
-    @property
-    def exact(self) -> bool:
-        """Whether its loss, and every window so far, was exact."""
-        return self.contract is not None and self.contract.exact and not self.inexact_windows
 
     @property
     def inexact_windows(self) -> int:

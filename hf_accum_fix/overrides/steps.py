@@ -16,7 +16,7 @@ from hf_accum_fix.accumulation.contract import Divides, LossContract, Reduction
 from hf_accum_fix.accumulation.loss_calls import LossCall, LossCalls
 from hf_accum_fix.accumulation.micro_batch import run_micro_batch, weigh, weighed_terms
 from hf_accum_fix.accumulation.second_look import ATTEMPTS
-from hf_accum_fix.accumulation.share import Cut, Share
+from hf_accum_fix.accumulation.share import Cut, Share, for_engine, of_window
 from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules
 from hf_accum_fix.data.whole_windows import Blank
 from hf_accum_fix.engines.engine import engine_divisor, inputs_are_rounded, tell_last
@@ -88,8 +88,9 @@ def _with_loss(outputs: Any, loss: Tensor) -> Any:
 def _loss_in_window(
     trainer: TrainerLike, session: Session, micro_batch: MicroBatch, model: nn.Module, inputs: Mapping[str, Any]
 ) -> tuple[Tensor, Any]:
-    contract, window = session.contract, session.window
-    assert contract is not None and window is not None
+    window = session.window
+    assert window is not None
+    contract = window.contract
     if contract.owned_by_trainer and not contract.by_number:
         # What it makes of the base's answer is weighed as a whole.
         return base_loss(trainer, model, inputs, None)
@@ -178,8 +179,7 @@ def training_step(
             "the step is not called exact",
         )
     micro_batch = session.micro_batch = MicroBatch(window.counts_of(inputs), isinstance(inputs, Weightless))
-    accelerator, contract = trainer.accelerator, session.contract
-    assert contract is not None
+    accelerator, contract = trainer.accelerator, window.contract
     original_loss, original_backward = trainer.compute_loss, accelerator.backward
     depth = 0
 
@@ -214,8 +214,8 @@ def training_step(
         micro_batch.reported = micro_batch.share.detach()
         if window.steps_run == 0:
             announce(trainer, session, window, passed=loss, right=micro_batch.reported)
-        divisor = engine_divisor(accelerator, backward_kwargs)
-        return original_backward(micro_batch.share if divisor == 1 else micro_batch.share * divisor, **backward_kwargs)
+        share = for_engine(micro_batch.share, engine_divisor(accelerator, backward_kwargs))
+        return original_backward(share, **backward_kwargs)
 
     try:
         with (
@@ -278,8 +278,7 @@ def _count_own(
     Returns:
         Its arguments, with a dummy target where there is none: the mean over nothing is nan.
     """
-    contract = session.contract
-    assert contract is not None
+    contract = window.contract
     if not contract.owned_by_trainer or contract.reduction is not Reduction.MEAN or micro_batch.weightless:
         return args, kwargs
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
@@ -321,8 +320,7 @@ def _share_of_window(
 
     None: it is not known how the trainer scales it, and what it hands on is left as it is.
     """
-    contract, steps = session.contract, len(window.batches)
-    assert contract is not None
+    contract, steps = window.contract, len(window.batches)
     response = session.response
     if not contract.owned_by_trainer and micro_batch.base is not None:
         if window.certificate is not None:
@@ -334,7 +332,7 @@ def _share_of_window(
             rule = contract.extra[0]
             ratio = 0.0 if micro_batch.weightless else micro_batch.run_counts[rule] / window.cut.means[rule]
             loss = weighed_terms(loss, ratio, [(micro_batch.base * response.factor, 1.0)])
-        return _for_window(loss, _divided_by(trainer, response.divides, micro_batch, steps), steps)
+        return of_window(loss, steps, _divided_by(trainer, response.divides, micro_batch, steps))
     if micro_batch.weightless:
         return loss * 0.0
     if contract.owned_by_trainer and contract.reduction is Reduction.MEAN:
@@ -348,12 +346,7 @@ def _share_of_window(
         return loss * (window.cut.world_size * _divided_by(trainer, contract.divides, micro_batch, steps))
     if scales_itself(trainer):
         return loss * 1.0
-    return _for_window(loss, _divided_by(trainer, contract.divides, micro_batch, steps), steps)
-
-
-def _for_window(loss: Tensor, divided: int, steps: int) -> Tensor:
-    """Divide a loss by G where the trainer has divided it by ``divided`` already; to the bit where that was G or 1."""
-    return loss * 1.0 if divided == steps else loss * divided / steps
+    return of_window(loss, steps, _divided_by(trainer, contract.divides, micro_batch, steps))
 
 
 def _divided_by(trainer: TrainerLike, divides: Divides, micro_batch: MicroBatch, steps: int) -> int:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any, Final
 
 from hf_accum_fix import observations
+from hf_accum_fix.counting import say_empty
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.bypass import no_bypass
@@ -15,8 +16,9 @@ from hf_accum_fix.overrides.live import parallel_size
 from hf_accum_fix.overrides.loader import tell_saved, whole_windows
 from hf_accum_fix.overrides.loss_log import LossLog
 from hf_accum_fix.overrides.routing import note_routing
+from hf_accum_fix.overrides.run import TrainerRun
 from hf_accum_fix.overrides.session import SESSION, Session, busy, session_of
-from hf_accum_fix.overrides.windows import counted_as_returned, mark_passed_over, open_window, warn_empty
+from hf_accum_fix.overrides.windows import counted_as_returned, mark_passed_over, open_window
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.presence import require_trainer
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -66,8 +68,7 @@ def train(
         _TRAINING[:] = [each for each in _TRAINING if each is not session]
         session.window = None
         session.gradient.drop()
-    if session.empty_windows is not None and int(session.empty_windows):
-        warn_empty(session)
+    say_empty(TrainerRun(trainer, session), session)
     note_routing(trainer, session)
     read_certificates(trainer, session)
     windows = session.windows

@@ -6,23 +6,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Trainer
 
 from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.share import Cut
-from hf_accum_fix.accumulation.window import Items, count_by_rules, count_dtype
+from hf_accum_fix.counting import count, note_empty
 from hf_accum_fix.data.whole_windows import without_blanks
-from hf_accum_fix.engines import ranks
-from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.live import data_ranks, head_name, place, remakes_inputs
-from hf_accum_fix.overrides.routing import count_routing, router_loss_depends_on_the_cut
+from hf_accum_fix.overrides.live import head_name, remakes_inputs
+from hf_accum_fix.overrides.routing import router_loss_depends_on_the_cut, routing_of
+from hf_accum_fix.overrides.run import TrainerRun
 from hf_accum_fix.overrides.session import Session, Window, busy, session_of
 from hf_accum_fix.overrides.settling import settle_contract
-from hf_accum_fix.router.router_loss import RouterLoss
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
 
@@ -56,13 +52,12 @@ def get_batch_samples(
             session.deferred.append(upstream_number)
             return fetched, upstream_number
         window = open_window(trainer, session, without_blanks(fetched), upstream_number, options, trouble)
-    return fetched, _number_of(trainer, session, window, upstream_number)
+    return fetched, _number_of(trainer, window, upstream_number)
 
 
-def _number_of(trainer: TrainerLike, session: Session, window: Window, upstream_number: Any) -> Any:
+def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> Any:
     """What a ``compute_loss`` is handed as the number of items."""
-    contract = session.contract
-    assert contract is not None
+    contract = window.contract
     if contract.items is None or (contract.owned_by_trainer and not contract.by_number):
         return upstream_number
     if not contract.owned_by_trainer:
@@ -96,7 +91,7 @@ def counted_as_returned(trainer: TrainerLike, options: Options) -> Iterator[None
         fetched, number = result
         window = open_window(trainer, session, without_blanks(fetched), reached[-1], options)
         # A number of the trainer's own stays.
-        return fetched, _number_of(trainer, session, window, number) if number is reached[-1] else number
+        return fetched, _number_of(trainer, window, number) if number is reached[-1] else number
 
     with shadow(trainer, "get_batch_samples", get_batch_samples):
         yield
@@ -114,23 +109,10 @@ def open_window(
     _mark_state(trainer, session)
     session.windows.opened += bool(batches)
     contract = settle_contract(trainer, session, batches, options, trouble)
-    routing, trouble = count_routing(trainer, session, contract, batches, options, trouble)
-    flag = session.closing.differs if contract.made_of is not None and not session.closing.corrects else None
+    routing, trouble = routing_of(trainer, session, contract, batches, options, trouble)
     session.window = window = _counted(
-        trainer,
-        contract,
-        batches,
-        upstream_number,
-        trouble,
-        session.router,
-        routing,
-        differs=flag,
-        inexact=session.windows.news,
+        trainer, contract, batches, upstream_number, trouble, session=session, routing=routing
     )
-    if window.inexact_elsewhere:
-        session.windows.note_inexact(session.windows.opened - 1)
-    session.windows.news = False
-    session.closing.corrects = session.closing.corrects or window.differs
     if contract.made_of is not None or remakes_inputs(trainer):
         window.certificate = Certificate(contract, constant=session.response.constant)
     if len(batches) > trainer.args.gradient_accumulation_steps:
@@ -141,7 +123,7 @@ def open_window(
             f"{trainer.args.gradient_accumulation_steps}, after which the Trainer steps: the step is not called exact",
         )
     if contract.items is not None and batches:
-        _note_empty(session, window.total)
+        note_empty(TrainerRun(trainer, session), session, window.total)
     if options.balance_windows and router_loss_depends_on_the_cut(session):
         session.warn_once(
             "router loss of dealt windows",
@@ -157,64 +139,24 @@ def _counted(
     batches: list[Any],
     upstream_number: Any,
     trouble: Exception | None = None,
-    router: RouterLoss | None = None,
-    routing: Tensor | None = None,
     *,
-    differs: bool | None = None,
-    inexact: bool = False,
+    session: Session | None = None,
+    routing: Tensor | None = None,
 ) -> Window:
-    """The window with its items counted over all ranks, by the one collective of an optimizer step.
-
-    Five numbers ride in it: the items, upstream's own count, and what tells a rank that fails or has less to run; and
-    the routing of a mixture of experts, where its loss is to be the global batch's.
-    """
-    device, world_size, data = trainer.args.device, trainer.args.world_size, data_ranks(trainer)
-    zero = torch.zeros((), dtype=count_dtype(device), device=device)
-    by_rule: list[dict[Items, Tensor]] = []
-    totals, elsewhere = [zero] * max(len(contract.rules), 1), False
-    try:
-        if contract.rules:
-            by_rule, totals = count_by_rules(contract.rules, batches, device, several_ranks=world_size > 1)
-    except Exception as error:
-        trouble = trouble or error
-    number = zero if upstream_number is None else torch.as_tensor(upstream_number).to(zero)
-    if world_size > 1:
-        # Sharded models meet in every forward, others only when a step is taken.
-        runs = len(batches) if is_sharded(trainer.accelerator) else min(len(batches), 1)
-        sums = torch.stack([totals[0], number, *ranks.marks(runs, trouble, zero), *totals[1:]])
-        if routing is not None:
-            sums = torch.cat([sums, routing])
-        if differs is not None:
-            sums = torch.cat([sums, zero[None] + differs, zero[None] + inexact])
-        sums = trainer.accelerator.reduce(sums, reduction="sum")
-        suspects = len(batches) < trainer.args.gradient_accumulation_steps
-        ranks.check_marks(sums[2:5], runs, trouble, fetched=len(batches), suspects=suspects, **place(trainer))
-        # Tensor-parallel ranks hold the same samples, and have all counted them.
-        copies = world_size // data
-        if differs is not None:
-            # Read only where that waits for no device: there it is never set on another.
-            elsewhere = device.type == "cpu" and float(sums[-1]) > inexact
-            differs, sums = device.type == "cpu" and bool(sums[-2]), sums[:-2]
-        last = 4 + len(totals)
-        totals = [sums[0] / copies, *(sums[5:last] / copies)]
-        number, routing = sums[1], sums[last:] / copies
-    elif trouble is not None:
-        raise trouble
-    cut = Cut.of(contract, totals[0], len(batches), data, totals[1:])
-    if router is not None and routing is not None:
-        router.settle(routing, cut.micro_batches, cut.world_size)
-    counted = None if upstream_number is None else number
-    counts = [each[contract.items] for each in by_rule] if contract.items is not None else []
-    return Window(
+    """The window with its items counted over all ranks, and upstream's own count beside them."""
+    session = session or Session(Options())
+    counted = count(
+        TrainerRun(trainer, session),
+        session,
+        contract,
         batches,
-        counts,
-        totals[0],
-        cut,
-        counted,
-        differs=bool(differs) and world_size > 1,
-        inexact_elsewhere=elsewhere,
-        by_rule=by_rule,
+        number=upstream_number,
+        trouble=trouble,
+        router=session.router,
+        routing=routing,
     )
+    counts = [each[contract.items] for each in counted.by_rule] if contract.items is not None else []
+    return Window(contract, batches, counts, counted.total, counted.cut, counted.number, by_rule=counted.by_rule)
 
 
 def _mark_state(trainer: TrainerLike, session: Session) -> None:
@@ -247,21 +189,3 @@ def mark_passed_over(trainer: TrainerLike) -> Iterator[None]:
 
     with shadow(trainer, "_load_callback_state", load_without_mark):
         yield
-
-
-def _note_empty(session: Session, total: Tensor) -> None:
-    if total.device.type == "cpu":
-        if not bool(total):
-            warn_empty(session)
-    else:
-        seen = session.empty_windows
-        session.empty_windows = (total == 0).long() if seen is None else seen + (total == 0)
-
-
-def warn_empty(session: Session) -> None:
-    """Once a run: that a global batch had nothing to learn from."""
-    session.warn_once(
-        "empty",
-        "a whole accumulation window had no target: its gradient and its logged loss are zero; look at truncation, "
-        "label masking, or samples without an answer",
-    )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from hf_accum_fix.errors import OptionsError
+from hf_accum_fix.reporting import table
 
 STOCK: Final = "stock"
 MENDED: Final = "apply()"
@@ -241,16 +242,6 @@ def judge_own(results: Sequence[SplitResult], own: Sequence[SplitResult]) -> Ver
     if every.kind is Kind.OFF and found.kind is Kind.EXACT:
         return Verdict(Kind.EXACT, f"your own cut, {own[0].cut}, is {own[0].verdict}; others are not: {every}")
     return found if found.kind is Kind.COULD_NOT_TELL and every.kind is Kind.EXACT else every
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table with columns as wide as their widest cell."""
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    rule = ["-" * width for width in widths]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (head, rule, *rows)
-    ]
 
 
 def _plain(verdict: Verdict) -> dict[str, str]:

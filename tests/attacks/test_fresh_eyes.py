@@ -259,7 +259,7 @@ def test_another_number_of_loss_calls_is_said_on_any_device(caplog: pytest.LogCa
     certificate = Certificate(contract, changed="2 loss calls in a micro-batch, 1 when it was observed")
     number = torch.ones(())
     cut = WindowCut(number, number, 1, 1)
-    window = Window([{}], [number], number, cut, steps_run=1, certificate=certificate)
+    window = Window(contract, [{}], [number], number, cut, steps_run=1, certificate=certificate)
     model = nn.Linear(1, 1)
     trainer = SimpleNamespace(
         args=SimpleNamespace(device=torch.device("cuda"), world_size=1, gradient_accumulation_steps=2),

@@ -15,6 +15,7 @@ import hf_accum_fix
 from hf_accum_fix import observations
 from hf_accum_fix.overrides import certifying
 from hf_accum_fix.overrides.certifying import EXACT_WINDOWS
+from hf_accum_fix.overrides.run import TrainerRun
 from tests.attacks.runs import Ordered
 
 LEFT_OUT, CLASSES, STEPS, LOGGED, BEFORE = 7, 20, 20, 10, 4
@@ -47,7 +48,7 @@ def _sample(place: int, steps: int) -> dict[str, Tensor]:
 def test_counts_that_differ_are_read_with_the_log_and_corrected_from_there(
     steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(certifying._Training, "readable", property(lambda _: False))
+    monkeypatch.setattr(TrainerRun, "readable", property(lambda _: False))
     corrected: list[int] = []
     monkeypatch.setattr(certifying, "scale_gradients", lambda *_: corrected.append(trainer.state.global_step + 1))
     torch.manual_seed(0)

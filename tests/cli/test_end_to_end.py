@@ -57,8 +57,8 @@ def test_without_run_it_is_not_exact(command: tuple[Any, ...], ranks: int, tmp_p
 @pytest.mark.parametrize(
     ("command", "ranks"),
     [
-        pytest.param(ONE_RANK, 1, id="one-rank", marks=pytest.mark.thorough),
-        pytest.param(TWO_RANKS, 2, id="two-ranks"),
+        pytest.param(ONE_RANK, 1, id="one-rank"),
+        pytest.param(TWO_RANKS, 2, id="two-ranks", marks=pytest.mark.slow),
         pytest.param(ITS_OWN_TORCHRUN, 2, id="its-own-torchrun", marks=pytest.mark.slow),
     ],
 )
@@ -90,6 +90,7 @@ def test_a_script_that_applies_by_itself_shares_the_patch() -> None:
     assert done.stderr.count(ON) == 1
 
 
+@pytest.mark.slow
 def test_a_refusal_ends_the_job(tmp_path: Path) -> None:
     """`from transformers import Trainer` makes an ImportError of errors, and scripts have a way on for that."""
     made_release(tmp_path, "4.40.0")

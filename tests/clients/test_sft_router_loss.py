@@ -37,6 +37,7 @@ def test_exact_is_the_full_batch(config: dict[str, Any], size: int) -> None:
     assert step.trainer.state.log_history[0]["aux_loss"] == pytest.approx(value, rel=1e-9)
 
 
+@pytest.mark.clients
 def test_mean_is_trls_own_and_window_is_neither() -> None:
     stock, mean, window = (sft_error(convention, 4)[0] for convention in ("stock", "mean", "window"))
     assert mean == stock > 0.3
@@ -58,6 +59,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert min(errors[f"mean {size}"], errors[f"window {size}"]) > 0.05
 
 
+@pytest.mark.clients
 def test_verify_says_exact_under_exact(tmp_path: Path) -> None:
     """The term is no part of the contract of a trainer that adds it itself; what was trained is known all the same."""
     head = with_coefficient(FAMILIES[FAMILY], COEFFICIENT)

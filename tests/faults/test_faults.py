@@ -19,7 +19,7 @@ SAYING = {
     "labels-missing-later": ("KeyError", "labels", "RankError", "rank 1: KeyError: 'labels'"),
     "collator-raises-at-first": ("ValueError", "cannot be read", "RankError", "rank 1: ValueError: this sample"),
     "collator-raises-later": ("ValueError", "cannot be read", "RankError", "rank 1: ValueError: this sample"),
-    "iterator-ends": ("RankError", "rank 0 has 3, rank 1 has 0") * 2,
+    "iterator-ends": ("UnevenRanksError", "rank 0 has 3, rank 1 has 0") * 2,
     "contracts-differ": ("ContractError", "rank 0: is the mean.*rank 1: is a sum") * 2,
 }
 

@@ -29,9 +29,9 @@ def test_ranks_with_unequal_numbers_of_micro_batches(found: dict[str, Any]) -> N
 
 
 def test_ranks_that_end_apart_are_told_on_both(found: dict[str, Any]) -> None:
-    for ranks in found["uneven"]:
-        for rank, raised in enumerate(ranks):
-            assert raised.startswith(f"rank {rank}: some ranks have a micro-batch in this window"), ranks
+    for ranks, told in zip(found["uneven"], ["rank 0 has 2, rank 1 has 0", "rank 0 has 2, rank 1 has 0"], strict=True):
+        for raised in ranks:
+            assert f"the same number of micro-batches in this window ({told})" in raised, ranks
 
 
 def test_a_rank_that_fails_as_it_is_observed_is_told_on_both_at_once(found: dict[str, Any]) -> None:
@@ -39,6 +39,14 @@ def test_a_rank_that_fails_as_it_is_observed_is_told_on_both_at_once(found: dict
     assert one.startswith("RankError: rank 0 stops, because of rank 1: ValueError: no forward here")
     assert other == "ValueError: no forward here"
     assert waited < 5
+
+
+def test_a_rank_without_labels_is_told_on_both_before_a_forward(found: dict[str, Any]) -> None:
+    for raised, waited in found["unlabelled"]:
+        assert raised.startswith(
+            "RankError: got rank 0: 2 micro-batches with ['labels']; rank 1: 2 micro-batches with no"
+        )
+        assert waited < 5
 
 
 def test_repeated_samples_are_left_out_where_that_is_asked(found: dict[str, Any]) -> None:

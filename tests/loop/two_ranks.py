@@ -159,14 +159,17 @@ class Broken(torch.nn.Module):
         return {"loss": self.scale * input_ids.double().mean()}
 
 
-def failing() -> list[tuple[str, float]]:
-    """What each rank raises where the second one fails as its loss is observed, and after how long [s]."""
+def failing(model: torch.nn.Module, *, labelled: bool = True) -> list[tuple[str, float]]:
+    """What each rank raises in its first window, where the second one may have no labels, and after how long [s]."""
     head = HEADS["bert-mlm"]
-    windows = accumulation_windows(own_batches(head, head.samples, 1), steps=2)
+    batches = own_batches(head, head.samples, 1)
+    if dist.get_rank() == 1 and not labelled:
+        batches = [{key: value for key, value in batch.items() if key != "labels"} for batch in batches]
+    windows = accumulation_windows(batches, steps=2)
     raised, began = "", time.monotonic()
     try:
         window = next(iter(windows))
-        window.loss(Broken(), window.batches[0])
+        window.loss(model, window.batches[0])
     except Exception as error:
         raised = f"{type(error).__name__}: {error}"
     found: list[Any] = [None] * 2
@@ -183,7 +186,8 @@ def main(output: Path) -> None:
         "cases": cases(),
         "unequal": {name: unequal(name, reference) for name, reference in references.items()},
         "uneven": uneven(),
-        "failing": failing(),
+        "failing": failing(Broken()),
+        "unlabelled": failing(HEADS["bert-mlm"].build(), labelled=False),
         "repeated": repeated(),
         "collectives": collectives(),
     }

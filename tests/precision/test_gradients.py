@@ -48,7 +48,7 @@ def test_a_loop_is_right_to_the_noise_of_one_micro_batch(head: str, accumulate_i
 MANY = samples(1024)
 
 
-@pytest.mark.parametrize("accumulate_in", ["float32", "compensated"])
+@pytest.mark.parametrize("accumulate_in", ["float32", pytest.param("compensated", marks=pytest.mark.slow)])
 def test_a_loop_of_1024_micro_batches_is_as_good_as_one(accumulate_in: str) -> None:
     wanted = reference(Bigram().bfloat16(), MANY)
     floor = error(by_loop(Bigram().bfloat16(), MANY, 1, "parameter").seen[0], wanted)
@@ -71,7 +71,10 @@ def test_so_is_the_trainer_and_stock_is_not(tmp_path: Path) -> None:
         assert 10 * floor < off(1024, rounded) < 0.5
 
 
-@pytest.mark.parametrize("accumulate_in", ["parameter", "float32", "compensated"])
+@pytest.mark.parametrize(
+    "accumulate_in",
+    ["float32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("parameter", "compensated"))],
+)
 def test_the_trainer_clips_logs_and_steps_by_that_gradient(
     accumulate_in: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

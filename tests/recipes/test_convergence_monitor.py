@@ -36,6 +36,7 @@ def test_a_planted_fault_is_told_and_the_logs_are_read_back(tmp_path: Path) -> N
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_audit_prints_its_tables_and_writes_them(tmp_path: Path) -> None:
     done = start("--audit", "--quick", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]

@@ -35,6 +35,7 @@ def cost(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     sys.modules.pop("overhead", None)
 
 
+@pytest.mark.slow
 def test_four_conventions_are_trained_looked_at_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = loaded("router_loss")
     output = tmp_path / "out"
@@ -56,6 +57,7 @@ def test_four_conventions_are_trained_looked_at_and_drawn(tmp_path: Path, capsys
     assert raised.value.code == 2
 
 
+@pytest.mark.slow
 def test_the_window_costs_no_forward_and_exact_one_more(cost: ModuleType) -> None:
     """Of the layers of the recipe's model, narrow ones, since the width changes no count."""
     cost.SIZE = replace(cost.SIZE, width=32, length=24)

@@ -99,6 +99,7 @@ def ask(release: Path, *output: str) -> dict[str, Any]:
 
 
 @ON_THE_NEWEST
+@pytest.mark.slow
 def test_where_the_signatures_fit_it_is_applied_exact_and_marked_untested(tmp_path: Path) -> None:
     answers = ask(made_release(tmp_path, "99.0.0"), str(tmp_path / "output"))
     assert answers["version"] == "99.0.0" and answers["refused"] is None

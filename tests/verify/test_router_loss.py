@@ -20,7 +20,9 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("convention", WORDS)
+@pytest.mark.parametrize(
+    "convention", [each if each == "exact" else pytest.param(each, marks=pytest.mark.slow) for each in WORDS]
+)
 def test_the_convention_in_force_is_named(convention: str, tmp_path: Path) -> None:
     with hf_accum_fix.apply(router_loss=convention):
         report = verify(trainer_of("mixtral", tmp_path, samples=SAMPLES), splits=[(2, 4), (1, 8)])

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_accum_fix.accumulation.evidence.forwards import RouterPair, Seen, weighed_router
 from hf_accum_fix.accumulation.evidence.router_terms import router_terms
 from hf_accum_fix.accumulation.evidence.rules import count_by, is_close, listed_targets, ways_of_counting
-from hf_accum_fix.accumulation.window import sample_count
+from hf_accum_fix.accumulation.window import has_rows, sample_count
 
 
 def telling_batch(window: Sequence[Mapping[str, Any]], *, again: int = 0) -> tuple[dict[str, Any], bool]:
@@ -43,7 +43,7 @@ def _ways_told_apart(inputs: Mapping[str, Any]) -> int:
 
     None where it has no such part, or one of the two parts has no target.
     """
-    if not _has_rows(inputs):
+    if not _has_parts(inputs):
         return 0
     one = _rows(inputs, [_least_row(inputs)])
     counts = [(count_by(rule, one), count_by(rule, inputs)) for rule in ways_of_counting(inputs, ())]
@@ -138,7 +138,7 @@ def parts_of(
     Where rows cannot be taken apart (one sample, image patches without a row axis), the targets are: the labels of the
     other part are masked with what the loss call ignores. The batch itself, twice: neither can be done.
     """
-    if _has_rows(inputs):
+    if _has_parts(inputs):
         least = _least_row(inputs)
         least = (least + again) % sample_count(inputs)
         others = [row for row in range(sample_count(inputs)) if row != least]
@@ -155,18 +155,11 @@ def pairs_of(inputs: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str,
 
     def taken(rows: list[int]) -> dict[str, Any]:
         # What has a row for each pair is taken by pairs.
-        each = {key: value for key, value in inputs.items() if _length(value) == half}
+        each = {key: value for key, value in inputs.items() if has_rows(value) and len(value) == half}
         every = {key: value for key, value in inputs.items() if key not in each}
         return {**_rows(every, rows), **_rows(each, [row for row in rows if row < half])}
 
     return taken([0, half]), taken(rows)
-
-
-def _length(value: Any) -> int | None:
-    """Rows of a value; None: it has none."""
-    if isinstance(value, (list, tuple)) or (isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0):
-        return len(value)
-    return None
 
 
 def masked_parts(
@@ -187,7 +180,7 @@ def masked_parts(
     return inputs, inputs, False
 
 
-def _has_rows(inputs: Mapping[str, Any]) -> bool:
+def _has_parts(inputs: Mapping[str, Any]) -> bool:
     """Whether a batch can be taken apart: more than one sample, and every input has as many rows."""
     rows = sample_count(inputs)
     return rows > 1 and all(_is_plain(value) and len(value) == rows for value in _sized(inputs))
@@ -203,7 +196,7 @@ def _sized(inputs: Mapping[str, Any]) -> Iterator[Any]:
     for value in inputs.values():
         if isinstance(value, Mapping):
             yield from _sized(value)
-        elif isinstance(value, (list, tuple)) or (isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0):
+        elif has_rows(value):
             yield value
 
 
