@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hf_accum_fix.monitor.run_logs import LogsError, Run, read_runs
-from hf_accum_fix.monitor.watch import all_findings, report
+from hf_accum_fix.monitor.watch import report_and_findings
 
 #: Letters of a curve, lowest to highest.
 _LEVELS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
@@ -32,7 +32,7 @@ def follow(
 
     Args:
         paths: as `read_runs` takes them.
-        against: as in `report`.
+        against: as in `report_and_findings`.
         seconds: from one reading to the next.
         sleep: waits.
 
@@ -52,8 +52,9 @@ def follow(
             while True:
                 try:
                     runs = [run for path in paths for run in read_runs(path)]
-                    told = "\n".join([*map(curve, runs), "", report(runs, against)])
-                    found, unread = all_findings(runs, against), None
+                    told, judged = report_and_findings(runs, against)
+                    told = "\n".join([*map(curve, runs), "", told])
+                    found, unread = judged, None
                 except LogsError as error:
                     unread = unread and error
                     told = f"waiting: {error}"

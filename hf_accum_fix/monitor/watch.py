@@ -68,20 +68,13 @@ def findings_between(its: Comparison) -> list[str]:
     return found
 
 
-def all_findings(runs: Sequence[Run], against: str | None = None) -> list[str]:
-    """Findings on every run, and on every run compared with the reference run.
-
-    Raises:
-        LogsError: as `report`.
-    """
-    summaries, reference = _held_against(runs, against)
-    found = [f"{its.run}: {line}" for its in summaries for line in findings(its)]
-    others = [its for place, its in enumerate(summaries) if place != reference]
-    return found + [line for its in others for line in findings_between(compare(its, summaries[reference]))]
-
-
 def report(runs: Sequence[Run], against: str | None = None) -> str:
-    """Everything in words: each run, and each compared with the reference run.
+    """The words of `report_and_findings`."""
+    return report_and_findings(runs, against)[0]
+
+
+def report_and_findings(runs: Sequence[Run], against: str | None = None) -> tuple[str, list[str]]:
+    """Each run in words, and compared with the reference run; and what is wrong with any, with which the words end.
 
     Args:
         runs: that were read.
@@ -92,17 +85,18 @@ def report(runs: Sequence[Run], against: str | None = None) -> str:
         LogsError: if there is no such run.
     """
     summaries, reference = _held_against(runs, against)
+    compared = [compare(its, summaries[reference]) for place, its in enumerate(summaries) if place != reference]
+    found = [f"{its.run}: {line}" for its in summaries for line in findings(its)]
+    found += [line for its in compared for line in findings_between(its)]
     told = [_told(its, run.name) for its, run in zip(summaries, runs, strict=True)]
     if len(runs) > 2 and against is None:
         told.append(
             f"{summaries[reference].run}: the others are compared with it, since most agree with it (--against)"
         )
-    others = [its for place, its in enumerate(summaries) if place != reference]
-    told += [_compared(compare(its, summaries[reference])) for its in others]
-    found = all_findings(runs, against)
+    told += map(_compared, compared)
     count = f"{len(found)} finding{'s' * (len(found) > 1)}" if found else "nothing wrong was found"
     told.append("\n".join([count, *(f"  {line}" for line in found)]))
-    return "\n\n".join(told)
+    return "\n\n".join(told), found
 
 
 def _held_against(runs: Sequence[Run], against: str | None) -> tuple[list[Summary], int]:

@@ -82,6 +82,17 @@ def test_an_interrupt_before_the_first_reading_could_tell_nothing(
         follow([tmp_path])
 
 
+def test_an_interrupt_of_a_command_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "execute", interrupted)
+    assert main(["watch", "logs"]) == 3
+    assert capsys.readouterr().err == "hf-accum-fix watch: interrupted\n"
+
+
 def test_a_curve_in_letters() -> None:
     steps = tuple(map(float, range(200)))
     falls = curve(Run("run", {"loss": Series(steps, tuple(200.0 - step for step in steps))}))

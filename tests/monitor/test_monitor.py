@@ -128,7 +128,11 @@ def test_an_alarm_raises_or_stops_where_it_is_asked_to(on_alarm: Any) -> None:
             monitor.log()
 
 
-def test_what_to_do_on_an_alarm_is_checked_at_once() -> None:
+def test_what_to_do_on_an_alarm_is_checked_at_once(tmp_path: Path) -> None:
+    from hf_accum_fix.monitor import MonitorsCallback
+
+    with pytest.raises(ValueError, match="got 'end'; expected a callable"):
+        MonitorsCallback(trainer(tmp_path), on_alarm="end")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got 'end'; expected a callable"):
         Monitor(*network(), on_alarm="end")  # type: ignore[arg-type]
 
