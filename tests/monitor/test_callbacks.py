@@ -33,7 +33,7 @@ from hf_accum_fix.monitor.callbacks import (
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
 from hf_accum_fix.monitor.rank_gradients import RankGradients
-from tests.monitor.side_by_side import OneOf, side_by_side
+from hf_accum_fix.monitor.ranks import fingerprint
 
 
 def samples(count: int = 48) -> list[dict[str, Tensor]]:
@@ -209,49 +209,62 @@ def test_a_step_costs_a_few_operations_on_single_numbers() -> None:
     assert operations.count <= 20
 
 
-def test_a_log_of_all_callbacks_is_one_sum(tmp_path: Path) -> None:
-    """However they were added; once a training the ranks agree on what all of them can watch, and on the replicas."""
+class Alike:
+    """Two ranks, of which this is one; the other holds the same, but has none of these names."""
 
-    def work(ranks: OneOf) -> list[int]:
-        its, summed = trainer(tmp_path, logging_steps=2, gradient_accumulation_steps=1), [0]
-        for callback in all_callbacks(its, ranks):
-            its.add_callback(callback)
-        its.add_callback(Summed(ranks, summed))
-        its.train()
-        return [after - before for before, after in pairwise(summed)]
+    rank, size = 0, 2
 
-    # At first whether all have replicas and whether any has BatchNorm, what all can watch, and the log itself.
-    assert side_by_side(work) == [[4, 1, 1]] * 2
+    def __init__(self, *without: str) -> None:
+        self.sums, self._without = 0, torch.tensor([fingerprint(name) for name in without], dtype=torch.int64)
+
+    def sum(self, table: Tensor) -> Tensor:
+        self.sums += 1
+        its = table[0]
+        if its.dtype == torch.int64:
+            its = torch.where(torch.isin(its, self._without), 0, its)
+        return torch.stack([table[0], its])
 
 
 class Summed(TrainerCallback):
     """Notes the sums so far at every log."""
 
-    def __init__(self, ranks: OneOf, summed: list[int]) -> None:
-        self.ranks, self.summed = ranks, summed
+    def __init__(self, ranks: Alike) -> None:
+        self.ranks, self.sums = ranks, [0]
 
     def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        self.summed += [self.ranks.sums] * ("loss" in logs)
+        self.sums += [self.ranks.sums] * ("loss" in logs)
 
 
-class OnOneRank(MonitorCallback):
-    """What only rank 0 can watch."""
+def test_a_log_of_all_callbacks_is_one_sum(tmp_path: Path) -> None:
+    """However they were added; once a training the ranks agree on what all of them can watch, and on the replicas."""
+    its = trainer(tmp_path, logging_steps=2, gradient_accumulation_steps=1)
+    ranks = Alike()
+    noted = Summed(ranks)
+    for callback in (*all_callbacks(its, ranks), noted):
+        its.add_callback(callback)
+    its.train()
+    # At first whether all have replicas and whether any has BatchNorm, what all can watch, and the log itself.
+    assert [after - before for before, after in pairwise(noted.sums)] == [4, 1, 1]
+
+
+class Another(MonitorCallback):
+    """What another rank cannot watch."""
 
     def gathered(self) -> tuple[LossMeter, ...]:
-        return () if self.ranks.rank else (LossMeter(),)
+        return (LossMeter(),)
+
+    def measured(self, logs: Any, readings: Any) -> dict[str, float]:
+        raise AssertionError("not every rank has it")
 
 
 def test_what_another_rank_cannot_watch_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def work(ranks: OneOf) -> dict[str, float]:
-        its = trainer(tmp_path, max_steps=2, logging_steps=1)
-        its.add_callback(OnOneRank(its, ranks))
-        its.add_callback(MemoryCallback(its, ranks))
-        its.train()
-        return logged(its)[-1]
-
+    its, ranks = trainer(tmp_path, max_steps=2, logging_steps=1), Alike("Another 0")
+    its.add_callback(Another(its, ranks))
+    its.add_callback(MemoryCallback(its, ranks))
     with caplog.at_level(logging.WARNING, logger="hf_accum_fix.monitor"):
-        assert all("hf_accum_fix/memory_mib" in row for row in side_by_side(work))
-    assert sum("OnOneRank: got a setup in which other ranks cannot" in line for line in caplog.messages) == 1
+        its.train()
+    assert all("hf_accum_fix/memory_mib" in row for row in logged(its))
+    assert sum("Another: got a setup in which other ranks cannot" in line for line in caplog.messages) == 1
 
 
 def test_the_trainer_is_left_as_it_was_in_whatever_order_callbacks_leave(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ step for the replicas): all callbacks of a trainer share one sum over the ranks.
 
     callback    the base: one log, to which all callbacks of a trainer add
     loss        the loss, and all that is judged by it
+    across_ranks  what ranks have in common, or should not have: replicas, BatchNorm, pace, samples
     gradients   the gradient over time, of single ranks, and its noise
-    ranks       what ranks have in common or not: replicas, BatchNorm, pace, samples
     memory      memory
     together    all of them as one
     listening   listen to the calls of a method
@@ -19,16 +19,16 @@ step for the replicas): all callbacks of a trainer share one sum over the ranks.
 
 from __future__ import annotations
 
-from hf_accum_fix.monitor.callbacks.callback import MonitorCallback
-from hf_accum_fix.monitor.callbacks.gradients import GradientNormCallback, NoiseScaleCallback, RankGradientsCallback
-from hf_accum_fix.monitor.callbacks.loss import LossCallback, labels_counted
-from hf_accum_fix.monitor.callbacks.memory import MemoryCallback
-from hf_accum_fix.monitor.callbacks.ranks import (
+from hf_accum_fix.monitor.callbacks.across_ranks import (
     BatchNormCallback,
     PaceCallback,
     ReplicasCallback,
     SharedSamplesCallback,
 )
+from hf_accum_fix.monitor.callbacks.callback import MonitorCallback
+from hf_accum_fix.monitor.callbacks.gradients import GradientNormCallback, NoiseScaleCallback, RankGradientsCallback
+from hf_accum_fix.monitor.callbacks.loss import LossCallback, labels_counted
+from hf_accum_fix.monitor.callbacks.memory import MemoryCallback
 from hf_accum_fix.monitor.callbacks.together import MonitorsCallback, all_callbacks
 
 __all__ = [

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_accum_fix.monitor.alarms import OnAlarm
-from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
-from hf_accum_fix.monitor.callbacks.gradients import GradientNormCallback, NoiseScaleCallback, RankGradientsCallback
-from hf_accum_fix.monitor.callbacks.loss import LossCallback
-from hf_accum_fix.monitor.callbacks.memory import MemoryCallback
-from hf_accum_fix.monitor.callbacks.ranks import (
+from hf_accum_fix.monitor.callbacks.across_ranks import (
     BatchNormCallback,
     PaceCallback,
     ReplicasCallback,
     SharedSamplesCallback,
 )
+from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
+from hf_accum_fix.monitor.callbacks.gradients import GradientNormCallback, NoiseScaleCallback, RankGradientsCallback
+from hf_accum_fix.monitor.callbacks.loss import LossCallback
+from hf_accum_fix.monitor.callbacks.memory import MemoryCallback
 from hf_accum_fix.monitor.ranks import Ranks
 
 
