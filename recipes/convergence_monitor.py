@@ -331,16 +331,7 @@ class Arm:
         from torch import nn
         from torch.nn.parallel import DistributedDataParallel
 
-        from hf_accum_fix.monitor import (
-            Alarms,
-            GradientNorm,
-            LossMeter,
-            MemoryMonitor,
-            Pace,
-            RankGradients,
-            RankLoss,
-            Replicas,
-        )
+        from hf_accum_fix.monitor import Monitor, RankGradients, Replicas
 
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(WIDTH, 6, 4 * WIDTH, dropout=0.0, batch_first=True)
@@ -351,12 +342,9 @@ class Arm:
         self.optimizer = torch.optim.AdamW(self.network.parameters(), lr=1e-4)
         torch.manual_seed(dist.get_rank())
         self.words = torch.randint(VOCABULARY, (SAMPLES, TOKENS), device=device)
-        self.alarms, self.alignment, self.meter, self.memory = Alarms(), RankLoss(), LossMeter(), MemoryMonitor()
-        self.gradients, self.norms, self.pace = RankGradients(), GradientNorm(1.0), Pace(self.model)
-        self.replicas = Replicas(self.model, self.optimizer)
-        self.monitored = monitored
-        if monitored:
-            self.gradients.attach(self.model)
+        self.monitor = Monitor(self.model, self.optimizer, max_norm=1.0) if monitored else None
+        # What is part of a step or of a hundred, once more by itself.
+        self.gradients, self.replicas = RankGradients(), Replicas(self.model, self.optimizer)
 
     def run(self, steps: int) -> None:
         """Run so many steps and one log."""
@@ -367,28 +355,18 @@ class Arm:
             loss = cross_entropy(self.model(self.words).flatten(0, 1), self.words.flatten())
             loss.backward()
             norm = nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+            if self.monitor is not None:
+                self.each_step(loss, norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            if self.monitored:
-                self.each_step(loss, norm)
-                self.alarms.say(self.replicas.step())
-        if self.monitored:
-            self.log()
+        if self.monitor is not None:
+            self.monitor.log()
         else:
             float(loss.detach())
 
     def each_step(self, loss: Any, norm: Any) -> None:
-        self.meter.update(loss, items=self.words.numel())
-        self.norms.update(norm)
-        self.memory.sample()
-        self.pace.step()
-
-    def log(self) -> None:
-        self.alarms.say(self.alignment.judge(self.meter.read()))
-        self.alarms.say(self.gradients.judge(self.gradients.read()))
-        self.alarms.say(self.norms.judge(self.norms.read()))
-        self.alarms.say(self.memory.judge(self.memory.read()))
-        self.alarms.say(self.pace.judge(self.pace.read()))
+        self.monitor.samples(self.words)
+        self.monitor.step(loss, items=self.words.numel(), norm=norm)
 
     def parts(self) -> dict[str, float]:
         """Processor seconds a step of each part, alone and again and again."""
@@ -403,11 +381,13 @@ class Arm:
             self.gradients.end_of_step()
             gradient.div_(1.0)
 
+        replicas = seconds_of(self.replicas.check, 5) / 100
         return {
-            "loss meter, norms, memory, every step": seconds_of(lambda: self.each_step(loss, norm), 500),
+            "Monitor.step without the replicas, every step": seconds_of(lambda: self.each_step(loss, norm), 500)
+            - replicas,
             "gradient norm before the reduction, every step": seconds_of(measure_gradient, 20),
-            f"reading and judging, every {LOG_EVERY} steps": seconds_of(self.log, 20) / LOG_EVERY,
-            "replicas, every 100 steps": seconds_of(self.replicas.check, 5) / 100,
+            f"Monitor.log, every {LOG_EVERY} steps": seconds_of(self.monitor.log, 20) / LOG_EVERY,
+            "replicas, every 100 steps": replicas,
         }
 
 

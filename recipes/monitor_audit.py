@@ -27,8 +27,9 @@ from hf_accum_fix.monitor.loss_trend import LossTrend
 from hf_accum_fix.monitor.memory import MemoryMonitor
 from hf_accum_fix.monitor.rank_gradients import RankGradients, RankGradientsReading
 from hf_accum_fix.monitor.rank_loss import RankLoss
+from hf_accum_fix.monitor.run_comparison import compare
 from hf_accum_fix.monitor.run_logs import Run, Series
-from hf_accum_fix.monitor.watch import compare, summarise
+from hf_accum_fix.monitor.run_summary import summarise
 
 POINTS, HIDDEN, CLASSES, BATCH, LOG_EVERY = 16, 24, 5, 16, 10
 

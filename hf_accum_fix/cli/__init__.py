@@ -60,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AccumFixError as error:
         sys.stderr.write(f"hf-accum-fix {arguments.name}: {error}\n")
         return WRONG_USAGE if isinstance(error, OptionsError) else COULD_NOT_TELL
+    except KeyboardInterrupt:
+        sys.stderr.write(f"hf-accum-fix {arguments.name}: interrupted\n")
+        return COULD_NOT_TELL
     except Exception:
         # Python's own exit code for a crash, 1, would read as an answer.
         traceback.print_exc()

@@ -45,7 +45,7 @@ def execute(arguments: argparse.Namespace) -> int:
         LogsError: if there are no logs to read, the picture cannot be written, or rich is missing.
     """
     from hf_accum_fix.monitor.run_logs import LogsError, printable, read_runs
-    from hf_accum_fix.monitor.watch import all_findings, report
+    from hf_accum_fix.monitor.watch import report_and_findings
 
     if arguments.follow is not None:
         from hf_accum_fix.monitor.follow import follow, followable
@@ -56,7 +56,8 @@ def execute(arguments: argparse.Namespace) -> int:
             raise LogsError(f"got --follow {arguments.follow:g}; expected seconds above zero")
         return 1 if follow(arguments.logs, arguments.against, arguments.follow) else 0
     runs = [run for path in arguments.logs for run in read_runs(path)]
-    sys.stdout.write(report(runs, arguments.against) + "\n")
+    told, found = report_and_findings(runs, arguments.against)
+    sys.stdout.write(told + "\n")
     if not arguments.no_picture:
         from hf_accum_fix.monitor.picture import drawable, write_picture
 
@@ -65,4 +66,4 @@ def execute(arguments: argparse.Namespace) -> int:
             sys.stdout.write(f"\npicture: {printable(str(arguments.output))}\n")
         else:
             sys.stdout.write('\nno picture: matplotlib is not installed; pip install "hf-accum-fix[recipes]"\n')
-    return 1 if all_findings(runs, arguments.against) else 0
+    return 1 if found else 0

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_accum_fix.monitor.accuracy_trend import AccuracyTrend
-    from hf_accum_fix.monitor.alarms import Alarm, Alarms
+    from hf_accum_fix.monitor.alarms import Alarm, Alarms, MonitorAlarmError
     from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers, convert_sync_batch_norm
     from hf_accum_fix.monitor.batch_schedule import BatchSchedule
     from hf_accum_fix.monitor.callbacks import (
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from hf_accum_fix.monitor.loss_stall import LossStall
     from hf_accum_fix.monitor.loss_trend import LossTrend
     from hf_accum_fix.monitor.memory import MemoryMonitor
-    from hf_accum_fix.monitor.monitor import Monitor, MonitorAlarmError
+    from hf_accum_fix.monitor.monitor import Monitor
     from hf_accum_fix.monitor.noise_scale import NoiseScale
     from hf_accum_fix.monitor.pace import Pace
     from hf_accum_fix.monitor.pipeline import without_sentinels
@@ -85,7 +85,7 @@ _HOMES = {
     "MemoryCallback": "callbacks",
     "MemoryMonitor": "memory",
     "Monitor": "monitor",
-    "MonitorAlarmError": "monitor",
+    "MonitorAlarmError": "alarms",
     "MonitorsCallback": "callbacks",
     "NoiseScale": "noise_scale",
     "NoiseScaleCallback": "callbacks",

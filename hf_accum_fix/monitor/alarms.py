@@ -1,12 +1,17 @@
-"""An alarm, and how often it is repeated."""
+"""An alarm, how often it is repeated, and what else it does. Imports no torch by itself."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
+from hf_accum_fix.errors import AccumFixError
+
+if TYPE_CHECKING:
+    from hf_accum_fix.monitor.ranks import Ranks
 
 logger = logging.getLogger("hf_accum_fix.monitor")
 
@@ -22,6 +27,13 @@ class Alarm:
 
     kind: str
     message: str
+
+
+OnAlarm = Callable[[Alarm], Any] | Literal["log", "stop", "raise"]
+
+
+class MonitorAlarmError(AccumFixError):
+    """An alarm that ends the run; raised on every rank at the same log."""
 
 
 class Streak:
@@ -50,11 +62,34 @@ class Alarms:
 
     Args:
         ranks: the ranks; None: torch.distributed.
+        on_alarm: "log" alone; "stop" sets `stop`; "raise" raises; a callable is handed every alarm, on every rank.
+
+    Attributes:
+        stop: an alarm asks to stop the run; the same on every rank.
+
+    Raises:
+        ValueError: if ``on_alarm`` is something else.
     """
 
-    def __init__(self, ranks: Ranks | None = None) -> None:
-        self._ranks = ranks or TorchRanks()
+    def __init__(self, ranks: Ranks | None = None, on_alarm: OnAlarm = "log") -> None:
+        if ranks is None:
+            from hf_accum_fix.monitor.ranks import TorchRanks
+
+            ranks = TorchRanks()
+        self._ranks, self.on_alarm = ranks, on_alarm
         self._times: Counter[str] = Counter()
+        self.stop = False
+
+    @property
+    def on_alarm(self) -> OnAlarm:
+        """What an alarm does beside being logged."""
+        return self._on_alarm
+
+    @on_alarm.setter
+    def on_alarm(self, wanted: OnAlarm) -> None:
+        if not callable(wanted) and wanted not in ("log", "stop", "raise"):
+            raise ValueError(f"got {wanted!r}; expected a callable, 'log', 'stop' or 'raise' for on_alarm")
+        self._on_alarm = wanted
 
     @property
     def count(self) -> int:
@@ -69,11 +104,26 @@ class Alarms:
         """Go on counting from there."""
         self._times = Counter(times)
 
-    def say(self, alarm: Alarm | None) -> None:
-        """Count the alarm and log it if it is due; None is no alarm."""
+    def say(self, alarm: Alarm | None, step: int | None = None) -> None:
+        """Count the alarm, log it if it is due, and do what `on_alarm` says; None is no alarm.
+
+        Args:
+            alarm: to be told.
+            step: that it belongs to; None: not told.
+
+        Raises:
+            MonitorAlarmError: where ``on_alarm`` is "raise".
+        """
         if alarm is None:
             return
+        if step is not None:
+            alarm = Alarm(alarm.kind, f"step {step}: {alarm.message}")
         self._times[alarm.kind] += 1
         times = self._times[alarm.kind]
         if self._ranks.rank == 0 and times & (times - 1) == 0:
             logger.warning("%s: %s%s", alarm.kind, alarm.message, "" if times == 1 else f" (time {times})")
+        if callable(self._on_alarm):
+            self._on_alarm(alarm)
+        self.stop = self.stop or self._on_alarm == "stop"
+        if self._on_alarm == "raise":
+            raise MonitorAlarmError(f"{alarm.kind}: {alarm.message}")

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hf_accum_fix.monitor.run_logs import LogsError, Run, read_runs
-from hf_accum_fix.monitor.watch import all_findings, report
+from hf_accum_fix.monitor.watch import report_and_findings
 
 #: Letters of a curve, lowest to highest.
 _LEVELS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
@@ -32,30 +32,39 @@ def follow(
 
     Args:
         paths: as `read_runs` takes them.
-        against: as in `report`.
+        against: as in `report_and_findings`.
         seconds: from one reading to the next.
         sleep: waits.
 
     Returns:
-        The findings of the last reading.
-    """
-    from rich.live import Live
-    from rich.text import Text
+        The findings of the last complete reading.
 
+    Raises:
+        LogsError: if it is interrupted before any logs could be read.
+    """
     found: list[str] = []
-    with Live(Text("reading"), auto_refresh=False) as live:
-        while True:
-            try:
-                runs = [run for path in paths for run in read_runs(path)]
-                found = all_findings(runs, against)
-                told = "\n".join([*map(curve, runs), "", report(runs, against)])
-            except LogsError as error:
-                told = f"waiting: {error}"
-            live.update(Text(f"{told}\n\n{time.strftime('%H:%M:%S')}, every {seconds:g} s; Ctrl-C ends"), refresh=True)
-            try:
+    unread: LogsError | None = LogsError("interrupted before the logs were read; expected one complete reading")
+    try:
+        from rich.live import Live
+        from rich.text import Text
+
+        with Live(Text("reading"), auto_refresh=False) as live:
+            while True:
+                try:
+                    runs = [run for path in paths for run in read_runs(path)]
+                    told, judged = report_and_findings(runs, against)
+                    told = "\n".join([*map(curve, runs), "", told])
+                    found, unread = judged, None
+                except LogsError as error:
+                    unread = unread and error
+                    told = f"waiting: {error}"
+                told = f"{told}\n\n{time.strftime('%H:%M:%S')}, every {seconds:g} s; Ctrl-C ends"
+                live.update(Text(told), refresh=True)
                 sleep(seconds)
-            except KeyboardInterrupt:
-                return found
+    except KeyboardInterrupt:
+        if unread is not None:
+            raise unread from None
+        return found
 
 
 def curve(run: Run) -> str:

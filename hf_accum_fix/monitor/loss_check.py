@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
-from hf_accum_fix.monitor.ranks import Ranks
-
 #: Elements of float32 logits to process at a time: 64 MiB.
 _CHUNK = 2**24
 #: Relative difference of two losses that count as the same; of 16-bit ones.
@@ -46,10 +44,26 @@ class Verdict:
         return self.is_mean or self.is_share
 
 
+@dataclass(frozen=True)
+class LossCheckReading:
+    """What all ranks together know of their loss.
+
+    Attributes:
+        handed: sum of the item counts that the steps of all ranks were handed.
+        verdict: the last one.
+    """
+
+    handed: float
+    verdict: Verdict
+
+
 class LossCheck:
     """Collect one micro-batch's numbers on the device, and judge them on demand."""
 
     def __init__(self) -> None:
+        self._number: Any = None
+        self._handed: Any = 0.0
+        self._items: Any = 0.0
         self._loss: Tensor | None = None
         self._guesses: list[Tensor] = []
         self._numbers: Tensor | None = None
@@ -71,17 +85,19 @@ class LossCheck:
         self._classes = 0 if labels.is_floating_point() else logits.shape[-1]
         self._same = _SAME if self._loss.dtype.itemsize > 2 else _SAME_16_BIT
 
-    def trained(self, result: Tensor, number: Any, steps: int) -> Tensor | None:
+    def trained(self, result: Tensor, items: Tensor | int, number: Any, steps: int) -> Tensor | None:
         """Take the Trainer's number for the same micro-batch.
 
         Args:
             result: its share of the logged loss, 0-dim.
+            items: of the micro-batch.
             number: the item count that the step was handed; None: none.
             steps: micro-batches of the window.
 
         Returns:
             The model's own loss of this micro-batch, 0-dim; None where it returned none.
         """
+        self._items, self._number = self._items + items, number
         loss, self._loss = self._loss, None
         if self._numbers is None and self._guesses and loss is not None:
             its = (loss, result, math.nan if number is None else number, float(steps))
@@ -89,35 +105,36 @@ class LossCheck:
             self._numbers = torch.stack(on_device)
         return loss
 
-    def judge(self, ranks: Ranks, handed: float, items: float) -> tuple[float, Verdict]:
-        """The last verdict of all ranks, and a number summed over them: one device sync, one collective.
+    def step(self) -> None:
+        """A step has ended: add up the item counts that steps were handed."""
+        if self._number is not None:
+            self._handed = self._handed + self._number
 
-        Args:
-            ranks: that train together.
-            handed: sum of the numbers that this rank's steps were handed.
-            items: of this rank's micro-batches.
-
-        Returns:
-            The sum of ``handed`` over the ranks, and the verdict.
-        """
+    def row(self) -> Tensor:
+        """This rank's part of a reading: one device sync, no collective."""
         vote = self._vote()
-        self._guesses, self._numbers = [], None
-        row = torch.tensor([handed, items, *([1.0, *vote] if vote else [0.0] * 7)], dtype=torch.float64)
-        handed, items, voters, *votes = ranks.sum(row).tolist()
+        row = [float(self._handed), float(self._items), *([1.0, *vote] if vote else [0.0] * 7)]
+        self._guesses, self._numbers, self._handed, self._items = [], None, 0.0, 0.0
+        return torch.tensor(row, dtype=torch.float64)
+
+    def reading(self, table: Tensor) -> LossCheckReading:
+        """The reading, from the rows of all ranks."""
+        handed, items, voters, *votes = table.sum(0).tolist()
         if voters:
+            size = len(table)
             means, shares, equal, exact, classes, steps = (vote / voters for vote in votes)
             is_mean = means == 1
             # A number that counts the items of all ranks goes with a loss that is multiplied by the ranks.
-            exact /= _ranks_counted(handed / items if items else 1.0, exact, ranks.size)
+            exact /= _ranks_counted(handed / items if items else 1.0, exact, size)
             right = _near(exact, 1.0) or (is_mean and _near(equal, 1.0))
             factor = 1.0 if right else equal if is_mean else exact
-            wrong = {steps, ranks.size, steps * ranks.size}
+            wrong = {steps, size, steps * size}
             named = right or any(_near(factor, times) or _near(factor, 1 / times) for times in wrong)
             # A mean is right whatever the Trainer does to it; for a share only the Trainer's number is known.
             if is_mean or (shares == 1 and named):
                 guess = math.log(classes) if classes > 1 else math.nan
                 self._known = Verdict(is_mean, not is_mean, factor if named else 1.0, guess)
-        return handed, self._known
+        return LossCheckReading(handed, self._known)
 
     def _vote(self) -> list[float]:
         """Whether the loss is a mean, and whether a share; the Trainer's weights for it; classes; micro-batches.

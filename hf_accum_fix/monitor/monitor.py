@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.errors import AccumFixError, UnsupportedSetupError
+from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.accuracy_trend import AccuracyTrend
-from hf_accum_fix.monitor.alarms import Alarm, Alarms
+from hf_accum_fix.monitor.alarms import Alarm, Alarms, OnAlarm
 from hf_accum_fix.monitor.batch_norm import check_batch_norm
 from hf_accum_fix.monitor.batch_schedule import BatchSchedule
 from hf_accum_fix.monitor.first_loss import FirstLoss
@@ -37,17 +35,11 @@ from hf_accum_fix.monitor.noise_scale import NoiseScale
 from hf_accum_fix.monitor.pace import Pace
 from hf_accum_fix.monitor.rank_gradients import RankGradients
 from hf_accum_fix.monitor.rank_loss import RankLoss
-from hf_accum_fix.monitor.ranks import Gathered, Ranks, TorchRanks, read_together
+from hf_accum_fix.monitor.ranks import Gathered, Ranks, TorchRanks, on_every_rank, read_together
 from hf_accum_fix.monitor.replicas import Replicas
 from hf_accum_fix.monitor.shared_samples import SharedSamples
 
 logger = logging.getLogger("hf_accum_fix.monitor")
-
-OnAlarm = Callable[[Alarm], Any] | Literal["log", "stop", "raise"]
-
-
-class MonitorAlarmError(AccumFixError):
-    """An alarm that ends the run; raised on every rank at the same log."""
 
 
 class Monitor:
@@ -61,7 +53,7 @@ class Monitor:
         model: the one in training, wrapped or not.
         optimizer: its state is compared over the ranks; None: no comparison.
         ranks: the data-parallel ranks; None: torch.distributed.
-        on_alarm: "log" alone; "stop" sets `stop`; "raise" raises; a callable is handed every alarm, on every rank.
+        on_alarm: as in `Alarms`: "log", "stop", "raise" or a callable.
         max_norm: norm that gradients are clipped to; None where they are not.
         per_device_batch: samples of one micro-batch; None leaves the size of BatchNorm's statistics alone.
         accumulation_steps: micro-batches of one optimizer step on a rank.
@@ -72,7 +64,6 @@ class Monitor:
             judged.
 
     Attributes:
-        stop: an alarm asks to stop the run; the same on every rank.
         alarms: counts them.
 
     Raises:
@@ -93,12 +84,10 @@ class Monitor:
         noise_scale_every: int | None = None,
         classes: int | None = None,
     ) -> None:
-        if not callable(on_alarm) and on_alarm not in ("log", "stop", "raise"):
-            raise ValueError(f"got {on_alarm!r}; expected a callable, 'log', 'stop' or 'raise' for on_alarm")
-        self._model, self._optimizer, self._on_alarm = model, optimizer, on_alarm
+        self._model, self._optimizer = model, optimizer
         self._ranks = ranks or TorchRanks()
         self._per_device_batch, self._accumulation_steps = per_device_batch, accumulation_steps
-        self.alarms, self.stop, self._step = Alarms(self._ranks), False, 0
+        self.alarms, self._step = Alarms(self._ranks, on_alarm), 0
         self._meter, self._schedule = LossMeter(self._ranks), BatchSchedule()
         self._of_loss = (RankLoss(), LossTrend(), LossOscillation(), LossStall())
         self._first, self._accuracy = FirstLoss(), AccuracyTrend()
@@ -106,6 +95,7 @@ class Monitor:
         self._norms, self._memory = GradientNorm(max_norm), MemoryMonitor(ranks=self._ranks)
         self._samples = SharedSamples(self._ranks) if self._ranks.size > 1 else None
         self._steps_logged, self._agreed = 0, False
+        self._flat = any(type(parameter).__name__ == "FlatParameter" for parameter in model.parameters())
         self._rank_gradients: RankGradients | None = None
         self._replicas: Replicas | None = None
         self._noise: NoiseScale | None = None
@@ -127,6 +117,11 @@ class Monitor:
             except UnsupportedSetupError as error:
                 self._not_watched("replicas", error)
 
+    @property
+    def stop(self) -> bool:
+        """Whether an alarm asks to stop the run; the same on every rank."""
+        return self.alarms.stop
+
     def samples(self, samples: Tensor) -> None:
         """A micro-batch's samples, [samples, ...], or indices, to see that no two ranks have the same; no sync."""
         if self._samples is not None:
@@ -146,17 +141,21 @@ class Monitor:
     def step(self, loss: Tensor | float | None, items: Tensor | float = 1, norm: Tensor | float | None = None) -> None:
         """The last micro-batch of a step, between its backward and the optimizer's step; no device sync.
 
+        In the first step the ranks agree, by one collective, on what all of them can watch.
+
         Args:
             loss: one number, the mean over its items; None on a rank that has none.
             items: how many.
-            norm: the gradient's norm before clipping, as ``clip_grad_norm_`` returns it; None takes it here.
+            norm: the gradient's norm before clipping, as ``clip_grad_norm_`` returns it, the same on every rank; None
+                takes it here, but under FSDP1, where a rank has but a part of the gradient.
         """
+        self._agree()
         self._step += 1
         self._meter.update(loss, items)
         if self._noise is not None:
             self._noise.micro_batch(items)
             self._noise.step(norm)
-        if norm is None:
+        if norm is None and not self._flat:
             gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
             norm = nn.utils.get_total_norm(gradients) if gradients else None
         if norm is not None:
@@ -189,7 +188,7 @@ class Monitor:
         gathered: list[Gathered] = [self._meter, self._memory]
         optional = (self._rank_gradients, self._pace, self._noise, self._samples)
         gathered += [each for each in optional if each is not None]
-        readings = dict(zip(gathered, read_together(self._ranks, gathered), strict=True))
+        readings = read_together(self._ranks, gathered)
         reading, memory, norms = readings[self._meter], readings[self._memory], self._norms.read()
         found = {
             "loss": reading.mean,
@@ -238,16 +237,14 @@ class Monitor:
         return {name: value for name, value in found.items() if name in measured or not math.isnan(value)}
 
     def _agree(self) -> None:
-        """Leave out, once, what not every rank can watch: rows of other lengths must not be added up."""
+        """Leave out, once, what not every rank can watch: nobody must wait for it, nor add up rows of other lengths."""
         if self._agreed or self._ranks.size == 1:
             return
         self._agreed = True
-        mine = [each is not None for each in (self._rank_gradients, self._noise, self._replicas)]
-        counts = self._ranks.sum(torch.tensor(mine, dtype=torch.int64)).tolist()
-        gradients, noise, replicas = (count == self._ranks.size for count in counts)
-        self._rank_gradients = self._rank_gradients if gradients else None
-        self._noise = self._noise if noise else None
-        self._replicas = self._replicas if replicas else None
+        optional = ("_rank_gradients", "_noise", "_replicas")
+        every = on_every_rank(self._ranks, [name for name in optional if getattr(self, name) is not None])
+        for name in set(optional) - every:
+            setattr(self, name, None)
 
     def state_dict(self) -> dict[str, Any]:
         """State for a resumed run, for JSON: steps, alarms so far, usual gradient norms, the batch and its rate."""
@@ -266,15 +263,7 @@ class Monitor:
         self._schedule.load_state_dict(state.get("schedule", {}))
 
     def _say(self, alarm: Alarm | None) -> None:
-        if alarm is None:
-            return
-        alarm = Alarm(alarm.kind, f"step {self._step}: {alarm.message}")
-        self.alarms.say(alarm)
-        if callable(self._on_alarm):
-            self._on_alarm(alarm)
-        self.stop = self.stop or self._on_alarm == "stop"
-        if self._on_alarm == "raise":
-            raise MonitorAlarmError(f"{alarm.kind}: {alarm.message}")
+        self.alarms.say(alarm, self._step)
 
     def _not_watched(self, what: str, error: UnsupportedSetupError) -> None:
         if self._ranks.rank == 0:

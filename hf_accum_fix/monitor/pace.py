@@ -63,6 +63,7 @@ class Pace:
         model: the one in training, as it is called in the loop.
         ranks: the ranks; None: torch.distributed.
         tolerance: lag, as a share of the whole step, that nobody would act upon.
+        tolerance_in_seconds: the same in seconds: the milliseconds by which processes of one machine differ.
         clock: seconds.
     """
 
@@ -71,9 +72,11 @@ class Pace:
         model: nn.Module,
         ranks: Ranks | None = None,
         tolerance: float = 0.1,
+        tolerance_in_seconds: float = 0.01,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._ranks, self._tolerance, self._clock = ranks or TorchRanks(), tolerance, clock
+        self._ranks, self._clock = ranks or TorchRanks(), clock
+        self._tolerance, self._tolerance_in_seconds = tolerance, tolerance_in_seconds
         self._began = self._ready = clock()
         self._own: deque[float] = deque(maxlen=_KEPT)
         self._whole: deque[float] = deque(maxlen=_KEPT)
@@ -110,7 +113,8 @@ class Pace:
             return None
         rank = reading.slowest
         lag = reading.lag(rank)
-        if not self._lagging.completed_by(rank, to_blame=lag > self._tolerance * reading.whole):
+        tolerance = max(self._tolerance * reading.whole, self._tolerance_in_seconds)
+        if not self._lagging.completed_by(rank, to_blame=lag > tolerance):
             return None
         return Alarm(
             f"rank-lags-{rank}",

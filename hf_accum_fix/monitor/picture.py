@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hf_accum_fix.monitor.run_logs import LogsError, Run
-from hf_accum_fix.monitor.watch import short_names, summarise
+from hf_accum_fix.monitor.run_summary import summarise
+from hf_accum_fix.monitor.watch import short_names
 
 _PALE = 0.25
 #: Ratio of losses from which on a linear axis hides the smaller ones.

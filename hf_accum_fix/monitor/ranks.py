@@ -12,6 +12,7 @@ current torch):
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -41,37 +42,37 @@ class Ranks(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class TorchRanks:
     """The ranks of a torch.distributed process group; one rank where none was initialised.
 
-    Args:
+    Attributes:
         group: the process group; None is all processes, looked up when it is used.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+    group: dist.ProcessGroup | None = None
 
     @property
     def rank(self) -> int:
         """The number of this process in the group."""
-        return dist.get_rank(self._group) if _running() else 0
+        return dist.get_rank(self.group) if _running() else 0
 
     @property
     def size(self) -> int:
         """How many processes the group has."""
-        return dist.get_world_size(self._group) if _running() else 1
+        return dist.get_world_size(self.group) if _running() else 1
 
     def sum(self, tensor: Tensor) -> Tensor:
         """One all-reduce, on a device the group's backend knows."""
         if self.size == 1:
             return tensor
         result = tensor.to(self._device(tensor), copy=True)
-        dist.all_reduce(result, group=self._group)
+        dist.all_reduce(result, group=self.group)
         return result.to(tensor.device)
 
     def _device(self, tensor: Tensor) -> torch.device:
         """The tensor's device; the GPU where the backend (nccl) does not reduce on the CPU."""
-        if tensor.device.type == "cpu" and "nccl" in dist.get_backend(self._group):
+        if tensor.device.type == "cpu" and "nccl" in dist.get_backend(self.group):
             return torch.device("cuda", torch.cuda.current_device())
         return tensor.device
 
@@ -99,11 +100,13 @@ class Gathered(Protocol):
         ...
 
 
-def read_together(ranks: Ranks, monitors: Sequence[Gathered]) -> list[Any]:
-    """The readings of several monitors, from one sum."""
+def read_together(ranks: Ranks, monitors: Sequence[Gathered]) -> dict[Gathered, Any]:
+    """The reading of each of several monitors, from one sum."""
+    if not monitors:
+        return {}
     rows = [each.row() for each in monitors]
     tables = torch.split_with_sizes(by_rank(ranks, torch.cat(rows)), [len(row) for row in rows], dim=1)
-    return [each.reading(table) for each, table in zip(monitors, tables, strict=True)]
+    return {each: each.reading(table) for each, table in zip(monitors, tables, strict=True)}
 
 
 def fingerprint(what: object) -> int:
@@ -115,3 +118,15 @@ def alike(ranks: Ranks, what: object) -> bool:
     """Whether every rank describes what it holds in the same words: one collective of one number a rank."""
     table: list[int] = by_rank(ranks, torch.tensor(fingerprint(what))).tolist()
     return len(set(table)) == 1
+
+
+#: Most names that ranks compare.
+_NAMES = 64
+
+
+def on_every_rank(ranks: Ranks, names: Sequence[str]) -> set[str]:
+    """Those of at most 64 names that every rank has: one collective of 64 numbers a rank."""
+    row = torch.zeros(_NAMES, dtype=torch.int64)
+    row[: len(names)] = torch.tensor([fingerprint(name) for name in names], dtype=torch.int64)
+    found = [set(of_rank) for of_rank in by_rank(ranks, row).tolist()]
+    return {name for name in names if all(fingerprint(name) in its for its in found)}

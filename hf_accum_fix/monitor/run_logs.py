@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,11 @@ class Series:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    def where(self, keep: Callable[[float], bool]) -> Series:
+        """Those of its values, and their steps, that are to be kept."""
+        kept = [(step, value) for step, value in zip(self.steps, self.values, strict=True) if keep(value)]
+        return Series(tuple(step for step, _ in kept), tuple(value for _, value in kept))
 
 
 @dataclass(frozen=True)

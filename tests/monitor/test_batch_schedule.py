@@ -69,7 +69,12 @@ def test_a_monitor_that_is_resumed_tells() -> None:
     assert [alarm.kind for alarm in run(32, state)[0]] == ["batch-changed"]
 
 
-def test_a_trainer_that_is_resumed_with_half_the_micro_batches_tells(tmp_path: Path) -> None:
+def test_a_trainer_that_is_resumed_with_half_the_micro_batches_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Releases before 4.48 read a checkpoint's random states by torch.load, which refuses them since torch 2.6.
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+
     def run(steps: int, accumulation: int, checkpoint: str | None) -> list[str]:
         its = trainer(
             tmp_path, max_steps=steps, gradient_accumulation_steps=accumulation, save_strategy="steps", save_steps=3,
@@ -77,7 +82,7 @@ def test_a_trainer_that_is_resumed_with_half_the_micro_batches_tells(tmp_path: P
         )  # fmt: skip
         told: list[str] = []
         callback = LossCallback(its)
-        callback.on_alarm = lambda alarm: told.append(alarm.kind)
+        callback.alarms.on_alarm = lambda alarm: told.append(alarm.kind)
         its.add_callback(callback)
         its.train(resume_from_checkpoint=checkpoint)
         return told

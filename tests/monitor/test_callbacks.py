@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections import Counter
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_accum_fix
 from hf_accum_fix import GlobalBatchTrainer
@@ -22,12 +26,14 @@ from hf_accum_fix.monitor.callbacks import (
     LossCallback,
     MemoryCallback,
     MonitorCallback,
+    MonitorsCallback,
     all_callbacks,
     labels_counted,
 )
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
 from hf_accum_fix.monitor.rank_gradients import RankGradients
+from hf_accum_fix.monitor.ranks import fingerprint
 
 
 def samples(count: int = 48) -> list[dict[str, Tensor]]:
@@ -60,15 +66,15 @@ def logged(its: Trainer) -> list[dict[str, float]]:
     return [row for row in its.state.log_history if "loss" in row]
 
 
-def test_a_real_event_file_holds_every_number_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_event_file_holds_every_number_under_its_name(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
     its = trainer(tmp_path, report_to=["tensorboard"], save_strategy="steps", save_steps=6)
     for callback in all_callbacks(its):
         its.add_callback(callback)
     its.train()
-    events = EventAccumulator(str(tmp_path / "events"))
+    (file,) = tmp_path.rglob("*tfevents*")
+    events = EventAccumulator(str(file))
     events.Reload()
     rows = logged(its)
     assert [row["step"] for row in rows] == [3, 6]
@@ -203,13 +209,62 @@ def test_a_step_costs_a_few_operations_on_single_numbers() -> None:
     assert operations.count <= 20
 
 
-def test_the_loss_of_a_log_is_two_sums(tmp_path: Path) -> None:
-    its = trainer(tmp_path)
-    ranks = Counted()
-    its.add_callback(LossCallback(its, ranks))
+class Alike:
+    """Two ranks, of which this is one; the other holds the same, but has none of these names."""
+
+    rank, size = 0, 2
+
+    def __init__(self, *without: str) -> None:
+        self.sums, self._without = 0, torch.tensor([fingerprint(name) for name in without], dtype=torch.int64)
+
+    def sum(self, table: Tensor) -> Tensor:
+        self.sums += 1
+        its = table[0]
+        if its.dtype == torch.int64:
+            its = torch.where(torch.isin(its, self._without), 0, its)
+        return torch.stack([table[0], its])
+
+
+class Summed(TrainerCallback):
+    """Notes the sums so far at every log."""
+
+    def __init__(self, ranks: Alike) -> None:
+        self.ranks, self.sums = ranks, [0]
+
+    def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        self.sums += [self.ranks.sums] * ("loss" in logs)
+
+
+def test_a_log_of_all_callbacks_is_one_sum(tmp_path: Path) -> None:
+    """However they were added; once a training the ranks agree on what all of them can watch, and on the replicas."""
+    its = trainer(tmp_path, logging_steps=2, gradient_accumulation_steps=1)
+    ranks = Alike()
+    noted = Summed(ranks)
+    for callback in (*all_callbacks(its, ranks), noted):
+        its.add_callback(callback)
     its.train()
-    # The meter's, and the count that the steps were handed.
-    assert ranks.sums == 2 * len(logged(its))
+    # At first whether all have replicas and whether any has BatchNorm, what all can watch, and the log itself.
+    assert [after - before for before, after in pairwise(noted.sums)] == [4, 1, 1]
+
+
+class Another(MonitorCallback):
+    """What another rank cannot watch."""
+
+    def gathered(self) -> tuple[LossMeter, ...]:
+        return (LossMeter(),)
+
+    def measured(self, logs: Any, readings: Any) -> dict[str, float]:
+        raise AssertionError("not every rank has it")
+
+
+def test_what_another_rank_cannot_watch_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    its, ranks = trainer(tmp_path, max_steps=2, logging_steps=1), Alike("Another 0")
+    its.add_callback(Another(its, ranks))
+    its.add_callback(MemoryCallback(its, ranks))
+    with caplog.at_level(logging.WARNING, logger="hf_accum_fix.monitor"):
+        its.train()
+    assert all("hf_accum_fix/memory_mib" in row for row in logged(its))
+    assert sum("Another: got a setup in which other ranks cannot" in line for line in caplog.messages) == 1
 
 
 def test_the_trainer_is_left_as_it_was_in_whatever_order_callbacks_leave(tmp_path: Path) -> None:
@@ -223,8 +278,24 @@ def test_the_trainer_is_left_as_it_was_in_whatever_order_callbacks_leave(tmp_pat
     its.train()
     assert vars(its)["log"] is standing and "training_step" not in vars(its)
     assert "clip_grad_norm_" not in vars(its.accelerator)
-    assert not any("listeners" in name for name in (*vars(its), *vars(its.accelerator)))
+    assert not any("hf_accum_fix" in name for name in (*vars(its), *vars(its.accelerator)))
     assert "hf_accum_fix/memory_mib" in logged(its)[-1]
+
+
+def test_a_callback_that_comes_in_the_midst_of_a_run_listens_from_the_next_on(tmp_path: Path) -> None:
+    its = trainer(tmp_path)
+    late = MonitorsCallback(its)
+
+    class Adds(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+            if state.global_step == 2 and late not in its.callback_handler.callbacks:
+                its.add_callback(late)
+
+    its.add_callback(Adds())
+    its.train()
+    assert not any(name.startswith("hf_accum_fix/") for row in its.state.log_history for name in row)
+    its.train()
+    assert "hf_accum_fix/loss" in logged(its)[-1] and "log" not in vars(its)
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -249,11 +320,14 @@ def test_without_clipping_norms_are_measured_all_the_same(tmp_path: Path) -> Non
     its.add_callback(GradientNormCallback(its))
     its.train()
     row = logged(its)[-1]
-    assert row["hf_accum_fix/gradient_norm_median"] > 0 and "hf_accum_fix/clipped_steps_share" not in row
+    # Older releases take no norm without clipping; tested from 5.4.0 on.
+    assert "grad_norm" in row or Version(transformers.__version__) < Version("5.4")
+    assert (row.get("hf_accum_fix/gradient_norm_median", 0.0) > 0) == ("grad_norm" in row)
+    assert "hf_accum_fix/clipped_steps_share" not in row
 
 
 def test_where_the_trainer_takes_no_norm_none_is_logged(tmp_path: Path) -> None:
-    assert GradientNormCallback(trainer(tmp_path)).measured({"loss": 1.0}) == {}
+    assert GradientNormCallback(trainer(tmp_path)).measured({"loss": 1.0}, {}) == {}
 
 
 def test_every_step_is_clipped_where_the_bar_is_low(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ ROWS = {
     "learning rate against the batch": "batch_schedule.another_batch_is_told_unless_the_rate_was_changed_to_match",
     "Horovod": "one_collective.horovods_local_gradients_are_seen_by_its_compression",
     "shifted duplicates": "shared_samples.a_share_of_one_half_and_more_is_told",
+    "augmented duplicates": "shared_samples.augmented_samples_are_found_by_what_stays_the_same",
+    "one collective a log": "callbacks.a_log_of_all_callbacks_is_one_sum",
     "SyncBatchNorm in the wrong order": "two_ranks.a_model_converted_after_wrapping_leaves_stale_parameters",
     "SyncBatchNorm over a subgroup": "never_ends_a_run.synchronised_statistics_count_the_ranks_of_their_group",
     "-1.0, a mean over stages": "watch_findings.what_is_wrong_with_a_run_is_a_finding",

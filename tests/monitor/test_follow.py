@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from hf_accum_fix.cli import main
 from hf_accum_fix.cli import watch as command
+from hf_accum_fix.monitor import follow as watching
 from hf_accum_fix.monitor.follow import curve, follow
 from hf_accum_fix.monitor.run_logs import LogsError, Run, Series, read_runs
 from hf_accum_fix.monitor.watch import report
@@ -33,6 +36,61 @@ def test_logs_are_waited_for_read_again_and_judged_at_the_end(
     found = follow([tmp_path], seconds=0.5, sleep=write)
     assert times == 4 and len(found) == 1 and "not finite" in found[0]
     assert "log.jsonl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("while_it", ["reads", "waits"])
+def test_an_interrupt_ends_with_the_findings_so_far(
+    while_it: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C in the midst of a file, as between two readings: no traceback, and the exit code of the last reading."""
+    log, times = tmp_path / "log.jsonl", 0
+
+    def interrupted(*args: object) -> list[Run]:
+        raise KeyboardInterrupt
+
+    def sleep(seconds: float) -> None:
+        nonlocal times
+        times += 1
+        monkeypatch.setattr(watching, "read_runs", interrupted)
+        if while_it == "waits":
+            raise KeyboardInterrupt
+
+    def watch(loss: str) -> int:
+        nonlocal times
+        times = 0
+        monkeypatch.setattr(watching, "read_runs", read_runs)
+        monkeypatch.setattr(watching, "follow", partial(follow, sleep=sleep))
+        log.write_text(f'{{"step": 1, "loss": 1.5}}\n{{"step": 2, "loss": {loss}}}\n' if loss else "")
+        code = main(["watch", str(tmp_path), "--follow", "0.1"])
+        assert times == 1
+        return code
+
+    assert [watch(loss) for loss in ("1.4", "NaN", "")] == [0, 1, 3]
+    said = capsys.readouterr()
+    assert said.err.startswith("hf-accum-fix watch: ") and "no loss was found" in said.err
+    assert "Traceback" not in said.out + said.err
+
+
+def test_an_interrupt_before_the_first_reading_could_tell_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> list[Run]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watching, "read_runs", interrupted)
+    with pytest.raises(LogsError, match="before the logs were read"):
+        follow([tmp_path])
+
+
+def test_an_interrupt_of_a_command_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "execute", interrupted)
+    assert main(["watch", "logs"]) == 3
+    assert capsys.readouterr().err == "hf-accum-fix watch: interrupted\n"
 
 
 def test_a_curve_in_letters() -> None:

@@ -14,7 +14,8 @@ from hf_accum_fix.monitor.loss import LossReading, Moments
 from hf_accum_fix.monitor.loss_oscillation import LossOscillation
 from hf_accum_fix.monitor.loss_stall import LossStall
 from hf_accum_fix.monitor.run_logs import Run, Series
-from hf_accum_fix.monitor.watch import findings, summarise
+from hf_accum_fix.monitor.run_summary import summarise
+from hf_accum_fix.monitor.watch import findings
 
 
 def reading(loss: float) -> LossReading:

@@ -65,6 +65,22 @@ def test_the_gradient_s_norm_is_taken_where_none_is_given() -> None:
     assert monitor.log()["gradient_norm_median"] == pytest.approx(expected)
 
 
+def test_the_norm_of_a_part_of_the_gradient_is_not_taken_for_the_whole() -> None:
+    """FSDP1's: every rank would judge another number, and "raise" would end one of them alone."""
+
+    class FlatParameter(nn.Parameter):
+        pass
+
+    model = nn.Linear(3, 2)
+    model.weight = FlatParameter(torch.zeros(2, 3))
+    monitor = Monitor(model)
+    model(torch.ones(1, 3)).sum().backward()
+    monitor.step(1.0)
+    assert "gradient_norm_median" not in monitor.log()
+    monitor.step(1.0, norm=2.0)
+    assert monitor.log()["gradient_norm_median"] == 2.0
+
+
 def test_ranks_alike_log_alike_and_a_rank_that_is_off_is_named() -> None:
     def work(ranks: OneOf) -> tuple[dict[str, float], list[Alarm]]:
         told: list[Alarm] = []
@@ -112,7 +128,11 @@ def test_an_alarm_raises_or_stops_where_it_is_asked_to(on_alarm: Any) -> None:
             monitor.log()
 
 
-def test_what_to_do_on_an_alarm_is_checked_at_once() -> None:
+def test_what_to_do_on_an_alarm_is_checked_at_once(tmp_path: Path) -> None:
+    from hf_accum_fix.monitor import MonitorsCallback
+
+    with pytest.raises(ValueError, match="got 'end'; expected a callable"):
+        MonitorsCallback(trainer(tmp_path), on_alarm="end")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got 'end'; expected a callable"):
         Monitor(*network(), on_alarm="end")  # type: ignore[arg-type]
 

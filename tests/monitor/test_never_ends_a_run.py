@@ -208,12 +208,12 @@ def test_one_process_has_no_rank_gradients_and_needs_none() -> None:
 
 
 class Sharded:
-    """Two ranks whose model is sharded, as far as the monitors see it."""
+    """Two ranks whose model is sharded, as far as the monitors see it; the other one is like this one."""
 
     rank, size = 0, 2
 
     def sum(self, tensor: Tensor) -> Tensor:
-        return tensor.clone()
+        return torch.stack([tensor[0], tensor[0]])
 
 
 def test_every_callback_goes_with_a_sharded_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -273,6 +273,11 @@ def classifier() -> BertForSequenceClassification:
     return BertForSequenceClassification(config)
 
 
+def ours(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the monitors said: older releases log warnings of their own."""
+    return [record.message for record in caplog.records if record.name == "hf_accum_fix.monitor"]
+
+
 def classified(folder: Path, kind: type[Trainer], **arguments: Any) -> Trainer:
     its = trainer(folder, kind, classifier(), **{"gradient_accumulation_steps": 4, **arguments})
     draw = torch.Generator().manual_seed(0)
@@ -296,7 +301,7 @@ def test_the_mean_over_the_items_is_the_truth_of_a_classifier(
         inputs = torch.stack([sample["input_ids"] for sample in its.train_dataset[:48]])
     labels = torch.stack([sample["labels"] for sample in its.train_dataset[:48]])
     assert row["hf_accum_fix/loss"] == pytest.approx(math.log(2), rel=0.1) and len(inputs) == len(labels)
-    said = [record.message for record in caplog.records]
+    said = ours(caplog)
     if row["loss"] > 2 * row["hf_accum_fix/loss"]:
         assert any("trainer-loss-scaled" in line and "4 times" in line for line in said)
     else:
@@ -319,6 +324,6 @@ def test_a_language_model_s_loss_is_checked(tmp_path: Path, caplog: pytest.LogCa
     its.add_callback(LossCallback(its))
     with caplog.at_level(logging.WARNING, logger="hf_accum_fix.monitor"):
         its.train()
-    assert not caplog.records
+    assert not ours(caplog)
     assert all("hf_accum_fix/loss_repeats_the_trainers" not in row for row in logged(its))
     assert all(row["hf_accum_fix/loss_of_a_guess"] == pytest.approx(math.log(32)) for row in logged(its))

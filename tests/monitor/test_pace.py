@@ -18,8 +18,15 @@ class Clock:
         return self.now
 
 
-def lags(ranks: int, extra: float, logs: int = 40) -> list[tuple[int, str]]:
-    """Logs and kinds of the alarms where the last rank takes so much longer; every rank's own time is skewed noise."""
+def lags(ranks: int, extra: float, logs: int = 40, usual: float = 0.1) -> list[tuple[int, str]]:
+    """Logs and kinds of the alarms where the last rank takes so much longer; every rank's own time is skewed noise.
+
+    Args:
+        ranks: how many.
+        extra: [s] of the last rank.
+        logs: of ten steps.
+        usual: [s] that a rank takes by itself, and that the last backward takes.
+    """
 
     def work(its: OneOf) -> list[tuple[int, str]]:
         model, clock = nn.Linear(1, 1), Clock()
@@ -27,12 +34,12 @@ def lags(ranks: int, extra: float, logs: int = 40) -> list[tuple[int, str]]:
         draw = numpy.random.default_rng(7)
         found = []
         for step in range(1, 10 * logs + 1):
-            own = 0.1 * draw.lognormal(0, 0.3, size=ranks)
+            own = usual * draw.lognormal(0, 0.3, size=ranks)
             own[-1] += extra
             own[0] += 5.0 * (step % 10 == 0)  # it saves, it evaluates
             clock.now += own[its.rank]
             model(torch.ones(1, 1))
-            clock.now += own.max() - own[its.rank] + 0.1  # the last backward, and the wait for the slowest
+            clock.now += own.max() - own[its.rank] + usual  # the last backward, and the wait for the slowest
             pace.step()
             model.eval()
             model(torch.ones(1, 1))
@@ -52,6 +59,11 @@ def test_a_rank_that_lags_is_named_and_a_healthy_run_is_not(ranks: int) -> None:
     found = lags(ranks, 0.1)
     assert found[0] == (5, f"rank-lags-{ranks - 1}") and {kind for _, kind in found} == {f"rank-lags-{ranks - 1}"}
     assert lags(ranks, 0.0, logs=150) == []
+
+
+def test_milliseconds_are_no_lag_however_short_the_steps() -> None:
+    assert lags(2, 0.003, usual=0.003) == []
+    assert lags(2, 0.015, usual=0.003)[0] == (5, "rank-lags-1")
 
 
 def test_one_process_and_a_run_without_forwards_say_nothing() -> None:

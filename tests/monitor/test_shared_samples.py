@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.monitor import SharedSamplesCallback
+from hf_accum_fix.monitor.ranks import read_together
 from hf_accum_fix.monitor.shared_samples import SharedSamples
 from tests.monitor.side_by_side import OneOf, side_by_side
 
@@ -58,11 +59,61 @@ def test_a_share_of_one_half_and_more_is_told(dtype: torch.dtype) -> None:
     assert kinds("small data, shuffled over the ranks", 2, dtype) == []
 
 
+@pytest.mark.parametrize("handed_over", ["images", "indices", "labels in their order"])
+def test_augmented_samples_are_found_by_what_stays_the_same(handed_over: str) -> None:
+    """Both ranks read one order, with crops and noise of their own, rank 1 three micro-batches later."""
+
+    def work(ranks: OneOf) -> list[str]:
+        ours, told = SharedSamples(ranks), list[str]()
+        draw, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1 + ranks.rank)
+        order, classes = torch.randperm(4096, generator=draw), torch.randint(10, (4096,), generator=draw)
+        for place in range(80):
+            rows = order[8 * (place + 3 - 3 * ranks.rank) :][:8]
+            left = int(torch.randint(5, (), generator=own))
+            images = torch.sin(rows[:, None] * torch.arange(1.0, 37.0))[:, left : left + 32]
+            images = images + 0.01 * torch.randn(images.shape, generator=own)
+            what = {"images": images, "indices": rows, "labels in their order": classes[rows][None]}
+            ours.update(what[handed_over])
+            if place % 20 == 19:
+                alarm = ours.judge(ours.read())
+                told += [] if alarm is None else [alarm.kind]
+        return told
+
+    told = side_by_side(work)[0]
+    assert told == ([] if handed_over == "images" else ["ranks-share-samples"] * 3)
+
+
+def test_labels_of_ranks_that_share_nothing_are_no_alarm() -> None:
+    """Neither at random, nor where they say nothing: sorted by class, and micro-batches of two."""
+
+    def work(ranks: OneOf) -> int:
+        draw, alarms = torch.Generator().manual_seed(5 + ranks.rank), 0
+        for kind in ("random", "sorted", "two"):
+            ours = SharedSamples(ranks)
+            for place in range(200):
+                labels = torch.randint(10, (2 if kind == "two" else 8,), generator=draw)
+                ours.update((torch.full((8,), place // 20) if kind == "sorted" else labels)[None])
+                if place % 20 == 19:
+                    alarms += ours.judge(ours.read()) is not None
+        return alarms
+
+    assert side_by_side(work) == [0, 0]
+
+
+def test_the_trainer_s_samples_may_be_named() -> None:
+    def work(ranks: OneOf) -> float:
+        callback = SharedSamplesCallback(None, ranks, samples=lambda inputs: inputs["labels"][None])
+        callback._after_step(torch.ones(()), None, {"pixels": torch.rand(4, 3), "labels": torch.arange(4)})
+        return callback._samples.read().share(0, 1)
+
+    assert side_by_side(work) == [1.0, 1.0]
+
+
 def test_the_trainer_s_ranks_are_compared_without_their_padding() -> None:
     def work(ranks: OneOf) -> list[str]:
         callback = SharedSamplesCallback(Namespace(state=Namespace(global_step=1)), ranks)
         told: list[str] = []
-        callback.on_alarm = lambda alarm: told.append(alarm.kind)
+        callback.alarms.on_alarm = lambda alarm: told.append(alarm.kind)
         draw = torch.Generator().manual_seed(0)
         for _ in range(3):
             for _ in range(4):
@@ -72,7 +123,7 @@ def test_the_trainer_s_ranks_are_compared_without_their_padding() -> None:
                 mask = torch.ones_like(ids)
                 mask[:, 6:] = 0
                 callback._after_step(torch.ones(()), None, {"attention_mask": mask, "input_ids": ids})
-            assert callback.measured({}) == {}
+            assert callback.measured({}, read_together(ranks, callback.gathered())) == {}
         return told
 
     assert side_by_side(work) == [["ranks-share-samples"] * 2] * 2

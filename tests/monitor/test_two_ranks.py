@@ -150,8 +150,9 @@ def test_the_logged_mean_weighs_tokens_where_the_trainer_averages_steps(found: d
 
 
 def test_nothing_is_summed_but_at_a_log_or_a_check(found: dict[str, Any]) -> None:
-    # Logs at 4, 8 and 12; replicas every 6 steps; whether any rank has BatchNorm, after the first.
-    assert found["trainer"][0]["summed_at_steps"] == [1, 4, 6, 8, 12]
+    # One sum a log, at 4, 8 and 12, and in the first what all ranks can watch; replicas every 6 steps, and at the
+    # beginning whether all ranks have them; whether any rank has BatchNorm after the first step and at the end.
+    assert found["trainer"][0]["sums_at_steps"] == {"0": 1, "1": 1, "4": 2, "6": 1, "8": 1, "12": 3}
 
 
 def test_the_trainer_is_left_as_it_was(found: dict[str, Any]) -> None:

@@ -15,8 +15,10 @@ import numpy
 import pytest
 
 from hf_accum_fix.cli import watch as command
+from hf_accum_fix.monitor.run_comparison import compare
 from hf_accum_fix.monitor.run_logs import LogsError, Run, Series, read_runs
-from hf_accum_fix.monitor.watch import Summary, compare, report, summarise
+from hf_accum_fix.monitor.run_summary import Summary, summarise
+from hf_accum_fix.monitor.watch import report
 
 
 def curve(draw: numpy.random.Generator, logs: int, *, noise: float = 0.02, times: float = 1.0) -> list[float]:

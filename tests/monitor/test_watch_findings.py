@@ -11,8 +11,10 @@ import numpy
 import pytest
 
 from hf_accum_fix.cli import main
+from hf_accum_fix.monitor.run_comparison import compare
 from hf_accum_fix.monitor.run_logs import LogsError, Run, Series, read_runs
-from hf_accum_fix.monitor.watch import compare, findings, report, summarise
+from hf_accum_fix.monitor.run_summary import summarise
+from hf_accum_fix.monitor.watch import findings, report
 
 # ruff: noqa: E501 - lines as trainers print them
 

@@ -1,0 +1,176 @@
+"""What ranks have in common, or should not have, as callbacks: replicas, BatchNorm, pace, samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
+from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
+from hf_accum_fix.monitor.callbacks.listening import listen, stop_listening
+from hf_accum_fix.monitor.pace import Pace
+from hf_accum_fix.monitor.ranks import Gathered, Ranks, alike
+from hf_accum_fix.monitor.replicas import Replicas
+from hf_accum_fix.monitor.shared_samples import SharedSamples
+
+
+class ReplicasCallback(MonitorCallback):
+    """`Replicas`: parameters, buffers and optimizer state, compared over the ranks every ``every`` steps.
+
+    Args:
+        trainer: as in `MonitorCallback`.
+        ranks: as in `MonitorCallback`.
+        every: steps from one check to the next.
+    """
+
+    alarms_name = "replicas_alarms"
+
+    def __init__(self, trainer: Any, ranks: Ranks | None = None, every: int = 100) -> None:
+        super().__init__(trainer, ranks)
+        self._every = every
+        self._replicas: Replicas | None = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Collect the tensors to compare; log that a sharded model has none."""
+        super().on_train_begin()
+        if self.ranks.size > 1:
+            model, optimizer = self.trainer.model_wrapped, self.trainer.optimizer
+            self._replicas = None
+            try:
+                self._replicas = Replicas(model, optimizer, self.ranks, self._every)
+            except UnsupportedSetupError as error:
+                self.not_watched(error)
+            if not alike(self.ranks, self._replicas is None):
+                self._replicas = None  # What one rank cannot compare nobody waits for.
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Compare, if it is due."""
+        if self._replicas is not None:
+            self.say(self._replicas.step())
+
+
+class BatchNormCallback(MonitorCallback):
+    """`check_batch_norm` after the first step, and the running statistics over the ranks at the end."""
+
+    alarms_name = "batch_norm_alarms"
+
+    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
+        super().__init__(trainer, ranks)
+        self._checked = False
+
+    def on_step_end(self, args: Any, *others: Any, **kwargs: Any) -> None:
+        """Look at the layers once, as training has left them."""
+        if self._checked:
+            return
+        self._checked = True
+        for alarm in check_batch_norm(
+            self.trainer.model_wrapped,
+            per_device_batch=args.per_device_train_batch_size,
+            accumulation_steps=args.gradient_accumulation_steps,
+            optimizer=self.trainer.optimizer,
+            ranks=self.ranks,
+        ):
+            self.say(alarm)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Check the statistics with which the model is evaluated."""
+        super().on_train_end()
+        self.say(compare_buffers(self.trainer.model_wrapped, self.ranks))
+
+
+class PaceCallback(MonitorCallback):
+    """`Pace`: the rank that keeps the others waiting. Nothing on one process."""
+
+    alarms_name = "pace_alarms"
+
+    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
+        super().__init__(trainer, ranks)
+        self._pace: Pace | None = None
+        self._of: Any = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Listen to the model as it is called."""
+        super().on_train_begin()
+        if self.ranks.size > 1 and self._of is not self.trainer.model_wrapped:
+            self._of = self.trainer.model_wrapped
+            self._pace = Pace(self._of, self.ranks)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """A step has ended."""
+        if self._pace is not None:
+            self._pace.step()
+
+    def gathered(self) -> Sequence[Gathered]:
+        """Every rank's times."""
+        return (self._pace,) if self._pace is not None else ()
+
+    def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
+        """The rank that is ready last, and how much later than the others [s]."""
+        if self._pace is None:
+            return {}
+        reading = readings[self._pace]
+        self.say(self._pace.judge(reading))
+        if not reading.steps:
+            return {}
+        return {"slowest_rank": reading.slowest, "slowest_rank_lag_s": reading.lag(reading.slowest)}
+
+
+class SharedSamplesCallback(MonitorCallback):
+    """`SharedSamples`: ranks that are given one another's samples. Nothing on one process.
+
+    Args:
+        trainer: as in `MonitorCallback`.
+        ranks: as in `MonitorCallback`.
+        samples: of a micro-batch's inputs, what `SharedSamples.update` takes, or None. Default: rows of ``input_ids``
+            without their padding on the right, else of the first tensor. Where samples are augmented, give indices,
+            or ``lambda inputs: inputs["labels"][None]``.
+    """
+
+    alarms_name = "shared_samples_alarms"
+
+    def __init__(
+        self,
+        trainer: Any,
+        ranks: Ranks | None = None,
+        samples: Callable[[Mapping[str, Any]], Tensor | None] | None = None,
+    ) -> None:
+        super().__init__(trainer, ranks)
+        self._samples, self._samples_of = SharedSamples(self.ranks), samples or samples_of
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Listen to ``Trainer.training_step`` too."""
+        super().on_train_begin()
+        if self.ranks.size > 1:
+            listen(self.trainer, "training_step", self._after_step)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the Trainer as it was."""
+        super().on_train_end()
+        if self.ranks.size > 1:
+            stop_listening(self.trainer, "training_step", self._after_step)
+
+    def gathered(self) -> Sequence[Gathered]:
+        """Every rank's samples."""
+        return (self._samples,) if self.ranks.size > 1 else ()
+
+    def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
+        """Only the number of alarms."""
+        if self.ranks.size > 1:
+            self.say(self._samples.judge(readings[self._samples]))
+        return {}
+
+    def _after_step(self, loss: Tensor, model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        samples = self._samples_of(inputs)
+        if samples is not None:
+            self._samples.update(samples)
+
+
+def samples_of(inputs: Mapping[str, Any]) -> Tensor | None:
+    """Rows of ``input_ids``, zero where the mask is, else of the first tensor; None without one."""
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if isinstance(ids, Tensor) and isinstance(mask, Tensor) and mask.shape == ids.shape:
+        ids = ids * (mask != 0)
+    return next((its for its in (ids, *inputs.values()) if isinstance(its, Tensor) and its.ndim), None)

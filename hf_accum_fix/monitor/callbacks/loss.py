@@ -1,0 +1,208 @@
+"""The loss as a callback, and all that is judged by it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_accum_fix.monitor.accuracy_trend import AccuracyTrend
+from hf_accum_fix.monitor.alarms import Alarm
+from hf_accum_fix.monitor.batch_schedule import BatchSchedule
+from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
+from hf_accum_fix.monitor.callbacks.listening import listen, stop_listening
+from hf_accum_fix.monitor.first_loss import FirstLoss
+from hf_accum_fix.monitor.loss import LossMeter
+from hf_accum_fix.monitor.loss_check import LossCheck, Verdict
+from hf_accum_fix.monitor.loss_oscillation import LossOscillation
+from hf_accum_fix.monitor.loss_stall import LossStall
+from hf_accum_fix.monitor.loss_trend import LossTrend
+from hf_accum_fix.monitor.rank_loss import RankLoss
+from hf_accum_fix.monitor.ranks import Gathered, Ranks
+from hf_accum_fix.monitor.run_logs import PREFIX
+
+logger = logging.getLogger("hf_accum_fix.monitor")
+
+
+class LossCallback(MonitorCallback):
+    """`LossMeter`, and all that is judged by the loss.
+
+    `RankLoss`, `LossTrend`, `LossOscillation`, `LossStall`, `FirstLoss`, `AccuracyTrend` (of the first metric of an
+    evaluation that is named so) and `BatchSchedule` (of a run that is resumed from a checkpoint with these logs).
+
+    ``hf_accum_fix/loss`` is the mean over the items of the log interval, where the Trainer's own ``loss`` averages
+    steps, however many items they hold. `LossCheck` decides from the logits which of these the model's loss is:
+
+    - a head that returns the mean over its micro-batch: then that mean, weighted by the micro-batch's items;
+    - a head that divides by the number it is handed: with r what a micro-batch adds to the Trainer's loss and N the
+      number, ``sum(r N) / sum(N)`` over the micro-batches above and the steps below, of all ranks;
+    - a loss that cannot be checked (label smoothing, a loss of one's own, a compiled model): the same, from the
+      Trainer's number; then ``hf_accum_fix/loss_repeats_the_trainers`` is 1, and one warning is logged.
+
+    A Trainer's number that is off by a known factor, such as a mean that nothing divided by the accumulation steps,
+    is an alarm.
+
+    Args:
+        trainer: as in `MonitorCallback`.
+        ranks: as in `MonitorCallback`.
+        items: counts the items of one micro-batch's inputs, 0-dim or int, without a device sync; they weigh the ranks.
+        judge: of the ranks; default: ``RankLoss()``.
+    """
+
+    alarms_name = "rank_loss_alarms"
+
+    def __init__(
+        self,
+        trainer: Any,
+        ranks: Ranks | None = None,
+        items: Callable[[Mapping[str, Any]], Tensor | int] | None = None,
+        judge: RankLoss | None = None,
+    ) -> None:
+        super().__init__(trainer, ranks)
+        self._items = items or labels_counted
+        self._judge = judge or RankLoss()
+        self._trends = (LossTrend(), LossOscillation(), LossStall())
+        self._first, self._accuracy, self._schedule = FirstLoss(), AccuracyTrend(), BatchSchedule()
+        self._last, self._logged_at = math.nan, 0
+        self._of_head, self._of_trainer = LossMeter(self.ranks), LossMeter(self.ranks)
+        self._check = LossCheck()
+        self._steps, self._repeats, self._hook = 1, False, None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Listen to ``Trainer.training_step`` and to the model too; of a resumed run, find the last batch."""
+        super().on_train_begin()
+        state = self.trainer.state
+        self._logged_at = state.global_step
+        if state.global_step:
+            self._schedule.load_state_dict(_last_batches(state.log_history))
+        listen(self.trainer, "training_step", self._after_step)
+        if self._hook is None and not self.trainer.args.torch_compile:
+            self._hook = self.trainer.model.register_forward_hook(self._after_forward, with_kwargs=True)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the Trainer as it was."""
+        super().on_train_end()
+        stop_listening(self.trainer, "training_step", self._after_step)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """A step has ended."""
+        self._check.step()
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Hold the accuracy against the loss, if one was measured."""
+        metrics: Mapping[str, Any] = kwargs.get("metrics") or {}
+        names = sorted(name for name in metrics if name.endswith(("accuracy", "_acc")))
+        if names:
+            self.say(self._accuracy.judge(self._last, _number(metrics[names[0]])))
+
+    def gathered(self) -> Sequence[Gathered]:
+        """The check, and the loss as it would have the head's and the Trainer's."""
+        return self._check, self._of_head, self._of_trainer
+
+    def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
+        """Mean loss with its error, spread over the ranks, and the most unusual rank."""
+        checked = readings[self._check]
+        verdict = checked.verdict
+        reading = readings[self._of_head if verdict.is_mean else self._of_trainer]
+        if not verdict.is_mean:
+            items = reading.total.items
+            reading = reading.times((items / checked.handed if checked.handed else 1.0) / verdict.factor)
+        self._say_scale(verdict, reading.mean)
+        self.say(self._judge.judge(reading))
+        for trend in self._trends:
+            self.say(trend.judge(reading))
+        self.say(self._first.judge(reading, verdict.guess))
+        self._last = reading.mean
+        found = self._batch(reading.total.items, logs)
+        found |= {"loss_standard_error": reading.standard_error, "loss_of_a_guess": verdict.guess}
+        if reading.total.items:
+            found["loss"] = reading.mean
+        if not verdict.is_known:
+            found["loss_repeats_the_trainers"] = 1.0
+        if self.ranks.size > 1:
+            found["rank_loss_spread"] = reading.spread
+            found.update((f"rank_loss_{rank}", its.mean) for rank, its in enumerate(reading.ranks) if its.items)
+        if self._judge.worst is not None:
+            found["rank_loss_worst_rank"] = self._judge.worst.rank
+            found["rank_loss_worst_in_standard_errors"] = self._judge.worst.unusual
+        return found
+
+    def _batch(self, items: float, logs: Mapping[str, Any]) -> dict[str, float]:
+        step = self.trainer.state.global_step
+        steps, self._logged_at = step - self._logged_at, step
+        if steps <= 0:
+            return {}
+        found = {"items_per_step": items / steps, "ranks": float(self.ranks.size)}
+        rate = _number(logs.get("learning_rate"))
+        self.say(self._schedule.judge(found["items_per_step"], rate, self.ranks.size))
+        return found
+
+    def _say_scale(self, verdict: Verdict, mean: float) -> None:
+        if not verdict.is_known and not self._repeats:
+            self._repeats = True
+            if self.ranks.rank == 0:
+                logger.info(
+                    "hf_accum_fix/loss repeats the Trainer's number, weighed by items: this loss could not be computed "
+                    "once more from logits and labels, so that nothing tells whether it is scaled right"
+                )
+        if verdict.factor != 1:
+            self.say(
+                Alarm(
+                    "trainer-loss-scaled",
+                    f"the Trainer counts a micro-batch for {verdict.factor:.3g} times its share of the loss, "
+                    f"{mean:.4g} in the mean over the items, with {self._steps} micro-batches a step and "
+                    f"{self.ranks.size} ranks: its logged loss and its gradient are that much off; "
+                    "look at `hf-accum-fix doctor`",
+                )
+            )
+
+    def _after_forward(self, model: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        if model.training and torch.is_grad_enabled():
+            self._check.forward(output, kwargs.get("labels"))
+
+    def _after_step(
+        self,
+        loss: Tensor,
+        model: Any,
+        inputs: Mapping[str, Any],
+        num_items_in_batch: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        items, loss = self._items(inputs), loss.detach()
+        steps = getattr(self.trainer, "current_gradient_accumulation_steps", None)
+        self._steps = steps or self.trainer.args.gradient_accumulation_steps
+        self._of_head.update(self._check.trained(loss, items, num_items_in_batch, self._steps), items)
+        if num_items_in_batch is None:
+            self._of_trainer.update(loss * self._steps, items)
+        else:
+            self._of_trainer.update_sum(loss * num_items_in_batch, items)
+
+
+def _last_batches(history: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `BatchSchedule` compares with, from a checkpoint's log; nothing where these monitors did not write it."""
+    rows = [row for row in history if f"{PREFIX}items_per_step" in row][-20:]
+    if not rows:
+        return {}
+    items = [row[f"{PREFIX}items_per_step"] for row in rows]
+    return {"items": items, "ranks": rows[-1][f"{PREFIX}ranks"], "rate": _number(rows[-1].get("learning_rate"))}
+
+
+def _number(value: Any) -> float:
+    """As a float; nan where it is none."""
+    return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+def labels_counted(inputs: Mapping[str, Any]) -> Tensor | int:
+    """Number of labels other than -100 where labels are integers, else of samples, by the first tensor."""
+    labels = inputs.get("labels")
+    if isinstance(labels, Tensor) and not labels.is_floating_point():
+        return (labels != -100).sum()
+    return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.ndim), 1)

@@ -1,0 +1,101 @@
+"""All monitors as one callback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_accum_fix.monitor.alarms import OnAlarm
+from hf_accum_fix.monitor.callbacks.across_ranks import (
+    BatchNormCallback,
+    PaceCallback,
+    ReplicasCallback,
+    SharedSamplesCallback,
+)
+from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
+from hf_accum_fix.monitor.callbacks.gradients import GradientNormCallback, NoiseScaleCallback, RankGradientsCallback
+from hf_accum_fix.monitor.callbacks.loss import LossCallback
+from hf_accum_fix.monitor.callbacks.memory import MemoryCallback
+from hf_accum_fix.monitor.ranks import Ranks
+
+
+class MonitorsCallback(MonitorCallback):
+    """All of them as one callback: ``trainer.add_callback(MonitorsCallback(trainer))``.
+
+    ``hf_accum_fix/all_alarms`` counts the alarms of all.
+
+    Args:
+        trainer: as in `MonitorCallback`.
+        ranks: as in `MonitorCallback`.
+        on_alarm: as in `Monitor`; "stop" ends training after the step.
+        noise_scale_every: as in `Monitor`.
+
+    Raises:
+        ValueError: if ``on_alarm`` is something else.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        ranks: Ranks | None = None,
+        on_alarm: OnAlarm = "log",
+        noise_scale_every: int | None = None,
+    ) -> None:
+        super().__init__(trainer, ranks)
+        self._parts = all_callbacks(trainer, ranks)
+        if noise_scale_every is not None:
+            self._parts = (*self._parts, NoiseScaleCallback(trainer, ranks, noise_scale_every))
+        for part in self._parts:
+            part.alarms.on_alarm = on_alarm
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Take part in the Trainer's logs, last: every part has counted then."""
+        for part in self._parts:
+            part.on_train_begin(*args, **kwargs)
+        super().on_train_begin()
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the Trainer as it was."""
+        super().on_train_end()
+        for part in self._parts:
+            part.on_train_end(*args, **kwargs)
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Every part's own."""
+        self._pass_on("on_pre_optimizer_step", *args, **kwargs)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Every part's own."""
+        self._pass_on("on_step_end", *args, **kwargs)
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Every part's own."""
+        self._pass_on("on_evaluate", *args, **kwargs)
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        """Every part's own."""
+        self._pass_on("on_log", *args, **kwargs)
+
+    def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
+        """Only the number of alarms of all."""
+        return {"all_alarms": sum(part.alarms.count for part in self._parts)}
+
+    def _pass_on(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Every part's own; and the end of the run where an alarm is to be one."""
+        for part in self._parts:
+            getattr(part, event)(args, state, control, **kwargs)
+        control.should_training_stop = control.should_training_stop or any(part.alarms.stop for part in self._parts)
+
+
+def all_callbacks(trainer: Any, ranks: Ranks | None = None) -> tuple[MonitorCallback, ...]:
+    """One of each, for this trainer; add them to it."""
+    return (
+        LossCallback(trainer, ranks),
+        GradientNormCallback(trainer, ranks),
+        RankGradientsCallback(trainer, ranks),
+        ReplicasCallback(trainer, ranks),
+        BatchNormCallback(trainer, ranks),
+        PaceCallback(trainer, ranks),
+        SharedSamplesCallback(trainer, ranks),
+        MemoryCallback(trainer, ranks),
+    )

@@ -1,0 +1,139 @@
+"""Whether two runs differ by more than noise. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist, fmean, median
+
+from hf_accum_fix.monitor.robust import (
+    SIGMA_PER_MAD,
+    blocks,
+    median_and_sigma,
+    noise_of_means,
+    noise_sigma,
+    normal_of_student,
+)
+from hf_accum_fix.monitor.run_summary import ENOUGH, Summary, all_positive, scaled
+
+#: Logs per degree of freedom of the noise: the median absolute deviation of second differences uses them inefficiently
+#: (simulated: 8 to 1,000 logs).
+_LOGS_PER_DEGREE = 5
+#: Chance of a false difference between two runs of the same curve.
+_FALSE_DIFFERENCE = 1e-4
+#: A lasting ratio of two losses that counts whatever the correlation of the noise: at least this far from 1, and so
+#: many times its own deviation.
+_PLAIN_FACTOR, _PLAIN_TIMES = 1.25, 5.0
+#: The same over a third of the steps.
+_PLAIN_FACTOR_OF_A_THIRD = 2.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs' losses over the steps that both logged.
+
+    Attributes:
+        run: one of them.
+        other: the run it is compared with.
+        steps: how many steps both logged.
+        ratio: median of the losses' ratio.
+        steady: whether that ratio is the same throughout, within 5 %.
+        worst: largest difference, of all steps or of a tenth of them, in its standard errors; nan for too few steps.
+        at: step in the middle of these.
+        differ: whether that is more than noise makes.
+        furthest: the median ratio, of all or of a tenth of the steps, that is furthest from it.
+        norms: ratio of the median gradient norms; nan where one run logged none.
+        not_finite: first step at which one run's loss is not finite and the other's is; nan: none.
+    """
+
+    run: str
+    other: str
+    steps: int
+    ratio: float
+    steady: bool
+    worst: float
+    at: float
+    differ: bool
+    furthest: float = math.nan
+    norms: float = math.nan
+    not_finite: float = math.nan
+
+
+def compare(one: Summary, other: Summary) -> Comparison:
+    """Whether two loss curves differ by more than their noise.
+
+    Logarithms are compared where all losses are positive, since noise shrinks with the loss. The steps that both logged
+    are looked at as a whole and in up to ten blocks. A mean difference of n steps has the standard error
+    ``sqrt((s1^2 + s2^2) / n)``, s a run's `noise_of_means` over all steps, over the block and its neighbours, or what
+    the second differences of the blocks say, whichever is most. The largest difference in these errors decides; that it
+    is the largest of several is reckoned with (Bonferroni), and so is that the noise is an estimate (Student).
+
+    Noise that both runs share (the same samples in the same order) makes the verdict more cautious; noise that is
+    correlated from log to log makes it less so, where there are only tens of logs.
+    """
+    mine, theirs = (dict(zip(each.loss.steps, each.loss.values, strict=True)) for each in (one, other))
+    steps = sorted(mine.keys() & theirs.keys())
+    curves = [[losses[step] for step in steps] for losses in (mine, theirs)]
+    ratios = [a / b for a, b in zip(*curves, strict=True) if b]
+    ratio, spread = median_and_sigma(ratios) if ratios else (math.nan, math.nan)
+    parts = blocks(len(steps), min(10, max(len(steps) // 4, 1)))
+    ratios_by_part = [median(ratios[part.start : part.stop]) for part in blocks(len(ratios), len(parts))]
+    steady = len(ratios) >= ENOUGH and spread < 0.1 * abs(ratio) and _same_throughout(ratios_by_part)
+    result = Comparison(
+        one.run, other.run, len(steps), ratio, steady, math.nan, math.nan, False,
+        norms=one.gradients.median / other.gradients.median if one.gradients and other.gradients else math.nan,
+        not_finite=_first_not_shared(one, other),
+    )  # fmt: skip
+    if len(steps) < ENOUGH:
+        return result
+    as_factor = all(map(all_positive, curves))
+    if as_factor:
+        curves = [scaled(curve) for curve in curves]
+    differences = [a - b for a, b in zip(*curves, strict=True)]
+    means = [fmean(differences[place] for place in part) for part in parts]
+    curved = [after - 2 * here + before for before, here, after in zip(means, means[1:], means[2:], strict=False)]
+    # A second difference of independent means has six times the variance of one.
+    between = SIGMA_PER_MAD * median(map(abs, curved)) / math.sqrt(6.0) if curved else 0.0
+    noise = _noise_of_both(curves, range(len(steps)))
+    error = max(noise / math.sqrt(len(steps)), between / math.sqrt(len(parts)))
+    found = [(_in_errors(fmean(differences), error), len(steps) // 2)]
+    for part, mean in zip(parts, means, strict=True):
+        around = range(max(part.start - len(part), 0), min(part.stop + len(part), len(steps)))
+        local = max(noise, _noise_of_both(curves, around))
+        found.append((_in_errors(mean, max(local / math.sqrt(len(part)), between)), part[len(part) // 2]))
+    worst, place = max(found, key=lambda each: abs(each[0]))
+    worst = normal_of_student(worst, len(steps) / _LOGS_PER_DEGREE)
+    threshold = NormalDist().inv_cdf(1 - _FALSE_DIFFERENCE / (2 * len(found)))
+    deviation = median_and_sigma(differences)[1]
+    plain = steady and abs(fmean(differences)) > max(math.log(_PLAIN_FACTOR), _PLAIN_TIMES * deviation)
+    step_to_step = noise_sigma(differences)
+    for third in blocks(len(steps), 3) if as_factor else []:
+        its = [differences[place] for place in third]
+        deviation = max(median_and_sigma(its)[1], step_to_step)
+        plain |= abs(fmean(its)) > max(math.log(_PLAIN_FACTOR_OF_A_THIRD), _PLAIN_TIMES * deviation)
+    return replace(
+        result, worst=worst, at=steps[place], differ=abs(worst) > threshold or plain,
+        furthest=max(ratios_by_part, key=lambda its: abs(its - ratio)),
+    )  # fmt: skip
+
+
+def _same_throughout(ratios: Sequence[float]) -> bool:
+    return max(map(abs, ratios)) < 1.2 * min(map(abs, ratios))
+
+
+def _first_not_shared(one: Summary, other: Summary) -> float:
+    """The first step at which one loss is not finite and the other's is."""
+    apart = [step for step in one.not_finite if step in set(other.loss.steps)]
+    apart += [step for step in other.not_finite if step in set(one.loss.steps)]
+    return min(apart, default=math.nan)
+
+
+def _noise_of_both(curves: Sequence[Sequence[float]], places: range) -> float:
+    return math.hypot(*(noise_of_means([curve[place] for place in places]) for curve in curves))
+
+
+def _in_errors(difference: float, error: float) -> float:
+    if error:
+        return difference / error
+    return math.copysign(math.inf, difference) if difference else 0.0
