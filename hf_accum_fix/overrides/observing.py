@@ -27,6 +27,7 @@ from hf_accum_fix.accumulation.evidence.forwards import HIGH
 from hf_accum_fix.accumulation.evidence.rules import counted_alike
 from hf_accum_fix.accumulation.loss_calls import LossCalls
 from hf_accum_fix.accumulation.observe import observe
+from hf_accum_fix.accumulation.second_look import ENOUGH
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.overrides.forward import as_in_training, compute_loss_of
 from hf_accum_fix.overrides.live import (
@@ -166,7 +167,8 @@ def _smoothed(found: LossContract, ignore_index: int, *, of_tokens: bool) -> Los
     # As stock smooths them comes first.
     shifts = sorted({rule.shift for rule in known if rule.keys == ("labels",)})
     rules = tuple(Items(("labels",), ignore_index, shift=shift) for shift in shifts or [False])
-    smooth = replace(found, reduction=Reduction.MEAN, items=rules[0], alternatives=rules, made_of=None)
+    # How it is weighed is known; its shift is the loss call's, which no further look would tell better.
+    smooth = replace(found, reduction=Reduction.MEAN, items=rules[0], alternatives=rules, made_of=None, odds=ENOUGH)
     # Without a loss call, samples may fit a shift by chance.
     if of_tokens and (len(shifts) != 1 or found.made_of is None):
         return replace(smooth, beside=True, reason=SHIFT_UNKNOWN)
