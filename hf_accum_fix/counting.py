@@ -1,7 +1,7 @@
 """Open an accumulation window: settle how its loss is reduced, and count it over all ranks.
 
-The one way, for the Trainer and for a hand-written loop. What is theirs they bring along: a `Run`, which knows the
-other ranks and says what is to be said, and how their loss is observed.
+The Trainer and hand-written loops both call this. Each hands over a `Run`, which reaches the other ranks and warns, and
+a function that observes its loss.
 """
 
 from __future__ import annotations

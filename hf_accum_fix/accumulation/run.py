@@ -1,4 +1,4 @@
-"""What the one way through a window asks of the training that it is of: the Trainer's, or a hand-written loop's."""
+"""What opening and closing a window ask of a training: the Trainer's, or a hand-written loop's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Run(Protocol):
-    """A training: its ranks, its engine, and how it says what is to be said."""
+    """A training: its ranks, its engine, and how it warns."""
 
     @property
     def head(self) -> str:

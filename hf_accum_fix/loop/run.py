@@ -1,4 +1,4 @@
-"""A hand-written loop, as the one way through a window asks for it (see `accumulation.run`)."""
+"""A hand-written loop as a `Run`: its ranks, its engine, and what its windows have shown."""
 
 from __future__ import annotations
 

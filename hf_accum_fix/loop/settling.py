@@ -102,7 +102,7 @@ def _observe(run: LoopRun, model: nn.Module, window: Sequence[Batch], *, again: 
         lambda inputs, number: _forward(run, model, inputs, number),
         list(window),
         module,
-        device=_compute_device(run, model),
+        device=run.device,
         passes_number=run.passes_number,
         router_coefficients=router_coefficients(run.bare(model)),
         world_size=run.world_size,
@@ -110,12 +110,6 @@ def _observe(run: LoopRun, model: nn.Module, window: Sequence[Batch], *, again: 
         again=again,
     )
     return found.without_calls() if is_compiled(module) else found
-
-
-def _compute_device(run: LoopRun, model: nn.Module) -> torch.device:
-    """Where forwards run: an engine that keeps its parameters on the CPU runs them elsewhere."""
-    run.count_beside(next(iter(model.parameters())).device)
-    return run.device
 
 
 def _forward(run: LoopRun, model: nn.Module, inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:

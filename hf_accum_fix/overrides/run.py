@@ -1,4 +1,4 @@
-"""A Trainer's training, as the one way through a window asks for it (see `accumulation.run`)."""
+"""A Trainer's training as a `Run`: its ranks, its engine, and how it warns."""
 
 from __future__ import annotations
 

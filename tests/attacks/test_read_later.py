@@ -46,6 +46,19 @@ def _sample(place: int, steps: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
+def _arguments(folder: Path, steps: int, **more: Any) -> TrainingArguments:
+    return TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=steps,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        **more,
+    )
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 def test_counts_that_differ_are_read_with_the_log_and_corrected_from_there(
     steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -54,18 +67,7 @@ def test_counts_that_differ_are_read_with_the_log_and_corrected_from_there(
     corrected: list[int] = []
     monkeypatch.setattr(certifying, "scale_gradients", lambda *_: corrected.append(trainer.state.global_step + 1))
     torch.manual_seed(0)
-    args = TrainingArguments(
-        str(tmp_path),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=steps,
-        logging_steps=LOGGED,
-        max_steps=STEPS,
-        learning_rate=0.0,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+    args = _arguments(tmp_path, steps, logging_steps=LOGGED, max_steps=STEPS, learning_rate=0.0)
     data: Any = [_sample(place, steps) for place in range(2 * STEPS * steps)]
     observations.clear()
     with hf_accum_fix.apply(quiet=True):
@@ -85,16 +87,7 @@ def test_a_contract_given_by_hand_whose_calls_no_rule_counts_is_corrected_from_t
     corrected: list[int] = []
     monkeypatch.setattr(certifying, "scale_gradients", lambda *_: corrected.append(trainer.state.global_step + 1))
     torch.manual_seed(0)
-    args = TrainingArguments(
-        str(tmp_path),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_steps=3,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+    args = _arguments(tmp_path, 2, max_steps=3)
     given = LossContract(Reduction.MEAN, Items(("labels",)), made_of=Composition((1.0,), counted=False))
     data: Any = [_sample(BEFORE * 4, 2) for _ in range(12)]
     with hf_accum_fix.apply(quiet=True, contract=given):
