@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.closing import Closing
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SEVERAL_FIT, Coupling, LossContract, Reduction
+from hf_accum_fix.accumulation.kinds import Kind, kind_of, words_of
 from hf_accum_fix.accumulation.per_sample import by_sample
 from hf_accum_fix.accumulation.run import Run
 from hf_accum_fix.accumulation.second_look import (
     ATTEMPTS,
-    Observe,
     as_before,
     is_due,
     look,
@@ -35,34 +36,89 @@ from hf_accum_fix.observations import Windows
 from hf_accum_fix.router.router_loss import Form, Forward, RouterLoss, one_form
 
 Said = TypeVar("Said")
+#: What this rank sees of a loss, None if it has no window; and the trouble that it met.
+Seen = tuple[LossContract | None, Exception | None]
+
+#: All kinds, where they are not told apart.
+_ALL: Kind = frozenset({("", 0)})
 
 
-class Known:
-    """What the windows of one training have shown.
+class Settled:
+    """How one kind of micro-batch has its loss reduced, as far as that was observed.
 
     Attributes:
-        contract: how its loss is reduced; None: no window was opened yet.
-        attempts: windows in which that was observed, and not all of their samples were without a target.
-        windows: opened so far, and how many of them were not exact.
-        closing: what ends them.
-        empty_windows: how many had no target, of those that are not read as they end, 0-dim.
+        contract: how; None: it was not observed yet.
+        attempts: windows in which it was observed, and not all of their samples were without a target.
     """
 
     contract: LossContract | None = None
     attempts: int = 0
-    windows: Windows
-    closing: Closing
-    empty_windows: Tensor | None = None
 
     @property
     def is_settled(self) -> bool:
         """Whether the contract is taken as it is."""
         return self.contract is not None and (self.contract.conclusive or self.attempts >= ATTEMPTS)
 
+
+class Known(Settled):
+    """What the windows of one training have shown; itself how the first kind of micro-batch has its loss reduced.
+
+    Attributes:
+        windows: opened so far, and how many of them were not exact.
+        closing: what ends them.
+        empty_windows: how many had no target, of those that are not read as they end, 0-dim.
+        kinds: every kind of micro-batch that was observed, on all ranks in one order; those with one loss share one.
+        asks: a rank holds a kind that was not observed, and all of them know.
+    """
+
+    windows: Windows
+    closing: Closing
+    empty_windows: Tensor | None = None
+    kinds: Mapping[Kind, Settled] = MappingProxyType({})
+    asks: bool = False
+
+    @property
+    def losses(self) -> list[Settled]:
+        """Each loss that was observed, once: the first kind's first."""
+        return list({id(each): each for each in (self, *self.kinds.values())}.values())
+
+    @property
+    def contracts(self) -> list[LossContract]:
+        """Theirs."""
+        return [each.contract for each in self.losses if each.contract is not None]
+
+    def settled_of(self, batch: Any) -> Settled | None:
+        """What is known of a micro-batch's loss; None: its kind was not observed."""
+        if not self.kinds or _ALL in self.kinds:
+            return self
+        kind = kind_of(batch)
+        return self.kinds.get(kind, None if kind else self)
+
+    def contract_of(self, batch: Any) -> LossContract:
+        """How the loss of a micro-batch is reduced; of a kind that was not observed, as the first kind's."""
+        settled = self.settled_of(batch) if len(self.kinds) > 1 else self
+        contract = (settled or self).contract
+        assert contract is not None
+        return contract
+
+    def knows(self, batch: Any) -> bool:
+        """Whether its kind was observed, where kinds are told apart."""
+        return self.settled_of(batch) is not None
+
+    def kinds_told(self) -> dict[str, Any]:
+        """What a report says of the kinds with a loss of their own; empty: there is one loss."""
+        told = {words_of(kind): each.contract.facts() for kind, each in self.kinds.items() if each.contract is not None}
+        return {"kinds": told} if len(self.losses) > 1 else {}
+
     @property
     def exact(self) -> bool:
         """Whether its loss, and every window so far, was exact."""
-        return self.contract is not None and self.contract.exact and not self.windows.inexact
+        return self.can_be_exact and not self.windows.inexact
+
+    @property
+    def can_be_exact(self) -> bool:
+        """Whether every loss that was observed is, where its windows are as observed."""
+        return self.contract is not None and all(each.exact for each in self.contracts)
 
 
 # --- how the loss is reduced --------------------------------------------------------------------------------------
@@ -72,21 +128,23 @@ def settle(
     run: Run,
     known: Known,
     window: Sequence[Any],
-    observe: Observe,
-    agree_on: Callable[[LossContract | None, Exception | None], LossContract],
+    observe: Callable[[Sequence[Any], int], Seen],
+    agree_on: Callable[[Sequence[Any], LossContract | None, Exception | None], LossContract],
     *,
     per_sample: bool,
     matters: bool,
     trouble: Exception | None = None,
 ) -> LossContract:
-    """The contract as it is now; observed where it has not been or is due again, on every rank alike.
+    """How the first kind of micro-batch has its loss reduced, as it is now.
+
+    Every kind in a window is observed where that has not been done or is due again, on every rank alike.
 
     Args:
         run: the training.
         known: what its windows have shown; changed.
         window: the micro-batches of this rank; empty: its data have ended.
-        observe: as `look` asks for it.
-        agree_on: the ranks' one contract, of what this rank saw and the trouble that it met.
+        observe: as `look` asks for it, of micro-batches of one kind.
+        agree_on: the ranks' one contract, of those micro-batches, of what this rank saw and of the trouble it met.
         per_sample: as in `Options`.
         matters: as in `look`.
         trouble: what kept this rank from fetching its window.
@@ -94,34 +152,114 @@ def settle(
     Raises:
         RankError: if another rank is in trouble, has no window, or labels where this one has none.
     """
-    before, was_settled = known.contract, known.is_settled
+    if known.contract is None:
+        known.kinds, known.closing.several_losses = {}, False
+    # Where ranks meet in every forward, all would have to hold the same kinds.
+    mine = [_ALL] if run.shards else list(dict.fromkeys(map(kind_of, window)))
     # A rank whose data have ended counts this window as the others do.
-    number = known.windows.opened + (not window)
-    if before is not None and was_settled and not is_due(before, number, window, alone=run.data_ranks == 1):
-        _say_if_several_fit(run, known, before, window)
-        return before
-    check_alike(run, window, trouble)
-    seen, trouble = look(observe, lambda mine, trouble: any(agreed(run, mine, trouble)), window, matters=matters)
-    found = agree_on(seen, trouble)
+    number, alone = known.windows.opened + (not window), run.data_ranks == 1
+
+    def of(settled: Settled) -> list[Any]:
+        return list(window) if run.shards else [batch for batch in window if known.settled_of(batch) is settled]
+
+    def due(settled: Settled) -> bool:
+        if settled.contract is None or not settled.is_settled:
+            return settled is known or bool(of(settled)) or not alone
+        return is_due(settled.contract, number, of(settled), alone=alone)
+
+    new = alone and not all(map(known.knows, window))
+    if not (new or known.asks or any(map(due, known.losses))):
+        for settled in known.losses:
+            _say_if_several_fit(run, known, settled.contract, of(settled))
+        assert known.contract is not None
+        return known.contract
+    known.asks = False
+    kinds, before = check_alike(run, window, trouble, mine), known.kinds
+    kinds = [kind for kind in kinds if kind or not (any(kinds) or before)]
+    known.kinds = dict(before)
+    for kind in kinds:
+        known.kinds.setdefault(kind, Settled() if known.kinds else known)
+    for settled in known.losses:
+        if not due(settled):
+            _say_if_several_fit(run, known, settled.contract, of(settled))
+            continue
+        _settle_one(run, known, settled, of(settled), observe, agree_on, per_sample=per_sample, matters=matters)
+    for kind in kinds:
+        if kind not in before and known.kinds[kind] is not known:
+            _tell_apart(run, known, kind, matters=matters)
+    assert known.contract is not None
+    return known.contract
+
+
+def _settle_one(
+    run: Run,
+    known: Known,
+    settled: Settled,
+    window: Sequence[Any],
+    observe: Callable[[Sequence[Any], int], Seen],
+    agree_on: Callable[[Sequence[Any], LossContract | None, Exception | None], LossContract],
+    *,
+    per_sample: bool,
+    matters: bool,
+) -> None:
+    """Observe one loss in a window, and change what is known of it."""
+    before, was_settled = settled.contract, settled.is_settled
+    tries = settled is not known and before is None
+
+    def look_at(again: int) -> Seen:
+        seen, trouble = observe(window, again)
+        if trouble is not None and tries:
+            # Training itself may never ask for a loss of these, and shows the trouble where it does.
+            return LossContract(Reduction.PLAIN, reason=f"it could not be observed: {trouble}"), None
+        return seen, trouble
+
+    seen, trouble = look(look_at, lambda mine, trouble: any(agreed(run, mine, trouble)), window, matters=matters)
+    found = agree_on(window, seen, trouble)
     if per_sample:
         found = by_sample(found)
     if before is not None and found.reason == NO_TARGET_SEEN:
         # It shows nothing.
-        return before
+        return
     if before is not None and was_settled:
-        known.contract = _held(run, known, before, found, window, matters=matters)
-        return known.contract
-    known.attempts += found.reason != NO_TARGET_SEEN
+        settled.contract = _held(run, known, before, found, window, matters=matters)
+        return
+    settled.attempts += found.reason != NO_TARGET_SEEN
     if trained_wrongly(before, found):
         known.windows.note_inexact()
-    take(known, found)
-    return found
+    take(known, found, settled)
 
 
-def take(known: Known, contract: LossContract) -> None:
-    """Train by a contract from this window on."""
-    known.contract = contract
-    known.closing.corrects = contract.made_of is not None and not contract.made_of.counted
+def _tell_apart(run: Run, known: Known, kind: Kind, *, matters: bool) -> None:
+    """Train a new kind of micro-batch by a loss of its own, where it is another than the first kind's."""
+    settled, first = known.kinds[kind], known.contract
+    found = settled.contract
+    assert found is not None and first is not None
+    if found.reason == NO_TARGET_SEEN or _is_one_loss(found, first):
+        known.kinds = {**known.kinds, kind: known}
+        return
+    known.closing.several_losses = True
+    if found.owned_by_trainer and found.by_number:
+        reason = "one number is handed over for micro-batches of several kinds"
+        settled.contract = found = replace(found, beside=True, reason=reason)
+    if matters:
+        for what, words in remarks(f"{run.head}, of {words_of(kind)}", found, settled.attempts):
+            run.warn_once(f"{what} of {words_of(kind)}", words)
+    if known.windows.recorded:
+        observations.amend({"exact": known.exact, **known.kinds_told()})
+
+
+def _is_one_loss(one: LossContract, other: LossContract) -> bool:
+    """Whether two kinds of micro-batch are reduced and counted alike, so that all of their items are of one mean."""
+    factors = [each.made_of and each.made_of.factors for each in (one, other)]
+    return factors[0] == factors[1] and (one.reduction, one.rules) == (other.reduction, other.rules)
+
+
+def take(known: Known, contract: LossContract, settled: Settled | None = None) -> None:
+    """Train by a contract from this window on; ``settled``: of these micro-batches, None of the first kind's."""
+    settled = settled or known
+    settled.contract = contract
+    if settled is known:
+        known.closing.corrects = contract.made_of is not None and not contract.made_of.counted
 
 
 def _held(
@@ -146,8 +284,8 @@ def _held(
     return replace(found, changed_by_trainer=True)
 
 
-def _say_if_several_fit(run: Run, known: Known, contract: LossContract, window: Sequence[Any]) -> None:
-    if contract.conclusive and several_fit(contract, window):
+def _say_if_several_fit(run: Run, known: Known, contract: LossContract | None, window: Sequence[Any]) -> None:
+    if contract is not None and contract.conclusive and several_fit(contract, window):
         known.windows.note_inexact()
         run.warn_once("inexact", f"{run.head}: window {known.windows.opened}: {SEVERAL_FIT}.")
 
@@ -157,19 +295,24 @@ def agreed(run: Run, said: Said, trouble: Exception | None) -> list[Said]:
     return ranks.agreed(said, trouble, rank=run.rank, world_size=run.world_size, gather=run.gather)
 
 
-def check_alike(run: Run, window: Sequence[Any], trouble: Exception | None) -> None:
-    """Before the ranks run forwards together: each has fetched its window, and all hold labels or none does."""
+def check_alike(run: Run, window: Sequence[Any], trouble: Exception | None, kinds: Sequence[Kind] = ()) -> list[Kind]:
+    """Before the ranks run forwards together: each has fetched its window, and all hold labels or none does.
+
+    Returns:
+        All ranks' kinds of micro-batches, in one order.
+    """
     labels = {key for batch in window if isinstance(batch, Mapping) for key in batch if "label" in key}
     told = f"{len(window)} micro-batches with {sorted(labels) or 'no labels'}" if window else None
-    gathered = agreed(run, (len(window), bool(labels), told), trouble)
-    lengths = [length for length, _, _ in gathered]
+    gathered = agreed(run, (len(window), bool(labels), told, list(kinds)), trouble)
+    lengths = [length for length, *_ in gathered]
     if len({length if run.shards else bool(length) for length in lengths}) > 1:
         raise ranks.uneven(dict(enumerate(lengths)))
-    if len({labelled for _, labelled, _ in gathered}) > 1:
+    if len({labelled for _, labelled, *_ in gathered}) > 1:
         raise RankError(
-            f"got {ranks.by_rank([each for _, _, each in gathered])}; expected labels on every rank or on none; look "
+            f"got {ranks.by_rank([each for *_, each, _ in gathered])}; expected labels on every rank or on none; look "
             "at the collator, and at what it was given on the rank without"
         )
+    return list(dict.fromkeys(kind for *_, held in gathered for kind in held))
 
 
 def remarks(
@@ -213,6 +356,7 @@ def record(run: Run, known: Known, contract: LossContract, micro_batches: int, *
             "inexact_windows": known.windows.inexact,
             "accumulation_steps": micro_batches,
             "world_size": run.data_ranks,
+            **known.kinds_told(),
             **beside,
         }
     )
@@ -227,16 +371,21 @@ class Counted:
     """A window, counted.
 
     Attributes:
-        by_rule: items of each micro-batch, 0-dim, by each of the contract's rules.
-        total: N over all ranks.
-        cut: n_mean, G and W.
+        by_rule: items of each micro-batch, 0-dim, by each of its contract's rules.
+        total: N over all ranks, of all kinds.
+        cuts: n_mean, G and W of each loss, in the order of `Known.losses`.
         number: the other count that was handed over, over all ranks; None: there was none.
     """
 
     by_rule: list[dict[Items, Tensor]]
     total: Tensor
-    cut: Cut
+    cuts: list[Cut]
     number: Tensor | None
+
+    @property
+    def cut(self) -> Cut:
+        """That of the first kind's loss."""
+        return self.cuts[0]
 
 
 def count(
@@ -252,13 +401,14 @@ def count(
 ) -> Counted:
     """Count a window over all ranks, by the one collective of an optimizer step.
 
-    Beside the items ride: another count, three numbers that tell of a rank that fails or has less to run, the routing
-    of a mixture of experts, and whether windows before were as they had been observed.
+    Beside the items ride: another count, three numbers that tell of a rank that fails or has less to run, the samples
+    of each kind and whether one is new, the routing of a mixture of experts, and whether windows before were as they
+    had been observed.
 
     Args:
         run: the training.
         known: what its windows have shown; changed where other ranks tell of theirs.
-        contract: how its loss is reduced.
+        contract: how the first kind's loss is reduced.
         batches: the micro-batches of this rank.
         number: another count of them; None: there is none.
         trouble: what this rank failed with, raised on all ranks; None: nothing.
@@ -267,19 +417,25 @@ def count(
     """
     device, several, closing = run.device, run.world_size > 1, known.closing
     zero = torch.zeros((), dtype=count_dtype(device), device=device)
+    contracts = [contract, *known.contracts[1:]]
     by_rule: list[dict[Items, Tensor]] = []
-    totals = [zero] * max(len(contract.rules), 1)
+    totals = [[zero] * max(len(each.rules), 1) for each in contracts]
+    # A mean over one loss's samples alone is weighed by how many they are.
+    samples = [zero] * len(contracts) if len(contracts) > 1 else []
+    new = not all(map(known.knows, batches))
     try:
-        if contract.rules:
-            by_rule, totals = count_by_rules(contract.rules, list(batches), device, several_ranks=several)
+        # One that is new is observed, and all are counted again.
+        by_rule, totals, samples = _of_each_loss(known, contracts, batches, device, several_ranks=several and not new)
     except Exception as error:
         trouble = trouble or error
     other = zero if number is None else torch.as_tensor(number).to(zero)
     if several:
         runs = len(batches) if run.shards else min(len(batches), 1)
-        tells = contract.made_of is not None and not closing.corrects
+        tells = any(each.made_of is not None for each in contracts) and not closing.corrects
         told = [zero + closing.differs, zero + known.windows.news] if tells else []
-        numbers = torch.stack([totals[0], other, *ranks.marks(runs, trouble, zero), *totals[1:], *told])
+        asks = [zero + new] if known.kinds else []
+        main, *rest = (total for each in totals for total in each)
+        numbers = torch.stack([main, other, *ranks.marks(runs, trouble, zero), *rest, *samples, *asks, *told])
         sums = run.summed(numbers if routing is None else torch.cat([numbers, routing]))
         fetched, suspects = len(batches), runs < (run.steps if run.shards else 1)
         ranks.check_marks(
@@ -292,23 +448,65 @@ def count(
             world_size=run.world_size,
             gather=run.gather,
         )
-        last = 4 + len(totals)
-        if tells and device.type == "cpu":
-            # Read only where that waits for no device: there it is never set on another.
-            closing.corrects = bool(sums[last])
-            if float(sums[last + 1]) > known.windows.news:
-                known.windows.note_inexact(known.windows.opened - bool(batches))
         # Tensor-parallel ranks hold the same samples, and have all counted them.
         copies = run.world_size // run.data_ranks
-        totals = [each / copies for each in (sums[0], *sums[5:last])]
-        other, routing = sums[1], sums[last + len(told) :] / copies
+        summed = iter([sums[0], *sums[5:]])
+        totals = [[next(summed) / copies for _ in each] for each in totals]
+        samples = [next(summed) / copies for _ in samples]
+        other = sums[1]
+        flags = [next(summed) for _ in (*asks, *told)]
+        # Read only where that waits for no device: there what they tell is never set on another.
+        if asks and device.type == "cpu":
+            new = bool(flags[0])
+            known.asks = new
+        if tells and device.type == "cpu":
+            closing.corrects = bool(flags[-2])
+            if float(flags[-1]) > known.windows.news:
+                known.windows.note_inexact(known.windows.opened - bool(batches))
+        if routing is not None:
+            routing = sums[-len(routing) :] / copies
     elif trouble is not None:
         raise trouble
     known.windows.news = False
-    cut = Cut.of(contract, totals[0], len(batches), run.data_ranks, totals[1:])
+    if new and not known.asks:
+        run.tell("it holds micro-batches of a kind that was not observed")
+    if any(not known.contract_of(batch).exact for batch in batches if len(contracts) > 1):
+        # The first kind's may be.
+        known.windows.note_inexact()
+    parts: Sequence[Tensor | None] = [
+        each.clamp(min=1) / torch.stack(samples).sum().clamp(min=1) for each in samples
+    ] or [None]
+    cuts = [
+        Cut.of(each, total[0], len(batches), run.data_ranks, total[1:], part)
+        for each, total, part in zip(contracts, totals, parts, strict=True)
+    ]
     if router is not None and routing is not None:
-        router.settle(routing, cut.micro_batches, cut.world_size)
-    return Counted(by_rule, totals[0], cut, None if number is None else other)
+        router.settle(routing, cuts[0].micro_batches, cuts[0].world_size)
+    total = totals[0][0] if len(totals) == 1 else torch.stack([each[0] for each in totals]).sum()
+    return Counted(by_rule, total, cuts, None if number is None else other)
+
+
+def _of_each_loss(
+    known: Known,
+    contracts: Sequence[LossContract],
+    batches: Sequence[Any],
+    device: torch.device,
+    *,
+    several_ranks: bool,
+) -> tuple[list[dict[Items, Tensor]], list[list[Tensor]], list[Tensor]]:
+    """Items of each micro-batch by its contract's rules; of each loss their sums and, beside others, its samples."""
+    nothing = [torch.zeros((), dtype=count_dtype(device), device=device)]
+    alone = len(contracts) == 1
+    by_batch: dict[int, dict[Items, Tensor]] = {}
+    totals, samples = [], []
+    for contract in contracts:
+        held = [batch for batch in batches if alone or known.contract_of(batch) is contract]
+        by_rule, counted = count_by_rules(contract.rules, held, device, several_ranks=several_ranks)
+        totals.append(counted or nothing)
+        by_batch |= {id(batch): each for batch, each in zip(held, by_rule, strict=True)}
+        if not alone:
+            samples += count_by_rules([Items()], held, device)[1]
+    return [by_batch[id(batch)] for batch in batches] if any(by_batch.values()) else [], totals, samples
 
 
 def count_routing(

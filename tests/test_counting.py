@@ -28,8 +28,8 @@ def settled_in(run: LoopRun, window: Sequence[Any], seen: LossContract | None) -
         run,
         run,
         window,
-        lambda again: (seen, None),
-        lambda mine, trouble: agree([] if mine is None else [mine]),
+        lambda batches, again: (seen, None),
+        lambda batches, mine, trouble: agree([] if mine is None else [mine]),
         per_sample=False,
         matters=True,
     )

@@ -7,6 +7,7 @@ where that waits for no device; on another one a window is corrected unread, whe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,38 +25,44 @@ class Closing:
 
     Attributes:
         corrects: the gradient is divided by what the loss calls counted more than the rule, in every window.
+        several_losses: micro-batches of several kinds have losses of their own, so that no one number corrects them.
         differs: a window of this rank counted otherwise than the rule; the others learn of it with the next.
         unread: on a device, how many windows since the last log were made in another way than observed, 0-dim.
     """
 
     corrects: bool = False
+    several_losses: bool = False
     differs: bool = False
     unread: Tensor | None = None
     _flag: Tensor | None = None
 
-    def end(self, run: Run, certificate: Certificate, left_out: int = 0) -> Tensor | float | None:
+    def end(self, run: Run, certificates: Sequence[Certificate], left_out: int = 0) -> Tensor | float | None:
         """What gradient and logged loss of a window are to be multiplied by; None: they are right, or cannot be.
 
         Args:
             run: the training.
-            certificate: of the window.
+            certificates: of the window, one for each loss.
             left_out: micro-batches of it that this rank did not run.
         """
         self._flag = None
-        times = self._times(run, certificate, left_out)
+        times: Tensor | float | None = None
+        for certificate in certificates:
+            times = self._times(run, certificate, left_out)
+            left_out = 0
         if self._flag is not None:
             self.unread = self._flag.long() if self.unread is None else self.unread + self._flag
         return times
 
     def _times(self, run: Run, certificate: Certificate, left_out: int) -> Tensor | float | None:
         readable, several = run.readable, run.data_ranks > 1
+        corrects = self.corrects and not self.several_losses
         self._hold(run, certificate, readable=readable)
-        if left_out and not (several and self.corrects):
+        if left_out and not (several and corrects):
             run.tell(f"{left_out} of its micro-batches were left out")
-        if not self.corrects and not certificate.counted:
+        if not corrects and not certificate.counted:
             return None
         sums = certificate.counts(run.device)
-        if not self.corrects and (several or not readable):
+        if not corrects and (several or self.several_losses or not readable):
             if not readable:
                 self._read_later((sums[0] - sums[1]).abs() > 1e-6 * sums[1])
                 return None

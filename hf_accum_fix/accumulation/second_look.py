@@ -173,7 +173,7 @@ def several_fit(known: LossContract, window: Sequence[Any]) -> bool:
     On several ranks, or differently from the window in which the ranks agreed, so that no rank has to ask the others.
     Looked at where the window is held by the host, so that it waits for no device.
     """
-    if not all(_is_countable(rules, window) for rules in known.open_rules):
+    if not window or not all(_is_countable(rules, window) for rules in known.open_rules):
         return False
     before = dict(known.counted)
     for rules in known.open_rules:

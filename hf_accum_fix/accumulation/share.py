@@ -44,6 +44,7 @@ class Cut:
         micro_batches: int,
         world_size: int,
         beside: Sequence[Tensor] = (),
+        part: Tensor | None = None,
     ) -> Cut:
         """A global batch of N items.
 
@@ -53,9 +54,11 @@ class Cut:
             micro_batches: G.
             world_size: W.
             beside: N by each rule of the contract but the first.
+            part: of the global batch's samples, those whose loss is reduced so (see `kinds`); None: all.
         """
         steps = max(micro_batches, 1)
         means = [mean_item_count(each, steps, world_size) for each in (total, *beside)]
+        means = means if part is None else [mean / part for mean in means]
         by_rule = dict(zip(contract.rules, means, strict=bool(beside)))
         return cls(means[0], contract.as_number(means[0]), steps, world_size, by_rule)
 

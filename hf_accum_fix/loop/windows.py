@@ -51,8 +51,8 @@ class AccumulationWindow:
         self._windows = windows
         self._begun = 0
         self._counts: list[dict[Items, Tensor]] = []
-        self._cut: Cut | None = None
-        self._certificate: Certificate | None = None
+        self._cuts: list[Cut] = []
+        self._certificates: dict[int, Certificate] = {}
         self._loss: Tensor | None = None
 
     def __len__(self) -> int:
@@ -82,8 +82,8 @@ class AccumulationWindow:
         last = self._begun == len(self.batches)
         with self._windows._reducing(model, last=last), self._windows._adding(model, len(self), self._begun):
             yield
-        if last and self._certificate is not None:
-            self._end(model, self._certificate)
+        if last and self._certificates:
+            self._end(model)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of one micro-batch by the model's own head, to be handed to ``backward``.
@@ -99,8 +99,8 @@ class AccumulationWindow:
             ContractError: if the model returned no loss, or how it reduces it could not be settled.
             RankError: if the ranks' dataloaders ended at different times, or another rank failed.
         """
-        contract = self._open(model, next(iter(model.parameters())).device)
-        assert self._cut is not None
+        self._open(model, next(iter(model.parameters())).device)
+        contract, cut, certificate = self._of(batch)
 
         def run(inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:
             outputs = run_model(self._windows._run, model, inputs, number)
@@ -108,11 +108,9 @@ class AccumulationWindow:
 
         batch, counts = self._counted(contract, batch)
         with self._windows._run.router.micro_batch(max(self._begun - 1, 0)):
-            ran = run_micro_batch(
-                contract, batch, counts, self._cut, run, self._certificate, rounded=self._windows._rounds
-            )
-        if ran.items is not None and self._certificate is not None and contract.items is not None:
-            self._certificate.note_items(ran.items, counts[contract.items])
+            ran = run_micro_batch(contract, batch, counts, cut, run, certificate, rounded=self._windows._rounds)
+        if ran.items is not None and certificate is not None and contract.items is not None:
+            certificate.note_items(ran.items, counts[contract.items])
         return self._add(ran.loss)
 
     def scale(self, loss: Tensor, batch: Batch) -> Tensor:
@@ -128,11 +126,11 @@ class AccumulationWindow:
         Raises:
             ContractError: if no contract was given.
         """
-        contract = self._open(None, loss.device)
-        assert self._cut is not None
+        self._open(None, loss.device)
+        contract, cut, _ = self._of(batch)
         batch, counts = self._counted(contract, batch)
         items = counts.get(contract.items) if contract.items is not None else None
-        share = share_of(contract, batch, items, self._cut, own_loss=True, rounded=self._windows._rounds)
+        share = share_of(contract, batch, items, cut, own_loss=True, rounded=self._windows._rounds)
         return self._add(share.of(loss))
 
     @property
@@ -142,10 +140,8 @@ class AccumulationWindow:
         Raises:
             ContractError: if the window has not been counted: no loss of it was asked for, and no contract given.
         """
-        if self._cut is None:
-            self._open(None, None)
-        assert self._cut is not None
-        return self._cut.mean
+        self._open(None, None)
+        return self._cuts[0].mean
 
     def mean_loss(self) -> Tensor:
         """The loss of the global batch: the mean over the items of all its micro-batches and ranks.
@@ -163,37 +159,46 @@ class AccumulationWindow:
         loss = self._loss.to(count_dtype(self._loss.device))
         return self._windows._run.summed(loss) / self._windows.world_size
 
-    def _open(self, model: nn.Module | None, beside: torch.device | None) -> LossContract:
+    def _open(self, model: nn.Module | None, beside: torch.device | None) -> None:
         """Count the window over all ranks, beside a loss or a model, where that has not been done."""
         run = self._windows._run
-        if self._cut is not None and run.contract is not None:
-            return run.contract
+        if self._cuts:
+            return
         run.count_beside(beside)
-        contract = settle(run, model, self.batches)
-        routing, trouble = routing_of(run, model, self.batches, contract)
-        counted = count(run, run, contract, self.batches, trouble=trouble, router=run.router, routing=routing)
-        self._counts, self._cut = counted.by_rule, counted.cut
-        if self.batches and _listens(contract, run.windows.opened):
-            self._certificate = Certificate(contract)
-        if contract.items is not None and self.batches:
+        while True:
+            contract = settle(run, model, self.batches)
+            routing, trouble = routing_of(run, model, self.batches, contract)
+            counted = count(run, run, contract, self.batches, trouble=trouble, router=run.router, routing=routing)
+            if not run.asks:
+                break
+        self._counts, self._cuts = counted.by_rule, counted.cuts
+        for batch in self.batches:
+            if _listens(each := run.contract_of(batch), run.windows.opened):
+                self._certificates.setdefault(id(each), Certificate(each))
+        if self.batches and all(each.items is not None for each in run.contracts):
             note_empty(run, run, counted.total)
-        return contract
+
+    def _of(self, batch: Batch) -> tuple[LossContract, Cut, Certificate | None]:
+        """A micro-batch's contract, cut and certificate."""
+        run = self._windows._run
+        contract = run.contract_of(batch)
+        place = next(at for at, each in enumerate(run.losses) if each.contract is contract)
+        return contract, self._cuts[place], self._certificates.get(id(contract))
 
     def _counted(self, contract: LossContract, batch: Batch) -> tuple[Batch, dict[Items, Tensor]]:
         """A micro-batch as it is to be run, and its items by every rule."""
-        assert self._cut is not None
         counted = zip(self.batches, self._counts, strict=False)
         # None: it was put on another device, or made anew; then it is counted again.
         counts = next((each for fetched, each in counted if fetched is batch), None)
         if counts is None and self._begun and isinstance(self.batches[self._begun - 1], Weightless):
             batch = Weightless(batch)
         if counts is None:
-            counts = count_by_rules(contract.rules, [batch], self._cut.mean.device)[0][0]
+            counts = count_by_rules(contract.rules, [batch], self._cuts[0].mean.device)[0][0]
         return batch, counts
 
-    def _end(self, model: nn.Module, certificate: Certificate) -> None:
+    def _end(self, model: nn.Module) -> None:
         """Correct the gradient of a window whose loss calls counted otherwise than its rule; say what changed."""
-        times = self._windows._run.closing.end(self._windows._run, certificate)
+        times = self._windows._run.closing.end(self._windows._run, [*self._certificates.values()])
         if times is not None:
             scale_gradients(model, times)
             self._loss = None if self._loss is None else self._loss * times

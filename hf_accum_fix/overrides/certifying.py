@@ -27,10 +27,11 @@ def end_window(trainer: TrainerLike, session: Session, window: Window) -> Tensor
     """
     window.ended = True
     session.gradient.finish()
-    if window.certificate is None or not window.batches:
+    certificates = window.certificates
+    if not certificates or not window.batches:
         return None
     left_out = len(window.batches) - window.steps_run
-    times = session.closing.end(TrainerRun(trainer, session), window.certificate, left_out)
+    times = session.closing.end(TrainerRun(trainer, session), certificates, left_out)
     if times is not None:
         scale_gradients(trainer.model_wrapped, times)
     return times
@@ -52,8 +53,7 @@ def exact_windows_logged(trainer: TrainerLike, session: Session) -> Iterator[Non
             # Waits for nothing: the loss was read just now.
             read_certificates(trainer, session)
             if session.inexact_windows and is_cut(trainer):
-                exact = session.contract is not None and session.contract.exact
-                logs[EXACT_WINDOWS] = session.windows.exact if exact else 0
+                logs[EXACT_WINDOWS] = session.windows.exact if session.can_be_exact else 0
         return original(logs, *args, **kwargs)
 
     with shadow(trainer, "log", log):

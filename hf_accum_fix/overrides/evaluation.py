@@ -28,6 +28,7 @@ from hf_accum_fix.upstream.protocols import TrainerLike
 
 logger = logging.getLogger("hf_accum_fix")
 
+_SEVERAL_KINDS = "its batches are of several kinds, each with a loss of its own"
 _WEIGHTED = (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN)
 
 
@@ -51,8 +52,9 @@ def evaluation_loop(
     refused: list[str] = []
 
     def prediction_step(model: Any, inputs: Mapping[str, Any], *rest: Any, **step_kwargs: Any) -> Any:
-        contract = settle(trainer, [inputs], options)
-        reason = _why_not(contract)
+        reason = "" if session.knows(inputs) and len(session.losses) == 1 else _SEVERAL_KINDS
+        contract = session.contract if reason and session.contract else settle(trainer, [inputs], options)
+        reason = reason or _why_not(contract)
         if reason:
             refused.append(reason)
             return original_step(model, inputs, *rest, **step_kwargs)

@@ -58,7 +58,7 @@ def base_loss(
         if func is not None:
             return func(outputs, labels, num_items_in_batch=number), outputs
     if smoother is not None and labels is not None:
-        contract = session.contract
+        contract = session.contract_now
         shift = contract is not None and contract.items is not None and contract.items.shift
         return smoother(outputs, labels, shift_labels=shift), outputs
     return loss_among(outputs, inputs, model), outputs

@@ -59,21 +59,37 @@ class MicroBatch:
 
 
 @dataclass
+class Part:
+    """What the micro-batches of one kind have in common.
+
+    Attributes:
+        contract: how their loss is reduced.
+        cut: n_mean, G and W.
+        certificate: what they have shown of their loss.
+    """
+
+    contract: LossContract
+    cut: Cut
+    certificate: Certificate | None
+
+
+@dataclass
 class Window:
     """The micro-batches of one optimizer step on this rank.
 
     Attributes:
-        contract: how the loss of its micro-batches is reduced.
+        contract: how the loss of the micro-batch that is run is reduced.
         batches: as the loop will hand them to ``training_step``.
         counts: items of each, 0-dim, on the training device; empty where the contract counts none.
         by_rule: the same by each of the contract's rules.
         total: N over all ranks.
-        cut: n_mean, G and W.
+        cut: n_mean, G and W, for that micro-batch.
         upstream_number: what the installed release counted, over all ranks; None: nothing.
-        certificate: what its micro-batches have shown of their loss.
+        certificate: what its micro-batches have shown of their loss; those of one kind.
         reported: the sum of what was returned for the log, 0-dim.
         gradients: `gradient_versions` after its last micro-batch so far; None: not looked at.
         ended: its certificate was held against the observation.
+        parts: of each micro-batch, its kind's; empty: they have one loss.
     """
 
     contract: LossContract
@@ -88,6 +104,20 @@ class Window:
     gradients: int | None = None
     ended: bool = False
     by_rule: list[dict[Items, Tensor]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+
+    def turn_to(self, inputs: Any) -> None:
+        """Take the contract, the cut and the certificate of a micro-batch that is about to be run."""
+        if self.parts:
+            at = next((at for at, batch in enumerate(self.batches) if batch is inputs), self.steps_run)
+            part = self.parts[min(at, len(self.parts) - 1)]
+            self.contract, self.cut, self.certificate = part.contract, part.cut, part.certificate
+
+    @property
+    def certificates(self) -> list[Certificate]:
+        """One for each loss of its micro-batches."""
+        all_of = [part.certificate for part in self.parts] or [self.certificate]
+        return list({id(each): each for each in all_of if each is not None}.values())
 
     def counts_of(self, inputs: Any) -> dict[Items, Tensor] | None:
         """Items of this micro-batch, told by identity; None where somebody handed over another object."""
@@ -150,6 +180,11 @@ class Session(Known):
         for what, why in off.items():
             if what != VERIFY:
                 self.warn_once(what, why)
+
+    @property
+    def contract_now(self) -> LossContract | None:
+        """How the loss that is computed now is reduced."""
+        return self.contract if self.window is None or self.micro_batch is None else self.window.contract
 
     @property
     def inexact_windows(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from hf_accum_fix.accumulation.contract import (
 from hf_accum_fix.accumulation.declared import (
     takes_number,
 )
+from hf_accum_fix.accumulation.kinds import kind_of
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.options import Options
@@ -76,13 +78,24 @@ def _settle_observed(
         TrainerRun(trainer, session),
         session,
         window,
-        lambda again: observed_of(trainer, session, window, again=again),
-        lambda seen, trouble: _agreed(trainer, seen, trouble, window, session),
+        lambda batches, again: _seen(trainer, session, batches, again=again),
+        lambda batches, seen, trouble: _agreed(trainer, seen, trouble, batches, session),
         per_sample=options.per_sample,
         # Labels are smoothed where they are observed to be, even if nothing is cut.
         matters=is_cut(trainer) or trainer.label_smoother is not None,
         trouble=trouble,
     )
+
+
+def _seen(trainer: TrainerLike, session: Session, batches: Sequence[Any], *, again: int) -> counting.Seen:
+    """What this rank sees of the loss of micro-batches; what is made of the base's loss was seen on the first kind."""
+    before, is_first = session.response, not batches or session.kinds.get(kind_of(batches[0]), session) is session
+    seen, trouble = observed_of(trainer, session, list(batches), again=again)
+    if not is_first and seen is not None and not seen.owned_by_trainer:
+        if session.response.shown and session.response != before:
+            seen = replace(seen, changed_by_trainer=True)
+        session.response = before
+    return seen, trouble
 
 
 def _warn(trainer: TrainerLike, session: Session, found: LossContract) -> None:

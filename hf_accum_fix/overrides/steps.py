@@ -171,6 +171,7 @@ def training_step(
     if isinstance(inputs, Blank):
         return torch.zeros((), device=trainer.args.device)
     model = kwargs["model"] if "model" in kwargs else args[0]
+    window.turn_to(inputs)
     if window.gradients is not None and window.gradients != gradient_versions(trainer.model_wrapped):
         session.windows.note_inexact()
         session.warn_once(

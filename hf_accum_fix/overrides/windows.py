@@ -11,13 +11,14 @@ from transformers import Trainer
 
 from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.counting import count, note_empty
 from hf_accum_fix.data.whole_windows import without_blanks
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.live import head_name, remakes_inputs
 from hf_accum_fix.overrides.routing import router_loss_depends_on_the_cut, routing_of
 from hf_accum_fix.overrides.run import TrainerRun
-from hf_accum_fix.overrides.session import Session, Window, busy, session_of
+from hf_accum_fix.overrides.session import Part, Session, Window, busy, session_of
 from hf_accum_fix.overrides.settling import settle_contract
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -108,13 +109,14 @@ def open_window(
     """Count the window whose micro-batches are about to be run, or raise what kept this rank from fetching it."""
     _mark_state(trainer, session)
     session.windows.opened += bool(batches)
-    contract = settle_contract(trainer, session, batches, options, trouble)
-    routing, trouble = routing_of(trainer, session, contract, batches, options, trouble)
-    session.window = window = _counted(
-        trainer, contract, batches, upstream_number, trouble, session=session, routing=routing
-    )
-    if contract.made_of is not None or remakes_inputs(trainer):
-        window.certificate = Certificate(contract, constant=session.response.constant)
+    while True:
+        contract = settle_contract(trainer, session, batches, options, trouble)
+        routing, trouble = routing_of(trainer, session, contract, batches, options, trouble)
+        session.window = window = _counted(
+            trainer, contract, batches, upstream_number, trouble, session=session, routing=routing
+        )
+        if not session.asks:
+            break
     if len(batches) > trainer.args.gradient_accumulation_steps:
         session.windows.note_inexact()
         session.warn_once(
@@ -122,7 +124,7 @@ def open_window(
             f"got {len(batches)} micro-batches in a window; expected at most gradient_accumulation_steps="
             f"{trainer.args.gradient_accumulation_steps}, after which the Trainer steps: the step is not called exact",
         )
-    if contract.items is not None and batches:
+    if batches and all(each.items is not None for each in session.contracts):
         note_empty(TrainerRun(trainer, session), session, window.total)
     if options.balance_windows and router_loss_depends_on_the_cut(session):
         session.warn_once(
@@ -155,8 +157,24 @@ def _counted(
         router=session.router,
         routing=routing,
     )
-    counts = [each[contract.items] for each in counted.by_rule] if contract.items is not None else []
-    return Window(contract, batches, counts, counted.total, counted.cut, counted.number, by_rule=counted.by_rule)
+
+    def part(contract: LossContract, cut: Cut) -> Part:
+        listens = contract.made_of is not None or remakes_inputs(trainer)
+        return Part(contract, cut, Certificate(contract, constant=session.response.constant) if listens else None)
+
+    contracts = [contract, *session.contracts[1:]]
+    parts = {id(each): part(each, cut) for each, cut in zip(contracts, counted.cuts, strict=True)}
+    return Window(
+        contract,
+        batches,
+        [next(iter(each.values()), counted.total) for each in counted.by_rule],
+        counted.total,
+        counted.cut,
+        counted.number,
+        certificate=parts[id(contract)].certificate,
+        by_rule=counted.by_rule,
+        parts=[parts[id(session.contract_of(batch))] for batch in batches] if len(parts) > 1 else [],
+    )
 
 
 def _mark_state(trainer: TrainerLike, session: Session) -> None:

@@ -246,7 +246,7 @@ class RouterLoss:
         """
         if not window:
             return Form(settled=False)
-        most = max(window, key=lambda inputs: 0.0 if items is None else float(items.count(inputs)))
+        most = max(window, key=lambda each: float(items.count(each)) if items and items.has_targets(each) else 0.0)
         return self.recognise(forward, most, model, device)
 
     def recognise(self, forward: Forward, inputs: Any, model: nn.Module, device: torch.device) -> Form:

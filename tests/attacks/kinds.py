@@ -1,0 +1,227 @@
+"""Run by torchrun on two gloo ranks: micro-batches of several kinds, each with labels and a loss of its own.
+
+torchrun --nproc_per_node 2 -m tests.attacks.kinds OUTPUT.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_accum_fix
+from tests.attacks.runs import Case, Ordered, run
+from tests.attacks.trainings import RATE
+from tests.attacks.two_ranks import in_common
+from tests.numerics.heads import Batch, Sample, TokenModel, seeded, shifted_cross_entropy
+from tests.numerics.heads.head import Head, collate
+from tests.numerics.heads.samples import text
+from tests.numerics.parity import pass_over_imports, trainable
+from tests.torchrun import leave_with
+
+#: Whatever waits for the other rank longer than that waits for ever [s].
+PATIENCE = 30
+
+
+class Tasks(TokenModel):
+    """Next tokens where labels have two axes, a class of each text where they have one, a number as score_labels."""
+
+    by_number = False
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Any = None,
+        token_labels: Any = None,
+        score_labels: Any = None,
+        num_items_in_batch: Any = None,
+        **_: Any,
+    ) -> dict[str, Tensor]:
+        logits = self.logits(input_ids)
+        if score_labels is not None:
+            return {"loss": self.of_scores(logits[:, 1, 0], score_labels), "logits": logits}
+        labels = token_labels if labels is None else labels
+        if labels is None:
+            return {"logits": logits}
+        if labels.ndim == 1:
+            loss = F.cross_entropy(logits[:, 0, :4], labels)
+        elif not self.by_number or num_items_in_batch is None:
+            loss = shifted_cross_entropy(logits, labels)
+        else:
+            summed = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+            loss = summed / num_items_in_batch
+        return {"loss": loss, "logits": logits}
+
+    def of_scores(self, scores: Tensor, labels: Tensor) -> Tensor:
+        return F.mse_loss(scores, labels)
+
+
+class TasksByNumber(Tasks):
+    """Its next tokens' loss is a sum, divided by the number that it is handed."""
+
+    by_number = True
+    accepts_loss_kwargs = True
+
+
+class TasksByHand(Tasks):
+    """The score's loss is one that no loss call shows."""
+
+    def of_scores(self, scores: Tensor, labels: Tensor) -> Tensor:
+        return (scores - labels).abs().pow(1.5).mean()
+
+
+class TasksCoupled(Tasks):
+    """The score's loss depends on who is in the micro-batch."""
+
+    def of_scores(self, scores: Tensor, labels: Tensor) -> Tensor:
+        return (scores - labels).pow(2).mean().sqrt()
+
+
+class OfLogits(Ordered):
+    """A trainer that computes each task's loss by itself."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        logits = model(input_ids=inputs["input_ids"])["logits"]
+        if "score_labels" in inputs:
+            loss = F.mse_loss(logits[:, 1, 0], inputs["score_labels"])
+        else:
+            loss = shifted_cross_entropy(logits, inputs["token_labels"])
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+def a_class(sample: Sample, i: int) -> Sample:
+    return {"input_ids": sample["input_ids"], "labels": torch.tensor(i % 4)}
+
+
+def a_score(sample: Sample, i: int) -> Sample:
+    return {"input_ids": sample["input_ids"], "score_labels": torch.tensor(0.3 * i - 1, dtype=torch.float64)}
+
+
+#: What the labels of next tokens are called beside each: upstream asks every micro-batch for "labels", or none.
+NAMES = {a_class: "labels", a_score: "token_labels"}
+
+
+def in_turn(other: Callable[[Sample, int], Sample], pairs: str, seed: int = 0) -> list[Sample]:
+    """Pairs of ragged texts with next tokens ("a") or of the other kind ("b")."""
+    tokens = [{"input_ids": each["input_ids"], NAMES[other]: each["labels"]} for each in text(seed=seed)]
+    return [other(each, i) if pairs[i // 2] == "b" else each for i, each in enumerate(tokens)]
+
+
+def by_share(model: nn.Module, samples: Sequence[Sample]) -> Tensor:
+    """The mean of each kind over its items, weighed by how many of the samples are of it."""
+    kinds: dict[Any, list[Sample]] = {}
+    for sample in samples:
+        key = tuple(sorted((key, value.ndim) for key, value in sample.items() if "labels" in key))
+        kinds.setdefault(key, []).append(sample)
+    return torch.stack([len(held) / len(samples) * model(**collate(held))["loss"] for held in kinds.values()]).sum()
+
+
+def full_steps(model: nn.Module, windows: Sequence[Sequence[Sample]]) -> dict[str, Tensor]:
+    """The parameter change of full-batch steps, one for each window."""
+    before = trainable(model)
+    for samples in windows:
+        model.zero_grad()
+        by_share(model, samples).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= RATE * parameter.grad
+    return {name: value - before[name] for name, value in trainable(model).items()}
+
+
+def off_by(change: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Relative, of the whole parameter change."""
+    squares = [((change[name] - value).pow(2).sum(), value.pow(2).sum()) for name, value in wanted.items()]
+    return float((sum(each for each, _ in squares) / sum(each for _, each in squares)) ** 0.5)
+
+
+@contextlib.contextmanager
+def warnings() -> Iterator[list[str]]:
+    """What the package warns of."""
+    kept: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: kept.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hf_accum_fix")
+    logger.addHandler(handler)
+    try:
+        yield kept
+    finally:
+        logger.removeHandler(handler)
+
+
+def by_loop(model: nn.Module, windows: Sequence[Sequence[Batch]]) -> tuple[dict[str, Tensor], bool, list[str]]:
+    """The parameter change of a hand-written loop over this rank's windows, whether it is exact, and warnings."""
+    bare, before = model, trainable(model)
+    if dist.is_initialized():
+        model = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    loader = [batch for window in windows for batch in window]
+    with warnings() as said:
+        epoch = hf_accum_fix.accumulation_windows(loader, steps=len(windows[0]))
+        for window in epoch:
+            for batch in window:
+                with window.micro_batch(model):
+                    window.loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    change = {name: value - before[name] for name, value in trainable(bare).items()}
+    exact = epoch._run.exact
+    return change, exact, said
+
+
+#: What each rank's micro-batches hold, one window after another; the kind of the first window's is the first kind.
+TURNS = {
+    "a-kind-on-each-rank": ["abab", "baba"],
+    "both-on-each-rank": ["abba", "baab"],
+    "a-new-kind-on-one-rank-later": ["aaaa", "aaaa", "aaaa", "aaaa", "aaab", "abab"],
+    "by-windows": ["aaaa", "bbbb", "aaaa", "bbbb", "aaaa"],
+}
+#: Samples of a micro-batch x micro-batches on each of two ranks.
+TWO_RANKS = (2, 2)
+
+
+def _main(output: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE))
+    rank, rows = dist.get_rank(), {}
+    for name, turns in TURNS.items():
+        for model in (Tasks, TasksByNumber):
+            for other in (a_class, a_score):
+                windows = [in_turn(other, pairs, seed) for seed, pairs in enumerate(turns)]
+                build = seeded(model)
+                wanted = full_steps(build(), windows)
+                case = Case(name, Head(name, build, windows[0], collate=in_common), Ordered)
+                samples = [sample for window in windows for sample in window]
+                found: dict[str, Any] = {}
+                for path in ("stock", "apply"):
+                    pass_over_imports()
+                    ran = run(
+                        case,
+                        TWO_RANKS,
+                        path,
+                        steps=len(windows),
+                        samples=samples,
+                        learning_rate=RATE,
+                        ddp_backend="gloo",
+                        ddp_find_unused_parameters=True,
+                    )
+                    found[path] = off_by(ran.change, wanted) if ran.raised is None else repr(ran.raised)
+                found |= {"exact": ran.exact, "warned": ran.warned}
+                mine = [[collate(window[at : at + 2]) for at in (2 * rank, 2 * rank + 4)] for window in windows]
+                change, exact, said = by_loop(build(), mine)
+                found |= {"loop": off_by(change, wanted), "loop exact": exact, "loop warned": said}
+                rows[f"{name}-{model.__name__}-{other.__name__}"] = found
+    leave_with(rows, output)
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

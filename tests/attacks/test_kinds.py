@@ -1,0 +1,125 @@
+"""Micro-batches of several kinds in one training: tasks by turns, each with labels, a loss and items of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import hf_accum_fix
+from tests.attacks import kinds
+from tests.attacks.kinds import (
+    TURNS,
+    OfLogits,
+    Tasks,
+    TasksByHand,
+    TasksByNumber,
+    TasksCoupled,
+    a_class,
+    a_score,
+    by_loop,
+    by_share,
+    full_steps,
+    in_turn,
+    off_by,
+)
+from tests.attacks.runs import FLOOR
+from tests.attacks.trainings import Case, Cut, train
+from tests.attacks.two_ranks import in_common
+from tests.numerics.heads import Batch, Sample, seeded
+from tests.numerics.heads.head import collate
+from tests.torchrun import found_by
+
+#: Two samples of one kind stand together, so that no micro-batch holds both.
+CUTS: tuple[Cut, ...] = ((2, 4), (1, 8))
+ALL_KINDS = ["abab", "baab", "bbbb", "aaaa", "abbb", "baaa"]
+
+
+def case(name: str, model: Any, windows: Sequence[Sequence[Sample]], trainer: Any = None) -> Case:
+    def loss(of: nn.Module, batch: Batch, step: int) -> Tensor:
+        return by_share(of, windows[step])
+
+    given = {} if trainer is None else {"trainer": trainer}
+    return Case(name, loss, model, windows, collate=in_common, cuts=CUTS, **given)
+
+
+def windows_of(other: Callable[[Sample, int], Sample], turns: Sequence[str]) -> list[list[Sample]]:
+    return [in_turn(other, pairs, seed) for seed, pairs in enumerate(turns)]
+
+
+EXACT = [
+    *(
+        case(f"{model.__name__}-{other.__name__}-{turns[0]}", model, windows_of(other, turns))
+        for model in (Tasks, TasksByNumber)
+        for other in (a_class, a_score)
+        for turns in (ALL_KINDS, ALL_KINDS[::-1], ["aaaa", "aaaa", "aaaa", "aaaa", "aaab", "abab"])
+    ),
+    case("by-hand", TasksByHand, windows_of(a_score, ALL_KINDS)),
+    case("own-losses", Tasks, windows_of(a_score, ALL_KINDS), OfLogits),
+]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("each", EXACT, ids=lambda each: each.name)
+def test_every_kind_is_the_mean_over_its_own_items(each: Case, cut: Cut, tmp_path: Path) -> None:
+    """Stock weighs tokens by the micro-batch that they are in."""
+    stock = train(each, cut, tmp_path)
+    with hf_accum_fix.apply():
+        patched = train(each, cut, tmp_path)
+    assert max(stock.errors) > 1e-3
+    assert max(patched.errors) <= FLOOR and patched.exact and not patched.said, patched
+
+
+@pytest.mark.parametrize("turns", [ALL_KINDS, ["bbbb", "abab"]], ids=["later", "first"])
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_a_kind_whose_loss_is_not_exact_is_said(cut: Cut, turns: Sequence[str], tmp_path: Path) -> None:
+    coupled = case("coupled", TasksCoupled, windows_of(a_score, turns))
+    stock = train(coupled, cut, tmp_path)
+    with hf_accum_fix.apply():
+        patched = train(coupled, cut, tmp_path)
+    assert not patched.silent(FLOOR) and not patched.exact
+    if turns[0] == "bbbb":
+        # Where nothing else is trained it is stock's.
+        assert patched.errors[0] <= 1.000001 * stock.errors[0] + FLOOR
+
+
+def test_the_report_names_every_kind(tmp_path: Path) -> None:
+    with hf_accum_fix.apply():
+        train(EXACT[0], CUTS[0], tmp_path)
+        runs = hf_accum_fix.report().to_dict()["runs"]
+    told = runs[-1]["kinds"]
+    assert set(told) == {"'labels' (one axis)", "'labels' (2 axes)"}
+    assert told["'labels' (one axis)"]["items"] == "'labels' other than -100"
+
+
+@pytest.mark.parametrize("turns", TURNS.values(), ids=TURNS)
+@pytest.mark.parametrize("other", [a_class, a_score])
+@pytest.mark.parametrize("model", [Tasks, TasksByNumber])
+def test_loops_train_every_kind_by_its_own_items(model: Any, other: Any, turns: Sequence[str]) -> None:
+    windows = windows_of(other, turns)
+    cut = [[collate(window[at : at + 2]) for at in range(0, 8, 2)] for window in windows]
+    build = seeded(model)
+    change, exact, said = by_loop(build(), cut)
+    assert off_by(change, full_steps(build(), windows)) <= FLOOR and exact and not said
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By one start of torchrun."""
+    return dict(found_by(kinds.__name__, tmp_path_factory.mktemp("kinds") / "rows.json"))
+
+
+@pytest.mark.parametrize("other", [a_class, a_score])
+@pytest.mark.parametrize("model", [Tasks, TasksByNumber])
+@pytest.mark.parametrize("name", TURNS)
+def test_two_ranks_train_different_kinds_at_once(
+    name: str, model: Any, other: Any, rows: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """On a CPU a kind that appears later, on one rank alone, is observed in the window in which it appears."""
+    row = rows[f"{name}-{model.__name__}-{other.__name__}"]
+    assert isinstance(row["stock"], str) or row["stock"] > 1e-3
+    assert row["apply"] <= FLOOR and row["exact"] and not row["warned"], row
+    assert row["loop"] <= FLOOR and row["loop exact"] and not row["loop warned"], row
