@@ -1,6 +1,7 @@
 """See the loss functions of torch that a forward calls: their value, and the items that they reduced over.
 
-While a `LossCalls` listens, the loss functions of ``torch.nn.functional`` are thin wrappers that tell it of each call.
+While a `LossCalls` listens, the loss functions of ``torch.nn.functional``, and Liger's fused ones where they are
+imported, are thin wrappers that tell it of each call.
 Nothing is read from the device, and no other operation is looked at. Heads, ``nn.CrossEntropyLoss`` and the
 library's ``fixed_cross_entropy`` look these functions up in that module whenever they call them. What a forward calls
 under torch.compile, inside of ``torch.func`` or by a name of its own is not seen.
@@ -9,6 +10,7 @@ under torch.compile, inside of ``torch.func`` or by a name of its own is not see
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -32,7 +34,13 @@ _KNOWN = (
     "multilabel_margin_loss", "multilabel_soft_margin_loss", "soft_margin_loss", "triplet_margin_loss",
 )  # fmt: skip
 #: Classes stand beside the samples, so that a mean divides by weights of the targets.
-_BY_CLASS = ("cross_entropy", "nll_loss", "linear_cross_entropy")
+_BY_CLASS = (
+    "cross_entropy", "nll_loss", "linear_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy",
+)  # fmt: skip
+#: Losses of other libraries, by the module that its callers look them up in.
+_ELSEWHERE = {"liger_kernel.transformers.functional": ("liger_cross_entropy", "liger_fused_linear_cross_entropy")}
+#: Weights of classes by another name: "weight" is the linear layer's.
+_CLASS_WEIGHTS = {"liger_fused_linear_cross_entropy": "ce_weight"}
 #: Older releases of torch do not know them all.
 _LOSSES = tuple(name for name in _KNOWN if hasattr(F, name))
 #: A mean divides by the weights of the elements, where there are any; the other losses' does not.
@@ -42,6 +50,10 @@ _BY_SAMPLE = (
     "ctc_loss", "cosine_embedding_loss", "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss",
     "triplet_margin_loss",
 )  # fmt: skip
+
+
+#: Where a function was looked up, its name there, and itself.
+_Replaced = tuple[dict[str, Any], str, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -131,9 +143,9 @@ class LossCalls(AbstractContextManager["LossCalls"]):
             ignore_index = -100 if given["ignore_index"] is None else given["ignore_index"]
             valid = target != ignore_index
             items = targets = valid.sum(dtype=count_dtype(valid.device))
-            if given.get("weight") is not None:
+            if (of_classes := given.get(_CLASS_WEIGHTS.get(name, "weight"))) is not None:
                 weighted = True
-                items = (given["weight"].detach()[target.masked_fill(~valid, 0)] * valid).sum()
+                items = (of_classes.detach()[target.masked_fill(~valid, 0)] * valid).sum()
         elif name in _BY_CLASS:
             items = given["input"].numel() // given["input"].shape[1 if given["input"].ndim > 1 else 0]
         elif name == "ctc_loss":
@@ -173,11 +185,11 @@ def _weighed(
 ) -> tuple[Tensor, Tensor]:
     """A loss call with a weight for each target, and the weights of those that are no ignored ones."""
     target, reduction = given["target"], given["reduction"]
-    found = weights.get(target.numel())
+    found = weights.get(target.numel()) if name in _LOSSES else None
     if found is None or target.is_floating_point() or reduction == "none":
         raise ContractError(
-            f"got {name} over {target.numel()} targets, reduced by {reduction!r}; expected a mean or sum over the "
-            f"{' or '.join(map(str, weights))} labels of its micro-batch: leave per_sample out"
+            f"got {name} over {target.numel()} targets, reduced by {reduction!r}; expected torch's mean or sum over "
+            f"the {' or '.join(map(str, weights))} labels of its micro-batch: leave per_sample out"
         )
     used = found.to(target.device) * (target != given["ignore_index"]).flatten()
     losses = function(**{**given, "reduction": "none"})
@@ -196,26 +208,41 @@ def _given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     return given
 
 
-def _put_wrappers() -> list[tuple[str, Callable[..., Any]]]:
+def _put_wrappers() -> list[_Replaced]:
     """Put the wrappers in the place of the functions."""
     replaced = []
-    for name in _LOSSES:
-        function = _NAMESPACE[name]
-        if function not in _OURS:
-            _NAMESPACE[name] = _WRAPPERS.get(function) or _noted(name, function)
-            replaced.append((name, function))
+    for names, namespace in _namespaces():
+        for name in names:
+            function = namespace[name]
+            if function not in _OURS:
+                namespace[name] = _WRAPPERS.get(function) or _noted(name, function)
+                replaced.append((namespace, name, function))
     return replaced
 
 
-def _put_back(replaced: Sequence[tuple[str, Callable[..., Any]]]) -> None:
+def _namespaces() -> Iterator[tuple[Sequence[str], dict[str, Any]]]:
+    """The names of losses, and where they are looked up."""
+    yield _LOSSES, vars(F)
+    for module, names in _ELSEWHERE.items():
+        if module in sys.modules:
+            namespace = vars(sys.modules[module])
+            yield [name for name in names if name in namespace], namespace
+
+
+def _put_back(replaced: Sequence[_Replaced]) -> None:
     """Put the functions back, unless others have put theirs around."""
-    for name, function in replaced:
-        if _NAMESPACE[name] in _OURS:
-            _NAMESPACE[name] = function
+    for namespace, name, function in replaced:
+        if namespace[name] in _OURS:
+            namespace[name] = function
 
 
 def _noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The wrapper of a function: always the same one, so that a compiled caller's guard on it holds."""
+    parameters = inspect.signature(function).parameters
+    _NAMES[name] = tuple(parameters)
+    _DEFAULTS[name] = {
+        key: each.default if each.default is not each.empty else None for key, each in parameters.items()
+    }
 
     @wraps(function)
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -234,10 +261,12 @@ def _noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
                 out, used = function(*args, **kwargs), None
         finally:
             _THREAD.listener, _THREAD.weights = listener, weights
+        # Liger's may return its loss beside the accuracy.
+        loss = getattr(out, "loss", out)
         # Inside of torch.func there is a value for each row, which has no number outside.
-        heard = isinstance(out, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(out)
+        heard = isinstance(loss, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(loss)
         if listener is not None and heard:
-            listener._note(name, args, kwargs, out, used)
+            listener._note(name, args, kwargs, loss, used)
         return out
 
     _WRAPPERS[function] = noted
@@ -246,12 +275,8 @@ def _noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _THREAD = local()
-_NAMESPACE = vars(F)
 _WRAPPERS: dict[Callable[..., Any], Callable[..., Any]] = {}
 _OURS: set[Callable[..., Any]] = set()
-_SIGNATURES = {name: inspect.signature(getattr(F, name)) for name in _LOSSES}
-_NAMES = {name: tuple(signature.parameters) for name, signature in _SIGNATURES.items()}
-_DEFAULTS = {
-    name: {key: each.default if each.default is not each.empty else None for key, each in signature.parameters.items()}
-    for name, signature in _SIGNATURES.items()
-}
+#: The parameters of each loss, and their defaults.
+_NAMES: dict[str, tuple[str, ...]] = {}
+_DEFAULTS: dict[str, dict[str, Any]] = {}
