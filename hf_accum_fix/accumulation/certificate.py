@@ -9,6 +9,7 @@ divided by that before the optimizer sees it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,8 +160,10 @@ class Certificate:
         made_of = self.contract.made_of
         if self._rests and made_of is not None:
             rests, values = torch.stack(self._rests), torch.stack(self._values)
-            spread = rests.max() - rests.min() if made_of.rest else rests.abs().max()
-            # A micro-batch without a finite loss shows nothing.
+            # A micro-batch without a finite loss shows nothing, and hides nothing of the others.
+            shown, values = rests.isfinite(), values.nan_to_num(0.0, 0.0, 0.0)
+            low, high = (rests.where(shown, end).aminmax() for end in (math.inf, -math.inf))
+            spread = high.max - low.min if made_of.rest else torch.maximum(high.max, -low.min)
             flags.append(spread > made_of.rounding(self._values[0].dtype) * values.abs().max())
         return torch.stack([flag.reshape(()) for flag in flags]).any() if flags else None
 

@@ -135,6 +135,7 @@ class LossContract:
         beside: an owned or changed loss, or a head's, holds a term that depends on the cut in another way.
         extra: what a trainer's own ``compute_loss`` adds to the base's loss is a mean over items of its own: the rules
             that count them, the first in use.
+        least_rows: what a loss with listed targets divides by where a micro-batch has none of them.
         random: its forward draws at random, dropout aside, so that the parts of a batch do not show how it composes.
         odds: how many to one against its rules fitting by chance, where no loss call shows what weighs it (see
             `odds_of`); 1: unknown.
@@ -157,6 +158,7 @@ class LossContract:
     takes_world_size: bool | None = None
     beside: bool = False
     extra: tuple[Items, ...] = ()
+    least_rows: float = 1.0
     random: bool = False
     odds: int = 1
     counted: tuple[tuple[Items, float], ...] = ()

@@ -50,6 +50,14 @@ def router_coefficients(model: nn.Module) -> tuple[float, float]:
     return configured("router_aux_loss_coef", "aux_loss_coef"), configured("router_z_loss_coef")
 
 
+def least_rows(model: nn.Module) -> float:
+    """What a head with listed targets divides by at least, in their number.
+
+    Source: ``num_boxes * group_detr``, and then ``clamp(min=1)`` (5.23.0, ``loss_lw_detr``, ``loss_rf_detr``).
+    """
+    return 1 / (getattr(getattr(model, "config", None), "group_detr", None) or 1)
+
+
 def products_are_rounded(model: nn.Module) -> bool:
     """Whether matrix products keep fewer digits than float32's: half precision weights, autocast, or TF32.
 

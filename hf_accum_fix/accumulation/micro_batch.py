@@ -132,7 +132,9 @@ def weigh(
         rest, terms = _terms(contract, calls, counts, cut, share)
         return weighed_terms(loss, rest, terms if carried is None else [*terms, (carried, 1.0)]), None
     if contract.reduction is Reduction.MEAN:
-        return share_of_mean(loss, seen / cut.mean, carried), seen
+        assert contract.items is not None
+        weight = seen if share.is_weightless else contract.items.divisor(seen, contract.least_rows)
+        return share_of_mean(loss, weight / cut.mean, carried), seen
     return share.of(loss, carried), seen
 
 
@@ -144,7 +146,8 @@ def _terms(
     assert made_of is not None
 
     def ratio(rules: tuple[Items, ...]) -> Tensor | float:
-        return 0.0 if share.is_weightless else rules[0].divisor(counts[rules[0]]) / cut.means[rules[0]]
+        rule = rules[0]
+        return 0.0 if share.is_weightless else rule.divisor(counts[rule], contract.least_rows) / cut.means[rule]
 
     terms: list[tuple[Tensor, Tensor | float]] = []
     for call, factor, rules in zip(calls, made_of.factors, made_of.terms, strict=True):

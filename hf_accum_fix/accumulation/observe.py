@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_accum_fix.accumulation.contract import ALIKE, SCALED_BESIDE, LossContract, Reduction, router_loss
-from hf_accum_fix.accumulation.declared import holds_shards
+from hf_accum_fix.accumulation.declared import holds_shards, least_rows
 from hf_accum_fix.accumulation.evidence.by_number import reduced_by_number, summing_call
 from hf_accum_fix.accumulation.evidence.by_parts import reduced_by_parts
 from hf_accum_fix.accumulation.evidence.forwards import NUMBERS, Evidence, RouterPair, Seen, WatchedLoss
@@ -221,7 +221,8 @@ def observe(
         found = replace(found, made_of=replace(made_of, graded=graded))
     if (by_hand_rules := found.by_hand_rules) and found.conclusive and evidence.in_parts:
         found = replace(found, odds=odds_of(by_hand_rules[0], evidence.batches))
-    return replace(found, dtype=first.dtype, owned_by_trainer=first.own, random=first.random)
+    least = least_rows(model)
+    return replace(found, dtype=first.dtype, owned_by_trainer=first.own, random=first.random, least_rows=least)
 
 
 def _forget(_: object) -> None:

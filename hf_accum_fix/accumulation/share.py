@@ -130,7 +130,7 @@ def share_of(
     if contract.by_number:
         ratio = (items > 0) * 1.0
     elif weighed:
-        ratio = items / mean
+        ratio = contract.items.divisor(items, contract.least_rows) / mean
     inputs = contract.items.with_target(inputs, items)
     for rule in contract.rules[1:]:
         inputs = rule.with_target(inputs, None if counts is None else counts.get(rule))

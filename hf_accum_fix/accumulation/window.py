@@ -187,9 +187,9 @@ class Items:
             allowed[..., 0] = False
         return allowed.flatten().to(torch.uint8).argmax(dim=0, keepdim=True)
 
-    def divisor(self, count: Tensor) -> Tensor:
-        """What a mean over ``count`` items divides by: heads with a list of targets divide by 1 where it is empty."""
-        return count if self.entry is None else count.clamp(min=1)
+    def divisor(self, count: Tensor, least: float = 1.0) -> Tensor:
+        """What a mean over ``count`` items divides by; ``least``: heads with a list of targets, where it is empty."""
+        return count if self.entry is None else count.clamp(min=least)
 
     def __str__(self) -> str:
         if self.mix:

@@ -30,7 +30,10 @@ from tests.attacks.models import Points, points
 from tests.attacks.runs import WHOLE, Ordered, run
 from tests.attacks.trainings import Case, Cut, train
 from tests.numerics.heads import Batch, Head, Sample, TokenModel, seeded, shifted_cross_entropy
-from tests.numerics.heads.samples import text
+from tests.numerics.heads.detection import LW_DETR
+from tests.numerics.heads.head import of_class
+from tests.numerics.heads.samples import boxes, images, text
+from tests.numerics.heads.vision import frozen_batch_norm
 from tests.torchrun import torchrun
 
 HALVES: Cut = (4, 2)
@@ -272,3 +275,24 @@ def test_another_number_of_loss_calls_is_said_on_any_device(caplog: pytest.LogCa
     assert end_window(trainer, session, window) is None
     assert session.inexact_windows == 1
     assert "is not exact" in caplog.text
+
+
+# --- groups of queries: a micro-batch without a box is divided by one box of all groups together -----------------
+
+
+def test_a_micro_batch_without_boxes_under_groups_of_queries() -> None:
+    """LW-DETR divides by boxes x groups, but by at least 1."""
+
+    def some_without(index: int, g: torch.Generator) -> dict[str, Tensor]:
+        found = boxes(index, g)
+        return {key: value[:0] for key, value in found.items()} if index in (2, 3) else found
+
+    samples = images(some_without, 64, torch.float32)
+    config = {**LW_DETR, "group_detr": 8}
+    head = of_class("LwDetrForObjectDetection", config, samples, 1e-5, dtype=torch.float32, prepare=frozen_batch_norm)
+    case = runs.Case("groups", head, Ordered, floor=1e-5)
+    wanted = runs.full_batch(case)
+    for cut in ((2, 4), (1, 8)):
+        stock, patched = (run(case, cut, path) for path in ("stock", "apply"))
+        assert stock.error(wanted) > 0.01
+        assert patched.error(wanted) <= 1e-5 and patched.exact, (cut, patched.error(wanted), patched.warned)

@@ -12,7 +12,7 @@ import torch
 
 from hf_accum_fix.accumulation.contract import Composition, LossContract, Reduction
 from hf_accum_fix.accumulation.evidence.forwards import Evidence, call_counts, mean_of
-from hf_accum_fix.accumulation.evidence.rules import composing_rules, count_by, is_close, weighs_up
+from hf_accum_fix.accumulation.evidence.rules import composing_rules, count_by, is_close, listed_targets, weighs_up
 from hf_accum_fix.accumulation.window import Items
 
 
@@ -22,7 +22,9 @@ def sum_of_means(evidence: Evidence, losses: Sequence[float]) -> Composition | N
         return None
     values = np.array([[mean_of(call) for call in each.calls] for each in evidence.seen]).reshape(len(losses), -1)
     wanted = np.array(losses)
-    for factors, rest in _combinations(values, wanted):
+    # Beside listed targets stands what no call shows, which factors would be fitted to.
+    listed = next(listed_targets(evidence.batches[0]), None) is not None
+    for factors, rest in _combinations(values, wanted, fitted=not listed):
         made_of = Composition(tuple(map(float, factors)))
         limit = made_of.rounding(evidence.whole.dtype) * max(map(abs, losses))
         used = np.where(factors == 0, 0, values)
@@ -177,12 +179,13 @@ def _mixed(by_rule: Mapping[Items, Sequence[float]], weights: Sequence[float]) -
             yield Items(mix=((of_rows, rule), (of_samples, Items())))
 
 
-def _combinations(values: Any, wanted: Any) -> Iterator[tuple[Any, float]]:
+def _combinations(values: Any, wanted: Any, *, fitted: bool) -> Iterator[tuple[Any, float]]:
     """Factors of the calls, and a constant beside them, that might make the losses; the simplest first.
 
     Args:
         values: of the calls, a row for each forward.
         wanted: the losses.
+        fitted: try a factor for each call.
     """
     runs, calls = values.shape
     units = [np.eye(calls)[place] for place in range(calls)]
@@ -191,7 +194,7 @@ def _combinations(values: Any, wanted: Any) -> Iterator[tuple[Any, float]]:
     yield from ((unit, 0.0) for unit in units)
     for mask in usable:
         yield mask * (wanted[0] / (values[0] @ mask)), 0.0
-    if 1 < calls < runs and np.isfinite(values).all():
+    if fitted and 1 < calls < runs and np.isfinite(values).all():
         factors = np.linalg.lstsq(values, wanted, rcond=None)[0]
         # Calls that compose as the loss does fit it by factors that all but cancel each other.
         if np.abs(values * factors).max() <= 10 * np.abs(wanted).max():
