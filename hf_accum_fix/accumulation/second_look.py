@@ -46,13 +46,9 @@ def look(
     seen, trouble = observe(0)
     confirmed, fitting_too, odds = False, set[Items](), 1 if seen is None else seen.odds
     for before in range(1, LOOKS):
-        is_open = (
-            _is_far_fetched(seen, window)
-            or (shows_no_call(seen) and not (confirmed and odds >= ENOUGH))
-            or _shows_nothing(seen)
-        )
+        is_open = _is_far_fetched(seen, window) or (shows_no_call(seen) and not (confirmed and odds >= ENOUGH))
         # Ranks may meet in every forward.
-        if not (anywhere(is_open, trouble) and matters):
+        if not anywhere((is_open and matters) or _shows_nothing(seen), trouble):
             break
         again, trouble = observe(before)
         if seen is not None and again is not None:

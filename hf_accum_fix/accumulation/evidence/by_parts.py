@@ -101,6 +101,8 @@ def reduced_by_calls(
         if not fitting:
             return LossContract(
                 Reduction.PLAIN,
+                # What stands beside the calls may be nearly alike in these lists, and other in others.
+                conclusive=all(rule.entry is None for rule in rules),
                 reason="the loss of a batch is no weighted mean of the losses of its parts (in-batch negatives, the "
                 "root of a mean, or several terms with different counts)",
             )
