@@ -59,6 +59,10 @@ class Settled:
         """Whether the contract is taken as it is."""
         return self.contract is not None and (self.contract.conclusive or self.attempts >= ATTEMPTS)
 
+    def is_trained_as(self, first: Settled) -> bool:
+        """Whether a training makes the same of both losses."""
+        return True
+
 
 class Known(Settled):
     """What the windows of one training have shown; itself how the first kind of micro-batch has its loss reduced.
@@ -76,6 +80,10 @@ class Known(Settled):
     empty_windows: Tensor | None = None
     kinds: Mapping[Kind, Settled] = MappingProxyType({})
     asks: bool = False
+
+    def another(self) -> Settled:
+        """What there is to be known of another kind."""
+        return Settled()
 
     @property
     def losses(self) -> list[Settled]:
@@ -128,8 +136,8 @@ def settle(
     run: Run,
     known: Known,
     window: Sequence[Any],
-    observe: Callable[[Sequence[Any], int], Seen],
-    agree_on: Callable[[Sequence[Any], LossContract | None, Exception | None], LossContract],
+    observe: Callable[[Settled, Sequence[Any], int], Seen],
+    agree_on: Callable[[Settled, Sequence[Any], LossContract | None, Exception | None], LossContract],
     *,
     per_sample: bool,
     matters: bool,
@@ -143,8 +151,8 @@ def settle(
         run: the training.
         known: what its windows have shown; changed.
         window: the micro-batches of this rank; empty: its data have ended.
-        observe: as `look` asks for it, of micro-batches of one kind.
-        agree_on: the ranks' one contract, of those micro-batches, of what this rank saw and of the trouble it met.
+        observe: as `look` asks for it, of one loss and its micro-batches.
+        agree_on: the ranks' one contract, of what this rank saw of these and of the trouble it met.
         per_sample: as in `Options`.
         matters: as in `look`.
         trouble: what kept this rank from fetching its window.
@@ -178,7 +186,7 @@ def settle(
     kinds = [kind for kind in kinds if kind or not (any(kinds) or before)]
     known.kinds = dict(before)
     for kind in kinds:
-        known.kinds.setdefault(kind, Settled() if known.kinds else known)
+        known.kinds.setdefault(kind, known.another() if known.kinds else known)
     for settled in known.losses:
         if not due(settled):
             _say_if_several_fit(run, known, settled.contract, of(settled))
@@ -196,8 +204,8 @@ def _settle_one(
     known: Known,
     settled: Settled,
     window: Sequence[Any],
-    observe: Callable[[Sequence[Any], int], Seen],
-    agree_on: Callable[[Sequence[Any], LossContract | None, Exception | None], LossContract],
+    observe: Callable[[Settled, Sequence[Any], int], Seen],
+    agree_on: Callable[[Settled, Sequence[Any], LossContract | None, Exception | None], LossContract],
     *,
     per_sample: bool,
     matters: bool,
@@ -207,14 +215,14 @@ def _settle_one(
     tries = settled is not known and before is None
 
     def look_at(again: int) -> Seen:
-        seen, trouble = observe(window, again)
+        seen, trouble = observe(settled, window, again)
         if trouble is not None and tries:
             # Training itself may never ask for a loss of these, and shows the trouble where it does.
             return LossContract(Reduction.PLAIN, reason=f"it could not be observed: {trouble}"), None
         return seen, trouble
 
     seen, trouble = look(look_at, lambda mine, trouble: any(agreed(run, mine, trouble)), window, matters=matters)
-    found = agree_on(window, seen, trouble)
+    found = agree_on(settled, window, seen, trouble)
     if per_sample:
         found = by_sample(found)
     if before is not None and found.reason == NO_TARGET_SEEN:
@@ -234,7 +242,7 @@ def _tell_apart(run: Run, known: Known, kind: Kind, *, matters: bool) -> None:
     settled, first = known.kinds[kind], known.contract
     found = settled.contract
     assert found is not None and first is not None
-    if found.reason == NO_TARGET_SEEN or _is_one_loss(found, first):
+    if found.reason == NO_TARGET_SEEN or (_is_one_loss(found, first) and settled.is_trained_as(known)):
         known.kinds = {**known.kinds, kind: known}
         return
     known.closing.several_losses = True

@@ -28,8 +28,8 @@ def settled_in(run: LoopRun, window: Sequence[Any], seen: LossContract | None) -
         run,
         run,
         window,
-        lambda batches, again: (seen, None),
-        lambda batches, mine, trouble: agree([] if mine is None else [mine]),
+        lambda settled, batches, again: (seen, None),
+        lambda settled, batches, mine, trouble: agree([] if mine is None else [mine]),
         per_sample=False,
         matters=True,
     )

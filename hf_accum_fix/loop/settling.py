@@ -55,7 +55,7 @@ def settle(run: LoopRun, model: nn.Module | None, window: Sequence[Batch]) -> Lo
             "accumulation_windows(..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
         )
 
-    def seen(batches: Sequence[Batch], again: int) -> counting.Seen:
+    def seen(_: counting.Settled, batches: Sequence[Batch], again: int) -> counting.Seen:
         try:
             return (None if model is None or not batches else _observe(run, model, batches, again=again)), None
         except Exception as error:
@@ -67,7 +67,7 @@ def settle(run: LoopRun, model: nn.Module | None, window: Sequence[Batch]) -> Lo
         run,
         window,
         seen,
-        lambda _, mine, trouble: agree([each for each in counting.agreed(run, mine, trouble) if each is not None]),
+        lambda *seen: agree([each for each in counting.agreed(run, *seen[2:]) if each is not None]),
         per_sample=run.options.per_sample,
         matters=run.steps * run.world_size > 1,
     )

@@ -17,7 +17,7 @@ from hf_accum_fix.accumulation.loss_calls import LossCalls
 from hf_accum_fix.accumulation.precision import WindowGradient
 from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.accumulation.window import Items
-from hf_accum_fix.counting import Known
+from hf_accum_fix.counting import Known, Settled
 from hf_accum_fix.observations import Windows
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.loss_log import LossLog
@@ -58,6 +58,21 @@ class MicroBatch:
     reported: Tensor | None = None
 
 
+class Task(Settled):
+    """What is known of another kind of micro-batch.
+
+    Attributes:
+        response: what the trainer's ``compute_loss`` makes of the base's loss of these.
+    """
+
+    def __init__(self) -> None:
+        self.response = Response(shown=False)
+
+    def is_trained_as(self, first: Settled) -> bool:
+        """Whether the trainer makes the same of both losses."""
+        return isinstance(first, Session) and first.response == self.response
+
+
 @dataclass
 class Part:
     """What the micro-batches of one kind have in common.
@@ -65,11 +80,13 @@ class Part:
     Attributes:
         contract: how their loss is reduced.
         cut: n_mean, G and W.
+        response: what the trainer's ``compute_loss`` makes of the base's loss.
         certificate: what they have shown of their loss.
     """
 
     contract: LossContract
     cut: Cut
+    response: Response
     certificate: Certificate | None
 
 
@@ -90,6 +107,7 @@ class Window:
         gradients: `gradient_versions` after its last micro-batch so far; None: not looked at.
         ended: its certificate was held against the observation.
         parts: of each micro-batch, its kind's; empty: they have one loss.
+        response: what the trainer makes of the base's loss of the micro-batch that is run; None: the session's.
     """
 
     contract: LossContract
@@ -105,13 +123,15 @@ class Window:
     ended: bool = False
     by_rule: list[dict[Items, Tensor]] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
+    response: Response | None = None
 
     def turn_to(self, inputs: Any) -> None:
         """Take the contract, the cut and the certificate of a micro-batch that is about to be run."""
         if self.parts:
             at = next((at for at, batch in enumerate(self.batches) if batch is inputs), self.steps_run)
             part = self.parts[min(at, len(self.parts) - 1)]
-            self.contract, self.cut, self.certificate = part.contract, part.cut, part.certificate
+            self.contract, self.cut = part.contract, part.cut
+            self.response, self.certificate = part.response, part.certificate
 
     @property
     def certificates(self) -> list[Certificate]:
@@ -168,6 +188,10 @@ class Session(Known):
 
     def __post_init__(self) -> None:
         self.gradient = WindowGradient(self.options.accumulate_in)
+
+    def another(self) -> Settled:
+        """What there is to be known of another kind."""
+        return Task()
 
     def warn_once(self, kind: str, message: str) -> None:
         """Warn once for each kind and run."""

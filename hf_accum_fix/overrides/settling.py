@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,6 @@ from hf_accum_fix.accumulation.contract import (
 from hf_accum_fix.accumulation.declared import (
     takes_number,
 )
-from hf_accum_fix.accumulation.kinds import kind_of
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.options import Options
@@ -36,7 +35,7 @@ from hf_accum_fix.overrides.loader import check_dealing
 from hf_accum_fix.overrides.observing import observed_of
 from hf_accum_fix.overrides.response import Response
 from hf_accum_fix.overrides.run import TrainerRun
-from hf_accum_fix.overrides.session import Session, session_of
+from hf_accum_fix.overrides.session import Session, Task, session_of
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 
@@ -74,12 +73,23 @@ def _settle_observed(
     trainer: TrainerLike, session: Session, window: list[Any], options: Options, trouble: Exception | None
 ) -> None:
     """Observe the loss in this window, where it has not been or is due again."""
+
+    def observed(settled: counting.Settled, batches: Sequence[Any], again: int) -> counting.Seen:
+        with _answers(session, settled):
+            return observed_of(trainer, session, list(batches), again=again)
+
+    def agreed(
+        settled: counting.Settled, batches: Sequence[Any], seen: LossContract | None, trouble: Exception | None
+    ) -> LossContract:
+        with _answers(session, settled):
+            return _agreed(trainer, seen, trouble, batches, session)
+
     counting.settle(
         TrainerRun(trainer, session),
         session,
         window,
-        lambda batches, again: _seen(trainer, session, batches, again=again),
-        lambda batches, seen, trouble: _agreed(trainer, seen, trouble, batches, session),
+        observed,
+        agreed,
         per_sample=options.per_sample,
         # Labels are smoothed where they are observed to be, even if nothing is cut.
         matters=is_cut(trainer) or trainer.label_smoother is not None,
@@ -87,15 +97,17 @@ def _settle_observed(
     )
 
 
-def _seen(trainer: TrainerLike, session: Session, batches: Sequence[Any], *, again: int) -> counting.Seen:
-    """What this rank sees of the loss of micro-batches; what is made of the base's loss was seen on the first kind."""
-    before, is_first = session.response, not batches or session.kinds.get(kind_of(batches[0]), session) is session
-    seen, trouble = observed_of(trainer, session, list(batches), again=again)
-    if not is_first and seen is not None and not seen.owned_by_trainer:
-        if session.response.shown and session.response != before:
-            seen = replace(seen, changed_by_trainer=True)
-        session.response = before
-    return seen, trouble
+@contextmanager
+def _answers(session: Session, settled: counting.Settled) -> Iterator[None]:
+    """Let the session hold what a ``compute_loss`` makes of the base's loss of these micro-batches."""
+    if not isinstance(settled, Task):
+        yield
+        return
+    first, session.response = session.response, settled.response
+    try:
+        yield
+    finally:
+        settled.response, session.response = session.response, first
 
 
 def _warn(trainer: TrainerLike, session: Session, found: LossContract) -> None:

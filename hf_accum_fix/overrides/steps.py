@@ -322,7 +322,7 @@ def _share_of_window(
     None: it is not known how the trainer scales it, and what it hands on is left as it is.
     """
     contract, steps = window.contract, len(window.batches)
-    response = session.response
+    response = window.response or session.response
     if not contract.owned_by_trainer and micro_batch.base is not None:
         if window.certificate is not None:
             if micro_batch.seen is not None:

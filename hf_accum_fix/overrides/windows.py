@@ -12,13 +12,13 @@ from transformers import Trainer
 from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.share import Cut
-from hf_accum_fix.counting import count, note_empty
+from hf_accum_fix.counting import Settled, count, note_empty
 from hf_accum_fix.data.whole_windows import without_blanks
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.live import head_name, remakes_inputs
 from hf_accum_fix.overrides.routing import router_loss_depends_on_the_cut, routing_of
 from hf_accum_fix.overrides.run import TrainerRun
-from hf_accum_fix.overrides.session import Part, Session, Window, busy, session_of
+from hf_accum_fix.overrides.session import Part, Session, Task, Window, busy, session_of
 from hf_accum_fix.overrides.settling import settle_contract
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -158,12 +158,14 @@ def _counted(
         routing=routing,
     )
 
-    def part(contract: LossContract, cut: Cut) -> Part:
+    def part(settled: Settled, contract: LossContract, cut: Cut) -> Part:
+        response = settled.response if isinstance(settled, Task) else session.response
         listens = contract.made_of is not None or remakes_inputs(trainer)
-        return Part(contract, cut, Certificate(contract, constant=session.response.constant) if listens else None)
+        certificate = Certificate(contract, constant=response.constant) if listens else None
+        return Part(contract, cut, response, certificate)
 
     contracts = [contract, *session.contracts[1:]]
-    parts = {id(each): part(each, cut) for each, cut in zip(contracts, counted.cuts, strict=True)}
+    parts = {id(each[1]): part(*each) for each in zip(session.losses, contracts, counted.cuts, strict=True)}
     return Window(
         contract,
         batches,

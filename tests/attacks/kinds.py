@@ -99,6 +99,20 @@ class OfLogits(Ordered):
         return (loss, {"logits": logits}) if return_outputs else loss
 
 
+class WeighsTasks(Ordered):
+    """A trainer whose second task counts twice."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss = loss * (2 if is_second(inputs) else 1)
+        return (loss, outputs) if return_outputs else loss
+
+
+def is_second(inputs: Any) -> bool:
+    """Whether a micro-batch, or a sample of it, is of the second task."""
+    return "score_labels" in inputs or inputs.get("labels", inputs["input_ids"]).ndim < inputs["input_ids"].ndim
+
+
 def a_class(sample: Sample, i: int) -> Sample:
     return {"input_ids": sample["input_ids"], "labels": torch.tensor(i % 4)}
 
@@ -117,13 +131,15 @@ def in_turn(other: Callable[[Sample, int], Sample], pairs: str, seed: int = 0) -
     return [other(each, i) if pairs[i // 2] == "b" else each for i, each in enumerate(tokens)]
 
 
-def by_share(model: nn.Module, samples: Sequence[Sample]) -> Tensor:
-    """The mean of each kind over its items, weighed by how many of the samples are of it."""
+def by_share(model: nn.Module, samples: Sequence[Sample], second: float = 1.0) -> Tensor:
+    """The mean of each kind over its items, weighed by how many of the samples are of it; the second kind's times."""
     kinds: dict[Any, list[Sample]] = {}
     for sample in samples:
         key = tuple(sorted((key, value.ndim) for key, value in sample.items() if "labels" in key))
         kinds.setdefault(key, []).append(sample)
-    return torch.stack([len(held) / len(samples) * model(**collate(held))["loss"] for held in kinds.values()]).sum()
+    shares = [len(held) / len(samples) * (second if is_second(held[0]) else 1) for held in kinds.values()]
+    losses = [model(**collate(held))["loss"] for held in kinds.values()]
+    return torch.stack([share * loss for share, loss in zip(shares, losses, strict=True)]).sum()
 
 
 def full_steps(model: nn.Module, windows: Sequence[Sequence[Sample]]) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from tests.attacks.kinds import (
     TasksByHand,
     TasksByNumber,
     TasksCoupled,
+    WeighsTasks,
     a_class,
     a_score,
     by_loop,
@@ -40,7 +41,7 @@ ALL_KINDS = ["abab", "baab", "bbbb", "aaaa", "abbb", "baaa"]
 
 def case(name: str, model: Any, windows: Sequence[Sequence[Sample]], trainer: Any = None) -> Case:
     def loss(of: nn.Module, batch: Batch, step: int) -> Tensor:
-        return by_share(of, windows[step])
+        return by_share(of, windows[step], second=2 if trainer is WeighsTasks else 1)
 
     given = {} if trainer is None else {"trainer": trainer}
     return Case(name, loss, model, windows, collate=in_common, cuts=CUTS, **given)
@@ -58,6 +59,11 @@ EXACT = [
         for turns in (ALL_KINDS, ALL_KINDS[::-1], ["aaaa", "aaaa", "aaaa", "aaaa", "aaab", "abab"])
     ),
     case("by-hand", TasksByHand, windows_of(a_score, ALL_KINDS)),
+    *(
+        case(f"weighs-tasks-{model.__name__}-{other.__name__}", model, windows_of(other, ALL_KINDS), WeighsTasks)
+        for model in (Tasks, TasksByNumber)
+        for other in (a_class, a_score)
+    ),
     case("own-losses", Tasks, windows_of(a_score, ALL_KINDS), OfLogits),
 ]
 
