@@ -132,7 +132,10 @@ def weigh(
         rest, terms = _terms(contract, calls, counts, cut, share)
         return weighed_terms(loss, rest, terms if carried is None else [*terms, (carried, 1.0)]), None
     if contract.reduction is Reduction.MEAN:
-        return share_of_mean(loss, seen / cut.mean, carried), seen
+        # What cannot be corrected later is weighed by the rule that N was counted by.
+        assert contract.items is not None
+        items = counts[contract.items] if cut.is_one_of_several else seen
+        return share_of_mean(loss, items / cut.mean, carried), seen
     return share.of(loss, carried), seen
 
 

@@ -91,7 +91,7 @@ def _seen(trainer: TrainerLike, session: Session, batches: Sequence[Any], *, aga
     """What this rank sees of the loss of micro-batches; what is made of the base's loss was seen on the first kind."""
     before, is_first = session.response, not batches or session.kinds.get(kind_of(batches[0]), session) is session
     seen, trouble = observed_of(trainer, session, list(batches), again=again)
-    if not is_first and seen is not None and not seen.owned_by_trainer:
+    if not is_first and before.shown and seen is not None and not seen.owned_by_trainer:
         if session.response.shown and session.response != before:
             seen = replace(seen, changed_by_trainer=True)
         session.response = before
