@@ -59,7 +59,7 @@ class Settled:
         """Whether the contract is taken as it is."""
         return self.contract is not None and (self.contract.conclusive or self.attempts >= ATTEMPTS)
 
-    def is_trained_as(self, first: Settled) -> bool:
+    def is_trained_as(self, other: Settled) -> bool:
         """Whether a training makes the same of both losses."""
         return True
 
@@ -72,6 +72,8 @@ class Known(Settled):
         closing: what ends them.
         empty_windows: how many had no target, of those that are not read as they end, 0-dim.
         kinds: every kind of micro-batch that was observed, on all ranks in one order; those with one loss share one.
+        without_target: those that have shown no target yet, and the window in which they were last looked at; until
+            then they are trained as the first kind is.
         asks: a rank holds a kind that was not observed, and all of them know.
     """
 
@@ -79,6 +81,7 @@ class Known(Settled):
     closing: Closing
     empty_windows: Tensor | None = None
     kinds: Mapping[Kind, Settled] = MappingProxyType({})
+    without_target: Mapping[Kind, int] = MappingProxyType({})
     asks: bool = False
 
     def another(self) -> Settled:
@@ -110,8 +113,10 @@ class Known(Settled):
         return contract
 
     def knows(self, batch: Any) -> bool:
-        """Whether its kind was observed, where kinds are told apart."""
-        return self.settled_of(batch) is not None
+        """Whether its kind was observed, where kinds are told apart: by its targets, or in this window."""
+        now = self.windows.opened
+        looked_at = self.without_target.get(kind_of(batch), now) if self.without_target else now
+        return looked_at == now and self.settled_of(batch) is not None
 
     def kinds_told(self) -> dict[str, Any]:
         """What a report says of the kinds with a loss of their own; empty: there is one loss."""
@@ -161,14 +166,17 @@ def settle(
         RankError: if another rank is in trouble, has no window, or labels where this one has none.
     """
     if known.contract is None:
-        known.kinds, known.closing.several_losses = {}, False
+        known.kinds, known.without_target = {}, {}
     # Where ranks meet in every forward, all would have to hold the same kinds.
     mine = [_ALL] if run.shards else list(dict.fromkeys(map(kind_of, window)))
     # A rank whose data have ended counts this window as the others do.
     number, alone = known.windows.opened + (not window), run.data_ranks == 1
 
     def of(settled: Settled) -> list[Any]:
-        return list(window) if run.shards else [batch for batch in window if known.settled_of(batch) is settled]
+        if run.shards:
+            return list(window)
+        shown = [batch for batch in window if kind_of(batch) not in known.without_target]
+        return [batch for batch in shown if known.settled_of(batch) is settled]
 
     def due(settled: Settled) -> bool:
         if settled.contract is None or not settled.is_settled:
@@ -184,17 +192,19 @@ def settle(
     known.asks = False
     kinds, before = check_alike(run, window, trouble, mine), known.kinds
     kinds = [kind for kind in kinds if kind or not (any(kinds) or before)]
-    known.kinds = dict(before)
-    for kind in kinds:
-        known.kinds.setdefault(kind, known.another() if known.kinds else known)
+    new_kinds = [kind for kind in kinds if kind not in before or kind in known.without_target]
+    known.without_target = {kind: at for kind, at in known.without_target.items() if kind not in kinds}
+    for kind in new_kinds:
+        known.kinds = {**known.kinds, kind: known.another() if known.kinds else known}
     for settled in known.losses:
         if not due(settled):
             _say_if_several_fit(run, known, settled.contract, of(settled))
             continue
         _settle_one(run, known, settled, of(settled), observe, agree_on, per_sample=per_sample, matters=matters)
-    for kind in kinds:
-        if kind not in before and known.kinds[kind] is not known:
-            _tell_apart(run, known, kind, matters=matters)
+    _begin_with_a_target(known, number)
+    for kind in new_kinds:
+        if known.kinds[kind] is not known:
+            _tell_apart(run, known, kind, number, matters=matters)
     assert known.contract is not None
     return known.contract
 
@@ -237,15 +247,32 @@ def _settle_one(
     take(known, found, settled)
 
 
-def _tell_apart(run: Run, known: Known, kind: Kind, *, matters: bool) -> None:
-    """Train a new kind of micro-batch by a loss of its own, where it is another than the first kind's."""
+def _begin_with_a_target(known: Known, number: int) -> None:
+    """Let the first kind be one that has shown a target, if any has."""
+    shown = [each for each in known.losses if each.contract is not None and each.contract.reason != NO_TARGET_SEEN]
+    if not shown or shown[0] is known:
+        return
+    kinds, first = known.kinds, shown[0]
+    known.without_target = {**known.without_target, **{kind: number for kind in kinds if kinds[kind] is known}}
+    assert first.contract is not None
+    take(known, first.contract)
+    known.attempts = first.attempts
+    known.kinds = {kind: known if each is first else each for kind, each in kinds.items()}
+
+
+def _tell_apart(run: Run, known: Known, kind: Kind, number: int, *, matters: bool) -> None:
+    """Train a new kind of micro-batch by a loss of its own, where it is another than those of kinds before."""
     settled, first = known.kinds[kind], known.contract
     found = settled.contract
     assert found is not None and first is not None
-    if found.reason == NO_TARGET_SEEN or (_is_one_loss(found, first) and settled.is_trained_as(known)):
+    if found.reason == NO_TARGET_SEEN:
         known.kinds = {**known.kinds, kind: known}
+        known.without_target = {**known.without_target, kind: number}
         return
-    known.closing.several_losses = True
+    for other, each in known.kinds.items():
+        if each is not settled and other not in known.without_target and _is_one_loss(known, kind, other):
+            known.kinds = {**known.kinds, kind: each}
+            return
     if found.owned_by_trainer and found.by_number:
         reason = "one number is handed over for micro-batches of several kinds"
         settled.contract = found = replace(found, beside=True, reason=reason)
@@ -256,18 +283,26 @@ def _tell_apart(run: Run, known: Known, kind: Kind, *, matters: bool) -> None:
         observations.amend({"exact": known.exact, **known.kinds_told()})
 
 
-def _is_one_loss(one: LossContract, other: LossContract) -> bool:
+def _is_one_loss(known: Known, kind: Kind, other: Kind) -> bool:
     """Whether two kinds of micro-batch are reduced and counted alike, so that all of their items are of one mean."""
-    factors = [each.made_of and each.made_of.factors for each in (one, other)]
-    return factors[0] == factors[1] and (one.reduction, one.rules) == (other.reduction, other.rules)
+    one, another = known.kinds[kind].contract, known.kinds[other].contract
+    if not known.kinds[kind].is_trained_as(known.kinds[other]):
+        return False
+    if one is None or another is None or (one.reduction, one.rules) != (another.reduction, another.rules):
+        return False
+    factors = [each.made_of and each.made_of.factors for each in (one, another)]
+    # Classes of texts and of tokens may both be "labels".
+    counted = {key for rule in one.rules for key in rule.keys}
+    axes = [{(key, axes) for key, axes in each if key in counted} for each in (kind, other)]
+    return factors[0] == factors[1] and axes[0] == axes[1]
 
 
 def take(known: Known, contract: LossContract, settled: Settled | None = None) -> None:
     """Train by a contract from this window on; ``settled``: of these micro-batches, None of the first kind's."""
     settled = settled or known
     settled.contract = contract
-    if settled is known:
-        known.closing.corrects = contract.made_of is not None and not contract.made_of.counted
+    uncounted = any(each.made_of is not None and not each.made_of.counted for each in known.contracts)
+    known.closing.corrects = uncounted or (settled is not known and known.closing.corrects)
 
 
 def _held(
@@ -439,7 +474,9 @@ def count(
     other = zero if number is None else torch.as_tensor(number).to(zero)
     if several:
         runs = len(batches) if run.shards else min(len(batches), 1)
-        tells = any(each.made_of is not None for each in contracts) and not closing.corrects
+        # A window of several losses is not corrected.
+        corrected = closing.corrects and len(contracts) == 1
+        tells = any(each.made_of is not None for each in contracts) and not corrected
         told = [zero + closing.differs, zero + known.windows.news] if tells else []
         asks = [zero + new] if known.kinds else []
         main, *rest = (total for each in totals for total in each)
@@ -468,7 +505,7 @@ def count(
             new = bool(flags[0])
             known.asks = new
         if tells and device.type == "cpu":
-            closing.corrects = bool(flags[-2])
+            closing.corrects = closing.corrects or bool(flags[-2])
             if float(flags[-1]) > known.windows.news:
                 known.windows.note_inexact(known.windows.opened - bool(batches))
         if routing is not None:
@@ -484,8 +521,11 @@ def count(
     parts: Sequence[Tensor | None] = [
         each.clamp(min=1) / torch.stack(samples).sum().clamp(min=1) for each in samples
     ] or [None]
+    # Off the CPU every window may be one of several.
+    held = [each for each in samples if device.type != "cpu" or each]
+    closing.several_losses = len(held) > 1
     cuts = [
-        Cut.of(each, total[0], len(batches), run.data_ranks, total[1:], part)
+        Cut.of(each, total[0], len(batches), run.data_ranks, total[1:], part, is_one_of_several=len(held) > 1)
         for each, total, part in zip(contracts, totals, parts, strict=True)
     ]
     if router is not None and routing is not None:

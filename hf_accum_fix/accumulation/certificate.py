@@ -150,6 +150,12 @@ class Certificate:
             return torch.zeros(2, dtype=count_dtype(device), device=device)
         return torch.stack([torch.stack(self._seen).sum(), torch.stack(self._predicted).sum()]).to(device)
 
+    def off(self, device: torch.device) -> Tensor:
+        """By how many items micro-batches counted otherwise than predicted, 0-dim on ``device``."""
+        if not self._seen:
+            return torch.zeros((), dtype=count_dtype(device), device=device)
+        return (torch.stack(self._seen) - torch.stack(self._predicted)).abs().sum().to(device)
+
     def broken(self) -> Tensor | None:
         """Whether the loss was made in another way than observed: 0-dim bool on the device; None: nothing was seen."""
         flags = [flag.any() for flag in (*self._unequal, *self._remade())]

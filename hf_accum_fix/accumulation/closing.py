@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.run import Run
+from hf_accum_fix.accumulation.window import count_dtype
 
 _BESIDE = "the loss holds something beside the loss calls that it was observed to be made of"
 
@@ -25,7 +26,8 @@ class Closing:
 
     Attributes:
         corrects: the gradient is divided by what the loss calls counted more than the rule, in every window.
-        several_losses: micro-batches of several kinds have losses of their own, so that no one number corrects them.
+        several_losses: micro-batches of this window, of all ranks, have losses of their own, so that no one number
+            corrects them.
         differs: a window of this rank counted otherwise than the rule; the others learn of it with the next.
         unread: on a device, how many windows since the last log were made in another way than observed, 0-dim.
     """
@@ -45,32 +47,28 @@ class Closing:
             left_out: micro-batches of it that this rank did not run.
         """
         self._flag = None
-        times: Tensor | float | None = None
         for certificate in certificates:
-            times = self._times(run, certificate, left_out)
-            left_out = 0
+            self._hold(run, certificate, readable=run.readable)
+        times = self._times(run, certificates, left_out)
         if self._flag is not None:
             self.unread = self._flag.long() if self.unread is None else self.unread + self._flag
         return times
 
-    def _times(self, run: Run, certificate: Certificate, left_out: int) -> Tensor | float | None:
+    def _times(self, run: Run, certificates: Sequence[Certificate], left_out: int) -> Tensor | float | None:
         readable, several = run.readable, run.data_ranks > 1
         corrects = self.corrects and not self.several_losses
-        self._hold(run, certificate, readable=readable)
         if left_out and not (several and corrects):
             run.tell(f"{left_out} of its micro-batches were left out")
-        if not corrects and not certificate.counted:
+        if not corrects and not any(each.counted for each in certificates):
             return None
-        sums = certificate.counts(run.device)
         if not corrects and (several or self.several_losses or not readable):
-            if not readable:
-                self._read_later((sums[0] - sums[1]).abs() > 1e-6 * sums[1])
-                return None
-            seen, predicted = sums.tolist()
-            if abs(seen - predicted) > 1e-6 * predicted:
-                self.differs = True
-                run.tell(f"its loss calls reduced over {seen:g} items, where {predicted:g} were counted")
+            for certificate in certificates:
+                self._compare(run, certificate)
             return None
+        counts = [each.counts(run.device) for each in certificates]
+        # Every rank joins the collective once, whatever its micro-batches have shown.
+        nothing = torch.zeros(2, dtype=count_dtype(run.device), device=run.device)
+        sums = torch.stack([nothing, *counts]).sum(dim=0)
         if several:
             sums = run.summed(torch.cat([sums, sums.new_full((1,), left_out)]))
             if readable and float(sums[2]):
@@ -96,6 +94,21 @@ class Closing:
             # From here on what is counted otherwise is corrected, unread; ranks would have to agree on it.
             self.corrects = self.corrects or run.data_ranks == 1
         self.unread = None
+
+    def _compare(self, run: Run, certificate: Certificate) -> None:
+        """Say where the loss calls of one loss counted otherwise than its rule, and leave it."""
+        sums = certificate.counts(run.device)
+        # Beside other losses a mean is weighed by its rule, micro-batch by micro-batch.
+        off = certificate.off(run.device) if self.several_losses else (sums[0] - sums[1]).abs()
+        if not run.readable:
+            self._read_later(off > 1e-6 * sums[1])
+            return
+        seen, predicted = sums.tolist()
+        if float(off) > 1e-6 * predicted:
+            self.differs = True
+            where = f"{seen:g} items, where {predicted:g} were counted"
+            where = where if seen != predicted else "other items than were counted in a micro-batch"
+            run.tell(f"its loss calls reduced over {where}")
 
     def _read_later(self, flag: Tensor) -> None:
         self._flag = flag if self._flag is None else self._flag | flag

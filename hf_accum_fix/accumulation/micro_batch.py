@@ -133,7 +133,9 @@ def weigh(
         return weighed_terms(loss, rest, terms if carried is None else [*terms, (carried, 1.0)]), None
     if contract.reduction is Reduction.MEAN:
         assert contract.items is not None
-        weight = seen if share.is_weightless else contract.items.divisor(seen, contract.least_rows)
+        # What cannot be corrected later is weighed by the rule that N was counted by.
+        items = counts[contract.items] if cut.is_one_of_several else seen
+        weight = items if share.is_weightless else contract.items.divisor(items, contract.least_rows)
         return share_of_mean(loss, weight / cut.mean, carried), seen
     return share.of(loss, carried), seen
 

@@ -23,6 +23,7 @@ class Cut:
         micro_batches: G, of this rank's window; 1 where it has none.
         world_size: W.
         means: n_mean by each of the contract's rules, where its loss has terms with items of their own.
+        is_one_of_several: micro-batches with other losses are beside it, so that no one number corrects their gradient.
     """
 
     mean: Tensor
@@ -30,6 +31,7 @@ class Cut:
     micro_batches: int
     world_size: int
     means: Mapping[Items, Tensor] = field(default_factory=dict)
+    is_one_of_several: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -45,6 +47,8 @@ class Cut:
         world_size: int,
         beside: Sequence[Tensor] = (),
         part: Tensor | None = None,
+        *,
+        is_one_of_several: bool = False,
     ) -> Cut:
         """A global batch of N items.
 
@@ -55,12 +59,13 @@ class Cut:
             world_size: W.
             beside: N by each rule of the contract but the first.
             part: of the global batch's samples, those whose loss is reduced so (see `kinds`); None: all.
+            is_one_of_several: as above.
         """
         steps = max(micro_batches, 1)
         means = [mean_item_count(each, steps, world_size) for each in (total, *beside)]
         means = means if part is None else [mean / part for mean in means]
         by_rule = dict(zip(contract.rules, means, strict=bool(beside)))
-        return cls(means[0], contract.as_number(means[0]), steps, world_size, by_rule)
+        return cls(means[0], contract.as_number(means[0]), steps, world_size, by_rule, is_one_of_several)
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,12 @@ def evaluation_loop(
     refused: list[str] = []
 
     def prediction_step(model: Any, inputs: Mapping[str, Any], *rest: Any, **step_kwargs: Any) -> Any:
-        reason = "" if session.knows(inputs) and len(session.losses) == 1 else _SEVERAL_KINDS
-        contract = session.contract if reason and session.contract else settle(trainer, [inputs], options)
-        reason = reason or _why_not(contract)
+        # Several ranks would have to observe a new kind together.
+        contract = session.contract
+        if contract is None or trainer.args.world_size == 1 or session.settled_of(inputs) is not None:
+            contract = settle(trainer, [inputs], options)
+        is_one = session.settled_of(inputs) is session and len(session.losses) == 1
+        reason = _why_not(contract) if is_one else _SEVERAL_KINDS
         if reason:
             refused.append(reason)
             return original_step(model, inputs, *rest, **step_kwargs)

@@ -68,9 +68,10 @@ class Task(Settled):
     def __init__(self) -> None:
         self.response = Response(shown=False)
 
-    def is_trained_as(self, first: Settled) -> bool:
-        """Whether the trainer makes the same of both losses."""
-        return isinstance(first, Session) and first.response == self.response
+    def is_trained_as(self, other: Settled) -> bool:
+        """Whether the trainer makes the same of both losses, as far as both have shown it."""
+        assert isinstance(other, (Session, Task))
+        return not (other.response.shown and self.response.shown) or other.response == self.response
 
 
 @dataclass

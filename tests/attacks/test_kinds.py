@@ -7,31 +7,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import hf_accum_fix
 from tests.attacks import kinds
 from tests.attacks.kinds import (
+    ALIKE,
     TURNS,
     OfLogits,
     Tasks,
     TasksByHand,
     TasksByNumber,
     TasksCoupled,
+    TasksWithEvenWeights,
+    TasksWithWeights,
     WeighsTasks,
+    WithAnOption,
     a_class,
     a_score,
     by_loop,
     by_share,
     full_steps,
     in_turn,
+    of_all,
     off_by,
+    with_an_option,
 )
-from tests.attacks.runs import FLOOR
+from tests.attacks.runs import FLOOR, Ordered
 from tests.attacks.trainings import Case, Cut, train
 from tests.attacks.two_ranks import in_common
 from tests.numerics.heads import Batch, Sample, seeded
 from tests.numerics.heads.head import collate
+from tests.numerics.parity import training_arguments
 from tests.torchrun import found_by
 
 #: Two samples of one kind stand together, so that no micro-batch holds both.
@@ -39,9 +47,15 @@ CUTS: tuple[Cut, ...] = ((2, 4), (1, 8))
 ALL_KINDS = ["abab", "baab", "bbbb", "aaaa", "abbb", "baaa"]
 
 
-def case(name: str, model: Any, windows: Sequence[Sequence[Sample]], trainer: Any = None) -> Case:
+def case(
+    name: str,
+    model: Any,
+    windows: Sequence[Sequence[Sample]],
+    trainer: Any = None,
+    full: Callable[..., Tensor] = by_share,
+) -> Case:
     def loss(of: nn.Module, batch: Batch, step: int) -> Tensor:
-        return by_share(of, windows[step], second=2 if trainer is WeighsTasks else 1)
+        return full(of, windows[step], **({"second": 2.0} if trainer is WeighsTasks else {}))
 
     given = {} if trainer is None else {"trainer": trainer}
     return Case(name, loss, model, windows, collate=in_common, cuts=CUTS, **given)
@@ -65,6 +79,7 @@ EXACT = [
         for other in (a_class, a_score)
     ),
     case("own-losses", Tasks, windows_of(a_score, ALL_KINDS), OfLogits),
+    *(case(name, model, windows, full=full) for name, (model, windows, full) in ALIKE.items()),
 ]
 
 
@@ -90,6 +105,45 @@ def test_a_kind_whose_loss_is_not_exact_is_said(cut: Cut, turns: Sequence[str], 
     if turns[0] == "bbbb":
         # Where nothing else is trained it is stock's.
         assert patched.errors[0] <= 1.000001 * stock.errors[0] + FLOOR
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_beside_another_loss_weights_are_said_and_scale_no_gradient(cut: Cut, tmp_path: Path) -> None:
+    """No one number corrects both; a window of one kind is corrected as ever."""
+    weights = case("weights", TasksWithWeights, windows_of(a_class, ["aaaa", "abab", "aaaa", "abbb"]))
+    stock = train(weights, cut, tmp_path)
+    with hf_accum_fix.apply():
+        patched = train(weights, cut, tmp_path)
+    assert not patched.silent(FLOOR) and not patched.exact
+    assert patched.errors[0] <= FLOOR and patched.errors[2] <= FLOOR
+    assert all(mine <= 0.1 * theirs for mine, theirs in zip(patched.errors, stock.errors, strict=True))
+
+
+def test_weights_that_sum_to_their_number_are_said(tmp_path: Path) -> None:
+    windows = windows_of(a_class, ["bbbb", "abab"])
+    for at, label in zip((2, 3, 6, 7), (0, 0, 1, 1), strict=True):
+        windows[1][at]["labels"].fill_(label)
+    weights = case("weights", TasksWithEvenWeights, windows)
+    with hf_accum_fix.apply():
+        patched = train(weights, CUTS[0], tmp_path)
+    assert patched.errors[1] > 1e-2 and not patched.silent(FLOOR) and not patched.exact
+
+
+def test_the_evaluation_loss_takes_batches_with_an_optional_label(tmp_path: Path) -> None:
+    evaluated, build = with_an_option("bbbb", 5), seeded(WithAnOption)
+    args = training_arguments(tmp_path, 2, 4, max_steps=1, per_device_eval_batch_size=2, prediction_loss_only=True)
+    with hf_accum_fix.apply(eval_loss=True):
+        trainer = Ordered(
+            build(),
+            args,
+            in_common,
+            train_dataset=with_an_option("aaaa"),
+            eval_dataset=evaluated,  # type: ignore[arg-type]
+        )
+        trainer.train()
+        found = trainer.evaluate()["eval_loss"]
+    with torch.no_grad():
+        assert found == pytest.approx(float(of_all(trainer.model, evaluated)), rel=FLOOR)
 
 
 def test_the_report_names_every_kind(tmp_path: Path) -> None:
@@ -127,5 +181,13 @@ def test_two_ranks_train_different_kinds_at_once(
     """On a CPU a kind that appears later, on one rank alone, is observed in the window in which it appears."""
     row = rows[f"{name}-{model.__name__}-{other.__name__}"]
     assert isinstance(row["stock"], str) or row["stock"] > 1e-3
+    assert row["apply"] <= FLOOR and row["exact"] and not row["warned"], row
+    assert row["loop"] <= FLOOR and row["loop exact"] and not row["loop warned"], row
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_two_ranks_tell_losses_apart_that_look_alike(name: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    row = rows[name]
+    assert row["stock"] > 1e-3
     assert row["apply"] <= FLOOR and row["exact"] and not row["warned"], row
     assert row["loop"] <= FLOOR and row["loop exact"] and not row["loop warned"], row
