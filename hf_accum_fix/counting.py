@@ -88,6 +88,12 @@ class Known(Settled):
         """What there is to be known of another kind."""
         return Settled()
 
+    def begin_with(self, first: Settled) -> None:
+        """Take what is known of another kind for the first one's."""
+        self.attempts = first.attempts
+        if first.contract is not None:
+            take(self, first.contract)
+
     @property
     def losses(self) -> list[Settled]:
         """Each loss that was observed, once: the first kind's first."""
@@ -192,8 +198,9 @@ def settle(
     known.asks = False
     kinds, before = check_alike(run, window, trouble, mine), known.kinds
     kinds = [kind for kind in kinds if kind or not (any(kinds) or before)]
-    new_kinds = [kind for kind in kinds if kind not in before or kind in known.without_target]
-    known.without_target = {kind: at for kind, at in known.without_target.items() if kind not in kinds}
+    pooled = known.without_target
+    new_kinds = [kind for kind in kinds if kind not in before or kind in pooled]
+    known.without_target = {kind: at for kind, at in pooled.items() if kind not in kinds}
     for kind in new_kinds:
         known.kinds = {**known.kinds, kind: known.another() if known.kinds else known}
     for settled in known.losses:
@@ -204,7 +211,7 @@ def settle(
     _begin_with_a_target(known, number)
     for kind in new_kinds:
         if known.kinds[kind] is not known:
-            _tell_apart(run, known, kind, number, matters=matters)
+            _tell_apart(run, known, kind, number, matters=matters, was_pooled=kind in pooled)
     assert known.contract is not None
     return known.contract
 
@@ -254,13 +261,11 @@ def _begin_with_a_target(known: Known, number: int) -> None:
         return
     kinds, first = known.kinds, shown[0]
     known.without_target = {**known.without_target, **{kind: number for kind in kinds if kinds[kind] is known}}
-    assert first.contract is not None
-    take(known, first.contract)
-    known.attempts = first.attempts
+    known.begin_with(first)
     known.kinds = {kind: known if each is first else each for kind, each in kinds.items()}
 
 
-def _tell_apart(run: Run, known: Known, kind: Kind, number: int, *, matters: bool) -> None:
+def _tell_apart(run: Run, known: Known, kind: Kind, number: int, *, matters: bool, was_pooled: bool) -> None:
     """Train a new kind of micro-batch by a loss of its own, where it is another than those of kinds before."""
     settled, first = known.kinds[kind], known.contract
     found = settled.contract
@@ -276,6 +281,13 @@ def _tell_apart(run: Run, known: Known, kind: Kind, number: int, *, matters: boo
     if found.owned_by_trainer and found.by_number:
         reason = "one number is handed over for micro-batches of several kinds"
         settled.contract = found = replace(found, beside=True, reason=reason)
+    if was_pooled and matters:
+        known.windows.note_inexact()
+        run.warn_once(
+            f"pooled {words_of(kind)}",
+            f"{run.head}: micro-batches with {words_of(kind)} had no target before window {number}, and their samples "
+            "were counted with the first kind's: those windows weigh the first kind too much",
+        )
     if matters:
         for what, words in remarks(f"{run.head}, of {words_of(kind)}", found, settled.attempts):
             run.warn_once(f"{what} of {words_of(kind)}", words)

@@ -194,6 +194,12 @@ class Session(Known):
         """What there is to be known of another kind."""
         return Task()
 
+    def begin_with(self, first: Settled) -> None:
+        """Take what is known of another kind for the first one's."""
+        super().begin_with(first)
+        assert isinstance(first, Task)
+        self.response = first.response
+
     def warn_once(self, kind: str, message: str) -> None:
         """Warn once for each kind and run."""
         if kind not in self.said:

@@ -169,9 +169,15 @@ NAMES = {a_class: "labels", a_score: "token_labels"}
 
 
 def in_turn(other: Callable[[Sample, int], Sample], pairs: str, seed: int = 0) -> list[Sample]:
-    """Pairs of ragged texts with next tokens ("a") or of the other kind ("b")."""
+    """Pairs of ragged texts with next tokens ("a") or of the other kind ("b"); "A" and "B" have no target."""
     tokens = [{"input_ids": each["input_ids"], NAMES[other]: each["labels"]} for each in text(seed=seed)]
-    return [other(each, i) if pairs[i // 2] == "b" else each for i, each in enumerate(tokens)]
+    made = [other(each, i) if pairs[i // 2] in "bB" else each for i, each in enumerate(tokens)]
+    return [without_target(each) if pairs[i // 2].isupper() else each for i, each in enumerate(made)]
+
+
+def without_target(sample: Sample) -> Sample:
+    """The same with nothing that a loss counts."""
+    return {key: torch.full_like(value, -100) if "labels" in key else value for key, value in sample.items()}
 
 
 def with_an_option(pairs: str, seed: int = 0) -> list[Sample]:
@@ -199,7 +205,7 @@ def by_share(model: nn.Module, samples: Sequence[Sample], second: float = 1.0) -
         key = tuple(sorted((key, value.ndim) for key, value in sample.items() if "labels" in key))
         kinds.setdefault(key, []).append(sample)
     shares = [len(held) / len(samples) * (second if is_second(held[0]) else 1) for held in kinds.values()]
-    losses = [model(**collate(held))["loss"] for held in kinds.values()]
+    losses = [model(**collate(held))["loss"].nan_to_num(0.0) for held in kinds.values()]
     return torch.stack([share * loss for share, loss in zip(shares, losses, strict=True)]).sum()
 
 

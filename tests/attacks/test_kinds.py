@@ -146,6 +146,19 @@ def test_the_evaluation_loss_takes_batches_with_an_optional_label(tmp_path: Path
         assert found == pytest.approx(float(of_all(trainer.model, evaluated)), rel=FLOOR)
 
 
+@pytest.mark.parametrize(
+    "turns", [("BBaa", "aaaa", "abab"), ("aaBB", "aaaa", "abab"), ("AAbb", "bbbb", "abab")], ids=str
+)
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_a_kind_without_a_target_is_said_once_it_shows_one(cut: Cut, turns: Sequence[str], tmp_path: Path) -> None:
+    """Until then nothing tells whether it shares the first kind's loss."""
+    pooled = case("pooled", Tasks, windows_of(a_class, turns), WeighsTasks)
+    with hf_accum_fix.apply():
+        patched = train(pooled, cut, tmp_path)
+    assert max(patched.errors[1:]) <= FLOOR < patched.errors[0]
+    assert not patched.exact and "had no target before window 3" in " ".join(words for _, words in patched.said)
+
+
 def test_the_report_names_every_kind(tmp_path: Path) -> None:
     with hf_accum_fix.apply():
         train(EXACT[0], CUTS[0], tmp_path)
