@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,13 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from hf_accum_fix.accumulation.kinds import Kind, kind_of, words_of
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.reachable import reachable
 from hf_accum_fix.verification.traceless import seed
 
+logger = logging.getLogger("hf_accum_fix")
+
 Collate = Callable[[list[Any]], Any]
+
+#: Times as many samples are drawn where they are of several kinds, to have enough of one.
+_SEVERAL_KINDS = 4
 
 
 class Rows:
@@ -115,8 +122,17 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
                 f"{type(loader).__name__} has no collate_fn, so its samples cannot be cut anew; give samples=[...]"
             )
         rows = list(_first_rows(loader, windows * size))
+        if len(_kinds(collate, rows)) > 1 and trainer.args.world_size == 1:
+            rows = list(_first_rows(loader, _SEVERAL_KINDS * windows * size))
+            kind, rows = next(iter(_kinds(collate, rows).items()))
+            notes.append(f"the samples are of several kinds: only those with {words_of(kind)} were cut anew")
     if not rows:
         raise UnsupportedSetupError("got no sample from the dataloader; expected one; look at dataloader_drop_last")
+    if len(kinds := _kinds(collate, rows)) > 1:
+        raise UnsupportedSetupError(
+            f"got samples of several kinds, with {' and with '.join(map(words_of, kinds))}; expected one kind, as they "
+            "are cut anew: give samples=[...] of one"
+        )
     groups = tuple(tuple(rows[at : at + size]) for at in range(0, min(len(rows), windows * size), size))
     if len(rows) < windows * size:
         notes.append(f"the data has {len(rows)} samples for a rank, fewer than the {windows * size} asked for")
@@ -125,6 +141,21 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
         notes.append("the collator is random: each sample was collated once, by itself, and padded on the right")
         collate = _Once(collate)
     return Drawn(groups, collate, tuple(notes))
+
+
+def _kinds(collate: Collate, rows: Sequence[Any]) -> dict[Kind, list[Any]]:
+    """The samples by the labels that the collator makes of them; as one kind, if it takes no single sample."""
+    found: dict[Kind, list[Any]] = {}
+    for place, row in enumerate(rows):
+        seed(place)
+        try:
+            kind = kind_of(fresh(collate)([row]))
+        except Exception:
+            # The cut into single samples tells of it.
+            logger.debug("a sample was not collated by itself", exc_info=True)
+            return {kind_of(None): list(rows)}
+        found.setdefault(kind, []).append(row)
+    return found
 
 
 def _collator(trainer: TrainerLike) -> Collate:
