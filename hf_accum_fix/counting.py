@@ -118,6 +118,11 @@ class Known(Settled):
         return {"kinds": told} if len(self.losses) > 1 else {}
 
     @property
+    def corrects_others(self) -> bool:
+        """Whether a rank without a certificate joins as a window ends: another may hold a loss that is corrected."""
+        return self.closing.corrects and len(self.losses) > 1
+
+    @property
     def exact(self) -> bool:
         """Whether its loss, and every window so far, was exact."""
         return self.can_be_exact and not self.windows.inexact
