@@ -74,6 +74,7 @@ class Known(Settled):
         kinds: every kind of micro-batch that was observed, on all ranks in one order; those with one loss share one.
         without_target: those that have shown no target yet, and the window in which they were last looked at; until
             then they are trained as the first kind is.
+        given_for: what the first micro-batch held of the labels that a contract given by hand counts.
         asks: a rank holds a kind that was not observed, and all of them know.
     """
 
@@ -82,6 +83,7 @@ class Known(Settled):
     empty_windows: Tensor | None = None
     kinds: Mapping[Kind, Settled] = MappingProxyType({})
     without_target: Mapping[Kind, int] = MappingProxyType({})
+    given_for: Kind | None = None
     asks: bool = False
 
     def another(self) -> Settled:
@@ -128,6 +130,11 @@ class Known(Settled):
         """What a report says of the kinds with a loss of their own; empty: there is one loss."""
         told = {words_of(kind): each.contract.facts() for kind, each in self.kinds.items() if each.contract is not None}
         return {"kinds": told} if len(self.losses) > 1 else {}
+
+    @property
+    def corrects_others(self) -> bool:
+        """Whether a rank without a certificate joins as a window ends: another may hold a loss that is corrected."""
+        return self.closing.corrects and len(self.losses) > 1
 
     @property
     def exact(self) -> bool:
@@ -525,6 +532,8 @@ def count(
     elif trouble is not None:
         raise trouble
     known.windows.news = False
+    if not known.kinds:
+        _say_if_tasks_differ(run, known, contract, batches)
     if new and not known.asks:
         run.tell("it holds micro-batches of a kind that was not observed")
     if any(not known.contract_of(batch).exact for batch in batches if len(contracts) > 1):
@@ -544,6 +553,19 @@ def count(
         router.settle(routing, cuts[0].micro_batches, cuts[0].world_size)
     total = totals[0][0] if len(totals) == 1 else torch.stack([each[0] for each in totals]).sum()
     return Counted(by_rule, total, cuts, None if number is None else other)
+
+
+def _say_if_tasks_differ(run: Run, known: Known, contract: LossContract, batches: Sequence[Any]) -> None:
+    """A contract given by hand is that of one kind of micro-batch: of those that came first."""
+    counted = {key for rule in contract.rules for key in rule.keys}
+    for batch in batches if counted else ():
+        held = frozenset((key, axes) for key, axes in kind_of(batch) if key in counted)
+        known.given_for = held if known.given_for is None else known.given_for
+        if held != known.given_for:
+            run.tell(
+                f"the contract given is that of {words_of(known.given_for)}, and it holds {words_of(kind_of(batch))}"
+            )
+            return
 
 
 def _of_each_loss(

@@ -65,10 +65,10 @@ class Closing:
             for certificate in certificates:
                 self._compare(run, certificate)
             return None
-        counts = [each.counts(run.device) for each in certificates]
         # Every rank joins the collective once, whatever its micro-batches have shown.
-        nothing = torch.zeros(2, dtype=count_dtype(run.device), device=run.device)
-        sums = torch.stack([nothing, *counts]).sum(dim=0)
+        counts = [each.counts(run.device) for each in certificates]
+        counts = counts or [torch.zeros(2, dtype=count_dtype(run.device), device=run.device)]
+        sums = counts[0] if len(counts) == 1 else torch.stack(counts).sum(dim=0)
         if several:
             sums = run.summed(torch.cat([sums, sums.new_full((1,), left_out)]))
             if readable and float(sums[2]):

@@ -82,7 +82,7 @@ class AccumulationWindow:
         last = self._begun == len(self.batches)
         with self._windows._reducing(model, last=last), self._windows._adding(model, len(self), self._begun):
             yield
-        if last and (self._certificates or self._windows._run.closing.corrects):
+        if last and (self._certificates or self._windows._run.corrects_others):
             self._end(model)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:

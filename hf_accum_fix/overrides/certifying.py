@@ -28,7 +28,7 @@ def end_window(trainer: TrainerLike, session: Session, window: Window) -> Tensor
     window.ended = True
     session.gradient.finish()
     certificates = window.certificates
-    if not window.batches or not (certificates or session.closing.corrects):
+    if not window.batches or not (certificates or session.corrects_others):
         return None
     left_out = len(window.batches) - window.steps_run
     times = session.closing.end(TrainerRun(trainer, session), certificates, left_out)
