@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_accum_fix import observations
-from hf_accum_fix.accumulation.closing import Closing
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SEVERAL_FIT, Coupling, LossContract, Reduction
 from hf_accum_fix.accumulation.kinds import Kind, kind_of, words_of
 from hf_accum_fix.accumulation.per_sample import by_sample
 from hf_accum_fix.accumulation.run import Run
 from hf_accum_fix.accumulation.second_look import (
-    ATTEMPTS,
     as_before,
     is_due,
     look,
@@ -32,119 +29,12 @@ from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.accumulation.window import Items, count_by_rules, count_dtype
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.errors import RankError
-from hf_accum_fix.observations import Windows
+from hf_accum_fix.known import ALL, Known, Settled
 from hf_accum_fix.router.router_loss import Form, Forward, RouterLoss, one_form
 
 Said = TypeVar("Said")
 #: What this rank sees of a loss, None if it has no window; and the trouble that it met.
 Seen = tuple[LossContract | None, Exception | None]
-
-#: All kinds, where they are not told apart.
-_ALL: Kind = frozenset({("", 0)})
-
-
-class Settled:
-    """How one kind of micro-batch has its loss reduced, as far as that was observed.
-
-    Attributes:
-        contract: how; None: it was not observed yet.
-        attempts: windows in which it was observed, and not all of their samples were without a target.
-    """
-
-    contract: LossContract | None = None
-    attempts: int = 0
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the contract is taken as it is."""
-        return self.contract is not None and (self.contract.conclusive or self.attempts >= ATTEMPTS)
-
-    def is_trained_as(self, other: Settled) -> bool:
-        """Whether a training makes the same of both losses."""
-        return True
-
-
-class Known(Settled):
-    """What the windows of one training have shown; itself how the first kind of micro-batch has its loss reduced.
-
-    Attributes:
-        windows: opened so far, and how many of them were not exact.
-        closing: what ends them.
-        empty_windows: how many had no target, of those that are not read as they end, 0-dim.
-        kinds: every kind of micro-batch that was observed, on all ranks in one order; those with one loss share one.
-        without_target: those that have shown no target yet, and the window in which they were last looked at; until
-            then they are trained as the first kind is.
-        given_for: what the first micro-batch held of the labels that a contract given by hand counts.
-        asks: a rank holds a kind that was not observed, and all of them know.
-    """
-
-    windows: Windows
-    closing: Closing
-    empty_windows: Tensor | None = None
-    kinds: Mapping[Kind, Settled] = MappingProxyType({})
-    without_target: Mapping[Kind, int] = MappingProxyType({})
-    given_for: Kind | None = None
-    asks: bool = False
-
-    def another(self) -> Settled:
-        """What there is to be known of another kind."""
-        return Settled()
-
-    def begin_with(self, first: Settled) -> None:
-        """Take what is known of another kind for the first one's."""
-        self.attempts = first.attempts
-        if first.contract is not None:
-            take(self, first.contract)
-
-    @property
-    def losses(self) -> list[Settled]:
-        """Each loss that was observed, once: the first kind's first."""
-        return list({id(each): each for each in (self, *self.kinds.values())}.values())
-
-    @property
-    def contracts(self) -> list[LossContract]:
-        """Theirs."""
-        return [each.contract for each in self.losses if each.contract is not None]
-
-    def settled_of(self, batch: Any) -> Settled | None:
-        """What is known of a micro-batch's loss; None: its kind was not observed."""
-        if not self.kinds or _ALL in self.kinds:
-            return self
-        kind = kind_of(batch)
-        return self.kinds.get(kind, None if kind else self)
-
-    def contract_of(self, batch: Any) -> LossContract:
-        """How the loss of a micro-batch is reduced; of a kind that was not observed, as the first kind's."""
-        settled = self.settled_of(batch) if len(self.kinds) > 1 else self
-        contract = (settled or self).contract
-        assert contract is not None
-        return contract
-
-    def knows(self, batch: Any) -> bool:
-        """Whether its kind was observed, where kinds are told apart: by its targets, or in this window."""
-        now = self.windows.opened
-        looked_at = self.without_target.get(kind_of(batch), now) if self.without_target else now
-        return looked_at == now and self.settled_of(batch) is not None
-
-    def kinds_told(self) -> dict[str, Any]:
-        """What a report says of the kinds with a loss of their own; empty: there is one loss."""
-        told = {words_of(kind): each.contract.facts() for kind, each in self.kinds.items() if each.contract is not None}
-        return {"kinds": told} if len(self.losses) > 1 else {}
-
-    @property
-    def corrects_others(self) -> bool:
-        """Whether a rank without a certificate joins as a window ends: another may hold a loss that is corrected."""
-        return self.closing.corrects and len(self.losses) > 1
-
-    @property
-    def exact(self) -> bool:
-        """Whether its loss, and every window so far, was exact."""
-        return self.can_be_exact and not self.windows.inexact
-
-    @property
-    def can_be_exact(self) -> bool:
-        """Whether every loss that was observed is, where its windows are as observed."""
-        return self.contract is not None and all(each.exact for each in self.contracts)
 
 
 # --- how the loss is reduced --------------------------------------------------------------------------------------
@@ -181,7 +71,7 @@ def settle(
     if known.contract is None:
         known.kinds, known.without_target = {}, {}
     # Where ranks meet in every forward, all would have to hold the same kinds.
-    mine = [_ALL] if run.shards else list(dict.fromkeys(map(kind_of, window)))
+    mine = [ALL] if run.shards else list(dict.fromkeys(map(kind_of, window)))
     # A rank whose data have ended counts this window as the others do.
     number, alone = known.windows.opened + (not window), run.data_ranks == 1
 
@@ -258,7 +148,7 @@ def _settle_one(
     settled.attempts += found.reason != NO_TARGET_SEEN
     if trained_wrongly(before, found):
         known.windows.note_inexact()
-    take(known, found, settled)
+    known.take(found, settled)
 
 
 def _begin_with_a_target(known: Known, number: int) -> None:
@@ -314,14 +204,6 @@ def _is_one_loss(known: Known, kind: Kind, other: Kind) -> bool:
     counted = {key for rule in one.rules for key in rule.keys}
     axes = [{(key, axes) for key, axes in each if key in counted} for each in (kind, other)]
     return factors[0] == factors[1] and axes[0] == axes[1]
-
-
-def take(known: Known, contract: LossContract, settled: Settled | None = None) -> None:
-    """Train by a contract from this window on; ``settled``: of these micro-batches, None of the first kind's."""
-    settled = settled or known
-    settled.contract = contract
-    uncounted = any(each.made_of is not None and not each.made_of.counted for each in known.contracts)
-    known.closing.corrects = uncounted or (settled is not known and known.closing.corrects)
 
 
 def _held(

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.closing import Closing
 from hf_accum_fix.accumulation.declared import inside_ddp
-from hf_accum_fix.counting import Known
 from hf_accum_fix.engines.engine import waits_every_micro_batch
+from hf_accum_fix.known import Known
 from hf_accum_fix.observations import Windows
 from hf_accum_fix.options import Options
 from hf_accum_fix.router.router_loss import Convention, RouterLoss

@@ -25,6 +25,7 @@ from hf_accum_fix.accumulation.window import count_dtype
 from hf_accum_fix.engines.engine import reduced_in
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.errors import ContractError
+from hf_accum_fix.known import Settled
 from hf_accum_fix.loop.run import LoopRun
 from hf_accum_fix.router.router_loss import Convention
 
@@ -55,7 +56,7 @@ def settle(run: LoopRun, model: nn.Module | None, window: Sequence[Batch]) -> Lo
             "accumulation_windows(..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
         )
 
-    def seen(_: counting.Settled, batches: Sequence[Batch], again: int) -> counting.Seen:
+    def seen(_: Settled, batches: Sequence[Batch], again: int) -> counting.Seen:
         try:
             return (None if model is None or not batches else _observe(run, model, batches, again=again)), None
         except Exception as error:

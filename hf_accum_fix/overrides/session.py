@@ -17,7 +17,7 @@ from hf_accum_fix.accumulation.loss_calls import LossCalls
 from hf_accum_fix.accumulation.precision import WindowGradient
 from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.accumulation.window import Items
-from hf_accum_fix.counting import Known, Settled
+from hf_accum_fix.known import Known, Settled
 from hf_accum_fix.observations import Windows
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.loss_log import LossLog

@@ -22,6 +22,7 @@ from hf_accum_fix.accumulation.declared import (
 )
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.errors import ContractError
+from hf_accum_fix.known import Settled
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.live import (
     accepts_number,
@@ -56,7 +57,7 @@ def settle_contract(
     was_settled = session.is_settled
     if options.contract is not None:
         if not was_settled:
-            counting.take(session, _given(trainer, session, options.contract))
+            session.take(_given(trainer, session, options.contract))
     else:
         _settle_observed(trainer, session, window, options, trouble)
     contract = session.contract
@@ -74,12 +75,12 @@ def _settle_observed(
 ) -> None:
     """Observe the loss in this window, where it has not been or is due again."""
 
-    def observed(settled: counting.Settled, batches: Sequence[Any], again: int) -> counting.Seen:
+    def observed(settled: Settled, batches: Sequence[Any], again: int) -> counting.Seen:
         with _answers(session, settled):
             return observed_of(trainer, session, list(batches), again=again)
 
     def agreed(
-        settled: counting.Settled, batches: Sequence[Any], seen: LossContract | None, trouble: Exception | None
+        settled: Settled, batches: Sequence[Any], seen: LossContract | None, trouble: Exception | None
     ) -> LossContract:
         with _answers(session, settled):
             return _agreed(trainer, seen, trouble, batches, session)
@@ -98,7 +99,7 @@ def _settle_observed(
 
 
 @contextmanager
-def _answers(session: Session, settled: counting.Settled) -> Iterator[None]:
+def _answers(session: Session, settled: Settled) -> Iterator[None]:
     """Let the session hold what a ``compute_loss`` makes of the base's loss of these micro-batches."""
     if not isinstance(settled, Task):
         yield

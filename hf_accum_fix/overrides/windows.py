@@ -12,8 +12,9 @@ from transformers import Trainer
 from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.share import Cut
-from hf_accum_fix.counting import Settled, count, note_empty
+from hf_accum_fix.counting import count, note_empty
 from hf_accum_fix.data.whole_windows import without_blanks
+from hf_accum_fix.known import Settled
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.live import head_name, remakes_inputs
 from hf_accum_fix.overrides.routing import router_loss_depends_on_the_cut, routing_of

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Reduction
+from hf_accum_fix.accumulation.evidence.terms import _without_noise
 from hf_accum_fix.accumulation.observe import observe
 
 
@@ -43,3 +44,9 @@ def test_boxes_that_are_missing_make_no_sum(counts: tuple[int, ...], conclusive:
     found = observe(call, [batch(*counts)], model, device=torch.device("cpu"), passes_number=False)
     assert found.reduction is Reduction.MEAN and str(found.items) == "rows of 'class_labels'"
     assert found.conclusive == conclusive and (found.reason == NO_TARGET_SEEN) != conclusive
+
+
+@pytest.mark.parametrize(("here", "there"), [(0.3999994, 0.4000001), (0.90000033, 0.8999997), (1.2345004, 1.2344996)])
+def test_factors_of_a_mix_are_the_same_on_ranks_that_round_apart(here: float, there: float) -> None:
+    """Otherwise ranks would seem to train different losses."""
+    assert _without_noise(here) == _without_noise(there)

@@ -174,9 +174,14 @@ def _mixed(by_rule: Mapping[Items, Sequence[float]], weights: Sequence[float]) -
         factors, _, rank, _ = np.linalg.lstsq(rows, np.array(weights), rcond=None)
         # Samples with as many rows each do not tell the two apart.
         if rank == 2 and np.abs(rows @ factors - weights).max() <= 1e-5 * max(weights):
-            # Weights in float32 have other last digits on another rank.
-            of_rows, of_samples = (round(float(factor), 6) for factor in factors)
+            of_rows, of_samples = map(_without_noise, map(float, factors))
             yield Items(mix=((of_rows, rule), (of_samples, Items())))
+
+
+def _without_noise(factor: float) -> float:
+    """A factor by as few digits as it has: weights in float32 have other last ones on another rank."""
+    found = (round(factor, digits) for digits in range(2, 6))
+    return next((each for each in found if abs(each - factor) <= 2e-6 * max(1, abs(factor))), round(factor, 6))
 
 
 def _combinations(values: Any, wanted: Any, *, fitted: bool) -> Iterator[tuple[Any, float]]:
