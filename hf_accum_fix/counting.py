@@ -175,8 +175,12 @@ def _tell_apart(run: Run, known: Known, kind: Kind, number: int, *, matters: boo
         if each is not settled and other not in known.without_target and _is_one_loss(known, kind, other):
             known.kinds = {**known.kinds, kind: each}
             return
+    reason = ""
     if found.owned_by_trainer and found.by_number:
         reason = "one number is handed over for micro-batches of several kinds"
+    elif any(other and (other < kind or kind < other) for other in known.kinds):
+        reason = "others hold a part of these labels, and a term that both have is no one mean over them all"
+    if reason:
         settled.contract = found = replace(found, beside=True, reason=reason)
     if was_pooled and matters:
         known.windows.note_inexact()

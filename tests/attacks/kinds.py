@@ -130,6 +130,16 @@ class WithAnOption(TokenModel):
         return {"loss": shifted_cross_entropy(logits, labels), "logits": logits}
 
 
+class WithATermMore(Tasks):
+    """What some micro-batches are labelled with beside is one more term of theirs."""
+
+    def forward(self, input_ids: Tensor, other_labels: Any = None, **inputs: Any) -> dict[str, Tensor]:
+        found = super().forward(input_ids, **inputs)
+        if other_labels is None:
+            return found
+        return {**found, "loss": found["loss"] + found["logits"][:, 1, 0].pow(2).mean()}
+
+
 class OfLogits(Ordered):
     """A trainer that computes each task's loss by itself."""
 

@@ -25,6 +25,7 @@ from tests.attacks.kinds import (
     TasksWithWeights,
     WeighsTasks,
     WithAnOption,
+    WithATermMore,
     a_class,
     a_score,
     by_loop,
@@ -169,6 +170,15 @@ def test_a_kind_without_a_target_is_said_once_it_shows_one(cut: Cut, turns: Sequ
         patched = train(pooled, cut, tmp_path)
     assert max(patched.errors[1:]) <= FLOOR < patched.errors[0]
     assert not patched.exact and "had no target before window 3" in " ".join(words for _, words in patched.said)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_a_term_that_some_micro_batches_have_is_said(cut: Cut, tmp_path: Path) -> None:
+    """What both kinds share might be one mean over both, or one for each."""
+    windows = [with_an_option(pairs, seed) for seed, pairs in enumerate(["abab", "baab"])]
+    with hf_accum_fix.apply():
+        patched = train(case("a-term-more", WithATermMore, windows), cut, tmp_path)
+    assert not patched.exact and "no one mean over them all" in patched.said[0][1]
 
 
 def test_the_report_names_every_kind(tmp_path: Path) -> None:
