@@ -332,7 +332,7 @@ class Counted:
 
     @property
     def cut(self) -> Cut:
-        """That of the first kind's loss."""
+        """How the first kind is cut."""
         return self.cuts[0]
 
 
@@ -431,8 +431,9 @@ def count(
     # Off the CPU every window may be one of several.
     held = [each for each in samples if device.type != "cpu" or each]
     closing.several_losses = len(held) > 1
+    is_corrected = closing.will_correct(run)
     cuts = [
-        Cut.of(each, total[0], len(batches), run.data_ranks, total[1:], part, is_one_of_several=len(held) > 1)
+        Cut.of(each, total[0], len(batches), run.data_ranks, total[1:], part, is_corrected=is_corrected)
         for each, total, part in zip(contracts, totals, parts, strict=True)
     ]
     if router is not None and routing is not None:

@@ -91,6 +91,10 @@ class Certificate:
         self._seen.append(seen)
         self._predicted.append(predicted)
 
+    def note_weight(self, seen: Tensor, weight: Tensor) -> None:
+        """Take the items of one micro-batch that is weighed by its rule's, and not corrected in the end."""
+        self._unequal.append(seen != weight)
+
     def note_counts(self, counts: Mapping[Items, Tensor], predicted: Mapping[Items, Tensor]) -> None:
         """Take the items of what was run, by every rule, beside the items of what was fetched for its window."""
         if counts is not predicted:
@@ -107,6 +111,9 @@ class Certificate:
         """
         made_of = self.contract.made_of
         rules = self.contract.alternatives if made_of is None else made_of.rest_terms
+        if made_of is None and rules and self.contract.leaves_labels_out(inputs):
+            # Labels masked on the way fit no rule that counts what was fetched; texts that keep one each fit "samples".
+            rules = (*rules, Items(("labels",), shift=True))
         if len(rules) > 1 and all(rule.has_targets(inputs) for rule in rules):
             self._by_rule.append(torch.stack([rule.count(inputs, device) for rule in rules]))
 
@@ -150,12 +157,6 @@ class Certificate:
             return torch.zeros(2, dtype=count_dtype(device), device=device)
         return torch.stack([torch.stack(self._seen).sum(), torch.stack(self._predicted).sum()]).to(device)
 
-    def off(self, device: torch.device) -> Tensor:
-        """By how many items micro-batches counted otherwise than predicted, 0-dim on ``device``."""
-        if not self._seen:
-            return torch.zeros((), dtype=count_dtype(device), device=device)
-        return (torch.stack(self._seen) - torch.stack(self._predicted)).abs().sum().to(device)
-
     def broken(self) -> Tensor | None:
         """Whether the loss was made in another way than observed: 0-dim bool on the device; None: nothing was seen."""
         flags = [flag.any() for flag in (*self._unequal, *self._remade())]
@@ -165,12 +166,14 @@ class Certificate:
             flags.append(((shares - shares[:, :1]).abs() > 1e-9).any())
         made_of = self.contract.made_of
         if self._rests and made_of is not None:
-            rests, values = torch.stack(self._rests), torch.stack(self._values)
             # A micro-batch without a finite loss shows nothing, and hides nothing of the others.
-            shown, values = rests.isfinite(), values.nan_to_num(0.0, 0.0, 0.0)
-            low, high = (rests.where(shown, end).aminmax() for end in (math.inf, -math.inf))
-            spread = high.max - low.min if made_of.rest else torch.maximum(high.max, -low.min)
-            flags.append(spread > made_of.rounding(self._values[0].dtype) * values.abs().max())
+            both = torch.stack([*self._rests, *self._values]).abs().nan_to_num_(0.0, 0.0, 0.0)
+            spread, value = both.view(2, -1).amax(dim=1)
+            if made_of.rest:
+                rests = torch.stack(self._rests)
+                low, high = (rests.where(rests.isfinite(), end).aminmax() for end in (math.inf, -math.inf))
+                spread = high.max - low.min
+            flags.append(spread > made_of.rounding(self._values[0].dtype) * value)
         return torch.stack([flag.reshape(()) for flag in flags]).any() if flags else None
 
     def _remade(self) -> list[Tensor]:

@@ -38,6 +38,11 @@ class Closing:
     unread: Tensor | None = None
     _flag: Tensor | None = None
 
+    def will_correct(self, run: Run) -> bool:
+        """Whether a window's gradient is divided, as it ends, by what its loss calls counted more than its rule."""
+        corrects = self.corrects or (run.data_ranks == 1 and run.readable)
+        return corrects and not (self.several_losses or run.steps_in_backward)
+
     def end(self, run: Run, certificates: Sequence[Certificate], left_out: int = 0) -> Tensor | float | None:
         """What gradient and logged loss of a window are to be multiplied by; None: they are right, or cannot be.
 
@@ -47,23 +52,23 @@ class Closing:
             left_out: micro-batches of it that this rank did not run.
         """
         self._flag = None
+        # In this order: what counts tell is said in words of its own.
+        times = self._times(run, certificates, left_out)
         for certificate in certificates:
             self._hold(run, certificate, readable=run.readable)
-        times = self._times(run, certificates, left_out)
         if self._flag is not None:
             self.unread = self._flag.long() if self.unread is None else self.unread + self._flag
         return times
 
     def _times(self, run: Run, certificates: Sequence[Certificate], left_out: int) -> Tensor | float | None:
-        readable, several = run.readable, run.data_ranks > 1
-        corrects = self.corrects and not self.several_losses
+        readable, several, corrects = run.readable, run.data_ranks > 1, self.will_correct(run)
         if left_out and not (several and corrects):
             run.tell(f"{left_out} of its micro-batches were left out")
-        if not corrects and not any(each.counted for each in certificates):
-            return None
-        if not corrects and (several or self.several_losses or not readable):
+        if not corrects:
             for certificate in certificates:
                 self._compare(run, certificate)
+            return None
+        if not self.corrects and not any(each.counted for each in certificates):
             return None
         # Every rank joins the collective once, whatever its micro-batches have shown.
         counts = [each.counts(run.device) for each in certificates]
@@ -74,18 +79,11 @@ class Closing:
             if readable and float(sums[2]):
                 run.tell(f"{float(sums[2]):g} micro-batches of its ranks were left out")
             sums = sums[:2]
-        times: Tensor | float
-        if readable:
-            seen, predicted = sums.tolist()
-            times = predicted / seen if seen else 1.0
-            if abs(times - 1) <= 1e-12:
-                return None
-        else:
-            times = torch.where(sums[0] > 0, sums[1] / sums[0], torch.ones_like(sums[0]))
-        if run.steps_in_backward:
-            run.tell("DeepSpeed keeps the gradients, so that they are not divided by the items seen")
-            return None
-        return times
+        if not readable:
+            return torch.where(sums[0] > 0, sums[1] / sums[0], torch.ones_like(sums[0]))
+        seen, predicted = sums.tolist()
+        times = predicted / seen if seen else 1.0
+        return None if abs(times - 1) <= 1e-12 else float(times)
 
     def read(self, run: Run) -> None:
         """Read what was found on the device since the last log, when the log has just waited for it."""
@@ -97,18 +95,17 @@ class Closing:
 
     def _compare(self, run: Run, certificate: Certificate) -> None:
         """Say where the loss calls of one loss counted otherwise than its rule, and leave it."""
+        if not certificate.counted:
+            return
         sums = certificate.counts(run.device)
-        # Beside other losses a mean is weighed by its rule, micro-batch by micro-batch.
-        off = certificate.off(run.device) if self.several_losses else (sums[0] - sums[1]).abs()
         if not run.readable:
-            self._read_later(off > 1e-6 * sums[1])
+            self._read_later((sums[0] - sums[1]).abs() > 1e-6 * sums[1])
             return
         seen, predicted = sums.tolist()
-        if float(off) > 1e-6 * predicted:
+        if abs(seen - predicted) > 1e-6 * predicted:
             self.differs = True
-            where = f"{seen:g} items, where {predicted:g} were counted"
-            where = where if seen != predicted else "other items than were counted in a micro-batch"
-            run.tell(f"its loss calls reduced over {where}")
+            kept = "; DeepSpeed keeps the gradients, so that none is divided by that" if run.steps_in_backward else ""
+            run.tell(f"its loss calls reduced over {seen:g} items, where {predicted:g} were counted{kept}")
 
     def _read_later(self, flag: Tensor) -> None:
         self._flag = flag if self._flag is None else self._flag | flag

@@ -213,6 +213,11 @@ class LossContract:
         terms = () if self.made_of is None else (*self.made_of.terms, self.made_of.rest_terms)
         return tuple(dict.fromkeys((*main, *(rules[0] for rules in (*terms, self.extra) if rules))))
 
+    def leaves_labels_out(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether a micro-batch has labels of tokens, and no rule counts any label."""
+        of_tokens = getattr(inputs.get("labels"), "ndim", 0) > 1
+        return of_tokens and not any("label" in key for rule in self.rules for key in rule.keys)
+
     @property
     def rest_terms(self) -> tuple[Items, ...]:
         """The rules of a rest, beside its loss calls, that is a mean over items of its own."""

@@ -133,8 +133,10 @@ def weigh(
         return weighed_terms(loss, rest, terms if carried is None else [*terms, (carried, 1.0)]), None
     if contract.reduction is Reduction.MEAN:
         assert contract.items is not None
-        # What cannot be corrected later is weighed by the rule that N was counted by.
-        items = counts[contract.items] if cut.is_one_of_several else seen
+        # What is not corrected later is weighed by the rule that N was counted by, or its scale would be another.
+        items = seen if cut.is_corrected else counts[contract.items]
+        if not cut.is_corrected:
+            certificate.note_weight(seen, items)
         weight = items if share.is_weightless else contract.items.divisor(items, contract.least_rows)
         return share_of_mean(loss, weight / cut.mean, carried), seen
     return share.of(loss, carried), seen

@@ -106,8 +106,7 @@ def _is_far_fetched(found: LossContract | None, window: Sequence[Any]) -> bool:
         return False
     if not (found.reduction is Reduction.MEAN or found.by_number):
         return False
-    labelled = any(isinstance(batch, Mapping) and getattr(batch.get("labels"), "ndim", 0) > 1 for batch in window)
-    return labelled and not any("label" in key for rule in found.rules for key in rule.keys)
+    return any(isinstance(batch, Mapping) and found.leaves_labels_out(batch) for batch in window)
 
 
 def as_both_show(found: LossContract, again: LossContract) -> LossContract:

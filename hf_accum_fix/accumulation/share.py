@@ -23,7 +23,8 @@ class Cut:
         micro_batches: G, of this rank's window; 1 where it has none.
         world_size: W.
         means: n_mean by each of the contract's rules, where its loss has terms with items of their own.
-        is_one_of_several: micro-batches with other losses are beside it, so that no one number corrects their gradient.
+        is_corrected: the gradient is divided in the end by what its loss calls counted more than its rule; else a mean
+            is weighed by its rule's items.
     """
 
     mean: Tensor
@@ -31,7 +32,7 @@ class Cut:
     micro_batches: int
     world_size: int
     means: Mapping[Items, Tensor] = field(default_factory=dict)
-    is_one_of_several: bool = False
+    is_corrected: bool = True
 
     @property
     def is_whole(self) -> bool:
@@ -48,7 +49,7 @@ class Cut:
         beside: Sequence[Tensor] = (),
         part: Tensor | None = None,
         *,
-        is_one_of_several: bool = False,
+        is_corrected: bool = True,
     ) -> Cut:
         """A global batch of N items.
 
@@ -59,13 +60,13 @@ class Cut:
             world_size: W.
             beside: N by each rule of the contract but the first.
             part: of the global batch's samples, those whose loss is reduced so (see `kinds`); None: all.
-            is_one_of_several: as above.
+            is_corrected: as above.
         """
         steps = max(micro_batches, 1)
         means = [mean_item_count(each, steps, world_size) for each in (total, *beside)]
         means = means if part is None else [mean / part for mean in means]
         by_rule = dict(zip(contract.rules, means, strict=bool(beside)))
-        return cls(means[0], contract.as_number(means[0]), steps, world_size, by_rule, is_one_of_several)
+        return cls(means[0], contract.as_number(means[0]), steps, world_size, by_rule, is_corrected)
 
 
 @dataclass(frozen=True)

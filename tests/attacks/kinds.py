@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_accum_fix
 from tests.attacks.runs import Case, Ordered, run
 from tests.attacks.trainings import RATE
-from tests.attacks.two_ranks import in_common
 from tests.numerics.heads import Batch, Sample, TokenModel, seeded, shifted_cross_entropy
 from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import text
@@ -176,6 +175,13 @@ def a_score(sample: Sample, i: int) -> Sample:
 
 #: What the labels of next tokens are called beside each: upstream asks every micro-batch for "labels", or none.
 NAMES = {a_class: "labels", a_score: "token_labels"}
+
+
+def in_common(samples: Sequence[Sample]) -> Batch:
+    keys = set(samples[0]).intersection(*samples)
+    if len({sample["labels"].ndim for sample in samples if "labels" in sample}) > 1:
+        keys.discard("labels")
+    return collate([{key: sample[key] for key in sample if key in keys} for sample in samples])
 
 
 def in_turn(other: Callable[[Sample, int], Sample], pairs: str, seed: int = 0) -> list[Sample]:

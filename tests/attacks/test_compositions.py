@@ -157,6 +157,9 @@ FOUND_ON_TWO = {
     "several ways of counting fit, and only the ranks' windows tell them apart": Composition(
         "mean-and-z", "teacher-by-torch", "wide", ("whole", "whole"), (4, 1), seed=26939, ranks=2
     ),
+    "masked on the way, texts that keep one label each fit the samples": Composition(
+        "number-by-hand", "masked-in-prepare", "no-mask", ("rare",), (1, 4), seed=31023, ranks=2
+    ),
 }
 
 

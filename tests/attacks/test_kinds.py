@@ -31,6 +31,7 @@ from tests.attacks.kinds import (
     by_loop,
     by_share,
     full_steps,
+    in_common,
     in_turn,
     of_all,
     off_by,
@@ -38,7 +39,6 @@ from tests.attacks.kinds import (
 )
 from tests.attacks.runs import FLOOR, Ordered
 from tests.attacks.trainings import Case, Cut, train
-from tests.attacks.two_ranks import in_common
 from tests.numerics.heads import Batch, Sample, seeded
 from tests.numerics.heads.head import collate
 from tests.numerics.parity import training_arguments

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.attacks import terms, wild
+from tests.attacks.kinds import by_share, in_common
 from tests.attacks.runs import Case, Cut, Ordered, Run, full_batch, run
-from tests.numerics.heads import Batch, Sample, TokenModel, seeded
-from tests.numerics.heads.head import Head, collate
+from tests.numerics.heads import Sample, TokenModel, seeded
+from tests.numerics.heads.head import Head
 from tests.numerics.heads.samples import text
 from tests.numerics.parity import pass_over_imports
 from tests.torchrun import leave_with
@@ -54,26 +54,10 @@ def alternately(first: str, second: str) -> list[Sample]:
     ]
 
 
-def in_common(samples: Sequence[Sample]) -> Batch:
-    keys = set(samples[0]).intersection(*samples)
-    if len({sample["labels"].ndim for sample in samples if "labels" in sample}) > 1:
-        keys.discard("labels")
-    return collate([{key: sample[key] for key in sample if key in keys} for sample in samples])
-
-
-def one_by_one(samples: Sequence[Sample]) -> Any:
-    """The mean over samples, each by its own task."""
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        return torch.stack([model(**collate([sample]))["loss"] for sample in samples]).mean()
-
-    return loss
-
-
 def _tasks(name: str, first: str, second: str) -> Case:
     samples = alternately(first, second)
     head = Head(name, seeded(TwoTasks), samples, collate=in_common)
-    return Case(name, head, Ordered, loss=one_by_one(samples), cuts=((1, 4),))
+    return Case(name, head, Ordered, loss=lambda model, batch: by_share(model, samples), cuts=((1, 4),))
 
 
 WILD = ("swift-classes", "swift-dpo", "swift-classes-by-super", "divides-the-base", "without-the-number")
