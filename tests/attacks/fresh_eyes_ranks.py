@@ -1,4 +1,4 @@
-"""Run by torchrun on two gloo ranks: class weights, and a trainer that leaves micro-batches out on one rank.
+"""Run by torchrun on two gloo ranks: class weights, a trainer that leaves micro-batches out on one rank, sample means.
 
 torchrun --nproc_per_node 2 -m tests.attacks.fresh_eyes_ranks OUTPUT.json
 """
@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.attacks.models import class_weighted, texts
-from tests.attacks.runs import Case, Ordered, run
-from tests.numerics.heads import TokenModel, seeded
+import hf_accum_fix
+from tests.attacks.models import Mean, class_weighted, texts
+from tests.attacks.runs import Case, Ordered, full_batch, run
+from tests.numerics.heads import Batch, TokenModel, seeded
 from tests.numerics.heads.head import Head
 from tests.numerics.parity import pass_over_imports
 from tests.torchrun import leave_with
@@ -46,14 +47,27 @@ HEAD = Head("weighted", seeded(Weighted), texts())
 CASES = [Case("weighted", HEAD, Ordered, right=True), Case("leaves-out-on-one", HEAD, LeavesOutOnOne)]
 
 
+def sample_means(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean over samples, each by the mean over its own targets."""
+    return torch.stack([model(**HEAD.batch([sample]))["loss"] for sample in MEANS.head.samples]).mean()
+
+
+MEANS = Case("sample-means", Head("mean", seeded(Mean), texts()), Ordered, loss=sample_means)
+
+
 def main(output: Path) -> None:
     torch.set_num_threads(1)
+    wanted = full_batch(MEANS)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE))
     rows = []
     for case in CASES:
         pass_over_imports()
         patched = run(case, (2, 2), "apply", steps=3, learning_rate=0.05, ddp_backend="gloo")
         rows.append({"raised": patched.raised and repr(patched.raised), "exact": patched.exact})
+    pass_over_imports()
+    with hf_accum_fix.apply(per_sample=True):
+        means = run(MEANS, (2, 2), "stock", ddp_backend="gloo")
+    rows.append({"raised": None, "exact": means.exact, "error": means.error(wanted)})
     leave_with(rows, output)
 
 

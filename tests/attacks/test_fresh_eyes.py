@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +33,7 @@ from tests.numerics.heads.detection import LW_DETR
 from tests.numerics.heads.head import of_class
 from tests.numerics.heads.samples import boxes, images, text
 from tests.numerics.heads.vision import frozen_batch_norm
-from tests.torchrun import torchrun
+from tests.torchrun import found_by
 
 HALVES: Cut = (4, 2)
 
@@ -247,13 +246,24 @@ def test_three_uncut_steps_are_stocks(case: runs.Case) -> None:
     assert same_bits
 
 
-def test_a_rank_that_leaves_micro_batches_out_is_not_waited_for(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By one start of torchrun."""
+    output = tmp_path_factory.mktemp("fresh_eyes") / "rows.json"
+    return list(found_by("tests.attacks.fresh_eyes_ranks", output))
+
+
+def test_a_rank_that_leaves_micro_batches_out_is_not_waited_for(on_ranks: list[dict[str, Any]]) -> None:
     """The items of class weights are counted in the loss call, and summed over ranks as a window ends."""
-    done = torchrun("tests.attacks.fresh_eyes_ranks", tmp_path / "rows.json")
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = json.loads((tmp_path / "rows.json").read_text())
+    *rows, _ = on_ranks
     assert [row["raised"] for row in rows] == [None] * len(ON_RANKS)
     assert [row["exact"] for row in rows] == [case.right for case in ON_RANKS]
+
+
+def test_sample_means_are_exact_on_two_ranks(on_ranks: list[dict[str, Any]]) -> None:
+    """A sample's weights add up to 1 but for the last digits."""
+    *_, means = on_ranks
+    assert means["error"] <= runs.FLOOR and means["exact"]
 
 
 def test_another_number_of_loss_calls_is_said_on_any_device(caplog: pytest.LogCaptureFixture) -> None:
