@@ -71,22 +71,21 @@ def settle(
     if known.contract is None:
         known.kinds, known.without_target = {}, {}
     # Where ranks meet in every forward, all would have to hold the same kinds.
-    mine = [ALL] if run.shards else list(dict.fromkeys(map(kind_of, window)))
+    kinds_of = [ALL if run.shards else kind_of(batch) for batch in window]
+    mine = [ALL] if run.shards else list(dict.fromkeys(kinds_of))
     # A rank whose data have ended counts this window as the others do.
     number, alone = known.windows.opened + (not window), run.data_ranks == 1
 
     def of(settled: Settled) -> list[Any]:
-        if run.shards:
-            return list(window)
-        shown = [batch for batch in window if kind_of(batch) not in known.without_target]
-        return [batch for batch in shown if known.settled_of(batch) is settled]
+        shown = [kind not in known.without_target and known.settled_of(kind) is settled for kind in kinds_of]
+        return [batch for batch, its in zip(window, shown, strict=True) if its]
 
     def due(settled: Settled) -> bool:
         if settled.contract is None or not settled.is_settled:
             return settled is known or bool(of(settled)) or not alone
         return is_due(settled.contract, number, of(settled), alone=alone)
 
-    new = alone and not all(map(known.knows, window))
+    new = alone and not all(map(known.knows, mine))
     if not (new or known.asks or any(map(due, known.losses))):
         for settled in known.losses:
             _say_if_several_fit(run, known, settled.contract, of(settled))
@@ -179,7 +178,7 @@ def _tell_apart(run: Run, known: Known, kind: Kind, number: int, *, matters: boo
     if found.owned_by_trainer and found.by_number:
         reason = "one number is handed over for micro-batches of several kinds"
     elif any(other and (other < kind or kind < other) for other in known.kinds):
-        reason = "others hold a part of these labels, and a term that both have is no one mean over them all"
+        reason = "others hold some of these labels, and a term that both have is no one mean over them all"
     if reason:
         settled.contract = found = replace(found, beside=True, reason=reason)
     if was_pooled and matters:
@@ -370,7 +369,7 @@ def count(
     totals = [[zero] * max(len(each.rules), 1) for each in contracts]
     # A mean over one loss's samples alone is weighed by how many they are.
     samples = [zero] * len(contracts) if len(contracts) > 1 else []
-    new = not all(map(known.knows, batches))
+    new = not all(known.knows(kind_of(batch)) for batch in batches)
     try:
         # One that is new is observed, and all are counted again.
         by_rule, totals, samples = _of_each_loss(known, contracts, batches, device, several_ranks=several and not new)
@@ -443,15 +442,14 @@ def count(
 
 
 def _say_if_tasks_differ(run: Run, known: Known, contract: LossContract, batches: Sequence[Any]) -> None:
-    """A contract given by hand is that of one kind of micro-batch: of those that came first."""
+    """A contract given by hand covers one kind of micro-batch: warn of a window with another than the first one's."""
     counted = {key for rule in contract.rules for key in rule.keys}
     for batch in batches if counted else ():
         held = frozenset((key, axes) for key, axes in kind_of(batch) if key in counted)
         known.given_for = held if known.given_for is None else known.given_for
         if held != known.given_for:
-            run.tell(
-                f"the contract given is that of {words_of(known.given_for)}, and it holds {words_of(kind_of(batch))}"
-            )
+            covered = words_of(known.given_for)
+            run.tell(f"a micro-batch holds {words_of(kind_of(batch))}, and the contract given covers {covered}")
             return
 
 

@@ -62,11 +62,11 @@ class Known(Settled):
     asks: bool = False
 
     def another(self) -> Settled:
-        """What there is to be known of another kind."""
+        """Begin to keep what another kind shows."""
         return Settled()
 
     def begin_with(self, first: Settled) -> None:
-        """Take what is known of another kind for the first one's."""
+        """Take another kind for the first one."""
         self.attempts = first.attempts
         if first.contract is not None:
             self.take(first.contract)
@@ -85,28 +85,26 @@ class Known(Settled):
 
     @property
     def contracts(self) -> list[LossContract]:
-        """Theirs."""
+        """How each of these losses is reduced, as far as it was observed."""
         return [each.contract for each in self.losses if each.contract is not None]
 
-    def settled_of(self, batch: Any) -> Settled | None:
-        """What is known of a micro-batch's loss; None: its kind was not observed."""
+    def settled_of(self, kind: Kind) -> Settled | None:
+        """What is known of a kind's loss; None: it was not observed."""
         if not self.kinds or ALL in self.kinds:
             return self
-        kind = kind_of(batch)
         return self.kinds.get(kind, None if kind else self)
 
     def contract_of(self, batch: Any) -> LossContract:
         """How the loss of a micro-batch is reduced; of a kind that was not observed, as the first kind's."""
-        settled = self.settled_of(batch) if len(self.kinds) > 1 else self
+        settled = self.settled_of(kind_of(batch)) if len(self.kinds) > 1 else self
         contract = (settled or self).contract
         assert contract is not None
         return contract
 
-    def knows(self, batch: Any) -> bool:
-        """Whether its kind was observed, where kinds are told apart: by its targets, or in this window."""
+    def knows(self, kind: Kind) -> bool:
+        """Whether a kind was observed, where kinds are told apart: by its targets, or in this window."""
         now = self.windows.opened
-        looked_at = self.without_target.get(kind_of(batch), now) if self.without_target else now
-        return looked_at == now and self.settled_of(batch) is not None
+        return self.without_target.get(kind, now) == now and self.settled_of(kind) is not None
 
     def kinds_told(self) -> dict[str, Any]:
         """What a report says of the kinds with a loss of their own; empty: there is one loss."""

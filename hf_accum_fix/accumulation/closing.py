@@ -52,7 +52,7 @@ class Closing:
             left_out: micro-batches of it that this rank did not run.
         """
         self._flag = None
-        # In this order: what counts tell is said in words of its own.
+        # Counts first: a window warns once, and they give the more telling words.
         times = self._times(run, certificates, left_out)
         for certificate in certificates:
             self._hold(run, certificate, readable=run.readable)

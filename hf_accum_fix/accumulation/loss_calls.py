@@ -33,12 +33,11 @@ _KNOWN = (
     "cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss", "multi_margin_loss",
     "multilabel_margin_loss", "multilabel_soft_margin_loss", "soft_margin_loss", "triplet_margin_loss",
 )  # fmt: skip
+_LIGER = ("liger_cross_entropy", "liger_fused_linear_cross_entropy")
+#: Losses of other libraries, by the module in which callers look them up.
+_ELSEWHERE = {"liger_kernel.transformers.functional": _LIGER}
 #: Classes stand beside the samples, so that a mean divides by weights of the targets.
-_BY_CLASS = (
-    "cross_entropy", "nll_loss", "linear_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy",
-)  # fmt: skip
-#: Losses of other libraries, by the module that its callers look them up in.
-_ELSEWHERE = {"liger_kernel.transformers.functional": ("liger_cross_entropy", "liger_fused_linear_cross_entropy")}
+_BY_CLASS = ("cross_entropy", "nll_loss", "linear_cross_entropy", *_LIGER)
 #: Weights of classes by another name: "weight" is the linear layer's.
 _CLASS_WEIGHTS = {"liger_fused_linear_cross_entropy": "ce_weight"}
 #: Older releases of torch do not know them all.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.kinds import kind_of
 from hf_accum_fix.accumulation.window import Items, count_dtype, has_rows, sample_count
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.forward import loss_alone
@@ -54,9 +55,9 @@ def evaluation_loop(
     def prediction_step(model: Any, inputs: Mapping[str, Any], *rest: Any, **step_kwargs: Any) -> Any:
         # Several ranks would have to observe a new kind together.
         contract = session.contract
-        if contract is None or trainer.args.world_size == 1 or session.settled_of(inputs) is not None:
+        if contract is None or trainer.args.world_size == 1 or session.settled_of(kind_of(inputs)) is not None:
             contract = settle(trainer, [inputs], options)
-        is_one = session.settled_of(inputs) is session and len(session.losses) == 1
+        is_one = session.settled_of(kind_of(inputs)) is session and len(session.losses) == 1
         reason = _why_not(contract) if is_one else _SEVERAL_KINDS
         if reason:
             refused.append(reason)

@@ -191,11 +191,11 @@ class Session(Known):
         self.gradient = WindowGradient(self.options.accumulate_in)
 
     def another(self) -> Settled:
-        """What there is to be known of another kind."""
+        """Begin to keep what another kind shows."""
         return Task()
 
     def begin_with(self, first: Settled) -> None:
-        """Take what is known of another kind for the first one's."""
+        """Take another kind, and what the trainer makes of its loss, for the first one."""
         super().begin_with(first)
         assert isinstance(first, Task)
         self.response = first.response

@@ -122,17 +122,18 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
                 f"{type(loader).__name__} has no collate_fn, so its samples cannot be cut anew; give samples=[...]"
             )
         rows = list(_first_rows(loader, windows * size))
-        if len(_kinds(collate, rows)) > 1 and trainer.args.world_size == 1:
-            rows = list(_first_rows(loader, _SEVERAL_KINDS * windows * size))
-            kind, rows = next(iter(_kinds(collate, rows).items()))
-            notes.append(f"the samples are of several kinds: only those with {words_of(kind)} were cut anew")
     if not rows:
         raise UnsupportedSetupError("got no sample from the dataloader; expected one; look at dataloader_drop_last")
-    if len(kinds := _kinds(collate, rows)) > 1:
+    # Several ranks go on together: one that drew one kind would wait for another that is refused.
+    kinds = _kinds(collate, rows) if trainer.args.world_size == 1 else {}
+    if len(kinds) > 1 and samples is not None:
         raise UnsupportedSetupError(
-            f"got samples of several kinds, with {' and with '.join(map(words_of, kinds))}; expected one kind, as they "
-            "are cut anew: give samples=[...] of one"
+            f"got samples with {' and with '.join(map(words_of, kinds))}; expected samples of one kind, since they are "
+            "put into new micro-batches; give samples=[...] of one kind"
         )
+    if len(kinds) > 1:
+        kind, rows = next(iter(_kinds(collate, list(_first_rows(loader, _SEVERAL_KINDS * windows * size))).items()))
+        notes.append(f"the samples are of several kinds; only those with {words_of(kind)} were cut anew")
     groups = tuple(tuple(rows[at : at + size]) for at in range(0, min(len(rows), windows * size), size))
     if len(rows) < windows * size:
         notes.append(f"the data has {len(rows)} samples for a rank, fewer than the {windows * size} asked for")

@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import logging
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tests.attacks.trainings import RATE
 from tests.numerics.heads import Batch, Sample, TokenModel, seeded, shifted_cross_entropy
 from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import text
-from tests.numerics.parity import pass_over_imports, trainable
+from tests.numerics.parity import pass_over_imports, trainable, training_arguments
 from tests.torchrun import leave_with
 
 #: Whatever waits for the other rank longer than that waits for ever [s].
@@ -325,6 +326,15 @@ def _found(rank: int, model: Any, windows: Sequence[Sequence[Sample]], loss: Cal
     return found | {"loop": off_by(change, wanted), "loop exact": exact, "loop warned": said}
 
 
+def verified(samples: Sequence[Sample], given: Sequence[Sample] | None = None, **arguments: Any) -> str:
+    """What ``verify`` says of a trainer that has not trained."""
+    with tempfile.TemporaryDirectory() as output:
+        args = training_arguments(Path(output), *TWO_RANKS, **arguments)
+        data = list(samples)
+        trainer = Ordered(model=seeded(Tasks)(), args=args, train_dataset=data, data_collator=in_common)
+        return str(hf_accum_fix.verify(trainer, samples=given))
+
+
 def _main(output: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE))
@@ -336,6 +346,7 @@ def _main(output: Path) -> None:
                 rows[f"{name}-{model.__name__}-{other.__name__}"] = _found(rank, model, windows, by_share)
     for name, (model, windows, loss) in ALIKE.items():
         rows[name] = _found(rank, model, windows, loss)
+    rows["verify"] = {"verdict": verified(in_turn(a_class, "abaa"), ddp_backend="gloo")}
     leave_with(rows, output)
 
 

@@ -35,6 +35,7 @@ from tests.attacks.kinds import (
     in_turn,
     of_all,
     off_by,
+    verified,
     with_an_option,
 )
 from tests.attacks.runs import FLOOR, Ordered
@@ -179,6 +180,19 @@ def test_a_term_that_some_micro_batches_have_is_said(cut: Cut, tmp_path: Path) -
     with hf_accum_fix.apply():
         patched = train(case("a-term-more", WithATermMore, windows), cut, tmp_path)
     assert not patched.exact and "no one mean over them all" in patched.said[0][1]
+
+
+def test_verify_proves_the_first_kind() -> None:
+    samples = in_turn(a_class, "abab") + in_turn(a_class, "abab", 1)
+    report = verified(samples)
+    assert "only those with 'labels' (2 axes) were cut anew" in report
+    assert "verdict: off" in report and "apply()  1 " in report
+    assert "expected samples of one kind" in verified(samples, given=samples)
+
+
+def test_verify_on_two_ranks_of_which_one_draws_two_kinds(rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """No rank waits for one that was refused."""
+    assert "verdict: could not tell" in rows["verify"]["verdict"]
 
 
 def test_the_report_names_every_kind(tmp_path: Path) -> None:
