@@ -74,11 +74,13 @@ class Path:
         top: the highest node that belongs to this term alone; a hook there weighs the whole term.
         factors: from the loss down.
         learnt: the topmost nodes of factors with a gradient of their own.
+        above: how many of the factors stand above that node.
     """
 
     top: Any
     factors: tuple[Factor, ...] = ()
     learnt: tuple[Any, ...] = ()
+    above: int = 0
 
     def times(self, *factors: Factor) -> Path:
         """The same with more factors."""
@@ -86,7 +88,7 @@ class Path:
 
     def below(self, top: Any) -> Path:
         """The same below a sum: the node belongs to one of its terms."""
-        return replace(self, top=top)
+        return replace(self, top=top, above=len(self.factors))
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Term:
         path: from the loss to it; the leaf's own count is the last of its factors.
         readable: False: the leaf is no reduction, so that nothing is known below it.
         rows: how many single numbers the leaf has put together by stack or cat; 0: it reduces a tensor.
+        divides: the last of the factors is the leaf's own count.
     """
 
     name: str
@@ -106,6 +109,7 @@ class Term:
     path: Path
     readable: bool = True
     rows: int = 0
+    divides: bool = False
 
     @property
     def factors(self) -> tuple[Factor, ...]:
@@ -156,9 +160,8 @@ def _terms(edge: Edge, path: Path, stops: Collection[Any], inside: bool) -> Iter
                 for each in stacked:
                     yield from _terms(each, path.below(each[0]), stops, inside)
                 return
-            yield Term(
-                name, node, path.times(*_own_factors(node, name, reduction, live[0][0], does)), True, len(stacked)
-            )
+            own = path.times(*_own_factors(node, name, reduction, live[0][0], does))
+            yield Term(name, node, own, True, len(stacked), reduction == 1 or does == "mean")
             return
         if does == "pass":
             edge = edges[output] if name.startswith("_DDP") else live[0]

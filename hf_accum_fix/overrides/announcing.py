@@ -86,6 +86,6 @@ def _stock_factor_of_means(
 
 def _undivided(trainer: TrainerLike, contract: LossContract, passed: Tensor, right: Tensor) -> float | None:
     """What is left of G where the installed Trainer and accelerate have divided; None where it cannot be told."""
-    if contract.owned_by_trainer or trainer.label_smoother is not None or not bool(right):
+    if contract.custom or trainer.label_smoother is not None or not bool(right):
         return None
     return float((passed / right).detach()) / int(trainer.accelerator.gradient_accumulation_steps)

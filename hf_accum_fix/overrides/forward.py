@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from hf_accum_fix.accumulation.observe import Forward
-from hf_accum_fix.accumulation.per_sample import weighed_by_sample
+from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.per_sample import sum_of_samples
 from hf_accum_fix.accumulation.share import loss_among
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.overrides.live import (
@@ -19,6 +20,9 @@ from hf_accum_fix.overrides.live import (
 )
 from hf_accum_fix.overrides.session import SESSION, Session
 from hf_accum_fix.upstream.protocols import TrainerLike
+
+#: One forward: (inputs, number or None) -> (loss, outputs or None).
+Forward = Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]]
 
 
 def as_in_training(trainer: TrainerLike, module: nn.Module, compute_loss: Callable[..., Any] | None) -> Forward:
@@ -74,23 +78,31 @@ def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]
     contract = session.contract
     assert contract is not None
     inputs = trainer._prepare_inputs(inputs)
+    rule = contract.items
+    if rule is None or not rule.per_sample:
+        with trainer.accelerator.autocast(), trainer.compute_loss_context_manager():
+            return _loss_alone(trainer, session, contract, model, inputs)
+    with torch.enable_grad(), trainer.accelerator.autocast(), trainer.compute_loss_context_manager():
+        loss, outputs = _loss_alone(trainer, session, contract, model, inputs)
+        loss = sum_of_samples(loss, rule, inputs) / rule.count(inputs)
+    return loss if torch.is_grad_enabled() else loss.detach(), outputs
+
+
+def _loss_alone(
+    trainer: TrainerLike, session: Session, contract: LossContract, model: nn.Module, inputs: Mapping[str, Any]
+) -> tuple[Tensor, Any]:
     compute_loss = compute_loss_of(trainer)
-    with (
-        trainer.accelerator.autocast(),
-        trainer.compute_loss_context_manager(),
-        weighed_by_sample(contract.items, inputs),
-    ):
-        if compute_loss is not None:
-            own: dict[str, Any] = {}
-            if contract.by_number and contract.items is not None and hands_number(compute_loss):
-                # It may not do without; W ranks make W times this of it, where it multiplies by them.
-                own["num_items_in_batch"] = contract.items.count(inputs) * (
-                    data_ranks(trainer) if contract.takes_world_size else 1
-                )
-            return compute_loss(model, inputs, return_outputs=True, **own)  # type: ignore[no-any-return]
-        counted = loss_func(trainer) is not None and contract.items is not None
-        number = contract.items.count(inputs) if counted and contract.items is not None else None
-        loss, outputs = base_loss(trainer, model, inputs, None if number is None else contract.as_number(number))
+    if compute_loss is not None:
+        own: dict[str, Any] = {}
+        if contract.by_number and contract.items is not None and hands_number(compute_loss):
+            # It may not do without; W ranks make W times this of it, where it multiplies by them.
+            own["num_items_in_batch"] = contract.items.count(inputs) * (
+                data_ranks(trainer) if contract.takes_world_size else 1
+            )
+        return compute_loss(model, inputs, return_outputs=True, **own)  # type: ignore[no-any-return]
+    counted = loss_func(trainer) is not None and contract.items is not None
+    number = contract.items.count(inputs) if counted and contract.items is not None else None
+    loss, outputs = base_loss(trainer, model, inputs, None if number is None else contract.as_number(number))
     router = contract.carried(outputs)
     # A smoothed loss is made from the logits alone.
     smoothed = trainer.label_smoother is not None and loss_func(trainer) is None

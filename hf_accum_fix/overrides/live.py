@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, TypedDict
 from weakref import WeakKeyDictionary
 
+from torch import nn
 from transformers import Trainer
 
-from hf_accum_fix.accumulation.declared import has_parameter
+from hf_accum_fix.accumulation.declared import has_parameter, router_coefficients
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 #: Classes of trainers, and whether they come between a micro-batch and its loss.
@@ -49,6 +50,13 @@ def place(trainer: TrainerLike) -> Place:
 def head_name(trainer: TrainerLike) -> str:
     """The model's class, for words."""
     return type(trainer.accelerator.unwrap_model(trainer.model)).__name__
+
+
+def router_head(trainer: TrainerLike) -> nn.Module | None:
+    """The model whose outputs carry a router's loss; None: its configuration names none."""
+    # DeepSpeed's engine has a config of its own.
+    bare: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
+    return bare if any(router_coefficients(bare)) else None
 
 
 def loss_func(trainer: TrainerLike) -> Callable[..., Any] | None:
