@@ -38,7 +38,7 @@ from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.loss_graph import Term, read
 from hf_accum_fix.accumulation.noise import WithoutNoise
 from hf_accum_fix.accumulation.preserve import undisturbed
-from hf_accum_fix.accumulation.rules import listed_targets, matching_rules, ways_of_counting
+from hf_accum_fix.accumulation.rules import is_padded, listed_targets, matching_rules, ways_of_counting
 from hf_accum_fix.accumulation.samples import splits
 from hf_accum_fix.accumulation.values import Heard, listening
 from hf_accum_fix.accumulation.window import Items
@@ -64,6 +64,7 @@ class Seen:
 
     Attributes:
         value: its part of the loss; None: it could not be followed.
+        named: the rules whose targets are those that the leaf has kept.
         shift: the loss drops position 0 of the labels; None: the leaf does not show it.
         total: the weight of its targets, of a cross entropy; 0.0: the leaf does not show it.
     """
@@ -77,6 +78,7 @@ class Seen:
     rows: int
     router: str
     ignored: int | None
+    named: tuple[Items, ...]
     shift: bool | None
     total: float
 
@@ -118,6 +120,7 @@ class Setting:
         world_size: W.
         upstream_number: the items of this rank's window as the release counts them; None: it does not.
         rounded: matrix products keep fewer than float32's digits.
+        alone: the loss has one term.
     """
 
     hands_number: bool = False
@@ -130,6 +133,7 @@ class Setting:
     world_size: int = 1
     upstream_number: float | None = None
     rounded: bool = False
+    alone: bool = True
 
 
 def observe(
@@ -158,7 +162,6 @@ def observe(
         more_steps: a context in which the arguments say other accumulation steps.
     """
     sharded = holds_shards(model)
-    norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
     alike = any(next(listed_targets(batch), None) is not None for batch in window)
     kept = [id(batch) for batch in window]
 
@@ -177,6 +180,7 @@ def observe(
                 state.restore()
                 model.train()
 
+        norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
         numbers: tuple[float | None, ...] = NUMBERS if setting.hands_number else (None, None, None)
         if setting.only_shows:
             numbers = (None, None, NUMBERS[2])
@@ -278,7 +282,7 @@ def _seen(term: Term, heard: Heard, batch: Mapping[str, Any], alone: float | Non
         if value is None and heard.values is not None and (kept := heard.values.of(term.path.top)) is not None:
             above = [(each.divides, number) for each, number in zip(term.factors, factors, strict=True)]
             value = float(kept) * _product(above[: term.path.above])
-        ignored, shift = _targets(term, batch)
+        ignored, named = _targets(term, batch)
         total = float(getattr(term.leaf, "_saved_total_weight", 0.0))
     return Seen(
         term.name,
@@ -290,7 +294,8 @@ def _seen(term: Term, heard: Heard, batch: Mapping[str, Any], alone: float | Non
         term.rows,
         heard.routers.get(term.leaf, ""),
         ignored,
-        shift,
+        named,
+        _is_shifted(term, batch),
         total,
     )
 
@@ -303,19 +308,32 @@ def _filled(terms: list[Seen], loss: float) -> list[Seen]:
     return [replace(each, value=rest) if each.value is None else each for each in terms]
 
 
-def _targets(term: Term, batch: Mapping[str, Any]) -> tuple[int | None, bool | None]:
-    """The ignored index of a cross entropy, and whether it drops position 0 of the labels."""
+def _targets(term: Term, batch: Mapping[str, Any]) -> tuple[int | None, tuple[Items, ...]]:
+    """The ignored index of a cross entropy, and the rules whose targets it has kept."""
     if not term.name.startswith("NllLoss"):
-        return None, None
+        return None, ()
     ignored = int(term.leaf._saved_ignore_index)
     ignored = ignored - 2**64 if ignored >= 2**63 else ignored
+    target = term.leaf._saved_target
+    kept = target[target != ignored].cpu()
+    named = []
+    for rule in ways_of_counting(batch, (ignored,)):
+        value = batch.get(rule.keys[0]) if rule.keys and rule.entry is None else None
+        labels = isinstance(value, Tensor) and not value.is_floating_point() and "label" in rule.keys[0]
+        if labels and torch.equal(value[rule.targets(batch)].cpu(), kept):  # type: ignore[index]
+            named.append(rule)
+    return ignored, tuple(named)
+
+
+def _is_shifted(term: Term, batch: Mapping[str, Any]) -> bool | None:
+    """Whether a cross entropy drops position 0 of the labels; None: what it has kept does not show it."""
     labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point():
-        return ignored, None
-    target = term.leaf._saved_target.flatten().to(labels.device)
-    moved = torch.cat([labels[..., 1:], labels.new_full((*labels.shape[:-1], 1), ignored)], dim=-1)
+    if not term.name.startswith("NllLoss") or not isinstance(labels, Tensor) or labels.ndim < 2:
+        return None
+    target = term.leaf._saved_target.flatten().to(labels)
+    moved = torch.cat([labels[..., 1:], labels.new_full((*labels.shape[:-1], 1), -100)], dim=-1)
     shifted = any(torch.equal(target, each.flatten()) for each in (labels[..., 1:], moved))
-    return ignored, shifted if shifted != torch.equal(target, labels.flatten()) else None
+    return shifted if shifted != torch.equal(target, labels.flatten()) else None
 
 
 def _product(factors: Sequence[tuple[bool, float]]) -> float:
@@ -366,6 +384,7 @@ def _conclude(readings: Sequence[Reading], window: Sequence[Mapping[str, Any]], 
     candidates = _with_values(candidates, readings)
     ignored = list(dict.fromkeys([*(s.ignored for s in seen[0] if s.ignored is not None), -100]))
     tolerance = 2e-2 if setting.rounded else _TOLERANCE.get(dtype.itemsize, 2e-2)
+    setting = replace(setting, alone=len(candidates) == 1)
     tested = [_tested(each, batches, ignored, tolerance, setting) for each in candidates]
     specs = tuple(each.spec for each in tested)
     troubles = list(dict.fromkeys(each.trouble for each in tested if each.trouble))
@@ -537,11 +556,12 @@ def _tested(
     if whole.router:
         return replace(candidate, spec=replace(spec, how=How.ROUTER, counts=(), rules=()))
     known = None not in values
+    named = [rule for rule in whole.named if all(rule in each.named for each in candidate.seen)]
     if spec.handed:
         sums = [(value or 0.0) * _number_of(seen, spec) for value, seen in zip(values, candidate.seen, strict=True)]
         rules: tuple[Items, ...] = ()
         if whole.total:
-            rules, _ = matching_rules([each.total for each in candidate.seen], batches, ignored)
+            rules, _ = matching_rules([each.total for each in candidate.seen], batches, ignored, named)
         trouble = "" if not known or _adds_up(sums, tolerance) else _COUPLED
         return replace(candidate, spec=replace(spec, rules=rules), trouble=trouble)
     if spec.counts:
@@ -553,7 +573,10 @@ def _tested(
         sums = [(value or 0.0) * count if count else 0.0 for value, count in zip(values, n, strict=True)]
         if known and not _adds_up(sums, tolerance):
             return replace(candidate, spec=replace(spec, how=How.PLAIN, counts=()), trouble=_COUPLED)
-        rules, times = matching_rules(n, batches, ignored)
+        rules, times = matching_rules(n, batches, ignored, named)
+        if rules and all(map(is_padded, rules)) and not setting.alone:
+            # Over padding, too: a mean per micro-batch whatever the batch, as a router's is (Bamba's z-loss).
+            return replace(candidate, spec=replace(spec, how=How.ROUTER, counts=()))
         return replace(candidate, spec=replace(spec, rules=rules, times=times), trouble="" if known else _NOT_FOLLOWED)
     if known and values[0] == values[1] == values[2] and batches[1] is not batches[2]:
         return replace(candidate, spec=replace(spec, how=How.CONSTANT))

@@ -14,7 +14,10 @@ _ROUNDING = 1e-5
 
 
 def matching_rules(
-    counts: Sequence[float], batches: Sequence[Mapping[str, Any]], ignored: Sequence[int] = (-100,)
+    counts: Sequence[float],
+    batches: Sequence[Mapping[str, Any]],
+    ignored: Sequence[int] = (-100,),
+    named: Sequence[Items] = (),
 ) -> tuple[tuple[Items, ...], float]:
     """The rules that count so in every batch, and how many a loss counts for each item of theirs.
 
@@ -22,9 +25,10 @@ def matching_rules(
         counts: what a loss divides by in each of the batches.
         batches: their inputs.
         ignored: values of labels that are no targets.
+        named: rules whose targets are the loss's own, which come first.
     """
     in_proportion: dict[Items, float] = {}
-    for rule in dict.fromkeys(ways_of_counting(batches[0], ignored)):
+    for rule in dict.fromkeys((*named, *ways_of_counting(batches[0], ignored))):
         if not all(rule.has_targets(batch) for batch in batches):
             continue
         found = [float(rule.count(batch)) for batch in batches]
@@ -37,7 +41,27 @@ def matching_rules(
     usable = [each for each in in_proportion.values() if _is_close(each, 1.0)]
     usable += [each for each in in_proportion.values() if told_apart and _is_close(each, round(each))]
     best = usable[0] if usable else 0.0
+    if not best and (mixed := _mixed(counts, batches)) is not None:
+        return (mixed,), 1.0
     return tuple(rule for rule, each in in_proportion.items() if best and _is_close(each, best)), best
+
+
+def _mixed(counts: Sequence[float], batches: Sequence[Mapping[str, Any]]) -> Items | None:
+    """Weights of classes over listed targets: so much for a target, and so much for each query without one."""
+    listed, samples = next(listed_targets(batches[0]), None), Items()
+    if listed is None:
+        return None
+    (a, b), (c, d) = ([float(rule.count(batch)) for rule in (listed, samples)] for batch in batches[:2])
+    if abs(a * d - b * c) < 1e-9:
+        return None
+    of_target = (counts[0] * d - b * counts[1]) / (a * d - b * c)
+    of_sample = (a * counts[1] - counts[0] * c) / (a * d - b * c)
+    return Items(mix=((of_target, listed), (of_sample, samples)))
+
+
+def is_padded(rule: Items) -> bool:
+    """Whether a rule counts every position of a text, padding among them."""
+    return bool(rule.keys) and rule.ignore_index is None and rule.width_of is None and "label" not in rule.keys[0]
 
 
 def _is_close(a: float, b: float) -> bool:

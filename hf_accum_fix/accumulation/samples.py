@@ -27,16 +27,17 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     ordered = sorted(window, key=_tells, reverse=True)
     batch, others = ordered[0], ordered[1:]
     rows = sample_count(batch)
-    if _has_rows_alone(batch, rows):
+    by_row = _has_rows_alone(batch, rows)
+    if by_row:
         least = _least_row(batch, rows)
         yield batch, _rows(batch, [least]), _rows(batch, [row for row in range(rows) if row != least])
-    if others and rows == 1 and (both := _merged(batch, others[0])) is not None:
+    if others and not by_row and (both := _merged(batch, others[0])) is not None:
         yield both, batch, others[0]
     half, odd = divmod(rows, 2)
-    if not odd and half > 1:
+    if not odd and half > 1 and all(len(value) in (rows, half) for value in _sized(batch)):
         rest = [*range(1, half), *range(half + 1, rows)]
         yield batch, _pairs(batch, [0, half], half), _pairs(batch, rest, half)
-    if others and not odd and (both := _merged(batch, others[0], interleaved=True)) is not None:
+    if others and by_row and not odd and (both := _merged(batch, others[0], interleaved=True)) is not None:
         yield both, batch, others[0]
     yield _twice(batch), batch, batch
 

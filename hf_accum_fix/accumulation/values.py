@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-if TYPE_CHECKING:
-    from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.contract import How, LossContract
 
 
 class Values(TorchFunctionMode):
@@ -71,7 +70,8 @@ def listening(contract: LossContract | None, head: nn.Module | None) -> Iterator
             if kind and isinstance(value, Tensor) and value.grad_fn is not None:
                 heard.routers[value.grad_fn] = kind
 
-    handle = None if head is None else head.register_forward_hook(note)
+    carried = contract is None or any(each.how is How.ROUTER for each in contract.terms)
+    handle = head.register_forward_hook(note) if head is not None and carried else None
     try:
         with heard.values or nullcontext():
             yield heard

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.closing import Closing
-from hf_accum_fix.accumulation.declared import inside_ddp, router_coefficients
+from hf_accum_fix.accumulation.declared import inside_ddp
 from hf_accum_fix.engines.engine import waits_every_micro_batch
 from hf_accum_fix.known import Known
 from hf_accum_fix.observations import Windows
@@ -140,8 +140,3 @@ class LoopRun(Known):
         """The model inside of what an engine has put around it."""
         model = model if self.accelerator is None else self.accelerator.unwrap_model(model)
         return inside_ddp(model) or model
-
-    def router_head(self, model: nn.Module) -> nn.Module | None:
-        """The model whose outputs carry a router's loss; None: its configuration names none."""
-        bare = self.bare(model)
-        return bare if any(router_coefficients(bare)) else None

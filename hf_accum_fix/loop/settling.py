@@ -107,7 +107,7 @@ def _observe(run: LoopRun, model: nn.Module, window: Sequence[Batch]) -> LossCon
         module,
         setting,
         device=run.device,
-        head=run.router_head(model),
+        head=run.bare(model),
     )
     return found.by_rule() if is_compiled(module) else found
 

@@ -113,7 +113,7 @@ class AccumulationWindow:
                 items = counts.get(contract.items) if contract.items is not None else None
                 loss, _ = run_by_rule(contract, batch, items, cut, forward, rounded=self._windows._rounds)
                 return self._add(loss, loss.detach())
-            with listening(contract, run.router_head(model)) as heard:
+            with listening(contract, run.bare(model)) as heard:
                 loss, _ = forward(batch, None)
         weighed = weigh(
             loss,

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import Trainer
 
-from hf_accum_fix.accumulation.declared import has_parameter, router_coefficients
+from hf_accum_fix.accumulation.declared import has_parameter
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 #: Classes of trainers, and whether they come between a micro-batch and its loss.
@@ -52,11 +52,9 @@ def head_name(trainer: TrainerLike) -> str:
     return type(trainer.accelerator.unwrap_model(trainer.model)).__name__
 
 
-def router_head(trainer: TrainerLike) -> nn.Module | None:
-    """The model whose outputs carry a router's loss; None: its configuration names none."""
-    # DeepSpeed's engine has a config of its own.
-    bare: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
-    return bare if any(router_coefficients(bare)) else None
+def bare_model(trainer: TrainerLike) -> nn.Module:
+    """The model inside of what engines have put around it: DeepSpeed's has a config of its own."""
+    return trainer.accelerator.unwrap_model(trainer.model)  # type: ignore[no-any-return]
 
 
 def loss_func(trainer: TrainerLike) -> Callable[..., Any] | None:

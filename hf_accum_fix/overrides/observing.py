@@ -15,7 +15,7 @@ from hf_accum_fix.accumulation.declared import inside_ddp, is_compiled, products
 from hf_accum_fix.accumulation.observe import Setting, observe
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.overrides.forward import as_in_training, compute_loss_of
-from hf_accum_fix.overrides.live import data_ranks, hands_number, head_name, loss_func, router_head, scales_itself
+from hf_accum_fix.overrides.live import bare_model, data_ranks, hands_number, head_name, loss_func, scales_itself
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -75,7 +75,7 @@ def _observe(trainer: TrainerLike, session: Session, window: list[Any], upstream
                 module,
                 setting,
                 device=trainer.args.device,
-                head=router_head(trainer),
+                head=bare_model(trainer),
                 others=(trainer,),
                 leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator),
                 more_steps=lambda: _more_steps(trainer),

@@ -26,7 +26,7 @@ from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.announcing import announce
 from hf_accum_fix.overrides.certifying import end_window, gradient_versions
 from hf_accum_fix.overrides.forward import base_loss
-from hf_accum_fix.overrides.live import loss_func, remakes_inputs, router_head, scales_itself
+from hf_accum_fix.overrides.live import bare_model, loss_func, remakes_inputs, scales_itself
 from hf_accum_fix.overrides.precision import adding
 from hf_accum_fix.overrides.routing import in_the_window, note_routing
 from hf_accum_fix.overrides.session import MicroBatch, Session, Window, session_of
@@ -157,7 +157,7 @@ def training_step(
         run = dict(run) if isinstance(run, Mapping) else {}
         depth = 1
         try:
-            with in_the_window(session, window), listening(contract, router_head(trainer)) as heard:
+            with in_the_window(session, window), listening(contract, bare_model(trainer)) as heard:
                 result = original_loss(*loss_args, **loss_kwargs)
         finally:
             depth = 0
