@@ -259,14 +259,12 @@ class Counted:
         by_rule: items of each micro-batch, 0-dim, by each of its contract's rules.
         total: N over all ranks, of all kinds.
         cuts: n_mean, G and W of each loss, in the order of `Known.losses`.
-        local: items of this rank by each rule, of each loss.
         number: the other count that was handed over, over all ranks; None: there was none.
     """
 
     by_rule: list[dict[Items, Tensor]]
     total: Tensor
     cuts: list[Cut]
-    local: list[dict[Items, Tensor]]
     number: Tensor | None
 
     @property
@@ -315,7 +313,6 @@ def count(
         by_rule, totals, samples = _of_each_loss(known, contracts, batches, device, several_ranks=several and not new)
     except Exception as error:
         trouble = trouble or error
-    local = [dict(zip(each.rules, total, strict=False)) for each, total in zip(contracts, totals, strict=True)]
     other = zero if number is None else torch.as_tensor(number).to(zero)
     if several:
         runs = len(batches) if run.shards else min(len(batches), 1)
@@ -371,15 +368,24 @@ def count(
     # Off the CPU every window may be one of several.
     held = [each for each in samples if device.type != "cpu" or each]
     closing.several_losses = len(held) > 1
-    is_corrected = closing.will_correct(run)
+    is_corrected, divisor = closing.will_correct(run), run.engine_divisor
     cuts = [
-        Cut.of(each, total[0], len(batches), run.data_ranks, total[1:], part, is_corrected=is_corrected)
+        Cut.of(
+            each,
+            total[0],
+            len(batches),
+            run.data_ranks,
+            total[1:],
+            part,
+            is_corrected=is_corrected,
+            engine_divisor=divisor,
+        )
         for each, total, part in zip(contracts, totals, parts, strict=True)
     ]
     if router is not None and routing is not None:
         router.settle(routing, cuts[0].micro_batches, cuts[0].world_size)
     total = totals[0][0] if len(totals) == 1 else torch.stack([each[0] for each in totals]).sum()
-    return Counted(by_rule, total, cuts, local, None if number is None else other)
+    return Counted(by_rule, total, cuts, None if number is None else other)
 
 
 def _say_if_tasks_differ(run: Run, known: Known, contract: LossContract, batches: Sequence[Any]) -> None:

@@ -112,12 +112,12 @@ class Closing:
 
     def _hold(self, run: Run, check: WindowCheck, *, readable: bool) -> None:
         """Hold a window against what was observed."""
-        broken = check.broken()
+        broken = check.broken(run.device)
         if check.changed:
             run.tell(check.changed)
         elif broken is None:
             return
-        elif not readable and isinstance(broken, Tensor):
+        elif not readable:
             self._read_later(broken)
         elif bool(broken):
             run.tell(_OTHER)

@@ -241,7 +241,7 @@ def _inner(node: Any) -> Iterator[Factor]:
             yield Factor(-1.0)
         elif does in ("mul", "div"):
             found = _factor(node, edges, does)
-            if found is None or (isinstance(found[1].value, Tensor) and found[1].value.numel() > 1):
+            if found is None or (isinstance(found[1].value, Tensor) and found[1].value.ndim > 0):
                 return
             edges = (found[0],)
             yield found[1]

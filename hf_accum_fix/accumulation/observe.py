@@ -277,7 +277,7 @@ def _unpacked(tensor: Tensor | None) -> Tensor:
 
 def _seen(term: Term, heard: Heard, batch: Mapping[str, Any], alone: float | None) -> Seen:
     with _disable_current_modes():
-        factors = tuple(float(each.value) for each in term.factors)
+        factors = tuple(_float(each.value) for each in term.factors)
         value = alone
         if value is None and heard.values is not None and (kept := heard.values.of(term.path.top)) is not None:
             above = [(each.divides, number) for each, number in zip(term.factors, factors, strict=True)]
@@ -298,6 +298,10 @@ def _seen(term: Term, heard: Heard, batch: Mapping[str, Any], alone: float | Non
         _is_shifted(term, batch),
         total,
     )
+
+
+def _float(value: Tensor | float) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def _filled(terms: list[Seen], loss: float) -> list[Seen]:
@@ -385,7 +389,7 @@ def _conclude(readings: Sequence[Reading], window: Sequence[Mapping[str, Any]], 
     ignored = list(dict.fromkeys([*(s.ignored for s in seen[0] if s.ignored is not None), -100]))
     tolerance = 2e-2 if setting.rounded else _TOLERANCE.get(dtype.itemsize, 2e-2)
     setting = replace(setting, alone=len(candidates) == 1)
-    tested = [_tested(each, batches, ignored, tolerance, setting) for each in candidates]
+    tested = [_tested(each, batches, ignored, math.inf if whole.drew else tolerance, setting) for each in candidates]
     specs = tuple(each.spec for each in tested)
     troubles = list(dict.fromkeys(each.trouble for each in tested if each.trouble))
     doubt = trouble or next(iter(troubles), "")
@@ -565,6 +569,10 @@ def _tested(
         trouble = "" if not known or _adds_up(sums, tolerance) else _COUPLED
         return replace(candidate, spec=replace(spec, rules=rules), trouble=trouble)
     if spec.counts:
+        rules, times = matching_rules(n, batches, ignored, named)
+        if rules and all(is_padded(rule, batches[0]) for rule in rules) and not setting.alone:
+            # Over padding, too: a mean per micro-batch whatever the batch, as a router's is (Bamba's z-loss).
+            return replace(candidate, spec=replace(spec, how=How.ROUTER, counts=()))
         if not _is_near(n[0], n[1] + n[2], 1e-5):
             why = f"a factor of {whole.name} is neither a count nor a constant"
             return replace(candidate, spec=replace(spec, how=How.PLAIN, counts=()), trouble=why)
@@ -573,16 +581,13 @@ def _tested(
         sums = [(value or 0.0) * count if count else 0.0 for value, count in zip(values, n, strict=True)]
         if known and not _adds_up(sums, tolerance):
             return replace(candidate, spec=replace(spec, how=How.PLAIN, counts=()), trouble=_COUPLED)
-        rules, times = matching_rules(n, batches, ignored, named)
-        if rules and all(map(is_padded, rules)) and not setting.alone:
-            # Over padding, too: a mean per micro-batch whatever the batch, as a router's is (Bamba's z-loss).
-            return replace(candidate, spec=replace(spec, how=How.ROUTER, counts=()))
         return replace(candidate, spec=replace(spec, rules=rules, times=times), trouble="" if known else _NOT_FOLLOWED)
     if known and values[0] == values[1] == values[2] and batches[1] is not batches[2]:
         return replace(candidate, spec=replace(spec, how=How.CONSTANT))
     if not whole.readable:
         return _unreadable(candidate, batches, ignored, tolerance)
-    if known and any(values) and _adds_up([value or 0.0 for value in values], tolerance):
+    # A forward that draws at random has no parts: its sum adds up but for the noise.
+    if known and any(values) and _adds_up([value or 0.0 for value in values], min(tolerance, 0.2)):
         return replace(candidate, spec=replace(spec, how=How.SUM))
     return replace(candidate, trouble=f"{whole.name} is {How.PLAIN.value}")
 

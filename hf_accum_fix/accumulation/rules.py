@@ -56,12 +56,15 @@ def _mixed(counts: Sequence[float], batches: Sequence[Mapping[str, Any]]) -> Ite
         return None
     of_target = (counts[0] * d - b * counts[1]) / (a * d - b * c)
     of_sample = (a * counts[1] - counts[0] * c) / (a * d - b * c)
-    return Items(mix=((of_target, listed), (of_sample, samples)))
+    # Ranks that round apart take the same.
+    return Items(mix=((float(f"{of_target:.6g}"), listed), (float(f"{of_sample:.6g}"), samples)))
 
 
-def is_padded(rule: Items) -> bool:
+def is_padded(rule: Items, batch: Mapping[str, Any]) -> bool:
     """Whether a rule counts every position of a text, padding among them."""
-    return bool(rule.keys) and rule.ignore_index is None and rule.width_of is None and "label" not in rule.keys[0]
+    if not rule.keys or rule.ignore_index is not None or rule.width_of is not None or rule.entry is not None:
+        return False
+    return not batch[rule.keys[0]].is_floating_point()
 
 
 def _is_close(a: float, b: float) -> bool:

@@ -25,7 +25,9 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     the first (DPO); and a micro-batch beside itself twice.
     """
     ordered = sorted(window, key=_tells, reverse=True)
-    batch, others = ordered[0], ordered[1:]
+    batch = ordered[0]
+    # The one that is least like it, but has targets.
+    others = [each for each in reversed(ordered[1:]) if _tells(each)[0]] or ordered[1:]
     rows = sample_count(batch)
     by_row = _has_rows_alone(batch, rows)
     if by_row:

@@ -25,6 +25,8 @@ class Cut:
         means: n_mean by each of the contract's rules.
         is_corrected: the gradient is divided in the end by what the loss divided by more than predicted; else a mean
             is weighed by its rule's items.
+        engine_divisor: what the engine divides a loss by.
+        left_means: n_mean by rule, times what is left of G to divide by.
     """
 
     mean: Tensor
@@ -33,16 +35,13 @@ class Cut:
     world_size: int
     means: Mapping[Items, Tensor] = field(default_factory=dict)
     is_corrected: bool = True
+    engine_divisor: int = 1
+    left_means: Mapping[Items, Tensor] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
         """Whether one micro-batch is the global batch."""
         return self.micro_batches * self.world_size == 1
-
-    def host_mean(self, rule: Items) -> Tensor | float:
-        """n_mean by a rule: on the host where reading it waits for no device."""
-        mean = self.means.get(rule, self.mean)
-        return float(mean) if mean.device.type == "cpu" else mean
 
     @classmethod
     def of(
@@ -55,6 +54,7 @@ class Cut:
         part: Tensor | None = None,
         *,
         is_corrected: bool = True,
+        engine_divisor: int = 1,
     ) -> Cut:
         """A global batch of N items.
 
@@ -66,12 +66,21 @@ class Cut:
             beside: N by each rule of the contract but the first.
             part: of the global batch's samples, those whose loss is reduced so (see `kinds`); None: all.
             is_corrected: as above.
+            engine_divisor: what the engine divides a loss by.
         """
         steps = max(micro_batches, 1)
         means = [mean_item_count(each, steps, world_size) for each in (total, *beside)]
         means = means if part is None else [mean / part for mean in means]
         by_rule = dict(zip(contract.rules, means, strict=bool(beside)))
-        return cls(means[0], contract.as_number(means[0]), steps, world_size, by_rule, is_corrected)
+        left = steps / engine_divisor
+        left_means = by_rule if left == 1 else {rule: mean * left for rule, mean in by_rule.items()}
+        number = contract.as_number(means[0])
+        return cls(means[0], number, steps, world_size, by_rule, is_corrected, engine_divisor, left_means)
+
+    @property
+    def left(self) -> float:
+        """What is left of G to divide a weighed loss by, before the engine divides."""
+        return self.micro_batches / self.engine_divisor
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ one weight are weighed by scaling the loss, others by a hook on the node of each
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.accumulation.values import Heard, Values
 from hf_accum_fix.accumulation.window import Items, count_dtype
 
-#: A number on the host where reading it waits for no device, else a tensor there.
+#: A Python number, or a tensor of one element on the device.
 Number = Tensor | float
 
 
@@ -34,25 +35,18 @@ class WindowCheck:
 
     Attributes:
         contract: how their loss is reduced.
-        predicted: items of this rank's micro-batches by every rule.
-        micro_batches: G.
         changed: what a micro-batch did that the observation did not show, in words; empty: nothing.
     """
 
     contract: LossContract
-    predicted: Mapping[Items, Tensor] = field(default_factory=dict)
-    micro_batches: int = 1
     changed: str = ""
     _seen: dict[int, list[Number]] = field(default_factory=dict)
-    _flags: list[Number] = field(default_factory=list)
+    _predicted: dict[int, list[Number]] = field(default_factory=dict)
 
-    def note(self, place: int, count: Number) -> None:
-        """Take what one term of a micro-batch divided by; ``place``: of its `TermSpec`."""
-        self._seen.setdefault(place, []).append(count)
-
-    def note_flag(self, is_other: Number) -> None:
-        """Take whether a micro-batch was not as observed."""
-        self._flags.append(is_other)
+    def note(self, place: int, seen: Number, predicted: Number) -> None:
+        """Take what one term of a micro-batch divided by, and what was predicted; ``place``: of its `TermSpec`."""
+        self._seen.setdefault(place, []).append(seen)
+        self._predicted.setdefault(place, []).append(predicted)
 
     @property
     def counted(self) -> bool:
@@ -64,31 +58,27 @@ class WindowCheck:
         place = next(iter(self._seen), None)
         if place is None or not self.counted:
             return torch.zeros(2, dtype=count_dtype(device), device=device)
-        seen, predicted = self._sums(place)
-        return torch.stack(
-            [torch.as_tensor(each, dtype=count_dtype(device), device=device) for each in (seen, predicted)]
-        )
+        return torch.stack([_total(each[place], device) for each in (self._seen, self._predicted)])
 
-    def broken(self) -> Number | None:
-        """Whether the loss was made in another way than observed; a tensor on the device, or a bool; None: no sign."""
-        flags = list(self._flags)
-        if not self.counted:
-            for place in self._seen:
-                seen, predicted = self._sums(place)
-                flags.append(abs(seen - predicted) > abs(1e-6 * predicted))
-        if not flags:
+    def broken(self, device: torch.device) -> Tensor | None:
+        """Whether terms divided by other items than predicted, 0-dim on the device; None: one count, or no sign."""
+        places = [*self._seen][1:] if self.counted else [*self._seen]
+        if not places:
             return None
-        if any(isinstance(each, Tensor) for each in flags):
-            return torch.stack([torch.as_tensor(each) for each in flags]).any()
-        return any(flags)
+        flags = []
+        for place in places:
+            seen = _total(self._seen[place], device)
+            # Terms of one weight divide by the same, or no one number corrects them.
+            wanted = _total(next(iter(self._seen.values())) if self.counted else self._predicted[place], device)
+            flags.append((seen - wanted).abs() > 1e-6 * wanted)
+        return torch.stack(flags).any()
 
-    def _sums(self, place: int) -> tuple[Any, Any]:
-        spec, seen = self.contract.terms[place], self._seen[place]
-        total: Any = sum(seen)
-        if not spec.rules:
-            return total, spec.count * self.micro_batches
-        predicted = self.predicted[spec.rules[0]] * spec.times
-        return total, predicted if isinstance(total, Tensor) else float(predicted)
+
+def _total(counts: Sequence[Number], device: torch.device) -> Tensor:
+    dtype = count_dtype(device)
+    if not any(isinstance(each, Tensor) for each in counts):
+        return torch.full((), math.fsum(map(float, counts)), dtype=dtype, device=device)
+    return torch.stack([torch.as_tensor(each, dtype=dtype, device=device) for each in counts]).sum()
 
 
 @dataclass(frozen=True)
@@ -96,8 +86,8 @@ class Weighed:
     """A micro-batch's loss, weighed.
 
     Attributes:
-        loss: 0-dim, with gradient.
-        value: the same as a number for the log, 0-dim; with several terms not the value of ``loss``.
+        loss: to be handed to the engine, 0-dim, with gradient.
+        value: its part of the window's loss for the log, 0-dim.
         as_stock: it keeps the scale that the stock Trainer hands to the engine.
     """
 
@@ -112,9 +102,9 @@ def weigh(
     cut: Cut,
     check: WindowCheck,
     inputs: Mapping[str, Any],
-    *,
+    predicted: Mapping[Items, Tensor],
     heard: Heard,
-    predicted: Mapping[Items, Tensor] | None = None,
+    *,
     weightless: bool = False,
 ) -> Weighed:
     """Weigh the loss of a micro-batch, before its backward.
@@ -125,35 +115,59 @@ def weigh(
         cut: n_mean of every rule, G and W.
         check: takes what the terms divide by.
         inputs: of the forward.
+        predicted: items of the micro-batch by every rule.
         heard: of the forward.
-        predicted: items of the micro-batch by every rule; None: it is not as it was fetched.
         weightless: the micro-batch counts nothing.
     """
     if contract.items is not None and contract.items.per_sample:
-        count = _host(contract.items.count(inputs, cut.mean.device))
-        check.note(0, 0.0 if weightless else count)
-        summed = sum_of_samples(loss, contract.items, inputs) * (0.0 if weightless else 1.0)
-        loss = summed / _cast(cut.host_mean(contract.items), summed)
-        return Weighed(loss, loss.detach())
+        return _weighed_by_sample(loss, contract.items, cut, check, inputs, predicted, weightless=weightless)
     terms = read(loss, heard.routers, inside=contract.inside)
     matched = _matched(terms, contract.terms)
-    if matched is None:
-        if not cut.is_whole:
-            check.changed = "its loss has other terms than when it was observed: " + ", ".join(
-                sorted({each.name for each in terms}) or ["none with a gradient"]
-            )
-        return Weighed(loss, loss.detach())
-    as_stock = any(spec.as_stock for spec, _ in matched)
+    as_stock = matched is not None and any(spec.as_stock for spec, _ in matched)
     if cut.is_whole and not weightless:
-        return Weighed(loss, loss.detach(), as_stock)
+        return _ready(loss, 1.0, cut, as_stock)
+    if matched is None:
+        names = sorted({each.name for each in terms}) or ["none with a gradient"]
+        check.changed = f"its loss has other terms than when it was observed: {', '.join(names)}"
+        return _ready(loss, 0.0 if weightless else 1 / cut.left, cut)
     weights: list[tuple[Term, Number]] = []
     for place, (spec, found) in enumerate(matched):
-        weight = _weight(place, spec, found, cut, check, inputs, loss, predicted or {}, weightless=weightless)
-        weights += [(term, weight) for term in found]
-    if contract.groups == 1 and weights:
-        weight = weights[0][1]
-        return Weighed(loss * _cast(weight, loss), _settled(loss.detach() * _cast(weight, loss), weight), as_stock)
-    return Weighed(loss * 1.0, _hooked(loss, weights, heard.values), as_stock)
+        if found:
+            counts = _counts(spec, found[0], cut, inputs, predicted, loss)
+            if counts is not None:
+                check.note(place, 0.0 if weightless else counts.seen, 0.0 if weightless else counts.predicted)
+            weight = _weight(spec, found[0], counts, cut, weightless=weightless)
+            weights += [(term, weight) for term in found]
+            if counts is not None and counts.by_hand:
+                for term in found:
+                    _keep_finite(term, counts.divisor)
+    if contract.groups == 1:
+        return _ready(loss, weights[0][1], cut, as_stock)
+    return Weighed(loss * 1.0, _hooked(loss, weights, heard.values) / cut.engine_divisor, as_stock)
+
+
+def _ready(loss: Tensor, weight: Number, cut: Cut, as_stock: bool = False) -> Weighed:
+    """A loss times one weight; a tensor of its own, since DeepSpeed hangs hooks on the model's output (stage 0)."""
+    weighed = loss * _cast(weight, loss)
+    value = _settled(weighed.detach(), weight)
+    return Weighed(weighed, value if cut.engine_divisor == 1 else value / cut.engine_divisor, as_stock)
+
+
+def _weighed_by_sample(
+    loss: Tensor,
+    rule: Items,
+    cut: Cut,
+    check: WindowCheck,
+    inputs: Mapping[str, Any],
+    predicted: Mapping[Items, Tensor],
+    *,
+    weightless: bool,
+) -> Weighed:
+    """The sum of sample means over n_mean samples."""
+    count = 0.0 if weightless else rule.count(inputs, cut.mean.device)
+    check.note(0, count, 0.0 if weightless else predicted.get(rule, count))
+    summed = sum_of_samples(loss, rule, inputs)
+    return _ready(summed, 0.0 if weightless else 1 / cut.left_means[rule], cut)
 
 
 def _matched(terms: Sequence[Term], specs: Sequence[TermSpec]) -> list[tuple[TermSpec, list[Term]]] | None:
@@ -171,94 +185,92 @@ def _matched(terms: Sequence[Term], specs: Sequence[TermSpec]) -> list[tuple[Ter
     return found if terms and set(by_shape) <= {each.shape for each in specs} else None
 
 
-def _weight(
-    place: int,
+@dataclass(frozen=True)
+class Counts:
+    """What one mean of a micro-batch is divided by.
+
+    Attributes:
+        divisor: in its graph.
+        seen: the same, or the items under it where it divides by a number that it was handed.
+        predicted: by its rule.
+        by_hand: no loss function of torch divides: over nothing its gradient is 0 / 0.
+    """
+
+    divisor: Number
+    seen: Number
+    predicted: Number
+    by_hand: bool
+
+
+def _counts(
     spec: TermSpec,
-    terms: Sequence[Term],
+    term: Term,
     cut: Cut,
-    check: WindowCheck,
     inputs: Mapping[str, Any],
-    loss: Tensor,
     predicted: Mapping[Items, Tensor],
-    *,
-    weightless: bool,
-) -> Number:
-    """What a term is multiplied by, so that the plain mean over micro-batches and ranks is right."""
-    if not terms:
-        return 1.0
-    term = terms[0]
-    given: Number = 1.0
-    for at in spec.own:
-        given = _times(given, term.factors[at], inverse=True)
-    if spec.handed and spec.own:
-        # It was divided by the items of the global batch: the engine's mean over ranks is all that follows.
-        return 0.0 if weightless else float(cut.micro_batches)
-    if spec.how is How.SUM:
-        return 0.0 if weightless else given * float(cut.micro_batches * cut.world_size)
-    if spec.how is not How.MEAN:
-        return given
+    loss: Tensor,
+) -> Counts | None:
+    """What a term divides by; None: no items."""
+    if spec.how is not How.MEAN or (spec.handed and spec.own):
+        return None
     rule = spec.rules[0] if spec.rules else None
-    mean = cut.host_mean(rule) * spec.times if rule is not None else spec.count
-    count = _count(spec, term, inputs, cut)
-    seen: Number | None = count if not spec.handed else _host(getattr(term.leaf, "_saved_total_weight", None))
-    if seen is not None and (spec.counts or spec.handed):
-        check.note(place, 0.0 if weightless else _without_clamp(seen, spec, term, inputs, loss))
+    by_rule: Number = spec.count
+    if rule is not None:
+        counted = predicted[rule] if rule in predicted else rule.count(inputs, cut.mean.device)
+        by_rule = counted if spec.times == 1.0 else counted * spec.times
+    divisor = by_rule if not spec.counts else _product([term.factors[at] for at in spec.counts])
+    seen = divisor if not spec.handed else getattr(term.leaf, "_saved_total_weight", by_rule)
+    is_function = term.divides and spec.counts[-1:] == (len(term.factors) - 1,)
+    if rule is not None and rule.entry is not None:
+        # Heads with a list of targets divide by 1 where there is none.
+        seen = seen if float(rule.count(inputs)) else 0.0
+    elif not is_function and spec.counts and not spec.handed:
+        # So do masks whose sum is clamped.
+        nothing = loss.detach() == 0
+        seen = torch.where(nothing & (torch.as_tensor(seen, device=loss.device) == 1), 0.0, seen)
+    return Counts(divisor, seen, by_rule, not is_function)
+
+
+def _weight(spec: TermSpec, term: Term, counts: Counts | None, cut: Cut, *, weightless: bool) -> Number:
+    """What a term is multiplied by, so that its sum over micro-batches, averaged over ranks, is right."""
+    own = _product([term.factors[at] for at in spec.own])
+    if counts is None:
+        nothing = weightless and (spec.handed or spec.how is How.SUM)
+        if spec.handed:
+            # It was divided by the items of the global batch: the engine's mean over ranks is all that follows.
+            return 0.0 if nothing else cut.micro_batches / cut.left
+        items = cut.micro_batches * cut.world_size if spec.how is How.SUM else 1
+        return 0.0 if nothing else own * (items / cut.left)
     if weightless:
         return 0.0
+    mean: Number = spec.count * cut.left
+    if spec.rules:
+        mean = cut.left_means[spec.rules[0]] if spec.times == 1.0 else cut.left_means[spec.rules[0]] * spec.times
     # What is not corrected in the end is weighed as predicted, or its scale would be another.
-    by_rule = rule is not None and rule in predicted and not cut.is_corrected
-    weight = (_host(predicted[rule]) * spec.times if by_rule and rule is not None else count) / mean
-    if not term.name.startswith("NllLoss"):
-        for each in terms:
-            _keep_finite(each, count)
-    return weight if isinstance(given, float) and given == 1.0 else weight * given
+    by_rule = spec.rules and not cut.is_corrected and not spec.handed
+    weight = (counts.predicted if by_rule else counts.divisor) / mean
+    return weight * own if spec.own else weight
 
 
-def _count(spec: TermSpec, term: Term, inputs: Mapping[str, Any], cut: Cut) -> Number:
-    """What a term divides by."""
-    if not spec.counts:
-        counted = spec.rules[0].count(inputs, cut.mean.device) * spec.times
-        return float(counted) if counted.device.type == "cpu" else counted
-    count: Number = 1.0
-    for at in spec.counts:
-        count = _times(count, term.factors[at], inverse=True)
-    return count
-
-
-def _times(number: Number, factor: Factor, *, inverse: bool) -> Number:
-    value: Number = _host(factor.value)
-    if factor.divides is inverse:
-        return value if isinstance(number, float) and number == 1.0 else number * value
-    return number / value if isinstance(value, Tensor) or value else float("nan")
-
-
-def _host(value: Any) -> Any:
-    """A number on the host where reading it waits for no device."""
-    if isinstance(value, Tensor):
-        return float(value) if value.device.type == "cpu" else value.detach()
-    return None if value is None else float(value)
-
-
-def _without_clamp(seen: Number, spec: TermSpec, term: Term, inputs: Mapping[str, Any], loss: Tensor) -> Number:
-    """A divisor clamped to 1 counts nothing where there is nothing to count."""
-    if spec.rules and spec.rules[0].entry is not None:
-        return seen if float(spec.rules[0].count(inputs)) else 0.0
-    if term.divides or isinstance(seen, Tensor):
-        return seen
-    return 0.0 if seen == 1.0 and float(loss) == 0.0 else seen
+def _product(factors: Sequence[Factor]) -> Number:
+    """What a term is divided by in these places."""
+    result: Number = 1.0
+    for factor in factors:
+        value = factor.value.detach() if isinstance(factor.value, Tensor) else factor.value
+        if factor.divides:
+            result = value if isinstance(result, float) and result == 1.0 else result * value
+        else:
+            result = result / value
+    return result
 
 
 def _keep_finite(term: Term, count: Number) -> None:
     """Let nothing go back through a mean over nothing, which divides zero by zero."""
-    if isinstance(count, float) and count > 0:
-        return
-    if term.divides and not isinstance(count, Tensor):
+    if not isinstance(count, Tensor) and count > 0:
         return
 
     def zero(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        if isinstance(count, Tensor):
-            return tuple(None if g is None else torch.where(count.to(g.device) > 0, g, 0.0) for g in grads)
-        return tuple(None if g is None else torch.zeros_like(g) for g in grads)
+        return tuple(None if grad is None else _settled(grad, count) for grad in grads)
 
     for node in (term.leaf, *term.path.learnt):
         node.register_prehook(zero)
@@ -266,9 +278,9 @@ def _keep_finite(term: Term, count: Number) -> None:
 
 def _hooked(loss: Tensor, weights: Sequence[tuple[Term, Number]], values: Values | None) -> Tensor:
     """Weigh every term by a hook on its node; the loss for the log."""
-    total, rest = torch.zeros_like(loss.detach()), loss.detach()
-    blank: Number = 1.0
-    hooked: dict[Any, Number] = {}
+    rest = loss.detach()
+    total = torch.zeros_like(rest)
+    blank, tops = 1.0 if not weights else weights[0][1], set()
     for term, weight in weights:
         value = _value(term, values)
         if value is None:
@@ -276,9 +288,10 @@ def _hooked(loss: Tensor, weights: Sequence[tuple[Term, Number]], values: Values
         else:
             rest = rest - value
             total = total + _settled(value * _cast(weight, value), weight)
-        if term.path.top not in hooked and not (isinstance(weight, float) and weight == 1.0):
-            hooked[term.path.top] = weight
+        if term.path.top not in tops:
+            tops.add(term.path.top)
             term.path.top.register_prehook(_scaled(weight))
+    # What has no value of its own is left over.
     return total + _settled(rest * _cast(blank, rest), blank)
 
 
@@ -294,18 +307,20 @@ def _value(term: Term, values: Values | None) -> Tensor | None:
 
 def _scaled(weight: Number) -> Any:
     def scale(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        return tuple(None if grad is None else grad * _cast(weight, grad) for grad in grads)
+        return tuple(None if grad is None else (grad * _cast(weight, grad)).to(grad.dtype) for grad in grads)
 
     return scale
 
 
 def _cast(weight: Number, beside: Tensor) -> Number:
     """A weight in the precision of what it multiplies, at least float32."""
-    return weight if isinstance(weight, float) else weight.to(beside.device, beside.dtype)
+    if not isinstance(weight, Tensor):
+        return weight
+    return weight.to(beside.device, torch.promote_types(beside.dtype, torch.float32))
 
 
 def _settled(value: Tensor, weight: Number) -> Tensor:
     """A value, or zero where it weighs nothing: a mean over nothing is nan."""
-    if isinstance(weight, float):
+    if not isinstance(weight, Tensor):
         return value if weight else torch.zeros_like(value)
-    return torch.where(weight.to(value.device) > 0, value, torch.zeros_like(value))
+    return torch.where(weight.to(value.device) > 0, value, 0.0)

@@ -15,6 +15,7 @@ from hf_accum_fix.accumulation.declared import (
     inside_ddp,
     is_compiled,
     products_are_rounded,
+    requires_number,
     wants_number,
 )
 from hf_accum_fix.accumulation.observe import Setting, observe
@@ -95,8 +96,10 @@ def _check_given(run: LoopRun, model: nn.Module | None, given: LossContract) -> 
 def _observe(run: LoopRun, model: nn.Module, window: Sequence[Batch]) -> LossContract:
     module = inside_ddp(model) or model
     run.passes_number = wants_number(run.bare(model))
+    required = run.passes_number and requires_number(run.bare(model))
     setting = Setting(
-        only_shows=run.passes_number,
+        hands_number=required,
+        only_shows=run.passes_number and not required,
         steps=run.steps,
         world_size=run.world_size,
         rounded=products_are_rounded(module) or getattr(run.accelerator, "mixed_precision", "no") != "no",

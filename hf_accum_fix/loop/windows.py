@@ -23,7 +23,6 @@ from hf_accum_fix.counting import count, note_empty, say_empty
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.engines.engine import (
     check_engine_adds,
-    engine_divisor,
     inputs_are_rounded,
     narrow_leaves,
     reducing,
@@ -112,20 +111,13 @@ class AccumulationWindow:
             if check is None or not contract.is_read:
                 items = counts.get(contract.items) if contract.items is not None else None
                 loss, _ = run_by_rule(contract, batch, items, cut, forward, rounded=self._windows._rounds)
-                return self._add(loss, loss.detach())
+                return self._add(loss)
             with listening(contract, run.bare(model)) as heard:
-                loss, _ = forward(batch, None)
-        weighed = weigh(
-            loss,
-            contract,
-            cut,
-            check,
-            batch,
-            heard=heard,
-            predicted=counts,
-            weightless=isinstance(batch, Weightless),
-        )
-        return self._add(weighed.loss, weighed.value)
+                loss, _ = forward(batch, cut.number if contract.hands_number else None)
+        weightless = isinstance(batch, Weightless)
+        weighed = weigh(loss, contract, cut, check, batch, counts, heard, weightless=weightless)
+        self._loss = weighed.value if self._loss is None else self._loss + weighed.value
+        return weighed.loss
 
     def scale(self, loss: Tensor, batch: Batch) -> Tensor:
         """The same for a loss that you computed yourself, reduced as the contract given by hand says.
@@ -145,8 +137,7 @@ class AccumulationWindow:
         batch, counts = self._counted(contract, batch)
         items = counts.get(contract.items) if contract.items is not None else None
         share = share_of(contract, batch, items, cut, own_loss=True, rounded=self._windows._rounds)
-        loss = share.of(loss)
-        return self._add(loss, loss.detach())
+        return self._add(share.of(loss))
 
     @property
     def mean_items(self) -> Tensor:
@@ -190,8 +181,8 @@ class AccumulationWindow:
         contracts = [contract, *run.contracts[1:]]
         if model is not None:
             self._checks = {
-                id(each): WindowCheck(each, local, len(self.batches))
-                for each, local in zip(contracts, counted.local, strict=True)
+                id(each): WindowCheck(each)
+                for each in contracts
                 if each.is_read and any(run.contract_of(batch) is each for batch in self.batches)
             }
         if self.batches and all(each.items is not None for each in run.contracts):
@@ -222,11 +213,10 @@ class AccumulationWindow:
             scale_gradients(model, times)
             self._loss = None if self._loss is None else self._loss * times
 
-    def _add(self, share: Tensor, value: Tensor) -> Tensor:
-        part = value / len(self.batches)
+    def _add(self, share: Tensor) -> Tensor:
+        part = share.detach() / len(self.batches)
         self._loss = part if self._loss is None else self._loss + part
-        accelerator = self._windows._run.accelerator
-        return of_window(share, len(self.batches), 1 if accelerator is None else engine_divisor(accelerator, {}))
+        return of_window(share, len(self.batches), self._windows._run.engine_divisor)
 
     def _check_run(self) -> None:
         if self._begun < len(self.batches):

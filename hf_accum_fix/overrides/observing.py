@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import SHIFT_UNKNOWN, LossContract, Reduction
-from hf_accum_fix.accumulation.declared import inside_ddp, is_compiled, products_are_rounded
+from hf_accum_fix.accumulation.declared import inside_ddp, is_compiled, products_are_rounded, requires_number
 from hf_accum_fix.accumulation.observe import Setting, observe
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.overrides.forward import as_in_training, compute_loss_of
@@ -48,9 +48,10 @@ def _observe(trainer: TrainerLike, session: Session, window: list[Any], upstream
         return LossContract(Reduction.PLAIN, custom=custom, reason=reason)
     func = loss_func(trainer) is not None
     forward = as_in_training(trainer, module, compute_loss)
+    required = func or (session.passes_number and requires_number(module))
     setting = Setting(
-        hands_number=func if compute_loss is None else hands_number(compute_loss),
-        only_shows=not custom and not func and session.passes_number,
+        hands_number=required if compute_loss is None else hands_number(compute_loss),
+        only_shows=not (custom or required) and session.passes_number,
         integer=custom,
         custom=custom,
         func=func,

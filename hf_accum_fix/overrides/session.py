@@ -39,7 +39,8 @@ class MicroBatch:
         weightless: it counts nothing.
         share: its loss, such that the sum over the window, averaged over ranks, is the global batch's.
         value: the same for the log, without a graph.
-        as_stock: the node of its loss, whose scale is the one that the stock Trainer hands to the engine.
+        node: of the loss that was computed.
+        as_stock: its scale is the one that the stock Trainer hands to the engine.
         reported: ``value``, once the loss was handed to the engine.
     """
 
@@ -47,7 +48,8 @@ class MicroBatch:
     weightless: bool = False
     share: Tensor | None = None
     value: Any = None
-    as_stock: Any = None
+    node: Any = None
+    as_stock: bool = False
     reported: Tensor | None = None
 
 

@@ -90,7 +90,8 @@ def _loss_in_window(
     contract, cut = window.contract, window.cut
     if contract.is_read or contract.custom:
         number = cut.number.ceil() if contract.reduction is Reduction.INTEGER else cut.number
-        return base_loss(trainer, model, inputs, None if loss_func(trainer) is None else number)
+        handed = loss_func(trainer) is not None or (contract.hands_number and not contract.custom)
+        return base_loss(trainer, model, inputs, number if handed else None)
     items = None if micro_batch.counts is None else micro_batch.counts.get(contract.items)  # type: ignore[arg-type]
     return run_by_rule(
         contract,
@@ -172,15 +173,17 @@ def training_step(
         share = micro_batch.share
         if share is None:
             return original_backward(loss, **backward_kwargs)
-        if micro_batch.as_stock is not None:
+        stock = 1.0
+        if micro_batch.as_stock or window.steps_run == 0:
+            stock = _factor_over(loss, micro_batch.node) * len(window.batches)
+        if micro_batch.as_stock:
             # What stock hands over, with its own division or without it.
-            stock = _factor_over(loss, micro_batch.as_stock) * len(window.batches)
             share, micro_batch.value = share * stock, micro_batch.value * stock
         micro_batch.reported = micro_batch.value
         if window.steps_run == 0:
-            announce(trainer, session, window, passed=loss, right=micro_batch.reported)
-        divisor = engine_divisor(accelerator, backward_kwargs)
-        return original_backward(share if divisor == 1 else share * divisor, **backward_kwargs)
+            announce(trainer, session, window, stock)
+        divided = engine_divisor(accelerator, backward_kwargs) / window.cut.engine_divisor
+        return original_backward(share if divided == 1 else share * divided, **backward_kwargs)
 
     try:
         with (
@@ -244,27 +247,23 @@ def _weigh(
     heard: Heard,
 ) -> None:
     """Keep what a micro-batch's loss adds to the window's; averaged over ranks the sum is the global batch's loss."""
-    contract, steps = window.contract, len(window.batches)
-    divided = steps if contract.custom and scales_itself(trainer) else 1
+    contract, steps, cut = window.contract, len(window.batches), window.cut
+    micro_batch.node = loss.grad_fn
     if not contract.is_read:
+        itself = contract.custom and scales_itself(trainer)
         loss = loss * 0.0 if micro_batch.weightless and contract.custom else loss
-        micro_batch.share = of_window(loss, steps, divided)
-        micro_batch.value = micro_batch.share.detach()
+        micro_batch.value = of_window(loss.detach(), steps, steps if itself else 1)
+        micro_batch.share = of_window(loss, steps, steps * cut.engine_divisor if itself else cut.engine_divisor)
         return
     assert window.check is not None
-    weighed = weigh(
-        loss,
-        contract,
-        window.cut,
-        window.check,
-        inputs,
-        heard=heard,
-        predicted=micro_batch.counts,
-        weightless=micro_batch.weightless,
-    )
-    micro_batch.share = of_window(weighed.loss, steps, divided)
-    micro_batch.value = of_window(weighed.value, steps, divided)
-    micro_batch.as_stock = loss.grad_fn if weighed.as_stock else None
+    predicted = micro_batch.counts
+    if predicted is None:
+        at_its_place = min(window.steps_run, len(window.by_rule) - 1)
+        predicted = window.by_rule[at_its_place] if window.by_rule else {}
+    weightless = micro_batch.weightless
+    weighed = weigh(loss, contract, cut, window.check, inputs, predicted, heard, weightless=weightless)
+    micro_batch.share, micro_batch.value = weighed.loss, weighed.value
+    micro_batch.as_stock = weighed.as_stock
 
 
 def _factor_over(loss: Tensor, node: Any) -> float:

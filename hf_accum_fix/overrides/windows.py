@@ -158,10 +158,7 @@ def _counted(
     )
 
     contracts = [contract, *session.contracts[1:]]
-    parts = {
-        id(each): Part(each, cut, WindowCheck(each, local, len(batches)))
-        for each, cut, local in zip(contracts, counted.cuts, counted.local, strict=True)
-    }
+    parts = {id(each): Part(each, cut, WindowCheck(each)) for each, cut in zip(contracts, counted.cuts, strict=True)}
     return Window(
         contract,
         batches,
