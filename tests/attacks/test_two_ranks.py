@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.observe import observe
+from hf_accum_fix.accumulation.observe import Setting, observe
 from tests.attacks.runs import FLOOR
 from tests.attacks.two_ranks import EXACT, ROWS
 from tests.numerics.heads.head import collate
@@ -53,17 +53,20 @@ def test_terms_are_exact_on_two_ranks(case: str, rows: Mapping[str, Mapping[str,
 def _observed(rounding: float) -> LossContract:
     """Of a trainer's own sum over the number, whose last digits move with labels that it does not use."""
 
-    def call(inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, None]:
+    scale = nn.Parameter(torch.ones(()))
+
+    def call(inputs: Mapping[str, Any], number: Tensor | None) -> Tensor:
         assert number is not None
         labels = inputs["labels"][:, 1:]
-        value = inputs["input_ids"][:, 1:].float().sqrt()
+        value = scale * inputs["input_ids"][:, 1:].float().sqrt()
         summed = (value * (labels != -100)).sum()
         if bool((inputs["labels"][:, 0] != -100).any()):
             summed = summed * (1 + rounding)
-        return summed / number, None
+        return summed / number
 
     window = [collate(text()[start : start + 2]) for start in range(0, 8, 2)]
-    return observe(call, window, nn.Linear(1, 1), device=torch.device("cpu"), passes_number=True, needs_number=True)
+    setting = Setting(hands_number=True, custom=True)
+    return observe(call, window, nn.Linear(1, 1), setting, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("rounding", [0.0, 1.2e-7, -1.2e-7, 1e-6])
