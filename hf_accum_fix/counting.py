@@ -17,12 +17,13 @@ from hf_accum_fix import observations
 from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Coupling, LossContract, Reduction
 from hf_accum_fix.accumulation.kinds import Kind, kind_of, words_of
+from hf_accum_fix.accumulation.observe import out_of_memory
 from hf_accum_fix.accumulation.per_sample import by_sample
 from hf_accum_fix.accumulation.run import Run
 from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.accumulation.window import Items, count_by_rules, count_dtype
 from hf_accum_fix.engines import ranks
-from hf_accum_fix.errors import RankError
+from hf_accum_fix.errors import AccumFixError, RankError
 from hf_accum_fix.known import ALL, Known, Settled
 from hf_accum_fix.router.router_loss import Form, Forward, RouterLoss, one_form
 
@@ -109,9 +110,11 @@ def _settle_one(
 ) -> None:
     """Observe one loss in a window, and change what is known of it."""
     seen, trouble = observe(window)
-    if trouble is not None and settled is not known and settled.contract is None:
+    goes_on = run.world_size == 1 or (settled is not known and settled.contract is None)
+    if trouble is not None and goes_on and not isinstance(trouble, AccumFixError) and not out_of_memory(trouble):
         # Training itself may never ask for a loss of these, and shows the trouble where it does.
-        seen, trouble = LossContract(Reduction.PLAIN, reason=f"it could not be observed: {trouble}"), None
+        reason = f"it could not be observed: {trouble}"
+        seen, trouble = LossContract(Reduction.PLAIN, conclusive=settled is not known, reason=reason), None
     found = agree([each for each in agreed(run, seen, trouble) if each is not None])
     if per_sample:
         found = by_sample(found)
@@ -119,6 +122,9 @@ def _settle_one(
         # It shows nothing.
         return
     settled.attempts += found.reason != NO_TARGET_SEEN
+    if not found.conclusive and found.reason != NO_TARGET_SEEN:
+        # It is trained as it is for now.
+        known.windows.note_inexact()
     known.take(found, settled)
 
 

@@ -71,14 +71,7 @@ class TermSpec:
     @property
     def group(self) -> tuple[Any, ...]:
         """Terms of one group are divided by the same count in every micro-batch."""
-        return (
-            self.how,
-            self.own,
-            self.as_stock,
-            self.handed,
-            self.rules[:1],
-            self.times if self.rules else self.count,
-        )
+        return (self.how, self.own, self.as_stock, self.handed, self.rules[:1] or self.count)
 
 
 def router_loss(outputs: Any, kind: str) -> Tensor | None:
@@ -108,6 +101,7 @@ class LossContract:
         terms: how each term of the loss is reduced; empty: the loss was not read, and is weighed by ``items``.
         shift: the loss drops position 0 of its labels; None: its graph does not show it.
         inside: means of stacked numbers are several terms, not rows.
+        deep: numbers stand inside of its sums.
         custom: a Trainer subclass computes or changes the loss in a ``compute_loss``.
         hands_number: the loss is handed the number; else it returns the mean over its own items.
         dtype: of the loss; the number is handed over in float64 only to a loss in float64.
@@ -125,6 +119,7 @@ class LossContract:
     terms: tuple[TermSpec, ...] = ()
     shift: bool | None = None
     inside: bool = False
+    deep: bool = False
     custom: bool = False
     hands_number: bool = True
     dtype: torch.dtype = torch.float32

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import MappingProxyType
@@ -24,6 +23,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+
+from hf_accum_fix.errors import ContractError
 
 #: What a node does to the number above it: "pass" hands it on, "sum", "mean" and "loss" reduce a tensor to it.
 ROWS: Mapping[str, str] = MappingProxyType(
@@ -86,6 +87,15 @@ class Path:
         """The same with more factors."""
         return replace(self, factors=(*self.factors, *factors))
 
+    def on_host(self) -> Path:
+        """The same with Python numbers for those that wait for no device."""
+        known = ((each, each.value) for each in self.factors)
+        factors = (
+            each._replace(value=float(v)) if isinstance(v, Tensor) and v.ndim == 0 and v.is_cpu else each
+            for each, v in known
+        )
+        return replace(self, factors=tuple(factors))
+
     def below(self, top: Any) -> Path:
         """The same below a sum: the node belongs to one of its terms."""
         return replace(self, top=top, above=len(self.factors))
@@ -102,6 +112,7 @@ class Term:
         readable: False: the leaf is no reduction, so that nothing is known below it.
         rows: how many single numbers the leaf has put together by stack or cat; 0: it reduces a tensor.
         divides: the last of the factors is the leaf's own count.
+        within: how many of the factors stand inside of the leaf's sum.
     """
 
     name: str
@@ -110,6 +121,7 @@ class Term:
     readable: bool = True
     rows: int = 0
     divides: bool = False
+    within: int = 0
 
     @property
     def factors(self) -> tuple[Factor, ...]:
@@ -122,25 +134,28 @@ class Term:
         return (self.name, self.readable, *((each.divides, each.learnt) for each in self.factors))
 
 
-def read(loss: Tensor, stops: Collection[Any] = (), *, inside: bool = False) -> list[Term]:
+def read(loss: Tensor, stops: Collection[Any] = (), *, inside: bool = False, deep: bool = False) -> list[Term]:
     """The terms of a loss; none: it has no gradient.
 
     Args:
         loss: of one element, with its graph.
         stops: nodes that are terms whatever stands below them, such as a router's loss.
         inside: look into means and sums of stacked numbers; else they are leaves, and their numbers rows.
+        deep: look for numbers inside of a sum, too; this unpacks tensors that autograd has kept.
     """
     if loss.grad_fn is None:
         return []
     # A dispatch mode hands on no Python number that autograd has wrapped.
-    quiet = _disable_current_modes if torch._C._len_torch_dispatch_stack() else nullcontext
-    with quiet():
-        path = Path(loss.grad_fn)
-        terms = list(islice(_terms((loss.grad_fn, loss.output_nr), path, stops, inside), _MOST_TERMS + 1))
+    if torch._C._len_torch_dispatch_stack():
+        with _disable_current_modes():
+            terms = read(loss, stops, inside=inside, deep=deep)
+            return [replace(each, path=each.path.on_host()) for each in terms]
+    path = Path(loss.grad_fn)
+    terms = list(islice(_terms((loss.grad_fn, loss.output_nr), path, stops, inside, deep), _MOST_TERMS + 1))
     return terms if len(terms) <= _MOST_TERMS else [Term("too many terms", loss.grad_fn, path, readable=False)]
 
 
-def _terms(edge: Edge, path: Path, stops: Collection[Any], inside: bool) -> Iterator[Term]:
+def _terms(edge: Edge, path: Path, stops: Collection[Any], inside: bool, deep: bool) -> Iterator[Term]:
     while True:
         node, output = edge
         name, edges = type(node).__name__, node.next_functions
@@ -158,10 +173,11 @@ def _terms(edge: Edge, path: Path, stops: Collection[Any], inside: bool) -> Iter
             if inside and stacked:
                 path = path.times(Factor(float(len(stacked)), divides=True)) if does == "mean" else path
                 for each in stacked:
-                    yield from _terms(each, path.below(each[0]), stops, inside)
+                    yield from _terms(each, path.below(each[0]), stops, inside, deep)
                 return
-            own = path.times(*_own_factors(node, name, reduction, live[0][0], does))
-            yield Term(name, node, own, True, len(stacked), reduction == 1 or does == "mean")
+            divides = reduction == 1 or does == "mean"
+            own = _own_factors(node, name, reduction, live[0][0], does, deep)
+            yield Term(name, node, path.times(*own), True, len(stacked), divides, len(own) - divides)
             return
         if does == "pass":
             edge = edges[output] if name.startswith("_DDP") else live[0]
@@ -174,7 +190,7 @@ def _terms(edge: Edge, path: Path, stops: Collection[Any], inside: bool) -> Iter
             paths = [path if sign == 1 else path.times(Factor(sign)) for _, sign in signed]
             if len(live) > 1:
                 for each, below in zip(live, paths, strict=True):
-                    yield from _terms(each, below.below(each[0]), stops, inside)
+                    yield from _terms(each, below.below(each[0]), stops, inside, deep)
                 return
             edge, path = live[0], paths[0]
         elif (found := _factor(node, edges, does)) is not None:
@@ -221,7 +237,7 @@ def _stacked(node: Any) -> list[Edge]:
     return live if all(numbers) else []
 
 
-def _own_factors(node: Any, name: str, reduction: int, below: Any, does: str) -> list[Factor]:
+def _own_factors(node: Any, name: str, reduction: int, below: Any, does: str, deep: bool) -> list[Factor]:
     """The numbers that stand inside of a mean or sum, and last what the reduction divides by."""
     if reduction == 2:
         return []
@@ -229,7 +245,7 @@ def _own_factors(node: Any, name: str, reduction: int, below: Any, does: str) ->
         total = getattr(node, "_saved_total_weight", None)
         shape = _shape(below)
         return [Factor(float(math.prod(shape[:1] if name in _BY_ROW else shape)) if total is None else total, True)]
-    inner = list(_inner(below))
+    inner = list(_inner(below)) if deep else []
     return [*inner, Factor(float(node._saved_self_sym_numel), True)] if does == "mean" else inner
 
 
@@ -240,7 +256,11 @@ def _inner(node: Any) -> Iterator[Factor]:
         if does == "neg":
             yield Factor(-1.0)
         elif does in ("mul", "div"):
-            found = _factor(node, edges, does)
+            try:
+                found = _factor(node, edges, does)
+            except ContractError:
+                # A tensor that was forgotten, and so no number.
+                return
             if found is None or (isinstance(found[1].value, Tensor) and found[1].value.ndim > 0):
                 return
             edges = (found[0],)

@@ -41,13 +41,15 @@ from hf_accum_fix.accumulation.preserve import undisturbed
 from hf_accum_fix.accumulation.rules import is_padded, listed_targets, matching_rules, ways_of_counting
 from hf_accum_fix.accumulation.samples import splits
 from hf_accum_fix.accumulation.values import Heard, listening
-from hf_accum_fix.accumulation.window import Items
+from hf_accum_fix.accumulation.window import Items, sample_count
 from hf_accum_fix.errors import ContractError
 
 #: One forward: (inputs, number or None) -> loss.
 Forward = Callable[[Mapping[str, Any], Tensor | None], Tensor]
 #: What the three forwards are handed: no sums, multiples or counts of one another, with a fraction.
 NUMBERS = (1237.5, 4111.5, 2053.5)
+#: What a trainer's own ``compute_loss`` is handed then, an integer as upstream's.
+OWN_NUMBERS = {1237.5: 7919, 4111.5: 3571, 2053.5: 5557}
 #: Losses of other libraries that are known to be means over targets, though their graph does not show it.
 DECLARED = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")
 #: What hides a whole loss: compiled code, another library's kernel.
@@ -66,6 +68,7 @@ class Seen:
         value: its part of the loss; None: it could not be followed.
         named: the rules whose targets are those that the leaf has kept.
         shift: the loss drops position 0 of the labels; None: the leaf does not show it.
+        within: numbers stand inside of the leaf's sum.
         total: the weight of its targets, of a cross entropy; 0.0: the leaf does not show it.
     """
 
@@ -80,6 +83,7 @@ class Seen:
     ignored: int | None
     named: tuple[Items, ...]
     shift: bool | None
+    within: bool
     total: float
 
 
@@ -110,9 +114,9 @@ class Setting:
     """What is known of a training before its loss is observed.
 
     Attributes:
-        hands_number: the loss is handed the number in training.
+        hands_number: the model, or a function of the user's, is handed the number in training.
+        hands_own: a trainer's own ``compute_loss`` is.
         only_shows: the number is handed in the last forward alone, to see what the loss would do with it.
-        integer: the number is an integer, as upstream hands it to a ``compute_loss``.
         custom: a trainer's own ``compute_loss`` makes the loss.
         func: a function of the user's makes it of the model's outputs.
         multiplies: a custom loss that divides by the number may multiply by the number of ranks.
@@ -121,11 +125,12 @@ class Setting:
         upstream_number: the items of this rank's window as the release counts them; None: it does not.
         rounded: matrix products keep fewer than float32's digits.
         alone: the loss has one term.
+        apart: what was run were a batch and its parts.
     """
 
     hands_number: bool = False
     only_shows: bool = False
-    integer: bool = False
+    hands_own: bool = False
     custom: bool = False
     func: bool = False
     multiplies: bool = False
@@ -134,6 +139,7 @@ class Setting:
     upstream_number: float | None = None
     rounded: bool = False
     alone: bool = True
+    apart: bool = True
 
 
 def observe(
@@ -181,30 +187,36 @@ def observe(
                 model.train()
 
         norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
-        numbers: tuple[float | None, ...] = NUMBERS if setting.hands_number else (None, None, None)
+        numbers: tuple[float | None, ...] = NUMBERS if setting.hands_number or setting.hands_own else (None, None, None)
         if setting.only_shows:
             numbers = (None, None, NUMBERS[2])
-        found, trouble = None, None
+        found, whole, trouble = None, None, None
         for split in splits(window):
+            if found is not None and not split.tells and (found.conclusive or found.reason == NO_TARGET_SEEN):
+                break
             try:
-                readings = [run(batch, number) for batch, number in zip(split, numbers, strict=True)]
+                handed = (None, None, None) if setting.only_shows and not split.apart else numbers
+                readings = [run(batch, number) for batch, number in zip(split[:3], handed, strict=True)]
                 if setting.only_shows and len(readings[2].terms) != len(readings[1].terms):
-                    readings[2] = run(split[2], None)
+                    readings[2] = run(split.other, None)
             except Exception as error:
-                if sharded or (_out_of_memory(error) and id(split[0]) in kept):
+                trouble = trouble or error
+                # Memory that ends in a micro-batch as it is ends it in training.
+                if sharded or (out_of_memory(error) and id(split.whole) in kept):
                     raise
                 logger.debug("a loss was not observed on a part of its batch", exc_info=True)
-                trouble = trouble or error
                 continue
-            latest = _conclude(readings, window, setting)
-            found = found if found is not None and latest.coupling is Coupling.COUPLED else latest
-            if found.coupling is not Coupling.COUPLED or not (setting.custom or setting.func) or sharded:
+            latest = _conclude(readings, window, replace(setting, apart=split.apart))
+            if found is None or (latest.conclusive and latest.coupling is not Coupling.COUPLED):
+                found, whole = latest, readings[0]
+            shows = found.conclusive or found.reason == NO_TARGET_SEEN
+            if sharded or (shows and (found.coupling is not Coupling.COUPLED or not (setting.custom or setting.func))):
                 break
-        if found is None:
-            assert trouble is not None
+        if found is None and trouble is not None:
             raise trouble
-        if (setting.custom or setting.func) and (suspects := _suspects(found, readings[0], setting)):
-            found = _own_division(found, suspects, readings[0], run(readings[0].batch, readings[0].number, more_steps))
+        assert found is not None and whole is not None
+        if (setting.custom or setting.func) and (suspects := _suspects(found, whole, setting)):
+            found = _own_division(found, suspects, whole, run(whole.batch, whole.number, more_steps), setting)
     if norm is not None:
         reason = f"BatchNorm in training mode ({norm}): its statistics come from one micro-batch"
         terms = tuple(replace(each, how=How.PLAIN) if each.how is How.MEAN else each for each in found.terms)
@@ -218,6 +230,21 @@ def observe(
             reason=reason,
         )
     return replace(found, custom=setting.custom, hands_number=setting.hands_number)
+
+
+def shift_of(call: Forward, window: Sequence[Mapping[str, Any]], model: nn.Module, *, sharded: bool) -> bool | None:
+    """Whether a model's own loss drops position 0 of its labels; None: its graph does not show it.
+
+    Args:
+        call: one forward of the model's own loss.
+        window: the micro-batches.
+        model: that is run.
+        sharded: as for `undisturbed`.
+    """
+    batch = max(window, key=lambda each: float(next(ways_of_counting(each)).count(each)))
+    with undisturbed(model, sharded=sharded), torch.enable_grad(), saved_tensors_hooks(_kept_small, _unpacked):
+        shown = [_is_shifted(term, batch) for term in read(call(dict(batch), None))]
+    return next((shift for shift in shown if shift is not None), None)
 
 
 # --- one forward ------------------------------------------------------------------------------------------------------
@@ -242,10 +269,7 @@ def _read(
     np.random.seed(0)
     torch.manual_seed(0)
     before = _random_state()
-    handed = None
-    if number is not None:
-        number = float(int(number)) if setting.integer else number
-        handed = torch.tensor(int(number) if setting.integer else number, device=device)
+    handed = None if number is None else torch.tensor(number, device=device)
     with (
         WithoutNoise(alike=alike),
         listening(None, head) as heard,
@@ -259,7 +283,7 @@ def _read(
     total = float(loss.detach())
     read_terms = [
         _filled([_seen(term, heard, batch, total if len(terms) == 1 else None) for term in terms], total)
-        for terms in (read(loss, heard.routers), read(loss, heard.routers, inside=True))
+        for terms in (read(loss, heard.routers, deep=True), read(loss, heard.routers, inside=True, deep=True))
     ]
     return Reading(batch, number, total, loss.dtype, read_terms[0], read_terms[1], _random_state() != before)
 
@@ -296,6 +320,7 @@ def _seen(term: Term, heard: Heard, batch: Mapping[str, Any], alone: float | Non
         ignored,
         named,
         _is_shifted(term, batch),
+        term.within > 0,
         total,
     )
 
@@ -352,7 +377,7 @@ def _random_state() -> tuple[Any, ...]:
     return random.getstate(), words[1].tobytes(), words[2], torch.get_rng_state().numpy().tobytes()  # type: ignore[index]
 
 
-def _out_of_memory(error: Exception) -> bool:
+def out_of_memory(error: Exception) -> bool:
     """Whether a device or the host had no memory left, however the error is spelled."""
     return isinstance(error, MemoryError) or "out of memory" in str(error).lower()
 
@@ -373,13 +398,28 @@ class Candidate:
 
 def _conclude(readings: Sequence[Reading], window: Sequence[Mapping[str, Any]], setting: Setting) -> LossContract:
     whole = readings[0]
-    dtype, batches = whole.dtype, [each.batch for each in readings]
     rules = list(ways_of_counting(whole.batch))
     if not whole.terms or not math.isfinite(whole.loss) or not any(each.loss for each in readings):
         return _nothing_seen(whole, rules)
-    inside = any(one.rows > 1 for one in whole.terms) and all(
-        [each.rows for each in reading.terms] == [each.rows for each in whole.terms] for reading in readings
-    )
+    found = _concluded(readings, window, setting, rules, inside=False)
+    if found.doubt and any(each.rows for each in whole.terms):
+        # Stacked numbers are rows of one mean, or several terms.
+        inner = _concluded(readings, window, setting, rules, inside=True)
+        found = found if inner.doubt else inner
+    return found
+
+
+def _concluded(
+    readings: Sequence[Reading],
+    window: Sequence[Mapping[str, Any]],
+    setting: Setting,
+    rules: Sequence[Items],
+    *,
+    inside: bool,
+) -> LossContract:
+    """The same with stacked numbers taken for rows, or for terms."""
+    whole = readings[0]
+    dtype, batches = whole.dtype, [each.batch for each in readings]
     seen = [reading.inside if inside else reading.terms for reading in readings]
     by_number = False
     if setting.only_shows and readings[2].number is not None:
@@ -393,16 +433,15 @@ def _conclude(readings: Sequence[Reading], window: Sequence[Mapping[str, Any]], 
     specs = tuple(each.spec for each in tested)
     troubles = list(dict.fromkeys(each.trouble for each in tested if each.trouble))
     doubt = trouble or next(iter(troubles), "")
+    if not setting.apart and not doubt and sample_count(whole.batch) > 1:
+        doubt = "its micro-batches cannot be taken apart, so that coupled samples would not show"
     coupled = any(each.trouble == _COUPLED for each in tested)
     means = [each for each in specs if each.how is How.MEAN]
     handed = [each for each in specs if each.handed]
-    if (
-        len(means) > 1
-        and not doubt
-        and len({each.group for each in specs}) > 1
-        and not all(each.rules for each in means)
-    ):
-        doubt = "no rule counts the items of one of its terms, and no one number corrects several terms"
+    if len({each.group for each in specs}) > 1 and not all(each.rules for each in means if not each.handed):
+        # No one number corrects several terms.
+        doubt = doubt or "no rule counts the items of one of its terms beforehand"
+        specs = tuple(each if each.rules or each.handed else _uncounted(each) for each in specs)
     common: dict[str, Any] = {
         "terms": specs,
         "dtype": dtype,
@@ -411,11 +450,13 @@ def _conclude(readings: Sequence[Reading], window: Sequence[Mapping[str, Any]], 
         "router_coefficient": _coefficient(tested, "aux_loss"),
         "router_z_coefficient": _coefficient(tested, "z_loss"),
         "inside": inside,
+        "deep": any(each.within for terms in seen for each in terms),
         "shift": next((each.shift for each in seen[0] if each.shift is not None), None),
     }
     if handed:
         items = next((each.rules[0] for each in (*handed, *means) if each.rules), None)
         items = items or _rule_of_upstream(rules, window, setting) or rules[0]
+        common["terms"] = tuple(replace(each, rules=each.rules or (items,)) if each.handed else each for each in specs)
         kind = Reduction.INTEGER if handed[0].whole else Reduction.NUMBER
         takes = any(
             _is_near(value, setting.world_size) for each in tested if each.spec.handed for value in each.seen[0].factors
@@ -426,7 +467,9 @@ def _conclude(readings: Sequence[Reading], window: Sequence[Mapping[str, Any]], 
         )
     if means:
         empty = means[0].count == 0.0
-        rule = means[0].rules[0] if means[0].rules else Items()
+        # Where none counts as the loss does, the nearest is one that counts its targets.
+        near = next((each.named[0] for each in seen[0] if each.named), rules[0])
+        rule = means[0].rules[0] if means[0].rules else near
         kind = Reduction.NUMBER if by_number else Reduction.MEAN
         return LossContract(
             kind, rule, conclusive=not empty, reason=f"its graph divides {means[0].shape[0]} by them", **common
@@ -440,6 +483,10 @@ def _conclude(readings: Sequence[Reading], window: Sequence[Mapping[str, Any]], 
 
 _NO_ITEMS = "none of its terms is divided by a count"
 _COUPLED = "the samples of a batch are coupled: its loss is no weighted mean of its parts' losses (in-batch negatives)"
+
+
+def _uncounted(spec: TermSpec) -> TermSpec:
+    return replace(spec, how=How.PLAIN, counts=()) if spec.how is How.MEAN else spec
 
 
 def _nothing_seen(whole: Reading, rules: Sequence[Items]) -> LossContract:
@@ -497,20 +544,28 @@ def _candidate(
     """What is a count, a number or a constant among the factors of one term."""
     first = (terms[0][0], terms[1][0], terms[2][0])
     numbers = [each.number for each in readings]
-    handed, moving, whole = [], [], False
+    own: list[int] = []
+    handed: list[int] = []
+    moving: list[int] = []
+    whole = False
     for at, values in enumerate(zip(*(each.factors for each in first), strict=True)):
         if place is None and first[0].divides and at == len(first[0].factors) - 1:
             # The items of a row are its own.
             continue
-        if None not in numbers and setting.hands_number:
-            if all(_is_near(value, number) for value, number in zip(values, numbers, strict=True)):
-                handed.append(at)
+        if None not in numbers and not setting.only_shows:
+            mine = [OWN_NUMBERS[number or 0.0] for number in numbers]
+            if all(map(_is_near, values, mine)):
+                own.append(at)
                 continue
-            if all(value == int(number or 0) for value, number in zip(values, numbers, strict=True)):
+            cut = [float(int(number or 0.0)) for number in numbers]
+            if all(map(_is_near, values, numbers)) or list(values) == cut:
                 handed.append(at)
-                whole = True
+                whole = list(values) == cut
                 continue
-        if not (_is_near(values[0], values[1]) and _is_near(values[0], values[2])):
+        is_own = first[0].divides and at == len(first[0].factors) - 1
+        # A loss function's own count is one, though it may be the same in every micro-batch.
+        same = _is_near(values[0], values[1]) and _is_near(values[0], values[2])
+        if not same or (is_own and not setting.apart):
             moving.append(at)
     divides = [flag for flag, _ in first[0].shape[2:]]
     counts = tuple(
@@ -525,11 +580,8 @@ def _candidate(
     spec = TermSpec(
         first[0].shape, place, How.MEAN if moving else How.PLAIN, tuple(moving), count=counts[0] if moving else 1.0
     )
-    if handed:
-        own = tuple(handed) if setting.custom else ()
-        spec = replace(
-            spec, handed=True, whole=whole, own=own, counts=() if setting.custom else tuple(handed), how=How.MEAN
-        )
+    if handed or own:
+        spec = replace(spec, handed=True, whole=whole, own=tuple(own), counts=tuple(handed), how=How.MEAN)
     return Candidate(spec, first, counts, sums)
 
 
@@ -561,6 +613,8 @@ def _tested(
         return replace(candidate, spec=replace(spec, how=How.ROUTER, counts=(), rules=()))
     known = None not in values
     named = [rule for rule in whole.named if all(rule in each.named for each in candidate.seen)]
+    if not setting.apart:
+        tolerance = math.inf
     if spec.handed:
         sums = [(value or 0.0) * _number_of(seen, spec) for value, seen in zip(values, candidate.seen, strict=True)]
         rules: tuple[Items, ...] = ()
@@ -573,7 +627,9 @@ def _tested(
         if rules and all(is_padded(rule, batches[0]) for rule in rules) and not setting.alone:
             # Over padding, too: a mean per micro-batch whatever the batch, as a router's is (Bamba's z-loss).
             return replace(candidate, spec=replace(spec, how=How.ROUTER, counts=()))
-        if not _is_near(n[0], n[1] + n[2], 1e-5):
+        if not setting.apart and whole.readable and (rules or whole.divides):
+            return replace(candidate, spec=replace(spec, rules=rules, times=times))
+        if not setting.apart or not _is_near(n[0], n[1] + n[2], 1e-5):
             why = f"a factor of {whole.name} is neither a count nor a constant"
             return replace(candidate, spec=replace(spec, how=How.PLAIN, counts=()), trouble=why)
         if not whole.readable:
@@ -587,7 +643,7 @@ def _tested(
     if not whole.readable:
         return _unreadable(candidate, batches, ignored, tolerance)
     # A forward that draws at random has no parts: its sum adds up but for the noise.
-    if known and any(values) and _adds_up([value or 0.0 for value in values], min(tolerance, 0.2)):
+    if known and setting.apart and any(values) and _adds_up([value or 0.0 for value in values], min(tolerance, 0.2)):
         return replace(candidate, spec=replace(spec, how=How.SUM))
     return replace(candidate, trouble=f"{whole.name} is {How.PLAIN.value}")
 
@@ -648,37 +704,46 @@ def _rule_of_upstream(rules: Sequence[Items], window: Sequence[Mapping[str, Any]
 
 
 def _suspects(found: LossContract, whole: Reading, setting: Setting) -> list[tuple[int, int]]:
-    """Constants that may be a trainer's own division for the window: places of terms, and of their factors."""
-    steps, ranks = setting.steps, setting.world_size
-    telling = {float(number) for number in (steps, ranks, steps * ranks) if number > 1}
-    telling |= {1 / number for number in telling}
+    """Constants that may hang on the accumulation steps: places of terms, and of their factors."""
+    if setting.steps * setting.world_size == 1:
+        return []
     terms = _terms_of(found, whole)
     return [
         (at, place)
         for at, (spec, seen) in enumerate(zip(found.terms, terms, strict=True))
         for place, value in enumerate(seen.factors)
-        if place not in (*spec.counts, *spec.own) and any(_is_near(value, number) for number in telling)
+        if place not in (*spec.counts, *spec.own) and value and not _is_near(abs(value), 1.0)
     ]
 
 
 def _terms_of(found: LossContract, reading: Reading) -> list[Seen]:
     """The terms of a forward in the order of a contract's."""
-    inside = {spec.shape for spec in found.terms} != {each.shape for each in reading.terms}
-    terms = reading.inside if inside else reading.terms
+    terms = reading.inside if found.inside else reading.terms
     return [[each for each in terms if each.shape == spec.shape][spec.place or 0] for spec in found.terms]
 
 
 def _own_division(
-    found: LossContract, suspects: Sequence[tuple[int, int]], whole: Reading, more: Reading
+    found: LossContract, suspects: Sequence[tuple[int, int]], whole: Reading, more: Reading, setting: Setting
 ) -> LossContract:
-    """Which of the suspects moved with the steps that the arguments name: those are the trainer's division."""
+    """Which of the suspects moved with the steps that the arguments name: those are the trainer's division.
+
+    A constant that does not move is a coefficient, unless it is 1/G or 1/W: that may be either.
+    """
+    steps, ranks = setting.steps, setting.world_size
+    telling = {float(number) for number in (steps, ranks, steps * ranks) if number > 1}
+    telling |= {1 / number for number in telling}
     terms, doubt = list(found.terms), found.doubt
     before, after = _terms_of(found, whole), _terms_of(found, more)
     for at, place in suspects:
-        value = before[at].factors[place]
-        if not _is_near(value, after[at].factors[place]):
+        value, moved = before[at].factors[place], after[at].factors[place]
+        divides = before[at].shape[2:][place][0]
+        times = moved / value if divides else value / moved
+        if _is_near(times, 2.0) or _is_near(times, 3.0):
             terms[at] = replace(terms[at], own=(*terms[at].own, place))
-        elif not (terms[at].handed and found.takes_world_size):
+        elif not _is_near(value, moved):
+            terms[at] = replace(terms[at], as_stock=True)
+            doubt = doubt or "it is scaled by the accumulation steps in a way that is not recognised, and stays so"
+        elif any(_is_near(value, number) for number in telling) and not (terms[at].handed and found.takes_world_size):
             terms[at] = replace(terms[at], as_stock=True)
             doubt = doubt or (
                 f"the constant {value:g} in it may be a coefficient, or the trainer's own division for the "

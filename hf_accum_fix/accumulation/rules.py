@@ -39,11 +39,13 @@ def matching_rules(
             in_proportion[rule] = times
     told_apart = batches[1] is not batches[2]
     usable = [each for each in in_proportion.values() if _is_close(each, 1.0)]
-    usable += [each for each in in_proportion.values() if told_apart and _is_close(each, round(each))]
+    usable += [
+        n for n in in_proportion.values() if told_apart and (_is_close(n, round(n)) or _is_close(1 / n, round(1 / n)))
+    ]
     best = usable[0] if usable else 0.0
     if not best and (mixed := _mixed(counts, batches)) is not None:
         return (mixed,), 1.0
-    return tuple(rule for rule, each in in_proportion.items() if best and _is_close(each, best)), best
+    return tuple(rule for rule, each in in_proportion.items() if best and _is_close(each, best)), best or 1.0
 
 
 def _mixed(counts: Sequence[float], batches: Sequence[Mapping[str, Any]]) -> Items | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,15 +14,28 @@ from hf_accum_fix.accumulation.rules import listed_targets, ways_of_counting
 from hf_accum_fix.accumulation.window import has_rows, sample_count
 
 Batch = Mapping[str, Any]
-#: A batch and two parts that hold all of its samples.
-Split = tuple[Batch, Batch, Batch]
+
+
+class Split(NamedTuple):
+    """A batch, and two parts that hold all of its samples; or three batches.
+
+    Attributes:
+        apart: the parts are parts of the whole.
+        tells: coupled samples would show.
+    """
+
+    whole: Batch
+    one: Batch
+    other: Batch
+    apart: bool = True
+    tells: bool = True
 
 
 def splits(window: Sequence[Batch]) -> Iterator[Split]:
     """Ways to take samples of a window apart, the surest first; not every model can run each of them.
 
     Rows of its most telling micro-batch; two micro-batches beside the batch of both; rows whose second half belongs to
-    the first (DPO); and a micro-batch beside itself twice.
+    the first (DPO); a micro-batch beside itself; and micro-batches as they are, of which nothing is put together.
     """
     ordered = sorted(window, key=_tells, reverse=True)
     batch = ordered[0]
@@ -32,16 +45,21 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     by_row = _has_rows_alone(batch, rows)
     if by_row:
         least = _least_row(batch, rows)
-        yield batch, _rows(batch, [least]), _rows(batch, [row for row in range(rows) if row != least])
+        yield Split(batch, _rows(batch, [least]), _rows(batch, [row for row in range(rows) if row != least]))
     if others and not by_row and (both := _merged(batch, others[0])) is not None:
-        yield both, batch, others[0]
+        yield Split(both, batch, others[0])
     half, odd = divmod(rows, 2)
-    if not odd and half > 1 and all(len(value) in (rows, half) for value in _sized(batch)):
+    if not odd and half > 1 and all(_is_plain(value) and len(value) in (rows, half) for value in _sized(batch)):
         rest = [*range(1, half), *range(half + 1, rows)]
-        yield batch, _pairs(batch, [0, half], half), _pairs(batch, rest, half)
+        yield Split(batch, _pairs(batch, [0, half], half), _pairs(batch, rest, half))
     if others and by_row and not odd and (both := _merged(batch, others[0], interleaved=True)) is not None:
-        yield both, batch, others[0]
-    yield _twice(batch), batch, batch
+        yield Split(both, batch, others[0])
+    if (twice := _twice(batch)) is not None:
+        yield Split(twice, batch, batch, tells=False)
+    one, other, *_ = (*others, batch, batch)
+    yield Split(batch, one, other, apart=False, tells=False)
+    for each in ordered:
+        yield Split(each, each, each, apart=False, tells=False)
 
 
 def _tells(batch: Batch) -> tuple[bool, bool, int, float]:
@@ -127,14 +145,18 @@ def _merged(one: Batch, other: Batch, *, interleaved: bool = False) -> dict[str,
     return result
 
 
-def _twice(value: Any) -> Any:
-    """A batch beside itself; position ids of three axes have their samples second."""
+def _twice(batch: Batch) -> dict[str, Any] | None:
+    """A batch beside itself; position ids of three axes have their samples second. None: it has nothing to double."""
+    doubled = {key: _doubled(key, value) for key, value in batch.items()}
+    return doubled if any(doubled[key] is not batch[key] for key in batch) else None
+
+
+def _doubled(key: str, value: Any) -> Any:
     if isinstance(value, Mapping):
-        third = {key for key, each in value.items() if isinstance(each, Tensor) and each.ndim == 3 and len(each) == 3}
-        axis = {key: 1 for key in third if "position" in key}
-        return {key: torch.cat([each, each], axis[key]) if key in axis else _twice(each) for key, each in value.items()}
+        return _twice(value) or value
     if isinstance(value, Tensor):
-        return torch.cat([value, value]) if value.ndim and _is_plain(value) else value
+        of_positions = "position" in key and value.ndim == 3 and len(value) == 3
+        return torch.cat([value, value], int(of_positions)) if value.ndim and _is_plain(value) else value
     if isinstance(value, np.ndarray):
         return np.concatenate([value, value]) if value.ndim else value
     return type(value)([*value, *value]) if type(value) in (list, tuple) else value

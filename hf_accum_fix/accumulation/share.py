@@ -150,7 +150,6 @@ def run_by_rule(
     *,
     own_loss: bool = False,
     rounded: bool = False,
-    smoothed: bool = False,
 ) -> tuple[Tensor, Any]:
     """Run a micro-batch whose loss is not read (a contract given, compiled code), and weigh it by its rule.
 
@@ -162,15 +161,11 @@ def run_by_rule(
         run: the forward: (inputs, number or None) -> (loss, outputs).
         own_loss: as for `share_of`.
         rounded: as for `share_of`.
-        smoothed: the loss was made from the logits alone, so that a router's loss is added to it.
     """
     share = share_of(contract, inputs, items, cut, own_loss=own_loss, rounded=rounded)
     loss, outputs = run(share.inputs, share.number)
-    carried = contract.carried(outputs) if share.ratio is not None or smoothed else None
-    if carried is not None:
-        carried = carried.to(loss.device)
-        loss = loss + carried if smoothed else loss
-    return share.of(loss, carried), outputs
+    carried = contract.carried(outputs) if share.ratio is not None else None
+    return share.of(loss, None if carried is None else carried.to(loss.device)), outputs
 
 
 def of_window(share: Tensor, micro_batches: int, divided: int = 1) -> Tensor:

@@ -10,7 +10,6 @@ one weight are weighed by scaling the loss, others by a hook on the node of each
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,10 +34,12 @@ class WindowCheck:
 
     Attributes:
         contract: how their loss is reduced.
+        is_corrected: the gradient is corrected by their sum, so that each need not be as predicted.
         changed: what a micro-batch did that the observation did not show, in words; empty: nothing.
     """
 
     contract: LossContract
+    is_corrected: bool = True
     changed: str = ""
     _seen: dict[int, list[Number]] = field(default_factory=dict)
     _predicted: dict[int, list[Number]] = field(default_factory=dict)
@@ -58,27 +59,30 @@ class WindowCheck:
         place = next(iter(self._seen), None)
         if place is None or not self.counted:
             return torch.zeros(2, dtype=count_dtype(device), device=device)
-        return torch.stack([_total(each[place], device) for each in (self._seen, self._predicted)])
+        return torch.stack([_stacked(each[place], device).sum() for each in (self._seen, self._predicted)])
 
     def broken(self, device: torch.device) -> Tensor | None:
         """Whether terms divided by other items than predicted, 0-dim on the device; None: one count, or no sign."""
-        places = [*self._seen][1:] if self.counted else [*self._seen]
+        corrected = self.counted and self.is_corrected
+        places = [*self._seen][1:] if corrected else [*self._seen]
         if not places:
             return None
         flags = []
         for place in places:
-            seen = _total(self._seen[place], device)
+            seen = _stacked(self._seen[place], device)
             # Terms of one weight divide by the same, or no one number corrects them.
-            wanted = _total(next(iter(self._seen.values())) if self.counted else self._predicted[place], device)
-            flags.append((seen - wanted).abs() > 1e-6 * wanted)
+            wanted = _stacked(next(iter(self._seen.values())) if corrected else self._predicted[place], device)
+            if self.is_corrected:
+                seen, wanted = seen.sum(), wanted.sum()
+            flags.append(((seen - wanted).abs() > 1e-6 * wanted).any())
         return torch.stack(flags).any()
 
 
-def _total(counts: Sequence[Number], device: torch.device) -> Tensor:
+def _stacked(counts: Sequence[Number], device: torch.device) -> Tensor:
     dtype = count_dtype(device)
     if not any(isinstance(each, Tensor) for each in counts):
-        return torch.full((), math.fsum(map(float, counts)), dtype=dtype, device=device)
-    return torch.stack([torch.as_tensor(each, dtype=dtype, device=device) for each in counts]).sum()
+        return torch.tensor([float(each) for each in counts], dtype=dtype, device=device)
+    return torch.stack([torch.as_tensor(each, dtype=dtype, device=device) for each in counts])
 
 
 @dataclass(frozen=True)
@@ -88,12 +92,30 @@ class Weighed:
     Attributes:
         loss: to be handed to the engine, 0-dim, with gradient.
         value: its part of the window's loss for the log, 0-dim.
-        as_stock: it keeps the scale that the stock Trainer hands to the engine.
+        as_stock: the part of ``value`` whose terms keep the scale that stock hands to the engine; None: none does.
+        handed: those terms divide by the number of the global batch, not by a count of their own.
+        stock: that scale, for the hooks of those terms; None: the whole loss has it.
     """
 
     loss: Tensor
     value: Tensor
-    as_stock: bool = False
+    as_stock: Tensor | None = None
+    handed: bool = False
+    stock: list[float] | None = None
+
+    def scaled(self, stock: float, micro_batches: int) -> tuple[Tensor, Tensor]:
+        """Loss and value with that scale.
+
+        Args:
+            stock: what the stock Trainer has multiplied the loss by.
+            micro_batches: G.
+        """
+        assert self.as_stock is not None
+        times = stock if self.handed else stock * micro_batches
+        if self.stock is None:
+            return self.loss * times, self.value * times
+        self.stock[0] = times
+        return self.loss, self.value + (times - 1) * self.as_stock
 
 
 def weigh(
@@ -121,36 +143,49 @@ def weigh(
     """
     if contract.items is not None and contract.items.per_sample:
         return _weighed_by_sample(loss, contract.items, cut, check, inputs, predicted, weightless=weightless)
-    terms = read(loss, heard.routers, inside=contract.inside)
+    terms = read(loss, heard.routers, inside=contract.inside, deep=contract.deep)
     matched = _matched(terms, contract.terms)
-    as_stock = matched is not None and any(spec.as_stock for spec, _ in matched)
     if cut.is_whole and not weightless:
-        return _ready(loss, 1.0, cut, as_stock)
+        _note_number(matched or [], check)
+        return _ready(loss, 1.0, cut)
     if matched is None:
         names = sorted({each.name for each in terms}) or ["none with a gradient"]
         check.changed = f"its loss has other terms than when it was observed: {', '.join(names)}"
         return _ready(loss, 0.0 if weightless else 1 / cut.left, cut)
-    weights: list[tuple[Term, Number]] = []
+    weights: list[tuple[Term, Number, TermSpec]] = []
     for place, (spec, found) in enumerate(matched):
         if found:
-            counts = _counts(spec, found[0], cut, inputs, predicted, loss)
+            rule = spec.rules[0] if spec.rules else None if cut.is_corrected else contract.items
+            counts = _counts(spec, rule, found[0], cut, inputs, predicted, loss)
             if counts is not None:
-                check.note(place, 0.0 if weightless else counts.seen, 0.0 if weightless else counts.predicted)
-            weight = _weight(spec, found[0], counts, cut, weightless=weightless)
-            weights += [(term, weight) for term in found]
+                noted = (0.0, 0.0) if weightless else (counts.seen, counts.predicted)
+                check.note(place, *(noted if spec.times == 1.0 else (each / spec.times for each in noted)))
+            weight = _weight(spec, rule, found[0], counts, cut, weightless=weightless)
+            weights += [(term, weight, spec) for term in found]
             if counts is not None and counts.by_hand:
                 for term in found:
                     _keep_finite(term, counts.divisor)
     if contract.groups == 1:
-        return _ready(loss, weights[0][1], cut, as_stock)
-    return Weighed(loss * 1.0, _hooked(loss, weights, heard.values) / cut.engine_divisor, as_stock)
+        return _ready(loss, weights[0][1], cut, weights[0][2])
+    return _hooked(loss, weights, heard.values, cut)
 
 
-def _ready(loss: Tensor, weight: Number, cut: Cut, as_stock: bool = False) -> Weighed:
+def _note_number(matched: Sequence[tuple[TermSpec, list[Term]]], check: WindowCheck) -> None:
+    """The only micro-batch of a global batch is right as it is, unless it divides by a number of other items."""
+    for place, (spec, terms) in enumerate(matched):
+        for term in terms[:1] if spec.handed and spec.counts and spec.place is not None else ():
+            divisor = _product([term.factors[at] for at in spec.counts])
+            check.note(place, getattr(term.leaf, "_saved_total_weight", divisor), divisor)
+
+
+def _ready(loss: Tensor, weight: Number, cut: Cut, spec: TermSpec | None = None) -> Weighed:
     """A loss times one weight; a tensor of its own, since DeepSpeed hangs hooks on the model's output (stage 0)."""
     weighed = loss * _cast(weight, loss)
     value = _settled(weighed.detach(), weight)
-    return Weighed(weighed, value if cut.engine_divisor == 1 else value / cut.engine_divisor, as_stock)
+    value = value if cut.engine_divisor == 1 else value / cut.engine_divisor
+    if spec is None or not spec.as_stock:
+        return Weighed(weighed, value)
+    return Weighed(weighed, value, value, spec.handed)
 
 
 def _weighed_by_sample(
@@ -204,6 +239,7 @@ class Counts:
 
 def _counts(
     spec: TermSpec,
+    rule: Items | None,
     term: Term,
     cut: Cut,
     inputs: Mapping[str, Any],
@@ -213,13 +249,17 @@ def _counts(
     """What a term divides by; None: no items."""
     if spec.how is not How.MEAN or (spec.handed and spec.own):
         return None
-    rule = spec.rules[0] if spec.rules else None
     by_rule: Number = spec.count
     if rule is not None:
         counted = predicted[rule] if rule in predicted else rule.count(inputs, cut.mean.device)
         by_rule = counted if spec.times == 1.0 else counted * spec.times
     divisor = by_rule if not spec.counts else _product([term.factors[at] for at in spec.counts])
-    seen = divisor if not spec.handed else getattr(term.leaf, "_saved_total_weight", by_rule)
+    seen = divisor
+    if spec.handed:
+        seen = by_rule if spec.place is None else getattr(term.leaf, "_saved_total_weight", by_rule)
+    if isinstance(seen, Tensor) and seen.dtype.itemsize < 4:
+        # A count in 16 bits is rounded.
+        seen = by_rule
     is_function = term.divides and spec.counts[-1:] == (len(term.factors) - 1,)
     if rule is not None and rule.entry is not None:
         # Heads with a list of targets divide by 1 where there is none.
@@ -227,11 +267,13 @@ def _counts(
     elif not is_function and spec.counts and not spec.handed:
         # So do masks whose sum is clamped.
         nothing = loss.detach() == 0
-        seen = torch.where(nothing & (torch.as_tensor(seen, device=loss.device) == 1), 0.0, seen)
+        seen = seen * ~(nothing & (torch.as_tensor(seen, device=loss.device) == 1))
     return Counts(divisor, seen, by_rule, not is_function)
 
 
-def _weight(spec: TermSpec, term: Term, counts: Counts | None, cut: Cut, *, weightless: bool) -> Number:
+def _weight(
+    spec: TermSpec, rule: Items | None, term: Term, counts: Counts | None, cut: Cut, *, weightless: bool
+) -> Number:
     """What a term is multiplied by, so that its sum over micro-batches, averaged over ranks, is right."""
     own = _product([term.factors[at] for at in spec.own])
     if counts is None:
@@ -244,11 +286,11 @@ def _weight(spec: TermSpec, term: Term, counts: Counts | None, cut: Cut, *, weig
     if weightless:
         return 0.0
     mean: Number = spec.count * cut.left
-    if spec.rules:
-        mean = cut.left_means[spec.rules[0]] if spec.times == 1.0 else cut.left_means[spec.rules[0]] * spec.times
+    if rule is not None:
+        mean = cut.left_means[rule] if spec.times == 1.0 else cut.left_means[rule] * spec.times
     # What is not corrected in the end is weighed as predicted, or its scale would be another.
-    by_rule = spec.rules and not cut.is_corrected and not spec.handed
-    weight = (counts.predicted if by_rule else counts.divisor) / mean
+    as_predicted = not cut.is_corrected and not spec.handed
+    weight = (counts.predicted if as_predicted else counts.divisor) / mean
     return weight * own if spec.own else weight
 
 
@@ -256,7 +298,10 @@ def _product(factors: Sequence[Factor]) -> Number:
     """What a term is divided by in these places."""
     result: Number = 1.0
     for factor in factors:
-        value = factor.value.detach() if isinstance(factor.value, Tensor) else factor.value
+        value: Number = factor.value
+        if isinstance(value, Tensor):
+            # An integer over a Python number would be a float32.
+            value = value.detach() if value.is_floating_point() else value.to(count_dtype(value.device))
         if factor.divides:
             result = value if isinstance(result, float) and result == 1.0 else result * value
         else:
@@ -276,23 +321,29 @@ def _keep_finite(term: Term, count: Number) -> None:
         node.register_prehook(zero)
 
 
-def _hooked(loss: Tensor, weights: Sequence[tuple[Term, Number]], values: Values | None) -> Tensor:
-    """Weigh every term by a hook on its node; the loss for the log."""
-    rest = loss.detach()
-    total = torch.zeros_like(rest)
-    blank, tops = 1.0 if not weights else weights[0][1], set()
-    for term, weight in weights:
+def _hooked(loss: Tensor, weights: Sequence[tuple[Term, Number, TermSpec]], values: Values | None, cut: Cut) -> Weighed:
+    """Weigh every term by a hook on its node."""
+    rest, stock = loss.detach(), [1.0]
+    total, tops = torch.zeros_like(rest), set[Any]()
+    kept: Tensor | None = None
+    blank: Number = weights[0][1]
+    handed = any(spec.as_stock and spec.handed for *_, spec in weights)
+    for term, weight, spec in weights:
         value = _value(term, values)
         if value is None:
             blank = weight
         else:
             rest = rest - value
-            total = total + _settled(value * _cast(weight, value), weight)
+            value = _settled(value * _cast(weight, value), weight)
+            total = total + value
+        if spec.as_stock and value is not None:
+            kept = value if kept is None else kept + value
         if term.path.top not in tops:
             tops.add(term.path.top)
-            term.path.top.register_prehook(_scaled(weight))
+            term.path.top.register_prehook(_scaled(weight, stock if spec.as_stock else None))
     # What has no value of its own is left over.
-    return total + _settled(rest * _cast(blank, rest), blank)
+    total = (total + _settled(rest * _cast(blank, rest), blank)) / cut.engine_divisor
+    return Weighed(loss * 1.0, total, None if kept is None else kept / cut.engine_divisor, handed, stock)
 
 
 def _value(term: Term, values: Values | None) -> Tensor | None:
@@ -305,9 +356,10 @@ def _value(term: Term, values: Values | None) -> Tensor | None:
     return value
 
 
-def _scaled(weight: Number) -> Any:
+def _scaled(weight: Number, stock: list[float] | None) -> Any:
     def scale(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        return tuple(None if grad is None else (grad * _cast(weight, grad)).to(grad.dtype) for grad in grads)
+        scaled = [None if grad is None else (grad * _cast(weight, grad)).to(grad.dtype) for grad in grads]
+        return tuple(grad if grad is None or stock is None else grad * stock[0] for grad in scaled)
 
     return scale
 

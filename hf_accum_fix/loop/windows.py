@@ -181,8 +181,8 @@ class AccumulationWindow:
         contracts = [contract, *run.contracts[1:]]
         if model is not None:
             self._checks = {
-                id(each): WindowCheck(each)
-                for each in contracts
+                id(each): WindowCheck(each, cut.is_corrected)
+                for each, cut in zip(contracts, self._cuts, strict=True)
                 if each.is_read and any(run.contract_of(batch) is each for batch in self.batches)
             }
         if self.batches and all(each.items is not None for each in run.contracts):

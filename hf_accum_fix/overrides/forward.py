@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.contract import LossContract, router_loss
+from hf_accum_fix.accumulation.declared import router_coefficients
 from hf_accum_fix.accumulation.per_sample import sum_of_samples
 from hf_accum_fix.accumulation.share import loss_among
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.overrides.live import (
+    bare_model,
     data_ranks,
     hands_number,
     loss_func,
@@ -26,14 +28,14 @@ Forward = Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]]
 
 
 def as_in_training(trainer: TrainerLike, module: nn.Module, compute_loss: Callable[..., Any] | None) -> Forward:
-    """The forward that training makes of a micro-batch, unsmoothed; without outputs where the loss is the trainer's."""
+    """The forward that training makes of a micro-batch; without outputs where the loss is the trainer's."""
     handed = compute_loss is not None and hands_number(compute_loss)
 
     def forward(inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
         inputs = trainer._prepare_inputs(inputs)
         with trainer.compute_loss_context_manager():
             if compute_loss is None:
-                return base_loss(trainer, module, inputs, number, smooth=False)
+                return base_loss(trainer, module, inputs, number)
             result = compute_loss(module, inputs, **({"num_items_in_batch": number} if handed else {}))
         return (result[0] if isinstance(result, tuple) else result), None
 
@@ -62,9 +64,12 @@ def base_loss(
         if func is not None:
             return func(outputs, labels, num_items_in_batch=number), outputs
     if smoother is not None and labels is not None:
-        contract = session.contract_now
-        shift = contract is not None and contract.items is not None and contract.items.shift
-        return smoother(outputs, labels, shift_labels=shift), outputs
+        loss: Tensor = smoother(outputs, labels, shift_labels=bool(session.shift))
+        # It is made from the logits alone.
+        for kind, coefficient in zip(("aux_loss", "z_loss"), router_coefficients(bare_model(trainer)), strict=True):
+            if coefficient and (router := router_loss(outputs, kind)) is not None:
+                loss = loss + coefficient * router.to(loss.device)
+        return loss, outputs
     return loss_among(outputs, inputs, model), outputs
 
 
@@ -103,10 +108,7 @@ def _loss_alone(
     counted = loss_func(trainer) is not None and contract.items is not None
     number = contract.items.count(inputs) if counted and contract.items is not None else None
     loss, outputs = base_loss(trainer, model, inputs, None if number is None else contract.as_number(number))
-    router = contract.carried(outputs)
-    # A smoothed loss is made from the logits alone.
-    smoothed = trainer.label_smoother is not None and loss_func(trainer) is None
-    return (loss + router.to(loss.device) if smoothed and router is not None else loss), outputs
+    return loss, outputs
 
 
 def compute_loss_of(trainer: TrainerLike) -> Callable[..., Any] | None:

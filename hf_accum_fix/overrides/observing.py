@@ -8,13 +8,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import SHIFT_UNKNOWN, LossContract, Reduction
-from hf_accum_fix.accumulation.declared import inside_ddp, is_compiled, products_are_rounded, requires_number
-from hf_accum_fix.accumulation.observe import Setting, observe
-from hf_accum_fix.accumulation.window import Items
-from hf_accum_fix.overrides.forward import as_in_training, compute_loss_of
+from hf_accum_fix.accumulation.declared import (
+    holds_shards,
+    inside_ddp,
+    is_compiled,
+    products_are_rounded,
+    requires_number,
+)
+from hf_accum_fix.accumulation.observe import OWN_NUMBERS, Setting, observe, shift_of
+from hf_accum_fix.overrides.forward import as_in_training, base_loss, compute_loss_of
 from hf_accum_fix.overrides.live import bare_model, data_ranks, hands_number, head_name, loss_func, scales_itself
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.shadow import shadow
@@ -50,9 +56,9 @@ def _observe(trainer: TrainerLike, session: Session, window: list[Any], upstream
     forward = as_in_training(trainer, module, compute_loss)
     required = func or (session.passes_number and requires_number(module))
     setting = Setting(
-        hands_number=required if compute_loss is None else hands_number(compute_loss),
+        hands_number=required or (custom and session.passes_number),
+        hands_own=compute_loss is not None and hands_number(compute_loss),
         only_shows=not (custom or required) and session.passes_number,
-        integer=custom,
         custom=custom,
         func=func,
         multiplies=bool(getattr(trainer.args, "average_tokens_across_devices", False)),
@@ -63,11 +69,13 @@ def _observe(trainer: TrainerLike, session: Session, window: list[Any], upstream
     )
 
     def call(inputs: Mapping[str, Any], number: Tensor | None) -> Tensor:
-        session.observed_number = None if custom else number
-        return forward(inputs, number)[0]
+        session.observed_number = number
+        own = None if number is None else torch.tensor(OWN_NUMBERS[float(number)], device=number.device)
+        return forward(inputs, own if custom else number)[0]
 
     session.observing = True
     try:
+        _settle_shift(trainer, session, module, window)
         # What it logs while it is observed is not training's.
         with shadow(trainer, "log", silent):
             found = observe(
@@ -96,20 +104,25 @@ def _observe(trainer: TrainerLike, session: Session, window: list[Any], upstream
     if custom and scales_itself(trainer) and found.reduction in (Reduction.MEAN, Reduction.SUM):
         reason = "the trainer declares that it scales the loss by itself"
         return replace(found, reduction=Reduction.PLAIN, items=None, terms=(), doubt=reason, reason=reason)
-    axes = {batch["labels"].ndim for batch in window if isinstance(batch.get("labels"), Tensor)}
-    if trainer.label_smoother is not None and not func and not custom and axes:
-        return _smoothed(found, trainer.label_smoother.ignore_index, of_tokens=axes != {1})
+    if trainer.label_smoother is not None and not func and session.shift is None:
+        found = replace(found, doubt=found.doubt or SHIFT_UNKNOWN)
     return found.by_rule() if is_compiled(module) else found
 
 
-def _smoothed(found: LossContract, ignore_index: int, *, of_tokens: bool) -> LossContract:
-    """The contract of the smoothed loss of a model: a mean over labels, shifted where the model's own are."""
-    shift = found.shift
-    items = Items(("labels",), ignore_index, shift=bool(shift))
-    smooth = replace(found, reduction=Reduction.MEAN, items=items, terms=())
-    if of_tokens and shift is None:
-        return replace(smooth, doubt=SHIFT_UNKNOWN, reason=SHIFT_UNKNOWN)
-    return smooth
+def _settle_shift(trainer: TrainerLike, session: Session, module: nn.Module, window: list[Any]) -> None:
+    """Labels are smoothed as the model's own loss counts them: shifted or not."""
+    if trainer.label_smoother is None or loss_func(trainer) is not None:
+        return
+    session.shift = None
+    if all(getattr(batch.get("labels"), "ndim", 2) < 2 for batch in window):
+        session.shift = False
+        return
+
+    def call(inputs: Mapping[str, Any], _: Tensor | None) -> Tensor:
+        with trainer.compute_loss_context_manager():
+            return base_loss(trainer, module, trainer._prepare_inputs(inputs), None, smooth=False)[0]
+
+    session.shift = shift_of(call, window, module, sharded=holds_shards(module))
 
 
 def silent(*_: Any, **__: Any) -> None:

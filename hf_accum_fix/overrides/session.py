@@ -14,7 +14,7 @@ from hf_accum_fix.accumulation.closing import Closing
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.precision import WindowGradient
 from hf_accum_fix.accumulation.share import Cut
-from hf_accum_fix.accumulation.weigh import WindowCheck
+from hf_accum_fix.accumulation.weigh import Weighed, WindowCheck
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.known import Known
 from hf_accum_fix.observations import Windows
@@ -40,7 +40,7 @@ class MicroBatch:
         share: its loss, such that the sum over the window, averaged over ranks, is the global batch's.
         value: the same for the log, without a graph.
         node: of the loss that was computed.
-        as_stock: its scale is the one that the stock Trainer hands to the engine.
+        weighed: the loss, as it was read.
         reported: ``value``, once the loss was handed to the engine.
     """
 
@@ -49,7 +49,7 @@ class MicroBatch:
     share: Tensor | None = None
     value: Any = None
     node: Any = None
-    as_stock: bool = False
+    weighed: Weighed | None = None
     reported: Tensor | None = None
 
 
@@ -124,6 +124,7 @@ class Session(Known):
     Attributes:
         entered: whether a micro-batch of this training came through ``training_step``.
         observed_number: what the base hands its model while the loss is observed.
+        shift: labels are shifted as they are smoothed; None: that is not known.
         deferred: the window as a ``get_batch_samples`` of the trainer's own was given it, before it is counted.
         gradient: what the gradients of a window are added in.
     """
@@ -140,6 +141,7 @@ class Session(Known):
     observing: bool = False
     observed_number: Tensor | None = None
     closing: Closing = field(default_factory=Closing)
+    shift: bool | None = None
     deferred: list[Any] | None = None
     busy: set[str] = field(default_factory=set)
     said: set[str] = field(default_factory=set)

@@ -25,7 +25,7 @@ from hf_accum_fix.known import ATTEMPTS
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.announcing import announce
 from hf_accum_fix.overrides.certifying import end_window, gradient_versions
-from hf_accum_fix.overrides.forward import base_loss
+from hf_accum_fix.overrides.forward import base_loss, compute_loss_of
 from hf_accum_fix.overrides.live import bare_model, loss_func, remakes_inputs, scales_itself
 from hf_accum_fix.overrides.precision import adding
 from hf_accum_fix.overrides.routing import in_the_window, note_routing
@@ -59,11 +59,10 @@ def compute_loss(
         model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         if session.observing:
-            # Labels are smoothed by what the model's own loss counts.
-            loss, outputs = base_loss(trainer, model, inputs, session.observed_number, smooth=False)
+            loss, outputs = base_loss(trainer, model, inputs, _handed(trainer, session, num_items_in_batch))
         else:
             assert session.micro_batch is not None
-            loss, outputs = _loss_in_window(trainer, session, session.micro_batch, model, inputs)
+            loss, outputs = _loss_in_window(trainer, session, session.micro_batch, model, inputs, num_items_in_batch)
         owns_labels = loss_func(trainer) is not None or trainer.label_smoother is not None
         if owns_labels and isinstance(inputs, MutableMapping):
             # Stock takes them out of the caller's batch.
@@ -71,6 +70,12 @@ def compute_loss(
         return (loss, _with_loss(outputs, loss)) if return_outputs else loss
 
     return bind(*args, **kwargs)
+
+
+def _handed(trainer: TrainerLike, session: Session, given: Any) -> Tensor | None:
+    """What the base hands on while a loss is observed: a ``compute_loss`` that asks for no number gets none."""
+    custom = compute_loss_of(trainer) is not None
+    return session.observed_number if not custom or given is not None or loss_func(trainer) is not None else None
 
 
 def _with_loss(outputs: Any, loss: Tensor) -> Any:
@@ -82,7 +87,12 @@ def _with_loss(outputs: Any, loss: Tensor) -> Any:
 
 
 def _loss_in_window(
-    trainer: TrainerLike, session: Session, micro_batch: MicroBatch, model: nn.Module, inputs: Mapping[str, Any]
+    trainer: TrainerLike,
+    session: Session,
+    micro_batch: MicroBatch,
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    given: Any,
 ) -> tuple[Tensor, Any]:
     """The base's loss: as it is where it is read at the end, else weighed by its rule."""
     window = session.window
@@ -90,8 +100,11 @@ def _loss_in_window(
     contract, cut = window.contract, window.cut
     if contract.is_read or contract.custom:
         number = cut.number.ceil() if contract.reduction is Reduction.INTEGER else cut.number
-        handed = loss_func(trainer) is not None or (contract.hands_number and not contract.custom)
-        return base_loss(trainer, model, inputs, number if handed else None)
+        if cut.is_whole and given is not None:
+            # To the bit as it is in stock.
+            return base_loss(trainer, model, inputs, given)
+        asks = given is not None if contract.custom else contract.hands_number
+        return base_loss(trainer, model, inputs, number if asks or loss_func(trainer) is not None else None)
     items = None if micro_batch.counts is None else micro_batch.counts.get(contract.items)  # type: ignore[arg-type]
     return run_by_rule(
         contract,
@@ -101,7 +114,6 @@ def _loss_in_window(
         lambda given, number: base_loss(trainer, model, given, number),
         own_loss=loss_func(trainer) is not None,
         rounded=inputs_are_rounded(trainer.accelerator),
-        smoothed=trainer.label_smoother is not None and loss_func(trainer) is None,
     )
 
 
@@ -173,15 +185,16 @@ def training_step(
         share = micro_batch.share
         if share is None:
             return original_backward(loss, **backward_kwargs)
-        stock = 1.0
-        if micro_batch.as_stock or window.steps_run == 0:
-            stock = _factor_over(loss, micro_batch.node) * len(window.batches)
-        if micro_batch.as_stock:
+        weighed, stock = micro_batch.weighed, 1.0
+        keeps_scale = weighed is not None and weighed.as_stock is not None
+        if window.steps_run == 0 or keeps_scale:
+            stock = _factor_over(loss, micro_batch.node)
+        if weighed is not None and keeps_scale:
             # What stock hands over, with its own division or without it.
-            share, micro_batch.value = share * stock, micro_batch.value * stock
+            share, micro_batch.value = weighed.scaled(stock, len(window.batches))
         micro_batch.reported = micro_batch.value
         if window.steps_run == 0:
-            announce(trainer, session, window, stock)
+            announce(trainer, session, window, stock * len(window.batches))
         divided = engine_divisor(accelerator, backward_kwargs) / window.cut.engine_divisor
         return original_backward(share if divided == 1 else share * divided, **backward_kwargs)
 
@@ -263,7 +276,7 @@ def _weigh(
     weightless = micro_batch.weightless
     weighed = weigh(loss, contract, cut, window.check, inputs, predicted, heard, weightless=weightless)
     micro_batch.share, micro_batch.value = weighed.loss, weighed.value
-    micro_batch.as_stock = weighed.as_stock
+    micro_batch.weighed = weighed
 
 
 def _factor_over(loss: Tensor, node: Any) -> float:

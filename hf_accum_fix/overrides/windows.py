@@ -60,6 +60,8 @@ def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> An
     contract = window.contract
     if contract.items is None or (contract.custom and not contract.by_number):
         return upstream_number
+    if contract.custom and window.cut.is_whole and upstream_number is not None:
+        return upstream_number
     if not (contract.custom and contract.by_number):
         return window.total.long()
     # A trainer that scales by itself multiplies by W; if that was not seen, where it averages tokens across devices.
@@ -158,7 +160,10 @@ def _counted(
     )
 
     contracts = [contract, *session.contracts[1:]]
-    parts = {id(each): Part(each, cut, WindowCheck(each)) for each, cut in zip(contracts, counted.cuts, strict=True)}
+    parts = {
+        id(each): Part(each, cut, WindowCheck(each, cut.is_corrected))
+        for each, cut in zip(contracts, counted.cuts, strict=True)
+    }
     return Window(
         contract,
         batches,
