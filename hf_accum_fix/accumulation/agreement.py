@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction
 from hf_accum_fix.accumulation.window import Items
+from hf_accum_fix.errors import ContractError
 
 
 def agree(ranks: Sequence[LossContract]) -> LossContract:
@@ -14,6 +15,9 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
 
     Args:
         ranks: what each rank observed, in the order of ranks; empty: nobody had a micro-batch.
+
+    Raises:
+        ContractError: if ranks observed losses that are reduced in different ways.
     """
     if not ranks:
         return LossContract(Reduction.PLAIN, conclusive=False, reason=NO_TARGET_SEEN)
@@ -24,6 +28,11 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     first, doubt = pool[0], next((each.doubt for each in pool if each.doubt), "")
     if any(not _are_one_loss(first, each) for each in pool[1:]):
         told = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(ranks))
+        if len({(each.reduction, each.custom) for each in pool}) > 1:
+            raise ContractError(
+                f"the ranks observed different losses ({told}); expected one kind of loss on all of them: look at what "
+                "differs between the ranks, or give the contract: contract=LossContract(...)"
+            )
         reason = f"the ranks train different losses ({told})"
         return replace(first, reduction=Reduction.PLAIN, items=None, terms=(), doubt=reason, reason=reason)
     terms = tuple(

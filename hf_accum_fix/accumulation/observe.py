@@ -126,6 +126,7 @@ class Setting:
         rounded: matrix products keep fewer than float32's digits.
         alone: the loss has one term.
         apart: what was run were a batch and its parts.
+        by_number: the model would divide by the number, if it were handed it.
     """
 
     hands_number: bool = False
@@ -140,6 +141,7 @@ class Setting:
     rounded: bool = False
     alone: bool = True
     apart: bool = True
+    by_number: bool = False
 
 
 def observe(
@@ -399,6 +401,9 @@ class Candidate:
 def _conclude(readings: Sequence[Reading], window: Sequence[Mapping[str, Any]], setting: Setting) -> LossContract:
     whole = readings[0]
     rules = list(ways_of_counting(whole.batch))
+    listed = next(listed_targets(whole.batch), None)
+    if listed is not None and not float(listed.count(whole.batch)):
+        return replace(_nothing_seen(whole, [listed]), reason=NO_TARGET_SEEN)
     if not whole.terms or not math.isfinite(whole.loss) or not any(each.loss for each in readings):
         return _nothing_seen(whole, rules)
     found = _concluded(readings, window, setting, rules, inside=False)
@@ -424,6 +429,7 @@ def _concluded(
     by_number = False
     if setting.only_shows and readings[2].number is not None:
         seen[2], by_number = _without_number(seen, readings)
+        setting = replace(setting, by_number=by_number)
     candidates, trouble = _matched(seen, readings, setting)
     candidates = _with_values(candidates, readings)
     ignored = list(dict.fromkeys([*(s.ignored for s in seen[0] if s.ignored is not None), -100]))
@@ -544,6 +550,8 @@ def _candidate(
     """What is a count, a number or a constant among the factors of one term."""
     first = (terms[0][0], terms[1][0], terms[2][0])
     numbers = [each.number for each in readings]
+    rule = next(listed_targets(readings[0].batch), None)
+    listed = None if rule is None else [max(float(rule.count(each.batch)), 1.0) for each in readings]
     own: list[int] = []
     handed: list[int] = []
     moving: list[int] = []
@@ -554,18 +562,19 @@ def _candidate(
             continue
         if None not in numbers and not setting.only_shows:
             mine = [OWN_NUMBERS[number or 0.0] for number in numbers]
-            if all(map(_is_near, values, mine)):
+            if _in_proportion(values, mine):
                 own.append(at)
                 continue
             cut = [float(int(number or 0.0)) for number in numbers]
-            if all(map(_is_near, values, numbers)) or list(values) == cut:
+            if _in_proportion(values, numbers) or _in_proportion(values, cut):
                 handed.append(at)
-                whole = list(values) == cut
+                whole = _in_proportion(values, cut)
                 continue
         is_own = first[0].divides and at == len(first[0].factors) - 1
         # A loss function's own count is one, though it may be the same in every micro-batch.
         same = _is_near(values[0], values[1]) and _is_near(values[0], values[2])
-        if not same or (is_own and not setting.apart):
+        of_list = listed is not None and first[0].shape[2:][at][0] and list(values) == listed
+        if not same or of_list or (is_own and not setting.apart):
             moving.append(at)
     divides = [flag for flag, _ in first[0].shape[2:]]
     counts = tuple(
@@ -629,14 +638,18 @@ def _tested(
             return replace(candidate, spec=replace(spec, how=How.ROUTER, counts=()))
         if not setting.apart and whole.readable and (rules or whole.divides):
             return replace(candidate, spec=replace(spec, rules=rules, times=times))
-        if not setting.apart or not _is_near(n[0], n[1] + n[2], 1e-5):
+        # Lists of targets are divided by 1 where they are empty.
+        listed = bool(rules) and rules[0].entry is not None
+        if not setting.apart or not (listed or _is_near(n[0], n[1] + n[2], 1e-5)):
             why = f"a factor of {whole.name} is neither a count nor a constant"
             return replace(candidate, spec=replace(spec, how=How.PLAIN, counts=()), trouble=why)
         if not whole.readable:
             return _unreadable(candidate, batches, ignored, tolerance)
         sums = [(value or 0.0) * count if count else 0.0 for value, count in zip(values, n, strict=True)]
         if known and not _adds_up(sums, tolerance):
-            return replace(candidate, spec=replace(spec, how=How.PLAIN, counts=()), trouble=_COUPLED)
+            # One that stock divides by the number is weighed by its items all the same.
+            kept = replace(spec, rules=rules, times=times) if setting.by_number and rules else None
+            return replace(candidate, spec=kept or replace(spec, how=How.PLAIN, counts=()), trouble=_COUPLED)
         return replace(candidate, spec=replace(spec, rules=rules, times=times), trouble="" if known else _NOT_FOLLOWED)
     if known and values[0] == values[1] == values[2] and batches[1] is not batches[2]:
         return replace(candidate, spec=replace(spec, how=How.CONSTANT))
@@ -677,6 +690,12 @@ def _number_of(seen: Seen, spec: TermSpec) -> float:
 
 def _adds_up(sums: Sequence[float], tolerance: float) -> bool:
     return abs(sums[0] - sums[1] - sums[2]) <= tolerance * max(map(abs, sums))
+
+
+def _in_proportion(values: Sequence[float], numbers: Sequence[float | None]) -> bool:
+    """Whether values are the numbers handed in, perhaps times a constant (the classes of a smoothed loss)."""
+    times = [value / number if number else 0.0 for value, number in zip(values, numbers, strict=True)]
+    return bool(times[0]) and all(_is_near(each, times[0]) for each in times)
 
 
 def _is_near(a: float, b: float | None, tolerance: float = 1e-6) -> bool:

@@ -73,8 +73,8 @@ class Cut:
         means = means if part is None else [mean / part for mean in means]
         by_rule = dict(zip(contract.rules, means, strict=bool(beside)))
         left = steps / engine_divisor
-        left_means = by_rule if left == 1 else {rule: mean * left for rule, mean in by_rule.items()}
         number = contract.as_number(means[0])
+        left_means = {rule: contract.as_number(mean if left == 1 else mean * left) for rule, mean in by_rule.items()}
         return cls(means[0], number, steps, world_size, by_rule, is_corrected, engine_divisor, left_means)
 
     @property

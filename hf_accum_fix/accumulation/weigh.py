@@ -5,11 +5,13 @@ The loss that is about to be trained is read from its graph (`loss_graph`). A te
     d / n_mean        n_mean = N / (G W)    of the items that this term counts (`window`)
 
 whatever d is: the number that the loss was handed, its integer, or the items of the micro-batch. Terms that all have
-one weight are weighed by scaling the loss, others by a hook on the node of each term.
+one weight are weighed by scaling the loss, others by a hook on the node of each term. A weight is kept as what to
+divide by, n_mean / d: where all micro-batches are alike that is G, and the division is upstream's to the last bit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,7 +84,9 @@ def _stacked(counts: Sequence[Number], device: torch.device) -> Tensor:
     dtype = count_dtype(device)
     if not any(isinstance(each, Tensor) for each in counts):
         return torch.tensor([float(each) for each in counts], dtype=dtype, device=device)
-    return torch.stack([torch.as_tensor(each, dtype=dtype, device=device) for each in counts])
+    tensors = [torch.as_tensor(each, device=device) for each in counts]
+    alike = len({each.dtype for each in tensors}) == 1
+    return torch.stack(tensors if alike else [each.to(dtype) for each in tensors]).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -147,11 +151,13 @@ def weigh(
     matched = _matched(terms, contract.terms)
     if cut.is_whole and not weightless:
         _note_number(matched or [], check)
-        return _ready(loss, 1.0, cut)
+        return _ready(loss, cut.left, cut)
+    if matched is None and weightless:
+        return _ready(loss, math.inf, cut)
     if matched is None:
         names = sorted({each.name for each in terms}) or ["none with a gradient"]
         check.changed = f"its loss has other terms than when it was observed: {', '.join(names)}"
-        return _ready(loss, 0.0 if weightless else 1 / cut.left, cut)
+        return _ready(loss, cut.left, cut)
     weights: list[tuple[Term, Number, TermSpec]] = []
     for place, (spec, found) in enumerate(matched):
         if found:
@@ -180,7 +186,7 @@ def _note_number(matched: Sequence[tuple[TermSpec, list[Term]]], check: WindowCh
 
 def _ready(loss: Tensor, weight: Number, cut: Cut, spec: TermSpec | None = None) -> Weighed:
     """A loss times one weight; a tensor of its own, since DeepSpeed hangs hooks on the model's output (stage 0)."""
-    weighed = loss * _cast(weight, loss)
+    weighed = loss / _cast(weight, loss)
     value = _settled(weighed.detach(), weight)
     value = value if cut.engine_divisor == 1 else value / cut.engine_divisor
     if spec is None or not spec.as_stock:
@@ -202,7 +208,7 @@ def _weighed_by_sample(
     count = 0.0 if weightless else rule.count(inputs, cut.mean.device)
     check.note(0, count, 0.0 if weightless else predicted.get(rule, count))
     summed = sum_of_samples(loss, rule, inputs)
-    return _ready(summed, 0.0 if weightless else 1 / cut.left_means[rule], cut)
+    return _ready(summed, math.inf if weightless else cut.left_means[rule], cut)
 
 
 def _matched(terms: Sequence[Term], specs: Sequence[TermSpec]) -> list[tuple[TermSpec, list[Term]]] | None:
@@ -274,24 +280,27 @@ def _counts(
 def _weight(
     spec: TermSpec, rule: Items | None, term: Term, counts: Counts | None, cut: Cut, *, weightless: bool
 ) -> Number:
-    """What a term is multiplied by, so that its sum over micro-batches, averaged over ranks, is right."""
+    """What to divide a term by, so that its sum over micro-batches, averaged over ranks, is right."""
+    if weightless and (counts is not None or spec.handed or spec.how is How.SUM):
+        return math.inf
+    if counts is None and spec.handed:
+        # It was divided by the items of the global batch: the engine's mean over ranks is all that follows.
+        return cut.left / cut.micro_batches
     own = _product([term.factors[at] for at in spec.own])
     if counts is None:
-        nothing = weightless and (spec.handed or spec.how is How.SUM)
-        if spec.handed:
-            # It was divided by the items of the global batch: the engine's mean over ranks is all that follows.
-            return 0.0 if nothing else cut.micro_batches / cut.left
         items = cut.micro_batches * cut.world_size if spec.how is How.SUM else 1
-        return 0.0 if nothing else own * (items / cut.left)
-    if weightless:
-        return 0.0
+        return cut.left / items / own
     mean: Number = spec.count * cut.left
     if rule is not None:
         mean = cut.left_means[rule] if spec.times == 1.0 else cut.left_means[rule] * spec.times
     # What is not corrected in the end is weighed as predicted, or its scale would be another.
     as_predicted = not cut.is_corrected and not spec.handed
-    weight = (counts.predicted if as_predicted else counts.divisor) / mean
-    return weight * own if spec.own else weight
+    weight = _quotient(mean, counts.predicted if as_predicted else counts.divisor)
+    return weight / own if spec.own else weight
+
+
+def _quotient(mean: Number, count: Number) -> Number:
+    return mean / count if isinstance(count, Tensor) or count else math.inf
 
 
 def _product(factors: Sequence[Factor]) -> Number:
@@ -315,7 +324,9 @@ def _keep_finite(term: Term, count: Number) -> None:
         return
 
     def zero(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        return tuple(None if grad is None else _settled(grad, count) for grad in grads)
+        if not isinstance(count, Tensor):
+            return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)
+        return tuple(None if grad is None else grad.masked_fill((count == 0).to(grad.device), 0.0) for grad in grads)
 
     for node in (term.leaf, *term.path.learnt):
         node.register_prehook(zero)
@@ -334,7 +345,7 @@ def _hooked(loss: Tensor, weights: Sequence[tuple[Term, Number, TermSpec]], valu
             blank = weight
         else:
             rest = rest - value
-            value = _settled(value * _cast(weight, value), weight)
+            value = _settled(value / _cast(weight, value), weight)
             total = total + value
         if spec.as_stock and value is not None:
             kept = value if kept is None else kept + value
@@ -342,7 +353,7 @@ def _hooked(loss: Tensor, weights: Sequence[tuple[Term, Number, TermSpec]], valu
             tops.add(term.path.top)
             term.path.top.register_prehook(_scaled(weight, stock if spec.as_stock else None))
     # What has no value of its own is left over.
-    total = (total + _settled(rest * _cast(blank, rest), blank)) / cut.engine_divisor
+    total = (total + _settled(rest / _cast(blank, rest), blank)) / cut.engine_divisor
     return Weighed(loss * 1.0, total, None if kept is None else kept / cut.engine_divisor, handed, stock)
 
 
@@ -358,7 +369,7 @@ def _value(term: Term, values: Values | None) -> Tensor | None:
 
 def _scaled(weight: Number, stock: list[float] | None) -> Any:
     def scale(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        scaled = [None if grad is None else (grad * _cast(weight, grad)).to(grad.dtype) for grad in grads]
+        scaled = [None if grad is None else (grad / _cast(weight, grad)).to(grad.dtype) for grad in grads]
         return tuple(grad if grad is None or stock is None else grad * stock[0] for grad in scaled)
 
     return scale
@@ -368,11 +379,11 @@ def _cast(weight: Number, beside: Tensor) -> Number:
     """A weight in the precision of what it multiplies, at least float32."""
     if not isinstance(weight, Tensor):
         return weight
-    return weight.to(beside.device, torch.promote_types(beside.dtype, torch.float32))
+    return weight.to(beside.device, beside.dtype if beside.dtype.itemsize > 2 else torch.float32)
 
 
 def _settled(value: Tensor, weight: Number) -> Tensor:
     """A value, or zero where it weighs nothing: a mean over nothing is nan."""
     if not isinstance(weight, Tensor):
-        return value if weight else torch.zeros_like(value)
-    return torch.where(weight.to(value.device) > 0, value, 0.0)
+        return torch.zeros_like(value) if weight == math.inf else value
+    return value.masked_fill((weight == math.inf).to(value.device), 0.0)

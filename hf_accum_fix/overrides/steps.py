@@ -104,7 +104,13 @@ def _loss_in_window(
             # To the bit as it is in stock.
             return base_loss(trainer, model, inputs, given)
         asks = given is not None if contract.custom else contract.hands_number
-        return base_loss(trainer, model, inputs, number if asks or loss_func(trainer) is not None else None)
+        handed = number if asks or loss_func(trainer) is not None else None
+        loss, outputs = base_loss(trainer, model, inputs, handed)
+        if loss.requires_grad or contract.items is None:
+            return loss, outputs
+        # A constant, where there is no target: with one its gradient is zero, and touches every parameter.
+        micro_batch.weightless = True
+        return base_loss(trainer, model, contract.items.with_target(inputs), handed)
     items = None if micro_batch.counts is None else micro_batch.counts.get(contract.items)  # type: ignore[arg-type]
     return run_by_rule(
         contract,
