@@ -476,6 +476,8 @@ def _concluded(
         # Where none counts as the loss does, the nearest is one that counts its targets.
         near = next((each.named[0] for each in seen[0] if each.named), rules[0])
         rule = means[0].rules[0] if means[0].rules else near
+        if coupled:
+            return LossContract(Reduction.PLAIN, reason=_COUPLED, **common)
         kind = Reduction.NUMBER if by_number else Reduction.MEAN
         return LossContract(
             kind, rule, conclusive=not empty, reason=f"its graph divides {means[0].shape[0]} by them", **common

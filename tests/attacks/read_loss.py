@@ -21,11 +21,11 @@ from torch.nn.functional import cross_entropy as early_cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from tests.attacks import models, runs, terms
-from tests.attacks.reading import FLOAT32, HALVES, PAIRS, SINGLES, UNEVEN, WHOLE, Attack, FullLoss, Verdict
+from tests.attacks.reading import FLOAT32, HALVES, PAIRS, SINGLES, UNEVEN, Attack, FullLoss, Verdict
 from tests.attacks.trainings import computing
 from tests.numerics.heads import HEADS, Batch, Sample, TokenModel, seeded, shifted_cross_entropy
 from tests.numerics.heads.head import Head, collate
-from tests.numerics.heads.samples import LENGTHS, generator, text
+from tests.numerics.heads.samples import LENGTHS, generator
 from tests.numerics.parity import StockRecorder
 
 EXACT, GRADIENT, EITHER, INEXACT, NAMED = Verdict
@@ -42,8 +42,7 @@ BOTH = (HALVES, PAIRS)
 def texts(window: int = 0) -> list[Sample]:
     """Eight ragged texts with masked prompts, and a class of each."""
     return [
-        {**sample, "kind": torch.tensor((i * i + i // 3 + window) % 4)}
-        for i, sample in enumerate(models.texts(window))
+        {**sample, "kind": torch.tensor((i * i + i // 3 + window) % 4)} for i, sample in enumerate(models.texts(window))
     ]
 
 
@@ -151,7 +150,9 @@ class Takes(Texts):
 class ByNumber(Texts):
     """Divides the sum over its tokens by the number, where there is one."""
 
-    def forward(self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **_: Any) -> dict[str, Any]:  # type: ignore[override]
+    def forward(
+        self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **_: Any
+    ) -> dict[str, Any]:  # type: ignore[override]
         logits = self.logits(input_ids)
         if labels is None:
             return {"logits": logits}
@@ -249,7 +250,9 @@ def in_func(name: str, verdict: Verdict, loss: Loss, **more: Any) -> Attack:
     return Attack(f"{name}-func", verdict, model=lambda: ForFunctions(**learnt), given=func(loss), **given)
 
 
-def in_super(name: str, verdict: Verdict, trainer: type, loss: Loss, *, head: type[Texts] = Texts, **more: Any) -> Attack:
+def in_super(
+    name: str, verdict: Verdict, trainer: type, loss: Loss, *, head: type[Texts] = Texts, **more: Any
+) -> Attack:
     """Around super's; the whole of it is given as well."""
     given = {"windows": several(1), "full": full(loss), **more}
     return Attack(f"{name}-super", verdict, model=head, trainer=trainer, **given)
@@ -1298,7 +1301,9 @@ def tasks_summed(logits: Tensor, batch: Batch, model: Any) -> Tensor:
 
 def tasks_by_share(logits: Tensor, batch: Batch, model: Any) -> Tensor:
     """The mean of each weighed by its share of the rows."""
-    found = [rows.double().mean() * of_rows(loss, logits, batch, rows) for loss, rows in _tasks(batch) if bool(rows.any())]
+    found = [
+        rows.double().mean() * of_rows(loss, logits, batch, rows) for loss, rows in _tasks(batch) if bool(rows.any())
+    ]
     return sum(found)  # type: ignore[return-value]
 
 
@@ -1326,7 +1331,7 @@ def three_heads(logits: Tensor, batch: Batch, model: Any) -> Tensor:
     """By the remainder of a kind, those that are there."""
     found = [
         F.cross_entropy(logits[rows, place, 4 * place : 4 * place + 4], batch["kind"][rows])
-        for place, rows in enumerate((batch["kind"] % 3 == k for k in range(3)))
+        for place, rows in enumerate(batch["kind"] % 3 == k for k in range(3))
         if bool(rows.any())
     ]
     return torch.stack(found).sum()

@@ -147,7 +147,9 @@ class Outcome:
             found += ["not called exact"] * (self.exact is not True)
             found += [f"said without need: {words}" for _, words in self.said]
         if verdict in (Verdict.EITHER, Verdict.INEXACT):
-            found += [f"window {window} is off by {self.errors[window]:.1e}, unsaid" for window in wrong if window < first]
+            found += [
+                f"window {window} is off by {self.errors[window]:.1e}, unsaid" for window in wrong if window < first
+            ]
         if verdict in (Verdict.INEXACT, Verdict.NAMED):
             found += ["called exact"] * bool(self.exact)
             found += ["nothing said"] * (not self.said)
@@ -157,7 +159,7 @@ class Outcome:
         return found
 
     def _log_is_right(self, stock: Outcome) -> bool:
-        return self.log_error <= 2e-5 or self.exact is not True and self.log_error <= AS_STOCK * stock.log_error
+        return self.log_error <= 2e-5 or (self.exact is not True and self.log_error <= AS_STOCK * stock.log_error)
 
 
 def names_steps(words: str, steps: int) -> bool:
@@ -262,7 +264,9 @@ def by_loop(attack: Attack, cut: Cut, path: str) -> Outcome:
     return _outcome(attack, windows, logged, said)
 
 
-def _by_windows(attack: Attack, model: nn.Module, batches: list[Batch], steps: int, windows: _Windows) -> Iterator[float]:
+def _by_windows(
+    attack: Attack, model: nn.Module, batches: list[Batch], steps: int, windows: _Windows
+) -> Iterator[float]:
     torch.manual_seed(0)
     for window in hf_accum_fix.accumulation_windows(batches, steps=steps, **attack.options):
         windows.begin(model)
