@@ -524,11 +524,11 @@ def test_a_loss_in_fewer_digits_is_weighed_in_float32_and_handed_over_as_a_tenso
     contract = replace(case.contract, dtype=dtype)
     with listening(contract, None) as heard:
         loss = case.loss(model, WINDOW[0], cut.number)
-    before = float(loss)
+    before = float(loss.detach())
     predicted = {TARGETS: TARGETS.count(WINDOW[0])}
     weighed = weigh(loss, contract, cut, WindowCheck(contract), WINDOW[0], predicted, heard)
-    assert weighed.loss.dtype is torch.float32 and float(loss) == before and weighed.loss is not loss
-    assert float(weighed.loss) == pytest.approx(before * 3 / 8, rel=1e-6)
+    assert weighed.loss.dtype is torch.float32 and float(loss.detach()) == before and weighed.loss is not loss
+    assert float(weighed.loss.detach()) == pytest.approx(before * 3 / 8, rel=1e-6)
 
 
 def test_the_shapes_of_the_table_are_those_of_its_losses() -> None:
