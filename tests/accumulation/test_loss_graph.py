@@ -133,7 +133,7 @@ TABLE: dict[str, tuple[Loss, str]] = {
     "bce": (lambda x: F.binary_cross_entropy_with_logits(x.one, MASK), "BinaryCrossEntropyWithLogits /[6]"),
     "bce of probabilities": (lambda x: F.binary_cross_entropy(x.one.sigmoid(), MASK), "BinaryCrossEntropy /[6]"),
     "kl": (lambda x: F.kl_div(x.logits, x.logits.detach(), reduction="batchmean"), "Sum /6"),
-    "gaussian": (lambda x: F.gaussian_nll_loss(x.one, VALUES, MASK + 1), "Mean *0.5 /[6]"),
+    "gaussian": (lambda x: F.gaussian_nll_loss(x.one, VALUES, MASK + 1), "Mean /[6]"),
     "cosine": (lambda x: F.cosine_embedding_loss(x.logits, x.logits.detach() + 1, SIGNS), "Mean /[6]"),
     "triplet": (lambda x: F.triplet_margin_loss(x.logits, x.logits.detach() + 1, x.logits.detach()), "Mean /[6]"),
     "ranking": (lambda x: F.margin_ranking_loss(x.one, VALUES, SIGNS), "Mean /[6]"),
@@ -158,11 +158,8 @@ TABLE: dict[str, tuple[Loss, str]] = {
     "sum over an integer": (lambda x: F.cross_entropy(x.logits, TARGETS, reduction="sum") / 7, "NllLoss /7"),
     "masked mean": (lambda x: (x.each * MASK).sum() / COUNT, "Sum /3"),
     "masked mean, clamped": (lambda x: (x.each * MASK).sum() / (0 * COUNT).clamp(min=1), "Sum /1"),
-    "masked mean, divided inside": (lambda x: (x.each * MASK / COUNT).sum(), "Sum /3"),
     "masked mean by a product": (lambda x: x.each.dot(MASK) / COUNT, "Dot /3"),
     "mean of what a mask picks": (lambda x: x.each[MASK.bool()].mean(), "Mean /[3]"),
-    "numbers inside a sum": (lambda x: (-0.1 * x.each / 2).sum() / COUNT, "Sum /3 /2 *-0.1"),
-    "numbers inside a mean": (lambda x: (3 * x.each).mean(), "Mean *3 /[6]"),
     "weights of rows": (lambda x: (x.each * (MASK / COUNT)).sum(), "Sum"),
     "a mean of each row": (lambda x: (x.each / torch.arange(1, 7)).mean(), "Mean /[6]"),
     # Several terms, their signs and coefficients.
@@ -281,6 +278,17 @@ STACKED: dict[str, tuple[Loss, str, str]] = {
     ),
 }
 
+#: Numbers inside of a sum, which are looked for where that is asked: as a rule, with the number of them, and deep.
+WITHIN: dict[str, tuple[Loss, str, str, int]] = {
+    "masked mean, divided inside": (lambda x: (x.each * MASK / COUNT).sum(), "Sum", "Sum /3", 1),
+    "numbers inside a sum": (lambda x: (-0.1 * x.each / 2).sum() / COUNT, "Sum /3", "Sum /3 /2 *-0.1", 2),
+    "numbers inside a mean": (lambda x: (3 * x.each).mean(), "Mean /[6]", "Mean *3 /[6]", 1),
+    "negative": (lambda x: (-x.each).sum(), "Sum", "Sum *-1", 1),
+    "through a view": (lambda x: (x.logits / COUNT).view(-1).sum(), "Sum", "Sum /3", 1),
+    "above a weight of each row": (lambda x: (x.each * (MASK / COUNT) / 2).sum(), "Sum", "Sum /2", 1),
+    "below a weight of each row": (lambda x: (x.each / 2 * MASK).sum(), "Sum", "Sum", 0),
+}
+
 
 def ctc(x: Learnt, reduction: str) -> Tensor:
     """Of one sample; its mean over targets is taken sample by sample."""
@@ -307,6 +315,13 @@ def test_terms(loss: Loss, terms: str) -> None:
 def test_stacked_numbers_are_rows_or_terms(loss: Loss, rows: str, terms: str) -> None:
     assert words(read(loss(Learnt()))) == rows
     assert words(read(loss(Learnt()), inside=True)) == terms
+
+
+@pytest.mark.parametrize(("loss", "terms", "deep", "within"), WITHIN.values(), ids=WITHIN)
+def test_numbers_inside_of_a_sum(loss: Loss, terms: str, deep: str, within: int) -> None:
+    assert words(read(loss(Learnt()))) == terms
+    (found,) = read(loss(Learnt()), deep=True)
+    assert (words([found]), found.within) == (deep, within)
 
 
 def test_the_table_holds_every_node() -> None:

@@ -83,6 +83,7 @@ def listed(batch: Batch) -> float:
 TABLE: dict[str, tuple[Batch, Callable[[Batch], float], str, float]] = {
     "tokens, shifted": (TEXT, shifted, "shifted 'labels' other than -100", 1),
     "tokens": (TEXT, targets, "'labels' other than -100", 1),
+    "half of the tokens": (TEXT, lambda b: targets(b) / 2, "'labels' other than -100", 0.5),
     "tokens that are attended to": (
         TEXT,
         attended,
@@ -143,7 +144,7 @@ def test_the_first_rule_that_counts_as_the_loss(
 
 NONE: dict[str, tuple[Batch, Callable[[Batch], float]]] = {
     "class weights": (TEXT, lambda b: 0.37 * targets(b) + 0.21 * shifted(b)),
-    "half of the targets": (TEXT, lambda b: 0.5 * targets(b)),
+    "two fifths of the targets": (TEXT, lambda b: 0.4 * targets(b)),
     "samples with two targets": (TEXT, lambda b: float(((b["labels"] != -100).sum(1) > 1).sum())),
     "a constant": (TEXT, lambda b: 3.0),
     "another label": (TEXT, lambda b: float((b["labels"] == 7).sum()) + 1),
@@ -153,14 +154,14 @@ NONE: dict[str, tuple[Batch, Callable[[Batch], float]]] = {
 @pytest.mark.parametrize(("batch", "counted"), NONE.values(), ids=NONE)
 def test_what_no_rule_counts(batch: Batch, counted: Callable[[Batch], float]) -> None:
     parts = parts_of(batch)
-    assert matching_rules([counted(each) for each in parts], parts) == ((), 0.0)
+    assert matching_rules([counted(each) for each in parts], parts) == ((), 1.0)
 
 
 def test_an_index_beside_the_usual_one() -> None:
     labels = LABELS.masked_fill(LABELS == -100, 255)
     parts = parts_of({**TEXT, "labels": labels})
     counts = [float((each["labels"] != 255).sum()) for each in parts]
-    assert matching_rules(counts, parts) == ((), 0.0)
+    assert matching_rules(counts, parts) == ((), 1.0)
     (rule, *_), times = matching_rules(counts, parts, (255, -100))
     assert (str(rule), times) == ("'labels' other than 255", 1.0)
 
@@ -199,7 +200,7 @@ def test_a_batch_beside_itself_shows_no_proportion() -> None:
         (Items(("input_ids",), None), Items(("attention_mask",), None), Items(("labels",), None)),
         1.0,
     )
-    assert matching_rules([12.0, 6.0, 6.0], [beside, one, one]) == ((), 0.0)
+    assert matching_rules([12.0, 6.0, 6.0], [beside, one, one]) == ((), 1.0)
 
 
 @pytest.mark.parametrize(

@@ -69,13 +69,25 @@ SPLITS: dict[str, tuple[Sequence[Batch], list[tuple[list[int], ...]]]] = {
 
 @pytest.mark.parametrize(("window", "expected"), SPLITS.values(), ids=SPLITS)
 def test_the_samples_of_every_split(window: Sequence[Batch], expected: list[tuple[list[int], ...]]) -> None:
-    found = [tuple(ids(batch) for batch in split) for split in splits(window)]
-    assert found == expected
+    found = [split for split in splits(window) if split.apart]
+    assert [tuple(map(ids, split[:3])) for split in found] == expected
+    # A batch beside itself shows no coupling.
+    assert [split.tells for split in found] == [True] * (len(expected) - 1) + [False]
+
+
+@pytest.mark.parametrize("window", [window for window, _ in SPLITS.values()], ids=SPLITS)
+def test_in_the_end_every_micro_batch_as_it_is(window: Sequence[Batch]) -> None:
+    together, *alone = [split for split in splits(window) if not split.apart]
+    assert not any(split.tells for split in (together, *alone))
+    assert all(any(batch is each for each in window) for batch in together[:3])
+    assert {tuple(map(id, split[:3])) for split in alone} == {(id(each),) * 3 for each in window}
 
 
 @pytest.mark.parametrize("window", [window for window, _ in SPLITS.values()], ids=SPLITS)
 def test_every_sample_of_the_whole_is_in_one_part(window: Sequence[Batch]) -> None:
-    for whole, one, other in splits(window):
+    for whole, one, other, apart, _ in splits(window):
+        if not apart:
+            continue
         assert sorted(ids(whole)) == sorted(ids(one) + ids(other))
         for batch in (whole, one, other):
             for place, sample in enumerate(ids(batch)):
@@ -89,7 +101,7 @@ def _targets(batch: Batch, row: int) -> int:
 
 
 def test_micro_batches_of_different_width_are_padded() -> None:
-    (both, one, other), *_ = splits([tokens(3, width=6), tokens(1, width=4, first=1)])
+    (both, one, other, *_), *_ = splits([tokens(3, width=6), tokens(1, width=4, first=1)])
     assert both["labels"].shape == (2, 6) and both["labels"][1].tolist() == [-100, -100, -100, 7, -100, -100]
     assert both["input_ids"][1].tolist() == [1, 1, 1, 1, 0, 0]
     assert one["labels"].shape == (1, 6) and other["labels"].shape == (1, 4)
@@ -106,7 +118,7 @@ def test_micro_batches_of_different_width_are_padded() -> None:
 )
 def test_inputs_that_have_no_row_for_each_sample_are_only_doubled(beside: dict[str, Any]) -> None:
     batch = {**tokens(3, 1), **beside}
-    [(twice, *parts)] = list(splits([batch]))
+    [(twice, *parts)] = [split[:3] for split in splits([batch]) if split.apart]
     assert parts == [batch, batch] and ids(twice) == [0, 1, 0, 1]
 
 
@@ -122,7 +134,7 @@ def test_inputs_that_have_no_row_for_each_sample_are_only_doubled(beside: dict[s
     ids=["number", "word", "tuple", "list", "nested"],
 )
 def test_what_a_part_holds_of_each_value(value: Any, rows: list[Any]) -> None:
-    (_, one, other), *_ = splits([{**tokens(3, 1), "value": value}])
+    (_, one, other, *_), *_ = splits([{**tokens(3, 1), "value": value}])
     assert [_plain(each["value"]) for each in (one, other)] == rows
 
 
@@ -134,12 +146,12 @@ def _plain(value: Any) -> Any:
 
 def test_inputs_with_a_row_for_each_pair_are_taken_by_pairs() -> None:
     batch = {**tokens(1, 2, 3, 4), "reward": torch.tensor([10, 20])}
-    (whole, one, other), *_ = splits([batch])
+    (whole, one, other, *_), *_ = splits([batch])
     assert [ids(each) for each in (whole, one, other)] == [[0, 1, 2, 3], [0, 2], [1, 3]]
     assert [each["reward"].tolist() for each in (whole, one, other)] == [[10, 20], [10], [20]]
 
 
 def test_position_ids_of_three_axes_have_their_samples_second() -> None:
     positions = torch.arange(5).expand(3, 1, 5)
-    *_, (twice, _, _) = splits([{**tokens(3), "position_ids": positions}])
+    (twice, *_), *_ = splits([{**tokens(3), "position_ids": positions}])
     assert twice["position_ids"].shape == (3, 2, 5) and twice["labels"].shape == (2, 5)
