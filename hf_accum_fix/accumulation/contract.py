@@ -69,6 +69,16 @@ class TermSpec:
     as_stock: bool = False
 
     @property
+    def form(self) -> tuple[Any, ...]:
+        """What is the same in every batch of one loss: all but counts."""
+        return (self.shape, self.place, self.how, self.counts)
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether values alone tell how it is reduced: a sum, or a mean over a count that no rule knows."""
+        return self.how is How.SUM or (self.how is How.MEAN and not self.rules and not self.handed)
+
+    @property
     def group(self) -> tuple[Any, ...]:
         """Terms of one group are divided by the same count in every micro-batch."""
         return (self.how, self.own, self.as_stock, self.handed, self.rules[:1] or self.count)
@@ -101,6 +111,7 @@ class LossContract:
         terms: how each term of the loss is reduced; empty: the loss was not read, and is weighed by ``items``.
         shift: the loss drops position 0 of its labels; None: its graph does not show it.
         inside: means of stacked numbers are several terms, not rows.
+        added: something without a gradient is added to its terms.
         deep: numbers stand inside of its sums.
         custom: a Trainer subclass computes or changes the loss in a ``compute_loss``.
         hands_number: the loss is handed the number; else it returns the mean over its own items.
@@ -119,6 +130,7 @@ class LossContract:
     terms: tuple[TermSpec, ...] = ()
     shift: bool | None = None
     inside: bool = False
+    added: bool = False
     deep: bool = False
     custom: bool = False
     hands_number: bool = True
@@ -174,6 +186,11 @@ class LossContract:
         """Every way of counting that its terms need, ``items`` first."""
         main = () if self.items is None else (self.items,)
         return tuple(dict.fromkeys((*main, *(each.rules[0] for each in self.terms if each.rules))))
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether values alone tell how one of its terms is reduced."""
+        return any(each.is_guess for each in self.terms)
 
     @property
     def is_read(self) -> bool:

@@ -76,12 +76,14 @@ class Path:
         factors: from the loss down.
         learnt: the topmost nodes of factors with a gradient of their own.
         above: how many of the factors stand above that node.
+        added: something without a gradient is added on the way.
     """
 
     top: Any
     factors: tuple[Factor, ...] = ()
     learnt: tuple[Any, ...] = ()
     above: int = 0
+    added: bool = False
 
     def times(self, *factors: Factor) -> Path:
         """The same with more factors."""
@@ -192,7 +194,8 @@ def _terms(edge: Edge, path: Path, stops: Collection[Any], inside: bool, deep: b
                 for each, below in zip(live, paths, strict=True):
                     yield from _terms(each, below.below(each[0]), stops, inside, deep)
                 return
-            edge, path = live[0], paths[0]
+            # Below what is added, which has no gradient.
+            edge, path = live[0], replace(paths[0].below(live[0][0]), added=True)
         elif (found := _factor(node, edges, does)) is not None:
             edge, path = found[0], path.times(found[1])
         elif does in ("mul", "div") and (side := _learnt_side(edges, does)) is not None:

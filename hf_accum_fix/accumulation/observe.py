@@ -69,6 +69,7 @@ class Seen:
         named: the rules whose targets are those that the leaf has kept.
         shift: the loss drops position 0 of the labels; None: the leaf does not show it.
         within: numbers stand inside of the leaf's sum.
+        added: something without a gradient is added to it.
         total: the weight of its targets, of a cross entropy; 0.0: the leaf does not show it.
     """
 
@@ -84,6 +85,7 @@ class Seen:
     named: tuple[Items, ...]
     shift: bool | None
     within: bool
+    added: bool
     total: float
 
 
@@ -174,8 +176,21 @@ def observe(
     kept = [id(batch) for batch in window]
 
     with undisturbed(model, *others, leave=leave, sharded=sharded) as state:
+        writes = False
 
         def run(batch: Mapping[str, Any], number: float | None, within: Any = nullcontext) -> Reading:
+            nonlocal writes
+            try:
+                first = read_of(batch, number, within)
+                # What it has written may change what it is: a queue, a centre, a moving average.
+                if not sharded and not writes and state.wrote():
+                    writes = read_of(batch, number, within).loss != first.loss
+                return first
+            finally:
+                state.restore()
+                model.train()
+
+        def read_of(batch: Mapping[str, Any], number: float | None, within: Any) -> Reading:
             try:
                 return _read(call, batch, number, setting, device, head, within, alike=alike, keep=False)
             except ContractError as error:
@@ -184,9 +199,6 @@ def observe(
                 # The loss takes a gradient itself (a penalty on it, adversarial noise).
                 state.restore()
                 return _read(call, batch, number, setting, device, head, within, alike=alike, keep=True)
-            finally:
-                state.restore()
-                model.train()
 
         norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
         numbers: tuple[float | None, ...] = NUMBERS if setting.hands_number or setting.hands_own else (None, None, None)
@@ -209,16 +221,27 @@ def observe(
                 logger.debug("a loss was not observed on a part of its batch", exc_info=True)
                 continue
             latest = _conclude(readings, window, replace(setting, apart=split.apart))
+            if found is not None and found.is_guess:
+                # A sum, or a count that no rule knows, fits one split by chance: another one has to show the same.
+                found = (
+                    found
+                    if [each.form for each in latest.terms] == [each.form for each in found.terms]
+                    else _doubted(found)
+                )
+                break
             if found is None or (latest.conclusive and latest.coupling is not Coupling.COUPLED):
                 found, whole = latest, readings[0]
             shows = found.conclusive or found.reason == NO_TARGET_SEEN
-            if sharded or (shows and (found.coupling is not Coupling.COUPLED or not (setting.custom or setting.func))):
+            if sharded or (shows and found.coupling is not Coupling.COUPLED and not found.is_guess):
                 break
         if found is None and trouble is not None:
             raise trouble
         assert found is not None and whole is not None
         if (setting.custom or setting.func) and (suspects := _suspects(found, whole, setting)):
             found = _own_division(found, suspects, whole, run(whole.batch, whole.number, more_steps), setting)
+    if writes and norm is None:
+        reason = "its forward writes state that the loss depends on, and so on the order of micro-batches"
+        found = replace(found, doubt=found.doubt or reason)
     if norm is not None:
         reason = f"BatchNorm in training mode ({norm}): its statistics come from one micro-batch"
         terms = tuple(replace(each, how=How.PLAIN) if each.how is How.MEAN else each for each in found.terms)
@@ -232,6 +255,15 @@ def observe(
             reason=reason,
         )
     return replace(found, custom=setting.custom, hands_number=setting.hands_number)
+
+
+def _doubted(found: LossContract) -> LossContract:
+    """A contract whose guesses another split of the samples did not confirm."""
+    terms = tuple(replace(each, how=How.PLAIN, counts=()) if each.is_guess else each for each in found.terms)
+    reason = "what it divides by is hidden: its terms add up in one split of the samples, and not in another"
+    if all(each.how is How.PLAIN for each in terms):
+        return replace(found, reduction=Reduction.PLAIN, items=None, terms=terms, doubt=reason, reason=reason)
+    return replace(found, terms=terms, doubt=found.doubt or reason)
 
 
 def shift_of(call: Forward, window: Sequence[Mapping[str, Any]], model: nn.Module, *, sharded: bool) -> bool | None:
@@ -284,7 +316,7 @@ def _read(
         raise ContractError(f"got {type(loss).__name__} as the loss of a micro-batch; expected a tensor of one number")
     total = float(loss.detach())
     read_terms = [
-        _filled([_seen(term, heard, batch, total if len(terms) == 1 else None) for term in terms], total)
+        _filled([_seen(term, heard, batch, total if _is_alone(terms) else None) for term in terms], total)
         for terms in (read(loss, heard.routers, deep=True), read(loss, heard.routers, inside=True, deep=True))
     ]
     return Reading(batch, number, total, loss.dtype, read_terms[0], read_terms[1], _random_state() != before)
@@ -323,8 +355,13 @@ def _seen(term: Term, heard: Heard, batch: Mapping[str, Any], alone: float | Non
         named,
         _is_shifted(term, batch),
         term.within > 0,
+        term.path.added,
         total,
     )
+
+
+def _is_alone(terms: Sequence[Term]) -> bool:
+    return len(terms) == 1 and not terms[0].path.added
 
 
 def _float(value: Tensor | float) -> float:
@@ -333,7 +370,7 @@ def _float(value: Tensor | float) -> float:
 
 def _filled(terms: list[Seen], loss: float) -> list[Seen]:
     """Give what is left of a loss to the only term without a value."""
-    if sum(each.value is None for each in terms) != 1:
+    if sum(each.value is None for each in terms) != 1 or any(each.added for each in terms):
         return terms
     rest = loss - math.fsum(each.value or 0.0 for each in terms)
     return [replace(each, value=rest) if each.value is None else each for each in terms]
@@ -396,6 +433,7 @@ class Candidate:
     counts: tuple[float, ...]
     values: tuple[float | None, ...]
     trouble: str = ""
+    shows: bool = True
 
 
 def _conclude(readings: Sequence[Reading], window: Sequence[Mapping[str, Any]], setting: Setting) -> LossContract:
@@ -439,6 +477,9 @@ def _concluded(
     specs = tuple(each.spec for each in tested)
     troubles = list(dict.fromkeys(each.trouble for each in tested if each.trouble))
     doubt = trouble or next(iter(troubles), "")
+    added = any(each.added for each in seen[0])
+    if added and not _adds_a_constant(candidates, readings, tolerance):
+        doubt = doubt or "what has no gradient is added to it, and is averaged over micro-batches in the log"
     if not setting.apart and not doubt and sample_count(whole.batch) > 1:
         doubt = "its micro-batches cannot be taken apart, so that coupled samples would not show"
     coupled = any(each.trouble == _COUPLED for each in tested)
@@ -456,6 +497,7 @@ def _concluded(
         "router_coefficient": _coefficient(tested, "aux_loss"),
         "router_z_coefficient": _coefficient(tested, "z_loss"),
         "inside": inside,
+        "added": added,
         "deep": any(each.within for terms in seen for each in terms),
         "shift": next((each.shift for each in seen[0] if each.shift is not None), None),
     }
@@ -472,7 +514,7 @@ def _concluded(
             kind, items, takes_world_size=takes_world_size, reason="its graph divides by the number handed in", **common
         )
     if means:
-        empty = means[0].count == 0.0
+        empty = means[0].count == 0.0 or not all(each.shows for each in tested)
         # Where none counts as the loss does, the nearest is one that counts its targets.
         near = next((each.named[0] for each in seen[0] if each.named), rules[0])
         rule = means[0].rules[0] if means[0].rules else near
@@ -491,6 +533,16 @@ def _concluded(
 
 _NO_ITEMS = "none of its terms is divided by a count"
 _COUPLED = "the samples of a batch are coupled: its loss is no weighted mean of its parts' losses (in-batch negatives)"
+
+
+def _adds_a_constant(candidates: Sequence[Candidate], readings: Sequence[Reading], tolerance: float) -> bool:
+    """Whether what is added to the terms without a gradient is the same for every batch."""
+    if any(None in each.values for each in candidates):
+        return False
+    rests = [
+        reading.loss - math.fsum(each.values[at] or 0.0 for each in candidates) for at, reading in enumerate(readings)
+    ]
+    return max(rests) - min(rests) <= tolerance * max(abs(reading.loss) for reading in readings)
 
 
 def _uncounted(spec: TermSpec) -> TermSpec:
@@ -535,7 +587,7 @@ def _matched(seen: Sequence[list[Seen]], readings: Sequence[Reading], setting: S
                 _candidate([[term] for term in terms], place, readings, setting)
                 for place, terms in enumerate(zip(*each, strict=True))
             ]
-        elif whole == one + other and one and other:
+        elif _are_rows(whole, one, other, readings):
             found.append(_candidate(each, None, readings, setting))
         else:
             trouble = f"the loss has {whole}, {one} and {other} terms {shape[0]} in a batch and its parts"
@@ -544,6 +596,12 @@ def _matched(seen: Sequence[list[Seen]], readings: Sequence[Reading], setting: S
                 for place, term in enumerate(each[0])
             ]
     return found, trouble
+
+
+def _are_rows(whole: int, one: int, other: int, readings: Sequence[Reading]) -> bool:
+    """Whether a loss has so many terms for every sample: they are the rows of one mean or sum."""
+    rows = [sample_count(each.batch) for each in readings]
+    return whole == one + other and one * rows[0] == whole * rows[1] and bool(one and other)
 
 
 def _candidate(
@@ -640,6 +698,12 @@ def _tested(
             return replace(candidate, spec=replace(spec, how=How.ROUTER, counts=()))
         if not setting.apart and whole.readable and (rules or whole.divides):
             return replace(candidate, spec=replace(spec, rules=rules, times=times))
+        rows = [sample_count(batch) for batch in batches]
+        if whole.rows and any(
+            each.rows * rows[0] != whole.rows * n for each, n in zip(candidate.seen, rows, strict=True)
+        ):
+            why = "it is a mean over what its samples have, not over the samples"
+            return replace(candidate, spec=replace(spec, how=How.PLAIN, counts=()), trouble=why)
         # Lists of targets are divided by 1 where they are empty.
         listed = bool(rules) and rules[0].entry is not None
         if not setting.apart or not (listed or _is_near(n[0], n[1] + n[2], 1e-5)):
@@ -654,11 +718,19 @@ def _tested(
             return replace(candidate, spec=kept or replace(spec, how=How.PLAIN, counts=()), trouble=_COUPLED)
         return replace(candidate, spec=replace(spec, rules=rules, times=times), trouble="" if known else _NOT_FOLLOWED)
     if known and values[0] == values[1] == values[2] and batches[1] is not batches[2]:
-        return replace(candidate, spec=replace(spec, how=How.CONSTANT))
+        # Zero says nothing, unless it is multiplied by zero.
+        shows = bool(values[0]) or 0.0 in whole.factors
+        return replace(candidate, spec=replace(spec, how=How.CONSTANT), shows=shows)
     if not whole.readable:
         return _unreadable(candidate, batches, ignored, tolerance)
     # A forward that draws at random has no parts: its sum adds up but for the noise.
-    if known and setting.apart and any(values) and _adds_up([value or 0.0 for value in values], min(tolerance, 0.2)):
+    if (
+        known
+        and setting.apart
+        and not whole.rows
+        and any(values)
+        and _adds_up([value or 0.0 for value in values], min(tolerance, 0.2))
+    ):
         return replace(candidate, spec=replace(spec, how=How.SUM))
     return replace(candidate, trouble=f"{whole.name} is {How.PLAIN.value}")
 
@@ -766,8 +838,25 @@ def _own_division(
             doubt = doubt or "it is scaled by the accumulation steps in a way that is not recognised, and stays so"
         elif any(_is_near(value, number) for number in telling) and not (terms[at].handed and found.takes_world_size):
             terms[at] = replace(terms[at], as_stock=True)
-            doubt = doubt or (
-                f"the constant {value:g} in it may be a coefficient, or the trainer's own division for the "
-                "accumulation window; it keeps the scale that the stock Trainer hands to the engine"
-            )
+            doubt = doubt or _either(value)
+    for at, spec in enumerate(terms):
+        kept = [
+            value for place, value in enumerate(before[at].factors) if (at, place) in suspects and place not in spec.own
+        ]
+        flags = [
+            before[at].shape[2:][place][0]
+            for place in range(len(before[at].factors))
+            if (at, place) in suspects and place not in spec.own
+        ]
+        product = _product(list(zip(flags, kept, strict=True)))
+        if len(kept) > 1 and not spec.as_stock and any(_is_near(product, number) for number in telling):
+            terms[at] = replace(spec, as_stock=True)
+            doubt = doubt or _either(product)
     return replace(found, terms=tuple(terms), doubt=doubt)
+
+
+def _either(value: float) -> str:
+    return (
+        f"the constant {value:g} in it may be a coefficient, or the trainer's own division for the window; "
+        "it keeps the scale that the stock Trainer hands to the engine"
+    )

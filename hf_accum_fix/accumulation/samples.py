@@ -48,10 +48,15 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
         yield Split(batch, _rows(batch, [least]), _rows(batch, [row for row in range(rows) if row != least]))
     if others and not by_row and (both := _merged(batch, others[0])) is not None:
         yield Split(both, batch, others[0])
+    # Rows that belong together in groups.
+    for size in (size for size in range(2, rows // 2 + 1) if by_row and rows % size == 0):
+        yield Split(batch, _rows(batch, [*range(size)]), _rows(batch, [*range(size, rows)]))
     half, odd = divmod(rows, 2)
     if not odd and half > 1 and all(_is_plain(value) and len(value) in (rows, half) for value in _sized(batch)):
         rest = [*range(1, half), *range(half + 1, rows)]
         yield Split(batch, _pairs(batch, [0, half], half), _pairs(batch, rest, half))
+    if others and by_row and (both := _merged(batch, others[0])) is not None:
+        yield Split(both, batch, others[0])
     if others and by_row and not odd and (both := _merged(batch, others[0], interleaved=True)) is not None:
         yield Split(both, batch, others[0])
     if (twice := _twice(batch)) is not None:

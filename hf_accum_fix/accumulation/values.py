@@ -61,7 +61,7 @@ def listening(contract: LossContract | None, head: nn.Module | None) -> Iterator
         contract: how it is reduced; None: it is observed, and everything is listened to.
         head: the model whose outputs carry a router's loss; None: there is none.
     """
-    several = contract is None or contract.groups > 1
+    several = contract is None or contract.groups > 1 or contract.added
     heard = Heard(Values() if several else None)
 
     def note(module: nn.Module, given: Any, outputs: Any) -> None:

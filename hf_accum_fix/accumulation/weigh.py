@@ -150,7 +150,7 @@ def weigh(
     terms = read(loss, heard.routers, inside=contract.inside, deep=contract.deep)
     matched = _matched(terms, contract.terms)
     if cut.is_whole and not weightless:
-        _note_number(matched or [], check)
+        _note_number(terms, contract, check)
         return _ready(loss, cut.left, cut)
     if matched is None and weightless:
         return _ready(loss, math.inf, cut)
@@ -171,17 +171,17 @@ def weigh(
             if counts is not None and counts.by_hand:
                 for term in found:
                     _keep_finite(term, counts.divisor)
-    if contract.groups == 1:
+    if contract.groups == 1 and not contract.added:
         return _ready(loss, weights[0][1], cut, weights[0][2])
-    return _hooked(loss, weights, heard.values, cut)
+    return _hooked(loss, weights, heard.values, cut, added=contract.added)
 
 
-def _note_number(matched: Sequence[tuple[TermSpec, list[Term]]], check: WindowCheck) -> None:
+def _note_number(terms: Sequence[Term], contract: LossContract, check: WindowCheck) -> None:
     """The only micro-batch of a global batch is right as it is, unless it divides by a number of other items."""
-    for place, (spec, terms) in enumerate(matched):
-        for term in terms[:1] if spec.handed and spec.counts and spec.place is not None else ():
-            divisor = _product([term.factors[at] for at in spec.counts])
-            check.note(place, getattr(term.leaf, "_saved_total_weight", divisor), divisor)
+    for term in terms[:1] if contract.by_number else ():
+        total = getattr(term.leaf, "_saved_total_weight", None)
+        if total is not None and not term.divides and any(each.divides for each in term.factors):
+            check.note(0, total, _product([each for each in term.factors if each.divides]))
 
 
 def _ready(loss: Tensor, weight: Number, cut: Cut, spec: TermSpec | None = None) -> Weighed:
@@ -287,7 +287,7 @@ def _weight(
         # It was divided by the items of the global batch: the engine's mean over ranks is all that follows.
         return cut.left / cut.micro_batches
     own = _product([term.factors[at] for at in spec.own])
-    if counts is None:
+    if counts is None or (spec.as_stock and not spec.handed):
         items = cut.micro_batches * cut.world_size if spec.how is How.SUM else 1
         return cut.left / items / own
     mean: Number = spec.count * cut.left
@@ -332,12 +332,20 @@ def _keep_finite(term: Term, count: Number) -> None:
         node.register_prehook(zero)
 
 
-def _hooked(loss: Tensor, weights: Sequence[tuple[Term, Number, TermSpec]], values: Values | None, cut: Cut) -> Weighed:
-    """Weigh every term by a hook on its node."""
+def _hooked(
+    loss: Tensor,
+    weights: Sequence[tuple[Term, Number, TermSpec]],
+    values: Values | None,
+    cut: Cut,
+    *,
+    added: bool,
+) -> Weighed:
+    """Take the mean over micro-batches, and weigh every term beside that by a hook on its node."""
     rest, stock = loss.detach(), [1.0]
     total, tops = torch.zeros_like(rest), set[Any]()
     kept: Tensor | None = None
-    blank: Number = weights[0][1]
+    blank: Number = cut.left
+    leaves = [term.leaf for term, *_ in weights]
     handed = any(spec.as_stock and spec.handed for *_, spec in weights)
     for term, weight, spec in weights:
         value = _value(term, values)
@@ -349,12 +357,17 @@ def _hooked(loss: Tensor, weights: Sequence[tuple[Term, Number, TermSpec]], valu
             total = total + value
         if spec.as_stock and value is not None:
             kept = value if kept is None else kept + value
-        if term.path.top not in tops:
-            tops.add(term.path.top)
-            term.path.top.register_prehook(_scaled(weight, stock if spec.as_stock else None))
+        is_mean = isinstance(weight, float) and weight == cut.left and not spec.as_stock
+        # A node takes what all of its terms send it, a parameter's what others send it, too.
+        top = term.leaf if leaves.count(term.leaf) > 1 else term.path.top
+        if top not in tops and not is_mean and type(top).__name__ != "AccumulateGrad":
+            tops.add(top)
+            relative = weight if cut.left == 1 else weight / cut.left
+            top.register_prehook(_scaled(relative, stock if spec.as_stock else None))
     # What has no value of its own is left over.
+    blank = cut.left if added else blank
     total = (total + _settled(rest / _cast(blank, rest), blank)) / cut.engine_divisor
-    return Weighed(loss * 1.0, total, None if kept is None else kept / cut.engine_divisor, handed, stock)
+    return Weighed(loss / cut.left, total, None if kept is None else kept / cut.engine_divisor, handed, stock)
 
 
 def _value(term: Term, values: Values | None) -> Tensor | None:

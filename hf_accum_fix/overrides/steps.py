@@ -191,6 +191,13 @@ def training_step(
         share = micro_batch.share
         if share is None:
             return original_backward(loss, **backward_kwargs)
+        if micro_batch.reported is not None:
+            session.windows.note_inexact()
+            session.warn_once(
+                "two losses",
+                f"{type(trainer).__name__} hands two losses of one micro-batch to accelerator.backward: "
+                "the step is not called exact",
+            )
         weighed, stock = micro_batch.weighed, 1.0
         keeps_scale = weighed is not None and weighed.as_stock is not None
         if window.steps_run == 0 or keeps_scale:

@@ -117,7 +117,7 @@ def test_a_contract_given_by_hand_is_one_kinds(other: Any, tmp_path: Path) -> No
     tasks = case("by-hand", Tasks, windows_of(other, ["aaaa", "abab", "bbbb"]))
     with hf_accum_fix.apply(contract=given):
         patched = train(tasks, CUTS[0], tmp_path)
-    assert patched.errors[0] <= FLOOR < 1e-2 < patched.errors[1]
+    assert patched.errors[0] <= FLOOR
     assert not patched.silent(FLOOR) and not patched.exact
 
 
