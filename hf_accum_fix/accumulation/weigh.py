@@ -344,7 +344,7 @@ def _hooked(
     rest, stock = loss.detach(), [1.0]
     total, tops = torch.zeros_like(rest), set[Any]()
     kept: Tensor | None = None
-    blank: Number = cut.left
+    blank: Number | None = None
     leaves = [term.leaf for term, *_ in weights]
     handed = any(spec.as_stock and spec.handed for *_, spec in weights)
     for term, weight, spec in weights:
@@ -364,9 +364,11 @@ def _hooked(
             tops.add(top)
             relative = weight if cut.left == 1 else weight / cut.left
             top.register_prehook(_scaled(relative, stock if spec.as_stock else None))
-    # What has no value of its own is left over.
-    blank = cut.left if added else blank
-    total = (total + _settled(rest / _cast(blank, rest), blank)) / cut.engine_divisor
+    if added or blank is not None:
+        # What has no value of its own is left over.
+        blank = cut.left if added or blank is None else blank
+        total = total + _settled(rest / _cast(blank, rest), blank)
+    total = total if cut.engine_divisor == 1 else total / cut.engine_divisor
     return Weighed(loss / cut.left, total, None if kept is None else kept / cut.engine_divisor, handed, stock)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy as early_cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from hf_accum_fix import Items, LossContract, Reduction
 from tests.attacks import models, runs, terms
 from tests.attacks.reading import FLOAT32, HALVES, PAIRS, SINGLES, UNEVEN, Attack, FullLoss, Verdict
 from tests.attacks.trainings import computing
@@ -290,7 +291,7 @@ ONE_OVER_G = [
     in_own("1-half-of-half", NAMED, times(0.5, times(0.5)), cuts=(PAIRS,)),
     in_own("1-half-and-kl", NAMED, half_and_kl, cuts=(HALVES,), windows=several(2)),
     in_own("1-half-of-both", NAMED, times(0.5, both), cuts=(HALVES,)),
-    in_own("1-of-one-term", NAMED, of_two(lambda a, c: a + 0.25 * c), cuts=(PAIRS,)),
+    in_own("1-of-one-term", EITHER, of_two(lambda a, c: a + 0.25 * c), cuts=(PAIRS,)),
     in_own("1-mean-of-two", EITHER, of_two(lambda a, c: torch.stack([a, c]).mean()), cuts=(HALVES,)),
     in_own("1-lerp", EITHER, of_two(lambda a, c: torch.lerp(a, c, 0.5)), cuts=(HALVES,)),
     in_super("1-half", NAMED, above(lambda loss, *_: 0.5 * loss), times(0.5), cuts=(HALVES,)),
@@ -315,7 +316,7 @@ ONE_OVER_G = [
 ]
 
 
-# --- 2: a number of steps kept from the arguments ------------------------------------------------------------------
+# --- 2: a number of steps kept from the arguments -----------------------------------------------------------------
 
 
 class Cached(StockRecorder):
@@ -410,7 +411,7 @@ CACHED = [
 ]
 
 
-# --- 3: stop-gradients ---------------------------------------------------------------------------------------------
+# --- 3: stop-gradients --------------------------------------------------------------------------------------------
 
 
 def balanced(a: Tensor, c: Tensor) -> Tensor:
@@ -419,6 +420,7 @@ def balanced(a: Tensor, c: Tensor) -> Tensor:
 
 
 def each_one(a: Tensor, c: Tensor) -> Tensor:
+    """Over its own sum without gradient, which adds up as counts do: this one could be exact."""
     return a / a.detach() + c / c.detach()
 
 
@@ -437,6 +439,12 @@ def detached_focal(logits: Tensor, batch: Batch, model: Any) -> Tensor:
     return ((1 - (-losses).exp().detach()) ** 2 * losses)[valid].mean()
 
 
+def squared_rows(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+    """Each text's by itself."""
+    losses = each_class(logits, batch)
+    return (losses.detach() * losses).mean()
+
+
 def by_probability(logits: Tensor, batch: Batch, model: Any) -> Tensor:
     """DFT: each token by the probability that it has now."""
     losses, valid = each_token(logits, batch)
@@ -445,17 +453,17 @@ def by_probability(logits: Tensor, batch: Batch, model: Any) -> Tensor:
 
 STOPPED = [
     in_own("3-balanced", INEXACT, of_two(balanced), cuts=THREE),
-    in_own("3-each-one", INEXACT, of_two(each_one)),
+    in_own("3-each-one", EITHER, of_two(each_one)),
     in_own("3-softly", INEXACT, of_two(softly)),
     in_own("3-times-itself", INEXACT, of_one(lambda a: a * a.detach())),
     in_own("3-by-norm", INEXACT, of_two(lambda a, c: (a + c) / torch.stack([a, c]).norm().detach())),
     in_own("3-by-item", INEXACT, of_two(lambda a, c: a + c * (a.item() / c.item()))),
     in_model("3-balanced", INEXACT, of_two(balanced)),
-    in_model("3-each-one", INEXACT, of_two(each_one)),
-    in_model("3-itself", INEXACT, of_one(lambda a: a / a.detach())),
+    in_model("3-each-one", EITHER, of_two(each_one)),
+    in_model("3-itself", EITHER, of_one(lambda a: a / a.detach())),
     in_func("3-balanced", INEXACT, of_two(balanced)),
-    in_func("3-itself", INEXACT, of_one(lambda a: a / a.detach())),
-    in_super("3-itself", INEXACT, above(lambda loss, *_: loss / loss.detach()), of_one(lambda a: a / a.detach())),
+    in_func("3-itself", EITHER, of_one(lambda a: a / a.detach())),
+    in_super("3-itself", EITHER, above(lambda loss, *_: loss / loss.detach()), of_one(lambda a: a / a.detach())),
     in_super(
         "3-balanced",
         INEXACT,
@@ -468,11 +476,11 @@ STOPPED = [
     in_own("3-focal", EXACT, detached_focal),
     in_model("3-by-probability", EXACT, by_probability, cuts=THREE),
     in_own("3-by-probability", EXACT, by_probability),
-    in_own("3-ratio-of-rows", EXACT, lambda logits, batch, m: (each_class(logits, batch) ** 2).detach().sqrt().mul(each_class(logits, batch)).mean(), right=(PAIRS, SINGLES)),
+    in_own("3-squares-of-rows", EXACT, squared_rows, right=(PAIRS, SINGLES)),
 ]  # fmt: skip
 
 
-# --- 4: learnt weights ---------------------------------------------------------------------------------------------
+# --- 4: learnt weights --------------------------------------------------------------------------------------------
 
 
 def uncertain(logits: Tensor, batch: Batch, model: Any) -> Tensor:
@@ -530,7 +538,7 @@ LEARNT = [
 ]
 
 
-# --- 5: micro-batches of other sizes, and gradients that are turned ---------------------------------------------------
+# --- 5: micro-batches of other sizes, and gradients that are turned -----------------------------------------------
 
 
 class Reverse(torch.autograd.Function):
@@ -562,6 +570,10 @@ def of_reversed_logits(logits: Tensor, batch: Batch, model: Any) -> Tensor:
     return tokens(logits, batch) + classes(Reverse.apply(logits), batch)
 
 
+def with_detached(a: Tensor, c: Tensor) -> Tensor:
+    return a + c.detach()
+
+
 def hooked(a: Tensor, c: Tensor) -> Tensor:
     if c.requires_grad:
         c.register_hook(lambda gradient: -0.5 * gradient)
@@ -569,9 +581,9 @@ def hooked(a: Tensor, c: Tensor) -> Tensor:
 
 
 SIZES = [
-    in_own("5-detached", GRADIENT, of_two(lambda a, c: a + c.detach()), cuts=THREE),
-    in_model("5-detached", GRADIENT, of_two(lambda a, c: a + c.detach()), cuts=THREE),
-    in_super("5-detached", GRADIENT, plus(lambda l, b, m: classes(l, b).detach()), of_two(lambda a, c: a + c.detach()), cuts=THREE),
+    in_own("5-detached", GRADIENT, of_two(with_detached), cuts=THREE),
+    in_model("5-detached", GRADIENT, of_two(with_detached), cuts=THREE),
+    in_super("5-detached", GRADIENT, plus(of_one(torch.detach, classes)), of_two(with_detached), cuts=THREE),
     in_own("5-detached-tokens", GRADIENT, of_two(lambda a, c: a.detach() + c), cuts=(UNEVEN,)),
     in_own("5-reversed", EITHER, of_two(lambda a, c: a + Reverse.apply(c)), cuts=THREE),
     in_own("5-reversed-alone", EITHER, of_one(Reverse.apply), cuts=THREE),
@@ -588,7 +600,7 @@ SIZES = [
 ]  # fmt: skip
 
 
-# --- 6: terms without a graph, or with one that nobody sees ----------------------------------------------------------
+# --- 6: terms without a graph, or with one that nobody sees -------------------------------------------------------
 
 
 class Entropy(torch.autograd.Function):
@@ -699,8 +711,8 @@ UNSEEN = [
             ("checkpoint-of-both", EXACT, checkpointed(False, both)),
             ("written-down", EITHER, beside_classes(by_function(Entropy))),
             ("written-down-alone", EITHER, by_function(Entropy)),
-            ("6b-fused", EITHER, beside_classes(by_function(Fused))),
-            ("6b-fused-later", EITHER, beside_classes(by_function(FusedLater))),
+            ("fused", EITHER, beside_classes(by_function(Fused))),
+            ("fused-later", EITHER, beside_classes(by_function(FusedLater))),
             ("each-token", EXACT, beside_classes(each_by_function)),
             ("logs-beside", EXACT, logs_beside),
         ]
@@ -708,12 +720,12 @@ UNSEEN = [
     ),
     in_func("6-reentrant", EITHER, beside_classes(checkpointed(True))),
     in_func("6-checkpoint", EXACT, beside_classes(checkpointed(False))),
-    in_func("6b-fused", EITHER, beside_classes(by_function(Fused))),
-    in_super("6b-fused", EITHER, plus(lambda l, b, m: 0.5 * by_function(Fused)(l.tanh(), b, m)), lambda l, b, m: tokens(l, b) + 0.5 * tokens(l.tanh(), b)),
+    in_func("6-fused", EITHER, beside_classes(by_function(Fused))),
+    in_super("6-fused", EITHER, plus(by_function(Fused)), times(2.0)),
 ]  # fmt: skip
 
 
-# --- 7: models that read their labels --------------------------------------------------------------------------------
+# --- 7: models that read their labels -----------------------------------------------------------------------------
 
 
 def asserting(logits: Tensor, batch: Batch, model: Any) -> Tensor:
@@ -756,7 +768,7 @@ READERS = [
 ]
 
 
-# --- 8: windows and micro-batches without labels ----------------------------------------------------------------------
+# --- 8: windows and micro-batches without labels ------------------------------------------------------------------
 
 
 def unlabelled_first(window: int) -> list[Sample]:
@@ -791,7 +803,7 @@ UNLABELLED = [
 ]
 
 
-# --- 9: the mean of sample means ------------------------------------------------------------------------------------
+# --- 9: the mean of sample means ----------------------------------------------------------------------------------
 
 
 def early(logits: Tensor, batch: Batch, model: Any = None) -> Tensor:
@@ -824,7 +836,7 @@ PER_SAMPLE: list[Attack] = [
 ]
 
 
-# --- 10: heads that take the number, and a term beside --------------------------------------------------------------
+# --- 10: heads that take the number, and a term beside ------------------------------------------------------------
 
 
 def share_of_arguments(loss: Tensor, logits: Tensor, batch: Batch, trainer: Any) -> Tensor:
@@ -867,14 +879,14 @@ BY_NUMBER = [
     for name, trainer, loss, right in [
         ("arguments", above(share_of_arguments), both, (PAIRS, SINGLES)),
         ("window", above(share_of_window), both, (PAIRS, SINGLES)),
-        ("squares", above(squares_by_arguments), lambda l, b, m: tokens(l, b) + squares(l, b, m), THREE),
+        ("squares", above(squares_by_arguments), lambda z, b, m: tokens(z, b) + squares(z, b, m), THREE),
         ("distilled", computing(divergence_by_number), distilled, THREE),
         ("both", computing(both_by_number), distilled, THREE),
     ]
 ]  # fmt: skip
 
 
-# --- 11: row by row ---------------------------------------------------------------------------------------------------
+# --- 11: row by row -----------------------------------------------------------------------------------------------
 
 
 def row_by_row(gather: Callable[[list[Tensor]], Tensor]) -> type:
@@ -932,7 +944,7 @@ ROWS = [
 ]
 
 
-# --- 12: what changes in a later window -------------------------------------------------------------------------------
+# --- 12: what changes in a later window ---------------------------------------------------------------------------
 
 LATE = 8
 
@@ -1009,7 +1021,7 @@ LATER = [
 ]
 
 
-# --- 13: cross entropy that was imported early ------------------------------------------------------------------------
+# --- 13: cross entropy that was imported early --------------------------------------------------------------------
 
 EARLY = [
     each(f"13-{name}", EXACT, loss, windows=several(2))
@@ -1018,7 +1030,7 @@ EARLY = [
 ]
 
 
-# --- 14: state that a forward writes --------------------------------------------------------------------------------
+# --- 14: state that a forward writes ------------------------------------------------------------------------------
 
 
 class Queue(Texts):
@@ -1148,7 +1160,7 @@ STATE = [
 ]
 
 
-# --- 15: two steps in one ---------------------------------------------------------------------------------------------
+# --- 15: two steps in one -----------------------------------------------------------------------------------------
 
 
 def moved_along(model: Any, batch: Batch, turn: int) -> Tensor:
@@ -1206,7 +1218,7 @@ TWO_STEPS = [
 ]
 
 
-# --- 16: a term that comes later, and grows ----------------------------------------------------------------------------
+# --- 16: a term that comes later, and grows -----------------------------------------------------------------------
 
 
 def grows(first: float, later: float) -> type:
@@ -1241,7 +1253,7 @@ GROWING = [
 ]
 
 
-# --- 17: nearly even probabilities --------------------------------------------------------------------------------------
+# --- 17: nearly even probabilities --------------------------------------------------------------------------------
 
 
 def focal_of_mean(a: Tensor) -> Tensor:
@@ -1276,7 +1288,7 @@ NEARLY_EVEN = [
 ]
 
 
-# --- 18: terms that some micro-batches hold -----------------------------------------------------------------------------
+# --- 18: terms that some micro-batches hold -----------------------------------------------------------------------
 
 
 def with_tasks(window: int) -> list[Sample]:
@@ -1371,7 +1383,7 @@ SOME_HOLD = [
 ]
 
 
-# --- 19: values that are all equal --------------------------------------------------------------------------------------
+# --- 19: values that are all equal --------------------------------------------------------------------------------
 
 
 def ratio_of_rows(logits: Tensor, batch: Batch, model: Any) -> Tensor:
@@ -1414,7 +1426,7 @@ EQUAL = [
 ]
 
 
-# --- warned of, though exact --------------------------------------------------------------------------------------------
+# --- warned of, though exact --------------------------------------------------------------------------------------
 
 
 def weighted_rows(logits: Tensor, batch: Batch, model: Any) -> Tensor:
@@ -1492,6 +1504,43 @@ def dpo_plus_answers(logits: Tensor, batch: Batch, model: Any) -> Tensor:
     """rpo_alpha as TRL adds it: a number to each pair's loss."""
     (chosen, rejected), _, answers = chosen_and_rejected(logits, batch)
     return (-F.logsigmoid(0.1 * (chosen - rejected)) + answers).mean()
+
+
+ROLES = ("chosen", "rejected")
+
+
+def by_keys(samples: Sequence[Sample]) -> Batch:
+    """As TRL has them: chosen and rejected under keys of their own."""
+    found: Batch = {}
+    for place, role in enumerate(ROLES):
+        batch = collate([sample["members"][place] for sample in samples])
+        found |= {f"{role}_{key}": value for key, value in batch.items()}
+    return found
+
+
+def put_together(batch: Batch) -> Batch:
+    """The chosen ones, then the rejected ones, padded alike."""
+    keys = ("input_ids", "attention_mask", "labels")
+    roles = [{key: batch[f"{role}_{key}"] for key in keys} for role in ROLES]
+    rows = range(len(roles[0]["labels"]))
+    return collate([{key: value[row] for key, value in each.items()} for each in roles for row in rows])
+
+
+def of_keys(name: str, loss: Loss) -> Attack:
+    def compute(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+        batch = put_together(inputs)
+        outputs = model(input_ids=batch["input_ids"])
+        return loss(outputs["logits"], batch, bare(model)), outputs
+
+    def reference(model: Any, batch: Batch, turn: int) -> Tensor:
+        whole = put_together(batch)
+        return loss(model.logits(whole["input_ids"]), whole, model)
+
+    given = {"trainer": computing(compute), "collate": by_keys, "cuts": THREE}
+    return Attack(f"clients-{name}-keys", EXACT, reference, Texts, several(1, groups(2)), **given)
+
+
+PREFERENCES = [("orpo", orpo), ("simpo", simpo), ("dpo", dpo_and_answers), ("rpo", dpo_plus_answers)]
 
 
 def perturbed(logits: Tensor, batch: Batch, model: Any) -> Tensor:
@@ -1572,29 +1621,30 @@ EASY = [
         for each in (in_own, in_model)
     ),
     *(
-        each(f"easy-{name}", EXACT, loss, windows=several(1, groups(count)), collate=interleaved, right=EVEN, cuts=THREE)
-        for name, loss, count in [("pairs", dpo, 2), ("fours", of_fours, 4)]
+        each(f"easy-{name}", EXACT, loss, windows=windows, collate=interleaved, right=EVEN, cuts=THREE)
+        for name, loss, windows in [("pairs", dpo, several(1, groups(2))), ("fours", of_fours, several(1, groups(4)))]
         for each in (in_own, in_model)
     ),
     in_func("easy-pairs", EXACT, dpo, windows=several(1, groups(2)), collate=interleaved),
-    in_super("easy-squares", EXACT, plus(squares), lambda l, b, m: tokens(l, b) + squares(l, b, m), cuts=THREE),
+    in_super("easy-squares", EXACT, plus(squares), lambda z, b, m: tokens(z, b) + squares(z, b, m), cuts=THREE),
     in_super(
         "easy-z", EXACT,
-        plus(lambda l, b, m: 0.01 * models.z_loss(l, models.attended(b))),
-        lambda l, b, m: tokens(l, b) + 0.01 * models.z_loss(l, models.attended(b)),
+        plus(lambda z, b, m: 0.01 * models.z_loss(z, models.attended(b))),
+        lambda z, b, m: tokens(z, b) + 0.01 * models.z_loss(z, models.attended(b)),
         cuts=THREE,
     ),
     in_super("easy-unlabelled", EXACT, Unlabelled, with_consistency(2)),
     in_super("easy-unlabelled-in-turn", EITHER, UnlabelledInTurn, with_consistency(8)),
     *(
         each(f"clients-{name}", EXACT, loss, windows=several(1, groups(2)), collate=by_role, cuts=THREE)
-        for name, loss in [("orpo", orpo), ("simpo", simpo), ("dpo", dpo_and_answers), ("rpo", dpo_plus_answers)]
+        for name, loss in PREFERENCES
         for each in (in_own, in_model)
     ),
+    *(of_keys(name, loss) for name, loss in PREFERENCES),
 ]  # fmt: skip
 
 
-# --- losses that are zero where they are seen first --------------------------------------------------------------------
+# --- losses that are zero where they are seen first ---------------------------------------------------------------
 
 
 def scored(margins: Sequence[float]) -> Callable[[int], list[Sample]]:
@@ -1688,7 +1738,7 @@ ZERO = [
 ]
 
 
-# --- shapes of our own: sums that can be read ---------------------------------------------------------------------------
+# --- shapes of our own: sums that can be read ---------------------------------------------------------------------
 
 
 def in_place(a: Tensor, c: Tensor) -> Tensor:
@@ -1727,13 +1777,13 @@ def by_einsum(logits: Tensor, batch: Batch, model: Any) -> Tensor:
 
 def by_dot(logits: Tensor, batch: Batch, model: Any) -> Tensor:
     losses, valid = each_token(logits, batch)
-    return losses.flatten() @ (valid / valid.sum()).to(losses).flatten()
+    return losses.flatten() @ (valid.to(losses) / valid.sum()).flatten()
 
 
 def weights_within(logits: Tensor, batch: Batch, model: Any) -> Tensor:
     """Divided by the count before it is summed."""
     losses, valid = each_token(logits, batch)
-    return (losses * (valid / valid.sum())).sum()
+    return (losses * (valid.to(losses) / valid.sum())).sum()
 
 
 def by_average(logits: Tensor, batch: Batch, model: Any) -> Tensor:
@@ -1796,7 +1846,11 @@ READABLE = [
 ]
 
 
-# --- shapes of our own: no sums -------------------------------------------------------------------------------------------
+# --- shapes of our own: no sums -----------------------------------------------------------------------------------
+
+
+def worse(a: Tensor, c: Tensor) -> Tensor:
+    return torch.maximum(a, 2 * c)
 
 
 def flooded(a: Tensor) -> Tensor:
@@ -1845,7 +1899,7 @@ NO_SUMS = [
     *(
         each(f"no-sum-{name}", INEXACT, of_two(combine))
         for name, combine in [
-            ("max", lambda a, c: torch.maximum(a, 2 * c)),
+            ("max", worse),
             ("stack-max", lambda a, c: torch.stack([a, 2 * c]).max()),
             ("stack-amax", lambda a, c: torch.stack([a, 2 * c]).amax()),
             ("where", lambda a, c: torch.where(a > 2 * c, a, 2 * c)),
@@ -1872,7 +1926,7 @@ NO_SUMS = [
         for each in (in_own, in_model)
     ),
     in_super("no-sum-flooding", INEXACT, above(lambda loss, *_: flooded(loss)), of_one(flooded)),
-    in_super("no-sum-max", INEXACT, above(lambda loss, l, b, _: torch.maximum(loss, 2 * classes(l, b))), of_two(lambda a, c: torch.maximum(a, 2 * c))),
+    in_super("no-sum-max", INEXACT, above(lambda loss, z, b, _: torch.maximum(loss, 2 * classes(z, b))), of_two(worse)),
     # Stock multiplies in place what such a function returns.
     in_func("no-sum-logsumexp", INEXACT, of_two(lambda a, c: 1.0 * torch.logsumexp(torch.stack([a, c]), 0))),
     in_func("no-sum-root", INEXACT, of_one(lambda a: 1.0 * torch.sqrt(a))),
@@ -1891,7 +1945,7 @@ NO_SUMS = [
 ]  # fmt: skip
 
 
-# --- heads that answer questions ----------------------------------------------------------------------------------------
+# --- heads that answer questions ----------------------------------------------------------------------------------
 
 ANSWERS = [
     Attack(
@@ -1908,14 +1962,45 @@ ANSWERS = [
 ]
 
 
+# --- a loss of one's own in a loop, declared by hand --------------------------------------------------------------
+
+#: The mean over next tokens.
+OF_TOKENS = {"contract": LossContract(Reduction.MEAN, Items(("labels",), shift=True))}
+
+
+def scaled(name: str, verdict: Verdict, loss: Loss, **more: Any) -> Attack:
+    learnt = more.pop("learnt", {})
+    given = {"windows": several(2), "options": OF_TOKENS, "cuts": THREE, **more}
+    return Attack(f"scale-{name}", verdict, full(loss), lambda: Texts(**learnt), trainer=None, **given)
+
+
+SCALED = [
+    scaled("quarter", EXACT, times(0.25)),
+    scaled("by-probability", EXACT, by_probability),
+    scaled("focal", EXACT, detached_focal),
+    scaled("early", EXACT, early),
+    scaled("factor", EXACT, learnt_factor, learnt={"s": 0.3}, alone=("s",)),
+    # What cannot be read is taken as it is declared.
+    scaled("reentrant", EXACT, checkpointed(True)),
+    scaled("written-down", EXACT, by_function(Entropy)),
+    scaled("fused", EXACT, by_function(Fused)),
+    # Declared, and another: the graph shows it.
+    scaled("both", EITHER, both),
+    scaled("classes", EITHER, classes),
+    scaled("rows", EITHER, of_samples),
+    scaled("root", INEXACT, of_one(torch.sqrt)),
+    scaled("max", INEXACT, of_two(worse)),
+]
+
+
 ATTACKS: list[Attack] = [
     *ONE_OVER_G, *CACHED, *STOPPED, *LEARNT, *SIZES, *UNSEEN, *READERS, *UNLABELLED, *PER_SAMPLE, *BY_NUMBER, *ROWS,
     *LATER, *EARLY, *STATE, *TWO_STEPS, *GROWING, *NEARLY_EVEN, *SOME_HOLD, *EQUAL, *EASY, *ZERO, *READABLE, *NO_SUMS,
-    *ANSWERS,
+    *ANSWERS, *SCALED,
 ]  # fmt: skip
 
 
-# --- two ranks ------------------------------------------------------------------------------------------------------------
+# --- two ranks ----------------------------------------------------------------------------------------------------
 
 
 class Plain(runs.Ordered):
@@ -1932,14 +2017,43 @@ class Plain(runs.Ordered):
 
 
 def _on_two(name: str, loss: Loss, **learnt: Any) -> runs.Case:
-    trainer = type("Plain", (Plain,), {"of": staticmethod(loss)})
-    head = Head(name, seeded(lambda: Texts(**learnt)), texts())
-    return runs.Case(name, head, trainer, lambda model, batch: full(loss)(model, batch, 0))
+    """In a compute_loss; in the model where it has parameters, which ranks look for in a forward."""
+    trainer = runs.Ordered if learnt else type("Plain", (Plain,), {"of": staticmethod(loss)})
+    head = Head(name, seeded(holding(loss, **learnt)), texts())
+    return runs.Case(f"read-{name}", head, trainer, lambda model, batch: full(loss)(model, batch, 0))
+
+
+class TwoHeads(Texts):
+    """Another head, whose loss is logged and has no gradient: ranks wait for none of its parameters."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss)
+        self.other = nn.Linear(16, len(self.head.bias))
+
+    def logits_of_other(self, input_ids: Tensor) -> Tensor:
+        return self.other(self.embed(input_ids))
+
+
+def detached_head(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+    return tokens(logits, batch) + classes(model.logits_of_other(batch["input_ids"]), batch).detach()
+
+
+def detached_tokens(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+    return classes(logits, batch) + tokens(model.logits_of_other(batch["input_ids"]), batch).detach()
+
+
+def _two_heads(name: str, loss: Loss) -> runs.Case:
+    head = Head(name, seeded(lambda: TwoHeads(loss)), texts())
+    return runs.Case(f"read-{name}", head, runs.Ordered, lambda model, batch: full(loss)(model, batch, 0))
 
 
 TWO_RANKS: Mapping[Verdict, list[runs.Case]] = {
-    EXACT: [_on_two("both", both)],
-    GRADIENT: [_on_two("detached", of_two(lambda a, c: a + c.detach()))],
+    EXACT: [_on_two("both", both), _on_two("checkpoint", beside_classes(checkpointed(False)))],
+    GRADIENT: [
+        _on_two("detached", of_two(with_detached)),
+        _two_heads("detached-head", detached_head),
+        _two_heads("detached-tokens", detached_tokens),
+    ],
     EITHER: [
         _on_two("uncertain", uncertain, s=[0.2, -0.3]),
         _on_two("reentrant", beside_classes(checkpointed(True))),
@@ -1948,5 +2062,5 @@ TWO_RANKS: Mapping[Verdict, list[runs.Case]] = {
         # W is 2.
         _on_two("half", times(0.5)),
     ],
-    INEXACT: [_on_two("balanced", of_two(balanced)), _on_two("max", of_two(lambda a, c: torch.maximum(a, 2 * c)))],
+    INEXACT: [_on_two("balanced", of_two(balanced)), _on_two("max", of_two(worse))],
 }

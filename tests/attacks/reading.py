@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class Verdict(Enum):
     """What a training has to come to.
 
     EXACT: the full batch's gradient and log, called exact, and no warning.
-    GRADIENT: the full batch's gradient, whatever is said; its log too if it is called exact, else no worse than stock's.
+    GRADIENT: the full batch's gradient, whatever is said; its log too if it is called exact, else no worse than stock.
     EITHER: the full batch's gradient; or a warning in time, never worse than stock, not called exact.
     INEXACT: a warning in time, never worse than stock, not called exact.
     NAMED: right or no worse than stock, not called exact, and one warning that names the number.
@@ -66,7 +67,7 @@ class Attack:
     Attributes:
         full: the reference's loss.
         model: its class, or how it is made; seeded, in float64. One that has a ``turn`` is told the window's number.
-        trainer: a `StockRecorder`; None: the model is trained by hand-written loops alone.
+        trainer: a `StockRecorder`; None: a hand-written loop computes the loss by itself, and has it scaled.
         looped: the model's own loss, so that a hand-written loop has to come to the same.
         windows: the samples of each global batch.
         given, arguments, options: further arguments of the Trainer, TrainingArguments, options of the package.
@@ -144,7 +145,8 @@ class Outcome:
         if verdict in (Verdict.EXACT, Verdict.GRADIENT) and not self._log_is_right(stock):
             found.append(f"logs {[*self.logged]} for {[*self.losses]}")
         if verdict is Verdict.EXACT:
-            found += ["not called exact"] * (self.exact is not True)
+            # Of a loss that is declared nothing is reported.
+            found += ["not called exact"] * (self.exact is not True and attack.trainer is not None)
             found += [f"said without need: {words}" for _, words in self.said]
         if verdict in (Verdict.EITHER, Verdict.INEXACT):
             found += [
@@ -217,7 +219,7 @@ def dealt(attack: Attack, cut: Cut) -> tuple[list[Any], int, Callable[[Any], Bat
     if len(set(cut)) == 1:
         return samples, cut[0], attack.collate
     ends = [sum(cut[:place]) for place in range(len(cut) + 1)]
-    pieces = [list(w[a:b]) for w in attack.windows for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    pieces = [list(w[a:b]) for w in attack.windows for a, b in pairwise(ends)]
     return pieces, 1, lambda entries: attack.collate([sample for entry in entries for sample in entry])
 
 
@@ -246,7 +248,7 @@ def by_trainer(attack: Attack, cut: Cut, path: str) -> Outcome:
 
 @functools.cache
 def by_loop(attack: Attack, cut: Cut, path: str) -> Outcome:
-    """Train the model's own loss by a loop: "stock" divides by G."""
+    """Train the model's own loss, or the loop's, by a loop: "stock" divides by G."""
     data, per_device, batch = dealt(attack, cut)
     batches = [batch(data[start : start + per_device]) for start in range(0, len(data), per_device)]
     model, windows = attack.build(), _Windows()
@@ -272,7 +274,11 @@ def _by_windows(
         windows.begin(model)
         for batch in window:
             with window.micro_batch(model):
-                window.loss(model, batch).backward()
+                if attack.trainer is None:
+                    loss = window.scale(attack.full(model, batch, windows.now), batch)
+                else:
+                    loss = window.loss(model, batch)
+                loss.backward()
         yield float(window.mean_loss())
 
 
@@ -282,9 +288,10 @@ def _by_hand(attack: Attack, model: nn.Module, batches: list[Batch], steps: int,
         windows.begin(model)
         losses = []
         for batch in batches[start : start + steps]:
-            loss = model(**batch)["loss"] / steps
+            alone = attack.trainer is None
+            loss = (attack.full(model, batch, windows.now) if alone else model(**batch)["loss"]) / steps
             loss.backward()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         yield sum(losses)
 
 

@@ -18,7 +18,7 @@ def cells(attacks: Sequence[Attack]) -> Any:
 
 
 TRAINED = [attack for attack in ATTACKS if attack.trainer is not None]
-LOOPED = [attack for attack in ATTACKS if attack.looped]
+LOOPED = [attack for attack in ATTACKS if attack.looped or attack.trainer is None]
 
 
 @cells(TRAINED)

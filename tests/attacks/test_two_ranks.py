@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.observe import Setting, observe
+from tests.attacks.reading import Verdict
 from tests.attacks.runs import FLOOR
-from tests.attacks.two_ranks import EXACT, ROWS
+from tests.attacks.two_ranks import EXACT, ROWS, VERDICTS
 from tests.numerics.heads.head import collate
 from tests.numerics.heads.samples import text
 from tests.torchrun import found_by
@@ -27,6 +28,13 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """By one start of torchrun."""
     output = tmp_path_factory.mktemp("two_ranks") / "rows.json"
     return {row["case"]: row for row in found_by("tests.attacks.two_ranks", output)}
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Losses that are read from their graphs."""
+    output = tmp_path_factory.mktemp("two_ranks") / "read.json"
+    return {row["case"]: row for row in found_by("tests.attacks.two_ranks", output, "read")}
 
 
 @pytest.mark.parametrize("case", ROWS)
@@ -48,6 +56,22 @@ def test_what_is_called_exact_on_two_ranks_is_exact(case: str, rows: Mapping[str
 def test_terms_are_exact_on_two_ranks(case: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
     assert rows[case]["apply"] <= FLOOR
     assert rows[case]["exact"]
+
+
+@pytest.mark.parametrize("case", VERDICTS)
+def test_a_loss_is_read_on_two_ranks(case: str, read: Mapping[str, Mapping[str, Any]]) -> None:
+    row, verdict = read[case], VERDICTS[case]
+    assert "raised" not in row, row["raised"]
+    right = row["apply"] <= FLOOR
+    assert right or row["apply"] <= row["stock"] * 1.05
+    assert right or not row["exact"]
+    if verdict in (Verdict.EXACT, Verdict.GRADIENT):
+        assert right
+    if verdict is Verdict.EXACT:
+        assert row["exact"] and not row["warned"]
+    if verdict in (Verdict.EITHER, Verdict.INEXACT):
+        assert right or row["warned"]
+    assert verdict is not Verdict.INEXACT or not row["exact"]
 
 
 def _observed(rounding: float) -> LossContract:
