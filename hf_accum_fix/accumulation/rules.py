@@ -97,8 +97,9 @@ def ways_of_counting(inputs: Mapping[str, Any], ignored: Sequence[int] = (-100,)
             if value.ndim == 2 and key != "shift_labels":
                 yield Items((key,), ignore, shift=True)
             yield Items((key,), ignore)
-            if value.ndim == 2 and masked is not None:
+            if value.ndim == 2 and masked is not None and key != "shift_labels":
                 yield Items((key,), ignore, shift=True, mask=masked)
+            if value.ndim == 2 and masked is not None:
                 yield Items((key,), ignore, mask=masked)
     yield from listed_targets(inputs)
     masks = [key for key in tensors if "mask" in key and (_is_mask(tensors[key]) or "observed" in key)]

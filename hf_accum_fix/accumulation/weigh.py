@@ -168,8 +168,8 @@ def weigh(
                 check.note(place, *(noted if spec.times == 1.0 else (each / spec.times for each in noted)))
             weight = _weight(spec, rule, found[0], counts, cut, weightless=weightless)
             weights += [(term, weight, spec) for term in found]
-            if counts is not None and counts.by_hand:
-                for term in found:
+            for term in found if counts is not None else ():
+                if counts is not None and (counts.by_hand or term.path.learnt):
                     _keep_finite(term, counts.divisor)
     if contract.groups == 1 and not contract.added:
         return _ready(loss, weights[0][1], cut, weights[0][2])
@@ -374,7 +374,9 @@ def _hooked(
 
 def _value(term: Term, values: Values | None) -> Tensor | None:
     """A term's part of the loss, 0-dim."""
-    value = None if values is None else values.of(term.path.top)
+    top = term.path.top
+    is_parameter = type(top).__name__ == "AccumulateGrad"
+    value = top.variable.detach() if is_parameter else None if values is None else values.of(top)
     if value is None:
         return None
     for factor in term.factors[: term.path.above]:
