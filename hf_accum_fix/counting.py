@@ -14,21 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix import observations
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SEVERAL_FIT, Coupling, LossContract, Reduction
+from hf_accum_fix.accumulation.agreement import agree
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Coupling, LossContract, Reduction
 from hf_accum_fix.accumulation.kinds import Kind, kind_of, words_of
+from hf_accum_fix.accumulation.observe import out_of_memory
 from hf_accum_fix.accumulation.per_sample import by_sample
 from hf_accum_fix.accumulation.run import Run
-from hf_accum_fix.accumulation.second_look import (
-    as_before,
-    is_due,
-    look,
-    several_fit,
-    trained_wrongly,
-)
 from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.accumulation.window import Items, count_by_rules, count_dtype
 from hf_accum_fix.engines import ranks
-from hf_accum_fix.errors import RankError
+from hf_accum_fix.errors import AccumFixError, RankError
 from hf_accum_fix.known import ALL, Known, Settled
 from hf_accum_fix.router.router_loss import Form, Forward, RouterLoss, one_form
 
@@ -44,8 +39,7 @@ def settle(
     run: Run,
     known: Known,
     window: Sequence[Any],
-    observe: Callable[[Settled, Sequence[Any], int], Seen],
-    agree_on: Callable[[Settled, Sequence[Any], LossContract | None, Exception | None], LossContract],
+    observe: Callable[[Sequence[Any]], Seen],
     *,
     per_sample: bool,
     matters: bool,
@@ -53,16 +47,15 @@ def settle(
 ) -> LossContract:
     """How the first kind of micro-batch has its loss reduced, as it is now.
 
-    Every kind in a window is observed where that has not been done or is due again, on every rank alike.
+    Every kind in a window is observed where that has not been done, on every rank alike.
 
     Args:
         run: the training.
         known: what its windows have shown; changed.
         window: the micro-batches of this rank; empty: its data have ended.
-        observe: as `look` asks for it, of one loss and its micro-batches.
-        agree_on: the ranks' one contract, of what this rank saw of these and of the trouble it met.
+        observe: observes one loss on its micro-batches.
         per_sample: as in `Options`.
-        matters: as in `look`.
+        matters: the way of counting changes what is trained.
         trouble: what kept this rank from fetching its window.
 
     Raises:
@@ -81,14 +74,10 @@ def settle(
         return [batch for batch, its in zip(window, shown, strict=True) if its]
 
     def due(settled: Settled) -> bool:
-        if settled.contract is None or not settled.is_settled:
-            return settled is known or bool(of(settled)) or not alone
-        return is_due(settled.contract, number, of(settled), alone=alone)
+        return not settled.is_settled and (settled is known or bool(of(settled)) or not alone)
 
     new = alone and not all(map(known.knows, mine))
     if not (new or known.asks or any(map(due, known.losses))):
-        for settled in known.losses:
-            _say_if_several_fit(run, known, settled.contract, of(settled))
         assert known.contract is not None
         return known.contract
     known.asks = False
@@ -98,12 +87,10 @@ def settle(
     new_kinds = [kind for kind in kinds if kind not in before or kind in pooled]
     known.without_target = {kind: at for kind, at in pooled.items() if kind not in kinds}
     for kind in new_kinds:
-        known.kinds = {**known.kinds, kind: known.another() if known.kinds else known}
+        known.kinds = {**known.kinds, kind: Settled() if known.kinds else known}
     for settled in known.losses:
-        if not due(settled):
-            _say_if_several_fit(run, known, settled.contract, of(settled))
-            continue
-        _settle_one(run, known, settled, of(settled), observe, agree_on, per_sample=per_sample, matters=matters)
+        if due(settled):
+            _settle_one(run, known, settled, of(settled), observe, per_sample=per_sample)
     _begin_with_a_target(known, number)
     for kind in new_kinds:
         if known.kinds[kind] is not known:
@@ -117,35 +104,26 @@ def _settle_one(
     known: Known,
     settled: Settled,
     window: Sequence[Any],
-    observe: Callable[[Settled, Sequence[Any], int], Seen],
-    agree_on: Callable[[Settled, Sequence[Any], LossContract | None, Exception | None], LossContract],
+    observe: Callable[[Sequence[Any]], Seen],
     *,
     per_sample: bool,
-    matters: bool,
 ) -> None:
     """Observe one loss in a window, and change what is known of it."""
-    before, was_settled = settled.contract, settled.is_settled
-    tries = settled is not known and before is None
-
-    def look_at(again: int) -> Seen:
-        seen, trouble = observe(settled, window, again)
-        if trouble is not None and tries:
-            # Training itself may never ask for a loss of these, and shows the trouble where it does.
-            return LossContract(Reduction.PLAIN, reason=f"it could not be observed: {trouble}"), None
-        return seen, trouble
-
-    seen, trouble = look(look_at, lambda mine, trouble: any(agreed(run, mine, trouble)), window, matters=matters)
-    found = agree_on(settled, window, seen, trouble)
+    seen, trouble = observe(window)
+    goes_on = run.world_size == 1 or (settled is not known and settled.contract is None)
+    if trouble is not None and goes_on and not isinstance(trouble, AccumFixError) and not out_of_memory(trouble):
+        # Training itself may never ask for a loss of these, and shows the trouble where it does.
+        reason = f"it could not be observed: {trouble}"
+        seen, trouble = LossContract(Reduction.PLAIN, conclusive=settled is not known, reason=reason), None
+    found = agree([each for each in agreed(run, seen, trouble) if each is not None])
     if per_sample:
         found = by_sample(found)
-    if before is not None and found.reason == NO_TARGET_SEEN:
+    if settled.contract is not None and found.reason == NO_TARGET_SEEN:
         # It shows nothing.
         return
-    if before is not None and was_settled:
-        settled.contract = _held(run, known, before, found, window, matters=matters)
-        return
     settled.attempts += found.reason != NO_TARGET_SEEN
-    if trained_wrongly(before, found):
+    if not found.conclusive and found.reason != NO_TARGET_SEEN:
+        # It is trained as it is for now.
         known.windows.note_inexact()
     known.take(found, settled)
 
@@ -175,12 +153,12 @@ def _tell_apart(run: Run, known: Known, kind: Kind, number: int, *, matters: boo
             known.kinds = {**known.kinds, kind: each}
             return
     reason = ""
-    if found.owned_by_trainer and found.by_number:
+    if found.custom and found.by_number:
         reason = "one number is handed over for micro-batches of several kinds"
     elif any(other and (other < kind or kind < other) for other in known.kinds):
         reason = "others hold some of these labels, and a term that both have is no one mean over them all"
     if reason:
-        settled.contract = found = replace(found, beside=True, reason=reason)
+        settled.contract = found = replace(found, doubt=reason, reason=reason)
     if was_pooled and matters:
         known.windows.note_inexact()
         run.warn_once(
@@ -198,43 +176,13 @@ def _tell_apart(run: Run, known: Known, kind: Kind, number: int, *, matters: boo
 def _is_one_loss(known: Known, kind: Kind, other: Kind) -> bool:
     """Whether two kinds of micro-batch are reduced and counted alike, so that all of their items are of one mean."""
     one, another = known.kinds[kind].contract, known.kinds[other].contract
-    if not known.kinds[kind].is_trained_as(known.kinds[other]):
-        return False
     if one is None or another is None or (one.reduction, one.rules) != (another.reduction, another.rules):
         return False
-    factors = [each.made_of and each.made_of.factors for each in (one, another)]
     # Classes of texts and of tokens may both be "labels".
     counted = {key for rule in one.rules for key in rule.keys}
     axes = [{(key, axes) for key, axes in each if key in counted} for each in (kind, other)]
-    return factors[0] == factors[1] and axes[0] == axes[1]
-
-
-def _held(
-    run: Run, known: Known, before: LossContract, found: LossContract, window: Sequence[Any], *, matters: bool
-) -> LossContract:
-    """The contract after a later window was observed too: as it was, narrowed down, or with a warning another one."""
-    narrowed = as_before(before, found)
-    if narrowed is None or narrowed.rules != before.rules:
-        # The windows before counted by a rule that this one rules out.
-        known.windows.note_inexact()
-    if narrowed is not None:
-        _say_if_several_fit(run, known, narrowed, window)
-        return narrowed
-    if before.reduction is Reduction.PLAIN:
-        return found
-    if matters or before.by_number or found.by_number:
-        run.warn_once(
-            "changed",
-            f"{run.head}: window {known.windows.opened}: the loss {found}; it was observed as: {before}. The windows "
-            "since then may not be exact; look at what changes in the data, or give contract=LossContract(...).",
-        )
-    return replace(found, changed_by_trainer=True)
-
-
-def _say_if_several_fit(run: Run, known: Known, contract: LossContract | None, window: Sequence[Any]) -> None:
-    if contract is not None and contract.conclusive and several_fit(contract, window):
-        known.windows.note_inexact()
-        run.warn_once("inexact", f"{run.head}: window {known.windows.opened}: {SEVERAL_FIT}.")
+    terms = [[(each.shape, each.group) for each in contract.terms] for contract in (one, another)]
+    return axes[0] == axes[1] and terms[0] == terms[1]
 
 
 def agreed(run: Run, said: Said, trouble: Exception | None) -> list[Said]:
@@ -268,7 +216,6 @@ def remarks(
     attempts: int,
     *,
     outcome: str = "gets the plain mean over micro-batches",
-    changed_by: str = "something",
 ) -> Iterator[tuple[str, str]]:
     """What is to be said of a contract once it is in force, each with a kind; nothing where it is exact.
 
@@ -277,18 +224,15 @@ def remarks(
         found: its contract.
         attempts: windows that were observed.
         outcome: what becomes of a loss that no rule counts.
-        changed_by: what makes another loss of the model's than was observed.
     """
     if found.reduction is Reduction.SUM:
         yield "sum", f"{head}: the loss is a sum over the global batch, and grows with the global batch."
     if found.reduction is Reduction.PLAIN:
         coupled = found.coupling is Coupling.COUPLED
-        advice = " Keep micro-batches large: one sample may teach nothing." if coupled else ""
+        advice = " Use micro-batches of more than one sample." if coupled else ""
         yield "inexact", f"{head}: {found.reason}. It {outcome}: {found.coupling.value}.{advice}"
-    elif found.changed_by_trainer:
-        yield "inexact", f"{head}: {changed_by} changes the base's loss, so that it is not called exact."
-    elif found.beside:
-        yield "inexact", f"{head}: {found.reason}, so that it is not called exact."
+    elif found.doubt:
+        yield "inexact", f"{head}: {found.doubt}. It is not called exact."
     elif not found.conclusive:
         yield "inexact", f"{head}: the loss {found}, as far as {attempts} windows tell: {found.reason}."
 
@@ -380,7 +324,7 @@ def count(
         runs = len(batches) if run.shards else min(len(batches), 1)
         # A window of several losses is not corrected.
         corrected = closing.corrects and len(contracts) == 1
-        tells = any(each.made_of is not None for each in contracts) and not corrected
+        tells = any(each.is_read for each in contracts) and not corrected
         told = [zero + closing.differs, zero + known.windows.news] if tells else []
         asks = [zero + new] if known.kinds else []
         main, *rest = (total for each in totals for total in each)
@@ -430,9 +374,18 @@ def count(
     # Off the CPU every window may be one of several.
     held = [each for each in samples if device.type != "cpu" or each]
     closing.several_losses = len(held) > 1
-    is_corrected = closing.will_correct(run)
+    is_corrected, divisor = closing.will_correct(run), run.engine_divisor
     cuts = [
-        Cut.of(each, total[0], len(batches), run.data_ranks, total[1:], part, is_corrected=is_corrected)
+        Cut.of(
+            each,
+            total[0],
+            len(batches),
+            run.data_ranks,
+            total[1:],
+            part,
+            is_corrected=is_corrected,
+            engine_divisor=divisor,
+        )
         for each, total, part in zip(contracts, totals, parts, strict=True)
     ]
     if router is not None and routing is not None:

@@ -11,9 +11,10 @@ from torch import Tensor
 from hf_accum_fix.accumulation.closing import Closing
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.kinds import Kind, kind_of, words_of
-from hf_accum_fix.accumulation.second_look import ATTEMPTS
 from hf_accum_fix.observations import Windows
 
+#: Windows that are observed before an inconclusive contract is taken as it is.
+ATTEMPTS = 3
 #: All kinds, where they are not told apart.
 ALL: Kind = frozenset({("", 0)})
 
@@ -33,10 +34,6 @@ class Settled:
     def is_settled(self) -> bool:
         """Whether the contract is taken as it is."""
         return self.contract is not None and (self.contract.conclusive or self.attempts >= ATTEMPTS)
-
-    def is_trained_as(self, other: Settled) -> bool:
-        """Whether a training makes the same of both losses."""
-        return True
 
 
 class Known(Settled):
@@ -61,10 +58,6 @@ class Known(Settled):
     given_for: Kind | None = None
     asks: bool = False
 
-    def another(self) -> Settled:
-        """Begin to keep what another kind shows."""
-        return Settled()
-
     def begin_with(self, first: Settled) -> None:
         """Take another kind for the first one."""
         self.attempts = first.attempts
@@ -75,7 +68,7 @@ class Known(Settled):
         """Train by a contract from this window on; ``settled``: of these micro-batches, None of the first kind's."""
         settled = settled or self
         settled.contract = contract
-        uncounted = any(each.made_of is not None and not each.made_of.counted for each in self.contracts)
+        uncounted = any(not each.is_counted for each in self.contracts)
         self.closing.corrects = uncounted or (settled is not self and self.closing.corrects)
 
     @property

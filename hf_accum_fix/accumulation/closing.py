@@ -1,6 +1,6 @@
-"""End a window: hold what its micro-batches have shown against what was observed, and correct the gradient.
+"""End a window: compare what its losses divided by with what was predicted, and correct the gradient.
 
-Where the loss calls of a window counted ``N seen`` items and its rule ``N predicted``, its gradient is
+Where the losses of a window divided by ``N seen`` items and its rule predicted ``N predicted``, its gradient is
 ``N seen / N predicted`` times the right one, and is divided by that before the optimizer looks at it. Numbers are read
 where that waits for no device; on another one a window is corrected unread, where its loss was observed to need it.
 """
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.run import Run
+from hf_accum_fix.accumulation.weigh import WindowCheck
 from hf_accum_fix.accumulation.window import count_dtype
 
-_BESIDE = "the loss holds something beside the loss calls that it was observed to be made of"
+_OTHER = "its terms divide by other items than were predicted"
 
 
 @dataclass
@@ -43,35 +43,35 @@ class Closing:
         corrects = self.corrects or (run.data_ranks == 1 and run.readable)
         return corrects and not (self.several_losses or run.steps_in_backward)
 
-    def end(self, run: Run, certificates: Sequence[Certificate], left_out: int = 0) -> Tensor | float | None:
+    def end(self, run: Run, checks: Sequence[WindowCheck], left_out: int = 0) -> Tensor | float | None:
         """What gradient and logged loss of a window are to be multiplied by; None: they are right, or cannot be.
 
         Args:
             run: the training.
-            certificates: of the window, one for each loss.
+            checks: of the window, one for each loss.
             left_out: micro-batches of it that this rank did not run.
         """
         self._flag = None
         # Counts first: a window warns once, and they give the more telling words.
-        times = self._times(run, certificates, left_out)
-        for certificate in certificates:
-            self._hold(run, certificate, readable=run.readable)
+        times = self._times(run, checks, left_out)
+        for check in checks:
+            self._hold(run, check, readable=run.readable)
         if self._flag is not None:
             self.unread = self._flag.long() if self.unread is None else self.unread + self._flag
         return times
 
-    def _times(self, run: Run, certificates: Sequence[Certificate], left_out: int) -> Tensor | float | None:
+    def _times(self, run: Run, checks: Sequence[WindowCheck], left_out: int) -> Tensor | float | None:
         readable, several, corrects = run.readable, run.data_ranks > 1, self.will_correct(run)
         if left_out and not (several and corrects):
             run.tell(f"{left_out} of its micro-batches were left out")
         if not corrects:
-            for certificate in certificates:
-                self._compare(run, certificate)
+            for check in checks:
+                self._compare(run, check)
             return None
-        if not self.corrects and not any(each.counted for each in certificates):
+        if not self.corrects and not any(each.counted for each in checks):
             return None
         # Every rank joins the collective once, whatever its micro-batches have shown.
-        counts = [each.counts(run.device) for each in certificates]
+        counts = [each.counts(run.device) for each in checks]
         counts = counts or [torch.zeros(2, dtype=count_dtype(run.device), device=run.device)]
         sums = counts[0] if len(counts) == 1 else torch.stack(counts).sum(dim=0)
         if several:
@@ -88,16 +88,16 @@ class Closing:
     def read(self, run: Run) -> None:
         """Read what was found on the device since the last log, when the log has just waited for it."""
         if self.unread is not None and (windows := int(self.unread)):
-            run.tell(f"{_BESIDE}, or reduces over other items than were counted", windows)
+            run.tell(_OTHER, windows)
             # From here on what is counted otherwise is corrected, unread; ranks would have to agree on it.
             self.corrects = self.corrects or run.data_ranks == 1
         self.unread = None
 
-    def _compare(self, run: Run, certificate: Certificate) -> None:
+    def _compare(self, run: Run, check: WindowCheck) -> None:
         """Say where the loss calls of one loss counted otherwise than its rule, and leave it."""
-        if not certificate.counted:
+        if not check.counted:
             return
-        sums = certificate.counts(run.device)
+        sums = check.counts(run.device)
         if not run.readable:
             self._read_later((sums[0] - sums[1]).abs() > 1e-6 * sums[1])
             return
@@ -105,22 +105,22 @@ class Closing:
         if abs(seen - predicted) > 1e-6 * predicted:
             self.differs = True
             kept = "; DeepSpeed keeps the gradients, so that none is divided by that" if run.steps_in_backward else ""
-            run.tell(f"its loss calls reduced over {seen:g} items, where {predicted:g} were counted{kept}")
+            run.tell(f"its loss divides by {seen:g} items, where {predicted:g} were predicted{kept}")
 
     def _read_later(self, flag: Tensor) -> None:
         self._flag = flag if self._flag is None else self._flag | flag
 
-    def _hold(self, run: Run, certificate: Certificate, *, readable: bool) -> None:
+    def _hold(self, run: Run, check: WindowCheck, *, readable: bool) -> None:
         """Hold a window against what was observed."""
-        broken = certificate.broken()
-        if certificate.changed:
-            run.tell(certificate.changed)
+        broken = check.broken(run.device)
+        if check.changed:
+            run.tell(check.changed)
         elif broken is None:
             return
         elif not readable:
             self._read_later(broken)
         elif bool(broken):
-            run.tell(_BESIDE)
+            run.tell(_OTHER)
 
 
 def scale_gradients(model: nn.Module, times: Tensor | float) -> None:

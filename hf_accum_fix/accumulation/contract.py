@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -17,44 +17,71 @@ from hf_accum_fix.errors import ContractError
 #: Why a contract could not be observed yet: nothing was there to be learnt from.
 NO_TARGET_SEEN = "no target was seen yet"
 
-#: Why a loss is not weighed yet: its samples' losses are the same (a policy that is still its reference).
-ALIKE = "all samples seen have the same loss, which does not show what weighs them"
-
-#: Why a loss that no call shows is not settled: what fits counts the window's micro-batches differently.
-SEVERAL_FIT = "several ways of counting fit the samples seen, and count the window's micro-batches differently"
-
-#: Why a smoothed loss is not exact, however it is cut.
+#: Why a smoothed loss is not exact, however it is split.
 SHIFT_UNKNOWN = "the model's own loss does not show whether labels are shifted as they are smoothed"
-
-#: Why a loss is not exact whose gradient is corrected by the items that its calls count.
-SCALED_BESIDE = (
-    "the loss adds a term to a mean whose items are counted only in the forward; correcting the gradient by that count "
-    "scales the term, too"
-)
-
-
-class Divides(str, Enum):
-    """When a trainer's own loss is divided for the accumulation window already, by the trainer.
-
-    By the micro-batches of the window, or by ``gradient_accumulation_steps`` of the arguments, which a short window at
-    the end of an epoch has not.
-    """
-
-    NEVER = "never"
-    WITH_NUMBER = "where the item count is handed in"
-    ALWAYS = "always"
-    WITH_NUMBER_BY_ARGUMENT = "by the arguments' steps where the item count is handed in"
-    BY_ARGUMENT = "always by the arguments' steps"
-    UNKNOWN = "in a way that was not recognised"
 
 
 class Coupling(str, Enum):
-    """What another cut does to the plain mean of a loss over micro-batches."""
+    """What another split does to the plain mean of a loss over micro-batches."""
 
-    SAMPLES = "each sample has a loss of its own, so that only micro-batches of unequal size change it"
-    ITEMS = "it weighs items by the micro-batch they are in"
-    COUPLED = "the samples of one micro-batch are coupled, so that another cut is another loss"
-    UNKNOWN = "whether another cut changes it was not seen"
+    COUPLED = "the samples of one micro-batch are coupled, so that another split is another loss"
+    UNKNOWN = "whether another split changes it is not known"
+
+
+class How(str, Enum):
+    """How one term of a loss is reduced over its micro-batch."""
+
+    MEAN = "divided by a count"
+    SUM = "a sum over items"
+    CONSTANT = "the same for every micro-batch"
+    ROUTER = "a router's loss"
+    PLAIN = "neither a mean, nor a sum, nor a constant"
+
+
+@dataclass(frozen=True)
+class TermSpec:
+    """How one term of a loss is reduced, as the first window's forwards have shown it.
+
+    Attributes:
+        shape: what the term has in common with the same term of another micro-batch (`loss_graph.Term.shape`).
+        place: which of the terms of that shape it is; None: all of them, the rows of one mean or sum.
+        how: it is reduced.
+        counts: the places of the factors whose product it is divided by, for `How.MEAN`.
+        own: the places of factors by which a trainer has divided it for the accumulation window already.
+        rules: every rule that predicts the count; the first is in use. Empty: none does.
+        times: the count is so many times what the rules count.
+        count: in the batch that was observed.
+        handed: the loss divides by the number that it is handed.
+        whole: by its integer.
+        as_stock: a constant may be the trainer's own 1/G or 1/W: the term keeps the scale that stock hands over.
+    """
+
+    shape: tuple[Any, ...]
+    place: int | None = 0
+    how: How = How.MEAN
+    counts: tuple[int, ...] = ()
+    own: tuple[int, ...] = ()
+    rules: tuple[Items, ...] = ()
+    times: float = 1.0
+    count: float = 1.0
+    handed: bool = False
+    whole: bool = False
+    as_stock: bool = False
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What is the same in every batch of one loss: all but counts."""
+        return (self.shape, self.place, self.how, self.counts)
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether values alone tell how it is reduced: a sum, or a mean over a count that no rule knows."""
+        return self.how is How.SUM or (self.how is How.MEAN and not self.rules and not self.handed)
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Terms of one group are divided by the same count in every micro-batch."""
+        return (self.how, self.own, self.as_stock, self.handed, self.rules[:1] or self.count)
 
 
 def router_loss(outputs: Any, kind: str) -> Tensor | None:
@@ -72,48 +99,6 @@ def router_loss(outputs: Any, kind: str) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class Composition:
-    """How a loss is made of the loss calls of torch in its forward, checked in every micro-batch that is trained.
-
-        loss = sum over calls of  factor * value  [/ number, where it divides by one]  + rest
-
-    Attributes:
-        factors: one for each loss call of the forward; 0.0 for a call that the loss does not hold.
-        rest: whether something beside the calls is in the loss, the same for every micro-batch (a weight penalty).
-        counted: whether a rule counts from the inputs what the calls reduced over.
-        per_item: elements that the calls reduced over for each item of that rule.
-        terms: where the calls reduce over different items, for each the rules that count them, the first in use; no
-            rule for a call with factor 0.0. Empty: they all reduce over the contract's items.
-        rest_terms: the rules of a rest that is a mean over items of its own; empty: it is nothing, or a constant.
-        graded: calls without a gradient are left out (see `LossCalls`).
-    """
-
-    factors: tuple[float, ...]
-    rest: bool = False
-    counted: bool = True
-    per_item: float = 1.0
-    terms: tuple[tuple[Items, ...], ...] = ()
-    rest_terms: tuple[Items, ...] = ()
-    graded: bool = False
-
-    @property
-    def has_terms(self) -> bool:
-        """Whether its terms count items of their own."""
-        return bool(self.terms or self.rest_terms)
-
-    @property
-    def has_several_calls(self) -> bool:
-        """Whether it has several calls over the same items, as two draws of dropout make."""
-        return len(self.factors) > 1 and not self.has_terms
-
-    def rounding(self, dtype: torch.dtype) -> float:
-        """Relative error of a loss that is made so: a few units in the last place, where factors were not estimated."""
-        if all(factor in (0.0, 1.0) for factor in self.factors):
-            return 16 * torch.finfo(dtype).eps
-        return 2e-2 if dtype.itemsize < 4 else 1e-5 if dtype.itemsize == 4 else 1e-9
-
-
-@dataclass(frozen=True)
 class LossContract:
     """What has to be known of a loss to accumulate it exactly.
 
@@ -123,24 +108,18 @@ class LossContract:
         router_coefficient: factor of the router's ``aux_loss`` (see `router_loss`) inside the loss, a mean per
             micro-batch that keeps its weight; 0.0: there is none.
         router_z_coefficient: the same of its ``z_loss``.
-        alternatives: every rule that fits what was seen as well as ``items``, itself first; another rank's samples, or
-            a later window's, may tell them apart.
-        owned_by_trainer: a Trainer subclass computes the loss in a ``compute_loss`` that never calls the base.
-        changed_by_trainer: a Trainer subclass makes another loss of the one the base computed.
+        terms: how each term of the loss is reduced; empty: the loss was not read, and is weighed by ``items``.
+        shift: the loss drops position 0 of its labels; None: its graph does not show it.
+        inside: means of stacked numbers are several terms, not rows.
+        added: something without a gradient is added to its terms.
+        deep: numbers stand inside of its sums.
+        custom: a Trainer subclass computes or changes the loss in a ``compute_loss``.
+        hands_number: the loss is handed the number; else it returns the mean over its own items.
         dtype: of the loss; the number is handed over in float64 only to a loss in float64.
-        made_of: how the loss is made of loss calls of torch; None: they do not show it.
-        divides: when an owned loss is divided for the accumulation window by the trainer itself.
-        coupling: what another cut does to a loss that gets the plain mean over micro-batches.
-        takes_world_size: an owned loss that divides by the number multiplies by the number of ranks; None: not seen.
-        beside: an owned or changed loss, or a head's, holds a term that depends on the cut in another way.
-        extra: what a trainer's own ``compute_loss`` adds to the base's loss is a mean over items of its own: the rules
-            that count them, the first in use.
-        least_rows: what a loss with listed targets divides by where a micro-batch has none of them.
-        random: its forward draws at random, dropout aside, so that the parts of a batch do not show how it composes.
-        odds: how many to one against its rules fitting by chance, where no loss call shows what weighs it (see
-            `odds_of`); 1: unknown.
-        counted: what each way of counting makes of the window observed: of this rank's or, once agreed, of them all.
-        conclusive: False: settled by the loss call as watched alone, to be observed again in the next window.
+        coupling: what another split does to a loss that gets the plain mean over micro-batches.
+        takes_world_size: a custom loss that divides by the number multiplies by the number of ranks; None: not seen.
+        doubt: why it is not called exact, although it is weighed; empty: nothing.
+        conclusive: False: it is observed again in the next window.
         reason: one sentence on how it was found out.
     """
 
@@ -148,24 +127,23 @@ class LossContract:
     items: Items | None = None
     router_coefficient: float = 0.0
     router_z_coefficient: float = 0.0
-    alternatives: tuple[Items, ...] = ()
-    owned_by_trainer: bool = False
-    changed_by_trainer: bool = False
+    terms: tuple[TermSpec, ...] = ()
+    shift: bool | None = None
+    inside: bool = False
+    added: bool = False
+    deep: bool = False
+    custom: bool = False
+    hands_number: bool = True
     dtype: torch.dtype = torch.float32
-    made_of: Composition | None = None
-    divides: Divides = Divides.NEVER
     coupling: Coupling = Coupling.UNKNOWN
     takes_world_size: bool | None = None
-    beside: bool = False
-    extra: tuple[Items, ...] = ()
-    least_rows: float = 1.0
-    random: bool = False
-    odds: int = 1
-    counted: tuple[tuple[Items, float], ...] = ()
+    doubt: str = ""
     conclusive: bool = True
     reason: str = "given by hand"
+    _groups: int = field(init=False, compare=False, repr=False, default=0)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_groups", len({each.group for each in self.terms}))
         if not isinstance(self.reduction, Reduction):
             known = ", ".join(f"Reduction.{each.name}" for each in Reduction)
             raise ContractError(f"got reduction={self.reduction!r}; expected one of {known}")
@@ -196,49 +174,38 @@ class LossContract:
         """A number as the loss is handed it, which knows float64 only where it is in float64 itself."""
         return value if self.dtype is torch.float64 else value.float()
 
-    def without_calls(self) -> LossContract:
-        """The same where loss calls are not seen in training (compiled code): what only they count is not counted."""
-        made_of = self.made_of
-        if made_of is None:
-            return self
-        if made_of.has_terms:
-            reason = "its terms count items of their own, and its loss calls are compiled, and so not seen"
-            return replace(self, reduction=Reduction.PLAIN, items=None, made_of=None, reason=reason)
-        return replace(self, made_of=None, beside=not made_of.counted)
+    def by_rule(self) -> LossContract:
+        """The same where the graph hides the terms (compiled code): the loss is weighed by its rule."""
+        if self.groups > 1 or (self.terms and not self.is_counted):
+            reason = "its terms count items of their own, and compiled code hides them"
+            return replace(self, reduction=Reduction.PLAIN, items=None, terms=(), reason=reason)
+        return replace(self, terms=())
 
     @property
     def rules(self) -> tuple[Items, ...]:
         """Every way of counting that its terms need, ``items`` first."""
         main = () if self.items is None else (self.items,)
-        terms = () if self.made_of is None else (*self.made_of.terms, self.made_of.rest_terms)
-        return tuple(dict.fromkeys((*main, *(rules[0] for rules in (*terms, self.extra) if rules))))
-
-    def leaves_labels_out(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether a micro-batch has labels of tokens, and no rule counts any label."""
-        of_tokens = getattr(inputs.get("labels"), "ndim", 0) > 1
-        return of_tokens and not any("label" in key for rule in self.rules for key in rule.keys)
+        return tuple(dict.fromkeys((*main, *(each.rules[0] for each in self.terms if each.rules))))
 
     @property
-    def rest_terms(self) -> tuple[Items, ...]:
-        """The rules of a rest, beside its loss calls, that is a mean over items of its own."""
-        return () if self.made_of is None else self.made_of.rest_terms
+    def is_guess(self) -> bool:
+        """Whether values alone tell how one of its terms is reduced."""
+        return any(each.is_guess for each in self.terms)
 
     @property
-    def by_hand_rules(self) -> tuple[Items, ...]:
-        """The rules of what no loss call shows."""
-        if self.made_of is not None:
-            return self.rest_terms
-        return self.alternatives if self.reduction is Reduction.MEAN else ()
+    def is_read(self) -> bool:
+        """Whether its terms are read from the graph in every micro-batch; else it is weighed by its rule."""
+        return bool(self.terms)
 
     @property
-    def open_rules(self) -> tuple[tuple[Items, ...], ...]:
-        """Where several rules fit what no loss call shows: they."""
-        return tuple(rules for rules in (self.by_hand_rules, self.extra) if len(rules) > 1)
+    def groups(self) -> int:
+        """How many different weights the terms of a micro-batch have."""
+        return self._groups
 
     @property
-    def graded(self) -> bool:
-        """Whether it was made of calls with a gradient alone."""
-        return self.made_of is not None and self.made_of.graded
+    def is_counted(self) -> bool:
+        """Whether rules predict the count of every mean inside it."""
+        return all(each.rules for each in self.terms if each.how is How.MEAN)
 
     @property
     def has_router_loss(self) -> bool:
@@ -252,10 +219,8 @@ class LossContract:
 
     @property
     def exact(self) -> bool:
-        """Whether every cut of the global batch is known to give the same gradient (router terms by convention)."""
-        return (
-            self.reduction is not Reduction.PLAIN and self.conclusive and not (self.changed_by_trainer or self.beside)
-        )
+        """Whether every split of the global batch is known to give the same gradient (router terms by convention)."""
+        return self.reduction is not Reduction.PLAIN and self.conclusive and not self.doubt
 
     def facts(self) -> dict[str, Any]:
         """What a report says of it."""

@@ -21,6 +21,12 @@ def takes_number(model: nn.Module) -> bool:
     return has_parameter(_innermost(model).forward, "num_items_in_batch")
 
 
+def requires_number(model: nn.Module) -> bool:
+    """Whether the forward cannot be called without the number."""
+    parameter = inspect.signature(_innermost(model).forward).parameters.get("num_items_in_batch")
+    return parameter is not None and parameter.default is parameter.empty
+
+
 def wants_number(model: nn.Module) -> bool:
     """Whether a model is to be handed the number: it takes one and does not declare ``accepts_loss_kwargs = False``.
 
@@ -48,14 +54,6 @@ def router_coefficients(model: nn.Module) -> tuple[float, float]:
         return next((float(value) for value in values if isinstance(value, (int, float))), 0.0)
 
     return configured("router_aux_loss_coef", "aux_loss_coef"), configured("router_z_loss_coef")
-
-
-def least_rows(model: nn.Module) -> float:
-    """What a head with listed targets divides by at least, in their number.
-
-    Source: ``num_boxes * group_detr``, and then ``clamp(min=1)`` (5.23.0, ``loss_lw_detr``, ``loss_rf_detr``).
-    """
-    return 1 / (getattr(getattr(model, "config", None), "group_detr", None) or 1)
 
 
 def products_are_rounded(model: nn.Module) -> bool:

@@ -2,56 +2,80 @@
 
     L = 1/N * sum over samples of  (1/T_s * sum over the T_s targets of sample s of l),     N samples with a target
 
-In a loss call over tokens each target's loss is multiplied by 1/T_s, and samples are the items. A packed row holds the
-samples that its ``position_ids`` start anew, so packed, padded and dealt micro-batches give the same gradient.
+The cross entropy is taken out of the loss's graph, which has kept its log-probabilities, and summed again with the
+weight 1/T_s for each target; samples are the items. A packed row holds the samples that its ``position_ids`` start
+anew, so packed, padded and length-balanced micro-batches give the same gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Reduction
-from hf_accum_fix.accumulation.loss_calls import weighing
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract
+from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.window import Items
-from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.errors import ContractError, UnsupportedSetupError
 
 
 def by_sample(found: LossContract) -> LossContract:
     """The contract of the mean of sample means, from what was observed of a loss.
 
     Raises:
-        UnsupportedSetupError: if the loss is not one loss call over targets that a rule counts.
+        UnsupportedSetupError: if the loss is not one cross entropy over targets that a rule counts.
     """
     if found.reason == NO_TARGET_SEEN:
         return found
-    made_of, items = found.made_of, found.items
-    one_call = made_of is not None and made_of.counted and not made_of.has_terms and made_of.per_item == 1.0
-    calls = 0 if made_of is None else sum(factor != 0.0 for factor in made_of.factors)
-    by_target = items is not None and bool(items.keys) and items.entry is None
-    if not one_call or calls != 1 or not by_target or found.reduction not in (Reduction.NUMBER, Reduction.MEAN):
+    items = found.items
+    one = len(found.terms) == 1 and found.terms[0].shape[0].startswith("NllLoss") and bool(found.terms[0].rules)
+    if not one or items is None or not items.keys or items.entry is not None or found.terms[0].times != 1.0:
         raise UnsupportedSetupError(
             f"got per_sample=True and a loss that {found} ({found.reason}); expected one cross entropy of torch over "
             "labels, whose targets can be weighed by sample: leave per_sample out, or take a head without a fused or "
             "compiled loss"
         )
-    assert items is not None
     items = replace(items, per_sample=True)
-    return replace(found, items=items, alternatives=(items,))
+    return replace(found, items=items, terms=(replace(found.terms[0], rules=(items,)),))
 
 
-@contextmanager
-def weighed_by_sample(rule: Items | None, inputs: Mapping[str, Any]) -> Iterator[None]:
-    """Around a forward: where the rule says so, its cross entropy weighs a target by 1 / the targets of its sample."""
-    if rule is None or not rule.per_sample:
-        yield
-        return
-    with weighing(_aligned(rule, inputs)):
-        yield
+def sum_of_samples(loss: Tensor, rule: Items, inputs: Mapping[str, Any]) -> Tensor:
+    """The sum of the sample means of a micro-batch, 0-dim, with gradient.
+
+    Args:
+        loss: one cross entropy, perhaps times numbers, with its graph.
+        rule: counts samples with a target.
+        inputs: of the forward.
+
+    Raises:
+        ContractError: if the loss is something else, or has other targets than the inputs.
+    """
+    terms = read(loss)
+    if len(terms) != 1 or not terms[0].name.startswith("NllLoss"):
+        raise ContractError(
+            f"got a loss made of {[term.name for term in terms]}; expected one cross entropy of torch over labels: "
+            "leave per_sample out"
+        )
+    leaf = terms[0].leaf
+    target, ignored = leaf._saved_target, leaf._saved_ignore_index
+    used = target != (ignored - 2**64 if ignored >= 2**63 else ignored)
+    place = torch.where(used, target, 0)
+    losses = -leaf._saved_self.gather(1, place.unsqueeze(1)).squeeze(1)
+    if leaf._saved_weight is not None:
+        losses = losses * leaf._saved_weight[place]
+    weights = _aligned(rule, inputs).get(target.numel())
+    if weights is None:
+        raise ContractError(
+            f"got a cross entropy over {target.numel()} targets; expected the {rule} of its micro-batch: leave "
+            "per_sample out"
+        )
+    total: Tensor = (losses * (weights.to(losses.device).view_as(target) * used)).sum().to(loss.dtype)
+    for factor in terms[0].factors[:-1] if terms[0].divides else terms[0].factors:
+        total = total / factor.value if factor.divides else total * factor.value
+    return total
 
 
 def _aligned(rule: Items, inputs: Mapping[str, Any]) -> dict[int, Tensor]:

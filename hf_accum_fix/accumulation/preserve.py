@@ -74,6 +74,10 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self._numbers = [
+            (module, {name: value for name, value in vars(module).items() if isinstance(value, (int, float))})
+            for module in modules
+        ]
         self._sharded = sharded
         self._data = [] if sharded else [(parameter, parameter.data) for parameter in model.parameters()]
         self._grads = [] if sharded else [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -100,6 +104,16 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if declared.alias_info is None:
                 self._made_inside.update(map(_address, _plain(each)))
         return out
+
+    def wrote(self) -> bool:
+        """Whether a tensor that was there before has been written to, or a number in a module has changed."""
+        if any(not torch.equal(*_as_bytes(storage, content)) for storage, content in self._written.values()):
+            return True
+        return any(
+            value is not module.__dict__.get(name) and value != module.__dict__.get(name)
+            for module, numbers in self._numbers
+            for name, value in numbers.items()
+        )
 
     def restore(self) -> None:
         """Put everything back as it was when this was made."""
@@ -136,6 +150,10 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if address not in self._made_inside and address not in self._written:
                 storage = tensor.untyped_storage()
                 self._written[address] = (storage, storage.clone())  # type: ignore[no-untyped-call]
+
+
+def _as_bytes(*storages: torch.UntypedStorage) -> list[Tensor]:
+    return [torch.tensor([], dtype=torch.uint8, device=each.device).set_(each) for each in storages]
 
 
 def _plain(value: Any) -> list[Tensor]:

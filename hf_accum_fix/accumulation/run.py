@@ -36,6 +36,10 @@ class Run(Protocol):
         """W: those that hold samples of their own."""
 
     @property
+    def engine_divisor(self) -> int:
+        """What the engine divides a loss by."""
+
+    @property
     def shards(self) -> bool:
         """Whether the ranks meet in every micro-batch, not only in the last one of a window."""
 

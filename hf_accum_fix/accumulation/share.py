@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,9 +22,11 @@ class Cut:
         number: the same, as a loss is handed it.
         micro_batches: G, of this rank's window; 1 where it has none.
         world_size: W.
-        means: n_mean by each of the contract's rules, where its loss has terms with items of their own.
-        is_corrected: the gradient is divided in the end by what its loss calls counted more than its rule; else a mean
+        means: n_mean by each of the contract's rules.
+        is_corrected: the gradient is divided in the end by what the loss divided by more than predicted; else a mean
             is weighed by its rule's items.
+        engine_divisor: what the engine divides a loss by.
+        left_means: n_mean by rule, times what is left of G to divide by.
     """
 
     mean: Tensor
@@ -33,6 +35,8 @@ class Cut:
     world_size: int
     means: Mapping[Items, Tensor] = field(default_factory=dict)
     is_corrected: bool = True
+    engine_divisor: int = 1
+    left_means: Mapping[Items, Tensor] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
@@ -50,6 +54,7 @@ class Cut:
         part: Tensor | None = None,
         *,
         is_corrected: bool = True,
+        engine_divisor: int = 1,
     ) -> Cut:
         """A global batch of N items.
 
@@ -61,12 +66,21 @@ class Cut:
             beside: N by each rule of the contract but the first.
             part: of the global batch's samples, those whose loss is reduced so (see `kinds`); None: all.
             is_corrected: as above.
+            engine_divisor: what the engine divides a loss by.
         """
         steps = max(micro_batches, 1)
         means = [mean_item_count(each, steps, world_size) for each in (total, *beside)]
         means = means if part is None else [mean / part for mean in means]
         by_rule = dict(zip(contract.rules, means, strict=bool(beside)))
-        return cls(means[0], contract.as_number(means[0]), steps, world_size, by_rule, is_corrected)
+        left = steps / engine_divisor
+        number = contract.as_number(means[0])
+        left_means = {rule: contract.as_number(mean if left == 1 else mean * left) for rule, mean in by_rule.items()}
+        return cls(means[0], number, steps, world_size, by_rule, is_corrected, engine_divisor, left_means)
+
+    @property
+    def left(self) -> float:
+        """What is left of G to divide a weighed loss by, before the engine divides."""
+        return self.micro_batches / self.engine_divisor
 
 
 @dataclass(frozen=True)
@@ -83,11 +97,6 @@ class Share:
     number: Tensor | None
     ratio: Tensor | float | None
 
-    @property
-    def is_weightless(self) -> bool:
-        """Whether the micro-batch counts nothing."""
-        return isinstance(self.ratio, float) and self.ratio == 0.0
-
     def of(self, loss: Tensor, carried: Tensor | None = None) -> Tensor:
         """The share that a loss makes, 0-dim; ``carried`` as in `share_of_mean`."""
         return loss if self.ratio is None else share_of_mean(loss, self.ratio, carried)
@@ -101,10 +110,8 @@ def share_of(
     *,
     own_loss: bool = False,
     rounded: bool = False,
-    weighed: bool = True,
-    counts: Mapping[Items, Tensor] | None = None,
 ) -> Share:
-    """The share of one micro-batch; of a `Weightless` one it is zero, but for router terms.
+    """The share of one micro-batch by its rule; of a `Weightless` one it is zero, but for router terms.
 
     Args:
         contract: how its loss is reduced.
@@ -114,11 +121,9 @@ def share_of(
         own_loss: the loss is a function of the user's own, which may return a constant without a graph where it
             finds no target: it is always given one.
         rounded: the engine rounds floating-point inputs to 16 bits: the number goes past it as an integer.
-        weighed: False: a mean is weighed by the items that its loss calls will have counted.
-        counts: n by each of the contract's rules.
     """
     if isinstance(inputs, Weightless):
-        counted = share_of(contract, dict(inputs), items, cut, own_loss=own_loss, rounded=rounded, counts=counts)
+        counted = share_of(contract, dict(inputs), items, cut, own_loss=own_loss, rounded=rounded)
         return replace(counted, ratio=0.0)
     mean, number = cut.mean, cut.number
     if contract.reduction is Reduction.NUMBER and not own_loss:
@@ -132,15 +137,35 @@ def share_of(
         return Share(inputs, contract.as_number(whole), whole / mean)
     assert contract.items is not None
     items = (contract.items.count(inputs) if items is None else items).to(mean.device)
-    ratio: Tensor | None = None
-    if contract.by_number:
-        ratio = (items > 0) * 1.0
-    elif weighed:
-        ratio = contract.items.divisor(items, contract.least_rows) / mean
-    inputs = contract.items.with_target(inputs, items)
-    for rule in contract.rules[1:]:
-        inputs = rule.with_target(inputs, None if counts is None else counts.get(rule))
-    return Share(inputs, number, ratio)
+    ratio = (items > 0) * 1.0 if contract.by_number else contract.items.divisor(items) / mean
+    return Share(contract.items.with_target(inputs, items), number, ratio)
+
+
+def run_by_rule(
+    contract: LossContract,
+    inputs: Mapping[str, Any],
+    items: Tensor | None,
+    cut: Cut,
+    run: Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]],
+    *,
+    own_loss: bool = False,
+    rounded: bool = False,
+) -> tuple[Tensor, Any]:
+    """Run a micro-batch whose loss is not read (a contract given, compiled code), and weigh it by its rule.
+
+    Args:
+        contract: how its loss is reduced.
+        inputs: of its forward.
+        items: as for `share_of`.
+        cut: of its global batch.
+        run: the forward: (inputs, number or None) -> (loss, outputs).
+        own_loss: as for `share_of`.
+        rounded: as for `share_of`.
+    """
+    share = share_of(contract, inputs, items, cut, own_loss=own_loss, rounded=rounded)
+    loss, outputs = run(share.inputs, share.number)
+    carried = contract.carried(outputs) if share.ratio is not None else None
+    return share.of(loss, None if carried is None else carried.to(loss.device)), outputs
 
 
 def of_window(share: Tensor, micro_batches: int, divided: int = 1) -> Tensor:

@@ -22,7 +22,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from hf_accum_fix.accumulation.evidence.rules import listed_targets
+from hf_accum_fix.accumulation.rules import listed_targets
 from hf_accum_fix.shadow import shadow
 
 

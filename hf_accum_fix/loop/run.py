@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.closing import Closing
 from hf_accum_fix.accumulation.declared import inside_ddp
-from hf_accum_fix.engines.engine import waits_every_micro_batch
+from hf_accum_fix.engines.engine import engine_divisor, waits_every_micro_batch
 from hf_accum_fix.known import Known
 from hf_accum_fix.observations import Windows
 from hf_accum_fix.options import Options
@@ -79,6 +79,10 @@ class LoopRun(Known):
     @property
     def data_ranks(self) -> int:
         return self._world_size
+
+    @property
+    def engine_divisor(self) -> int:
+        return 1 if self.accelerator is None else engine_divisor(self.accelerator, {})
 
     @property
     def shards(self) -> bool:

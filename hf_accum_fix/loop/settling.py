@@ -10,22 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix import counting
-from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract
 from hf_accum_fix.accumulation.declared import (
     inside_ddp,
     is_compiled,
     products_are_rounded,
-    router_coefficients,
+    requires_number,
     wants_number,
 )
-from hf_accum_fix.accumulation.observe import observe
+from hf_accum_fix.accumulation.observe import Setting, observe
 from hf_accum_fix.accumulation.share import loss_among
 from hf_accum_fix.accumulation.window import count_dtype
 from hf_accum_fix.engines.engine import reduced_in
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.errors import ContractError
-from hf_accum_fix.known import Settled
 from hf_accum_fix.loop.run import LoopRun
 from hf_accum_fix.router.router_loss import Convention
 
@@ -56,9 +54,9 @@ def settle(run: LoopRun, model: nn.Module | None, window: Sequence[Batch]) -> Lo
             "accumulation_windows(..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
         )
 
-    def seen(_: Settled, batches: Sequence[Batch], again: int) -> counting.Seen:
+    def seen(batches: Sequence[Batch]) -> counting.Seen:
         try:
-            return (None if model is None or not batches else _observe(run, model, batches, again=again)), None
+            return (None if model is None or not batches else _observe(run, model, batches)), None
         except Exception as error:
             return None, error
 
@@ -68,13 +66,12 @@ def settle(run: LoopRun, model: nn.Module | None, window: Sequence[Batch]) -> Lo
         run,
         window,
         seen,
-        lambda *seen: agree([each for each in counting.agreed(run, *seen[2:]) if each is not None]),
         per_sample=run.options.per_sample,
         matters=run.steps * run.world_size > 1,
     )
     if run.world_size == 1:
         # A loop has no log to read with; on several ranks this takes one more collective.
-        run.closing.corrects = contract.made_of is not None
+        run.closing.corrects = contract.is_read
     if model is not None and not was_settled:
         if run.is_settled:
             _announce(run, model, len(window), contract)
@@ -96,21 +93,26 @@ def _check_given(run: LoopRun, model: nn.Module | None, given: LossContract) -> 
         )
 
 
-def _observe(run: LoopRun, model: nn.Module, window: Sequence[Batch], *, again: int) -> LossContract:
+def _observe(run: LoopRun, model: nn.Module, window: Sequence[Batch]) -> LossContract:
     module = inside_ddp(model) or model
     run.passes_number = wants_number(run.bare(model))
+    required = run.passes_number and requires_number(run.bare(model))
+    setting = Setting(
+        hands_number=required,
+        only_shows=run.passes_number and not required,
+        steps=run.steps,
+        world_size=run.world_size,
+        rounded=products_are_rounded(module) or getattr(run.accelerator, "mixed_precision", "no") != "no",
+    )
     found = observe(
-        lambda inputs, number: _forward(run, model, inputs, number),
+        lambda inputs, number: _forward(run, model, inputs, number)[0],
         list(window),
         module,
+        setting,
         device=run.device,
-        passes_number=run.passes_number,
-        router_coefficients=router_coefficients(run.bare(model)),
-        world_size=run.world_size,
-        low_precision=products_are_rounded(module) or getattr(run.accelerator, "mixed_precision", "no") != "no",
-        again=again,
+        head=run.bare(model),
     )
-    return found.without_calls() if is_compiled(module) else found
+    return found.by_rule() if is_compiled(module) else found
 
 
 def _forward(run: LoopRun, model: nn.Module, inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:

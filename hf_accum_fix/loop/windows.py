@@ -12,18 +12,17 @@ import torch
 from accelerate.data_loader import DataLoaderStateMixin
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.closing import scale_gradients
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.micro_batch import run_micro_batch
 from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
-from hf_accum_fix.accumulation.share import Cut, loss_among, of_window, share_of
+from hf_accum_fix.accumulation.share import Cut, loss_among, of_window, run_by_rule, share_of
+from hf_accum_fix.accumulation.values import listening
+from hf_accum_fix.accumulation.weigh import WindowCheck, weigh
 from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules, count_dtype
 from hf_accum_fix.counting import count, note_empty, say_empty
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.engines.engine import (
     check_engine_adds,
-    engine_divisor,
     inputs_are_rounded,
     narrow_leaves,
     reducing,
@@ -52,7 +51,7 @@ class AccumulationWindow:
         self._begun = 0
         self._counts: list[dict[Items, Tensor]] = []
         self._cuts: list[Cut] = []
-        self._certificates: dict[int, Certificate] = {}
+        self._checks: dict[int, WindowCheck] = {}
         self._loss: Tensor | None = None
 
     def __len__(self) -> int:
@@ -82,7 +81,7 @@ class AccumulationWindow:
         last = self._begun == len(self.batches)
         with self._windows._reducing(model, last=last), self._windows._adding(model, len(self), self._begun):
             yield
-        if last and (self._certificates or self._windows._run.corrects_others):
+        if last and (self._checks or self._windows._run.corrects_others):
             self._end(model)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -100,18 +99,25 @@ class AccumulationWindow:
             RankError: if the ranks' dataloaders ended at different times, or another rank failed.
         """
         self._open(model, next(iter(model.parameters())).device)
-        contract, cut, certificate = self._of(batch)
+        contract, cut, check = self._of(batch)
 
-        def run(inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:
+        def forward(inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:
             outputs = run_model(self._windows._run, model, inputs, number)
             return loss_among(outputs, batch, model), outputs
 
+        run = self._windows._run
         batch, counts = self._counted(contract, batch)
-        with self._windows._run.router.micro_batch(max(self._begun - 1, 0)):
-            ran = run_micro_batch(contract, batch, counts, cut, run, certificate, rounded=self._windows._rounds)
-        if ran.items is not None and certificate is not None and contract.items is not None:
-            certificate.note_items(ran.items, counts[contract.items])
-        return self._add(ran.loss)
+        with run.router.micro_batch(max(self._begun - 1, 0)):
+            if check is None or not contract.is_read:
+                items = counts.get(contract.items) if contract.items is not None else None
+                loss, _ = run_by_rule(contract, batch, items, cut, forward, rounded=self._windows._rounds)
+                return self._add(loss)
+            with listening(contract, run.bare(model)) as heard:
+                loss, _ = forward(batch, cut.number if contract.hands_number else None)
+        weightless = isinstance(batch, Weightless)
+        weighed = weigh(loss, contract, cut, check, batch, counts, heard, weightless=weightless)
+        self._loss = weighed.value if self._loss is None else self._loss + weighed.value
+        return weighed.loss
 
     def scale(self, loss: Tensor, batch: Batch) -> Tensor:
         """The same for a loss that you computed yourself, reduced as the contract given by hand says.
@@ -172,18 +178,22 @@ class AccumulationWindow:
             if not run.asks:
                 break
         self._counts, self._cuts = counted.by_rule, counted.cuts
-        for batch in self.batches:
-            if _listens(each := run.contract_of(batch), run.windows.opened):
-                self._certificates.setdefault(id(each), Certificate(each))
+        contracts = [contract, *run.contracts[1:]]
+        if model is not None:
+            self._checks = {
+                id(each): WindowCheck(each, cut.is_corrected)
+                for each, cut in zip(contracts, self._cuts, strict=True)
+                if each.is_read and any(run.contract_of(batch) is each for batch in self.batches)
+            }
         if self.batches and all(each.items is not None for each in run.contracts):
             note_empty(run, run, counted.total)
 
-    def _of(self, batch: Batch) -> tuple[LossContract, Cut, Certificate | None]:
-        """A micro-batch's contract, cut and certificate."""
+    def _of(self, batch: Batch) -> tuple[LossContract, Cut, WindowCheck | None]:
+        """A micro-batch's contract, cut and check."""
         run = self._windows._run
         contract = run.contract_of(batch)
         place = next(at for at, each in enumerate(run.losses) if each.contract is contract)
-        return contract, self._cuts[place], self._certificates.get(id(contract))
+        return contract, self._cuts[place], self._checks.get(id(contract))
 
     def _counted(self, contract: LossContract, batch: Batch) -> tuple[Batch, dict[Items, Tensor]]:
         """A micro-batch as it is to be run, and its items by every rule."""
@@ -198,7 +208,7 @@ class AccumulationWindow:
 
     def _end(self, model: nn.Module) -> None:
         """Correct the gradient of a window whose loss calls counted otherwise than its rule; say what changed."""
-        times = self._windows._run.closing.end(self._windows._run, [*self._certificates.values()])
+        times = self._windows._run.closing.end(self._windows._run, [*self._checks.values()])
         if times is not None:
             scale_gradients(model, times)
             self._loss = None if self._loss is None else self._loss * times
@@ -206,8 +216,7 @@ class AccumulationWindow:
     def _add(self, share: Tensor) -> Tensor:
         part = share.detach() / len(self.batches)
         self._loss = part if self._loss is None else self._loss + part
-        accelerator = self._windows._run.accelerator
-        return of_window(share, len(self.batches), 1 if accelerator is None else engine_divisor(accelerator, {}))
+        return of_window(share, len(self.batches), self._windows._run.engine_divisor)
 
     def _check_run(self) -> None:
         if self._begun < len(self.batches):
@@ -314,14 +323,6 @@ class AccumulationWindows:
     @property
     def _rounds(self) -> bool:
         return self._run.accelerator is not None and inputs_are_rounded(self._run.accelerator)
-
-
-def _listens(contract: LossContract, number: int) -> bool:
-    """Whether loss calls are listened to: where no rule counts what they do, else in windows 4, 8, 16 and so on."""
-    if contract.made_of is None:
-        return False
-    sampled = number >= 4 and number & (number - 1) == 0
-    return sampled or contract.made_of.has_terms or not contract.made_of.counted
 
 
 @partial(shows_options, of_loops=True)

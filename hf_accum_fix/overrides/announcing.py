@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from torch import Tensor
-
 from hf_accum_fix import counting
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.engines.engine import reduced_in
@@ -18,17 +16,24 @@ from hf_accum_fix.upstream.protocols import TrainerLike
 logger = logging.getLogger("hf_accum_fix")
 
 
-def announce(trainer: TrainerLike, session: Session, window: Window, *, passed: Tensor, right: Tensor) -> None:
-    """Once a run: what was observed, and what the stock Trainer would have made of it."""
+def announce(trainer: TrainerLike, session: Session, window: Window, stock_scale: float) -> None:
+    """Once a run: what was observed, and what the stock Trainer would have made of it.
+
+    Args:
+        trainer: the one that trains.
+        session: its state.
+        window: its first one.
+        stock_scale: G times what the installed Trainer multiplies a loss by before it hands it to accelerate.
+    """
     if "announced" in session.said:
         return
     session.said.add("announced")
     contract = window.contract
-    factor = _stock_factor(trainer, session, window, passed, right)
+    factor = _stock_factor(trainer, session, window, stock_scale)
     router_factor = None
     if contract.has_router_loss and contract.by_number:
         # Two terms, each off by a factor of its own: no one factor says it.
-        factor, router_factor = None, _stock_factor_of_means(trainer, session, window, passed, right)
+        factor, router_factor = None, _stock_factor_of_means(trainer, session, window, stock_scale)
     steps, world_size = len(window.batches), window.cut.world_size
     head = head_name(trainer)
     told = "" if factor is None else f" The stock Trainer would train at about {factor:.3g}x this gradient."
@@ -53,9 +58,7 @@ def announce(trainer: TrainerLike, session: Session, window: Window, *, passed: 
         logger.info("%s: the loss %s%s; G=%d, W=%d.%s", head, contract, router, steps, world_size, told)
 
 
-def _stock_factor(
-    trainer: TrainerLike, session: Session, window: Window, passed: Tensor, right: Tensor
-) -> float | None:
+def _stock_factor(trainer: TrainerLike, session: Session, window: Window, stock_scale: float) -> float | None:
     """About how many times the right gradient the installed Trainer would train at; None where it cannot be told.
 
     Its own division is read off the loss it passes on, accelerate's off the live object, its count off what it
@@ -63,8 +66,8 @@ def _stock_factor(
     """
     contract = window.contract
     if contract.reduction is Reduction.MEAN:
-        return _stock_factor_of_means(trainer, session, window, passed, right)
-    undivided = _undivided(trainer, window.contract, passed, right)
+        return _stock_factor_of_means(trainer, session, window, stock_scale)
+    undivided = _undivided(trainer, window.contract, stock_scale)
     if contract.reduction is Reduction.NUMBER and undivided is not None and window.upstream_number is not None:
         # Where upstream does not average, a rank divides by its own count: about 1/W of them all.
         counted = float(window.upstream_number)
@@ -72,11 +75,9 @@ def _stock_factor(
     return None
 
 
-def _stock_factor_of_means(
-    trainer: TrainerLike, session: Session, window: Window, passed: Tensor, right: Tensor
-) -> float | None:
+def _stock_factor_of_means(trainer: TrainerLike, session: Session, window: Window, stock_scale: float) -> float | None:
     """The same of a term that each micro-batch takes the mean of: a loss, or a router's loss inside it."""
-    undivided = _undivided(trainer, window.contract, passed, right)
+    undivided = _undivided(trainer, window.contract, stock_scale)
     if undivided is None:
         return None
     handed = session.passes_number or loss_func(trainer) is not None
@@ -84,8 +85,8 @@ def _stock_factor_of_means(
     return undivided * (window.cut.world_size if averaged and handed and window.upstream_number is not None else 1)
 
 
-def _undivided(trainer: TrainerLike, contract: LossContract, passed: Tensor, right: Tensor) -> float | None:
+def _undivided(trainer: TrainerLike, contract: LossContract, stock_scale: float) -> float | None:
     """What is left of G where the installed Trainer and accelerate have divided; None where it cannot be told."""
-    if contract.owned_by_trainer or trainer.label_smoother is not None or not bool(right):
+    if contract.custom or trainer.label_smoother is not None:
         return None
-    return float((passed / right).detach()) / int(trainer.accelerator.gradient_accumulation_steps)
+    return stock_scale / int(trainer.accelerator.gradient_accumulation_steps)

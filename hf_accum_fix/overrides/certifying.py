@@ -27,11 +27,11 @@ def end_window(trainer: TrainerLike, session: Session, window: Window) -> Tensor
     """
     window.ended = True
     session.gradient.finish()
-    certificates = window.certificates
-    if not window.batches or not (certificates or session.corrects_others):
+    checks = window.checks
+    if not window.batches or not (checks or session.corrects_others):
         return None
     left_out = len(window.batches) - window.steps_run
-    times = session.closing.end(TrainerRun(trainer, session), certificates, left_out)
+    times = session.closing.end(TrainerRun(trainer, session), checks, left_out)
     if times is not None:
         scale_gradients(trainer.model_wrapped, times)
     return times

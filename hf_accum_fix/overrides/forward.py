@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from hf_accum_fix.accumulation.observe import Forward
-from hf_accum_fix.accumulation.per_sample import weighed_by_sample
+from hf_accum_fix.accumulation.contract import LossContract, router_loss
+from hf_accum_fix.accumulation.declared import router_coefficients
+from hf_accum_fix.accumulation.per_sample import sum_of_samples
 from hf_accum_fix.accumulation.share import loss_among
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.overrides.live import (
+    bare_model,
     data_ranks,
     hands_number,
     loss_func,
@@ -20,16 +23,19 @@ from hf_accum_fix.overrides.live import (
 from hf_accum_fix.overrides.session import SESSION, Session
 from hf_accum_fix.upstream.protocols import TrainerLike
 
+#: One forward: (inputs, number or None) -> (loss, outputs or None).
+Forward = Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]]
+
 
 def as_in_training(trainer: TrainerLike, module: nn.Module, compute_loss: Callable[..., Any] | None) -> Forward:
-    """The forward that training makes of a micro-batch, unsmoothed; without outputs where the loss is the trainer's."""
+    """The forward that training makes of a micro-batch; without outputs where the loss is the trainer's."""
     handed = compute_loss is not None and hands_number(compute_loss)
 
     def forward(inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
         inputs = trainer._prepare_inputs(inputs)
         with trainer.compute_loss_context_manager():
             if compute_loss is None:
-                return base_loss(trainer, module, inputs, number, smooth=False)
+                return base_loss(trainer, module, inputs, number)
             result = compute_loss(module, inputs, **({"num_items_in_batch": number} if handed else {}))
         return (result[0] if isinstance(result, tuple) else result), None
 
@@ -58,9 +64,12 @@ def base_loss(
         if func is not None:
             return func(outputs, labels, num_items_in_batch=number), outputs
     if smoother is not None and labels is not None:
-        contract = session.contract_now
-        shift = contract is not None and contract.items is not None and contract.items.shift
-        return smoother(outputs, labels, shift_labels=shift), outputs
+        loss: Tensor = smoother(outputs, labels, shift_labels=bool(session.shift))
+        # It is made from the logits alone.
+        for kind, coefficient in zip(("aux_loss", "z_loss"), router_coefficients(bare_model(trainer)), strict=True):
+            if coefficient and (router := router_loss(outputs, kind)) is not None:
+                loss = loss + coefficient * router.to(loss.device)
+        return loss, outputs
     return loss_among(outputs, inputs, model), outputs
 
 
@@ -74,27 +83,32 @@ def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]
     contract = session.contract
     assert contract is not None
     inputs = trainer._prepare_inputs(inputs)
+    rule = contract.items
+    if rule is None or not rule.per_sample:
+        with trainer.accelerator.autocast(), trainer.compute_loss_context_manager():
+            return _loss_alone(trainer, session, contract, model, inputs)
+    with torch.enable_grad(), trainer.accelerator.autocast(), trainer.compute_loss_context_manager():
+        loss, outputs = _loss_alone(trainer, session, contract, model, inputs)
+        loss = sum_of_samples(loss, rule, inputs) / rule.count(inputs)
+    return loss if torch.is_grad_enabled() else loss.detach(), outputs
+
+
+def _loss_alone(
+    trainer: TrainerLike, session: Session, contract: LossContract, model: nn.Module, inputs: Mapping[str, Any]
+) -> tuple[Tensor, Any]:
     compute_loss = compute_loss_of(trainer)
-    with (
-        trainer.accelerator.autocast(),
-        trainer.compute_loss_context_manager(),
-        weighed_by_sample(contract.items, inputs),
-    ):
-        if compute_loss is not None:
-            own: dict[str, Any] = {}
-            if contract.by_number and contract.items is not None and hands_number(compute_loss):
-                # It may not do without; W ranks make W times this of it, where it multiplies by them.
-                own["num_items_in_batch"] = contract.items.count(inputs) * (
-                    data_ranks(trainer) if contract.takes_world_size else 1
-                )
-            return compute_loss(model, inputs, return_outputs=True, **own)  # type: ignore[no-any-return]
-        counted = loss_func(trainer) is not None and contract.items is not None
-        number = contract.items.count(inputs) if counted and contract.items is not None else None
-        loss, outputs = base_loss(trainer, model, inputs, None if number is None else contract.as_number(number))
-    router = contract.carried(outputs)
-    # A smoothed loss is made from the logits alone.
-    smoothed = trainer.label_smoother is not None and loss_func(trainer) is None
-    return (loss + router.to(loss.device) if smoothed and router is not None else loss), outputs
+    if compute_loss is not None:
+        own: dict[str, Any] = {}
+        if contract.by_number and contract.items is not None and hands_number(compute_loss):
+            # It may not do without; W ranks make W times this of it, where it multiplies by them.
+            own["num_items_in_batch"] = contract.items.count(inputs) * (
+                data_ranks(trainer) if contract.takes_world_size else 1
+            )
+        return compute_loss(model, inputs, return_outputs=True, **own)  # type: ignore[no-any-return]
+    counted = loss_func(trainer) is not None and contract.items is not None
+    number = contract.items.count(inputs) if counted and contract.items is not None else None
+    loss, outputs = base_loss(trainer, model, inputs, None if number is None else contract.as_number(number))
+    return loss, outputs
 
 
 def compute_loss_of(trainer: TrainerLike) -> Callable[..., Any] | None:

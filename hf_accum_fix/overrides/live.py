@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypedDict
 from weakref import WeakKeyDictionary
 
+from torch import nn
 from transformers import Trainer
 
 from hf_accum_fix.accumulation.declared import has_parameter
@@ -49,6 +50,11 @@ def place(trainer: TrainerLike) -> Place:
 def head_name(trainer: TrainerLike) -> str:
     """The model's class, for words."""
     return type(trainer.accelerator.unwrap_model(trainer.model)).__name__
+
+
+def bare_model(trainer: TrainerLike) -> nn.Module:
+    """The model inside of what engines have put around it: DeepSpeed's has a config of its own."""
+    return trainer.accelerator.unwrap_model(trainer.model)  # type: ignore[no-any-return]
 
 
 def loss_func(trainer: TrainerLike) -> Callable[..., Any] | None:

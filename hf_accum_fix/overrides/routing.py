@@ -75,7 +75,7 @@ def _forward_alone(trainer: TrainerLike, session: Session, module: nn.Module, st
         ):
             yield lambda inputs: run(inputs, number)[0]
     finally:
-        session.observing, session.base_loss, session.observed_number = False, None, None
+        session.observing, session.observed_number = False, None
 
 
 def convention_of(session: Session) -> Convention:

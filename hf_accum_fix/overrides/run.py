@@ -10,7 +10,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from hf_accum_fix.engines import ranks
-from hf_accum_fix.engines.engine import is_sharded
+from hf_accum_fix.engines.engine import engine_divisor, is_sharded
 from hf_accum_fix.overrides.live import data_ranks, head_name, is_cut
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -46,6 +46,10 @@ class TrainerRun:
     @property
     def data_ranks(self) -> int:
         return data_ranks(self.trainer)
+
+    @property
+    def engine_divisor(self) -> int:
+        return engine_divisor(self.trainer.accelerator, {})
 
     @property
     def shards(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,20 +12,21 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_accum_fix.accumulation.contract import Divides, LossContract, Reduction
-from hf_accum_fix.accumulation.loss_calls import LossCall, LossCalls
-from hf_accum_fix.accumulation.micro_batch import run_micro_batch, weigh, weighed_terms
-from hf_accum_fix.accumulation.second_look import ATTEMPTS
-from hf_accum_fix.accumulation.share import Cut, Share, of_window
-from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules
+from hf_accum_fix.accumulation.contract import Reduction
+from hf_accum_fix.accumulation.loss_graph import read
+from hf_accum_fix.accumulation.share import of_window, run_by_rule
+from hf_accum_fix.accumulation.values import Heard, listening
+from hf_accum_fix.accumulation.weigh import weigh
+from hf_accum_fix.accumulation.window import Weightless
 from hf_accum_fix.data.whole_windows import Blank
 from hf_accum_fix.engines.engine import engine_divisor, inputs_are_rounded, tell_last
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
+from hf_accum_fix.known import ATTEMPTS
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.announcing import announce
 from hf_accum_fix.overrides.certifying import end_window, gradient_versions
-from hf_accum_fix.overrides.forward import base_loss
-from hf_accum_fix.overrides.live import loss_func, remakes_inputs, scales_itself
+from hf_accum_fix.overrides.forward import base_loss, compute_loss_of
+from hf_accum_fix.overrides.live import bare_model, loss_func, remakes_inputs, scales_itself
 from hf_accum_fix.overrides.precision import adding
 from hf_accum_fix.overrides.routing import in_the_window, note_routing
 from hf_accum_fix.overrides.session import MicroBatch, Session, Window, session_of
@@ -58,16 +59,10 @@ def compute_loss(
         model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         if session.observing:
-            # Whatever number an override hands on: in training the base's own goes to the model.
-            number = num_items_in_batch if session.observed_number is None else session.observed_number
-            with session.base_calls.resumed() if session.base_calls is not None else nullcontext():
-                loss, outputs = base_loss(trainer, model, inputs, number, smooth=False)
-            before = session.base_loss
-            session.base_loss = (loss if before is None else before[0] + loss, outputs)
-            loss = loss * session.base_factor
+            loss, outputs = base_loss(trainer, model, inputs, _handed(trainer, session, num_items_in_batch))
         else:
             assert session.micro_batch is not None
-            loss, outputs = _loss_in_window(trainer, session, session.micro_batch, model, inputs)
+            loss, outputs = _loss_in_window(trainer, session, session.micro_batch, model, inputs, num_items_in_batch)
         owns_labels = loss_func(trainer) is not None or trainer.label_smoother is not None
         if owns_labels and isinstance(inputs, MutableMapping):
             # Stock takes them out of the caller's batch.
@@ -75,6 +70,12 @@ def compute_loss(
         return (loss, _with_loss(outputs, loss)) if return_outputs else loss
 
     return bind(*args, **kwargs)
+
+
+def _handed(trainer: TrainerLike, session: Session, given: Any) -> Tensor | None:
+    """What the base hands on while a loss is observed: a ``compute_loss`` that asks for no number gets none."""
+    custom = compute_loss_of(trainer) is not None
+    return session.observed_number if not custom or given is not None or loss_func(trainer) is not None else None
 
 
 def _with_loss(outputs: Any, loss: Tensor) -> Any:
@@ -86,58 +87,40 @@ def _with_loss(outputs: Any, loss: Tensor) -> Any:
 
 
 def _loss_in_window(
-    trainer: TrainerLike, session: Session, micro_batch: MicroBatch, model: nn.Module, inputs: Mapping[str, Any]
+    trainer: TrainerLike,
+    session: Session,
+    micro_batch: MicroBatch,
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    given: Any,
 ) -> tuple[Tensor, Any]:
+    """The base's loss: as it is where it is read at the end, else weighed by its rule."""
     window = session.window
     assert window is not None
-    contract = window.contract
-    if contract.owned_by_trainer and not contract.by_number:
-        # What it makes of the base's answer is weighed as a whole.
-        return base_loss(trainer, model, inputs, None)
-    cut, predicted = window.cut, micro_batch.counts
-    counts = predicted or {}
-    if contract.rules and not micro_batch.weightless and (predicted is None or remakes_inputs(trainer)):
-        # What is run is counted, whatever was fetched.
-        counts = count_by_rules(contract.rules, [inputs], cut.mean.device)[0][0]
-        if window.certificate is not None:
-            window.certificate.note_inputs(inputs, cut.mean.device)
-        if cut.micro_batches * cut.world_size == 1:
-            total, *beside = counts.values()
-            cut = Cut.of(contract, total, 1, 1, beside)
-    ran = run_micro_batch(
+    contract, cut = window.contract, window.cut
+    if contract.is_read or contract.custom:
+        number = cut.number.ceil() if contract.reduction is Reduction.INTEGER else cut.number
+        if cut.is_whole and given is not None:
+            # To the bit as it is in stock.
+            return base_loss(trainer, model, inputs, given)
+        asks = given is not None if contract.custom else contract.hands_number
+        handed = number if asks or loss_func(trainer) is not None else None
+        loss, outputs = base_loss(trainer, model, inputs, handed)
+        if loss.requires_grad or contract.items is None:
+            return loss, outputs
+        # A constant, where there is no target: with one its gradient is zero, and touches every parameter.
+        micro_batch.weightless = True
+        return base_loss(trainer, model, contract.items.with_target(inputs), handed)
+    items = None if micro_batch.counts is None else micro_batch.counts.get(contract.items)  # type: ignore[arg-type]
+    return run_by_rule(
         contract,
-        inputs,
-        counts,
+        Weightless(inputs) if micro_batch.weightless else inputs,
+        items,
         cut,
         lambda given, number: base_loss(trainer, model, given, number),
-        window.certificate,
         own_loss=loss_func(trainer) is not None,
         rounded=inputs_are_rounded(trainer.accelerator),
-        smoothed=trainer.label_smoother is not None and loss_func(trainer) is None,
     )
-    loss = ran.loss
-    micro_batch.run_counts = counts
-    _note_counts(window, counts, predicted)
-    micro_batch.base_calls += 1
-    if ran.items is not None and contract.items is not None:
-        at_its_place = window.counts[min(window.steps_run, len(window.counts) - 1)]
-        items = counts[contract.items]
-        known = items if cut is not window.cut else at_its_place if predicted is None else predicted[contract.items]
-        as_counted = micro_batch.base_calls == 1 and not micro_batch.weightless
-        micro_batch.seen = (ran.items if as_counted else known, known)
-    micro_batch.base = loss if micro_batch.base is None else micro_batch.base + loss
-    return loss, ran.outputs
-
-
-def _note_counts(window: Window, counts: Mapping[Items, Tensor], predicted: Mapping[Items, Tensor] | None) -> None:
-    """Hold what a micro-batch with several terms was computed from against what was fetched at its place."""
-    if window.certificate is None or len(counts) < 2 or window.cut.is_whole or not window.by_rule:
-        return
-    at_its_place = window.by_rule[min(window.steps_run, len(window.by_rule) - 1)]
-    fetched = at_its_place if predicted is None else predicted
-    window.certificate.note_counts(counts, fetched)
-    for rule in [*counts][:1]:
-        window.certificate.note_items(counts[rule], fetched[rule])
 
 
 def training_step(
@@ -186,37 +169,47 @@ def training_step(
 
     def record_loss(*loss_args: Any, **loss_kwargs: Any) -> Any:
         nonlocal depth
-        depth += 1
-        if depth == 1:
-            given = loss_kwargs.get("num_items_in_batch", loss_args[3] if len(loss_args) > 3 else None)
-            micro_batch.number_came = given is not None
-            loss_args, loss_kwargs = _count_own(session, window, micro_batch, loss_args, loss_kwargs)
-        listens = depth == 1 and contract.owned_by_trainer and contract.made_of is not None
+        if depth:
+            return original_loss(*loss_args, **loss_kwargs)
+        run = loss_kwargs["inputs"] if "inputs" in loss_kwargs else loss_args[1]
+        # Before a ``compute_loss`` takes labels out of it.
+        run = dict(run) if isinstance(run, Mapping) else {}
+        depth = 1
         try:
-            with (
-                in_the_window(session, window) if depth == 1 else nullcontext(),
-                LossCalls(graded=contract.graded) if listens else nullcontext() as calls,
-            ):
+            with in_the_window(session, window), listening(contract, bare_model(trainer)) as heard:
                 result = original_loss(*loss_args, **loss_kwargs)
         finally:
-            depth -= 1
-        if depth == 0:
-            loss = result[0] if isinstance(result, tuple) else result
-            # Now: 4.46.0 scales in place what it is handed. And never the model's output itself: DeepSpeed hangs hooks
-            # on that, which divide once more (stage 0).
-            seen = None if calls is None else calls.seen
-            micro_batch.share = _share_of_window(trainer, session, micro_batch, window, loss, seen)
+            depth = 0
+        loss = result[0] if isinstance(result, tuple) else result
+        # Now: 4.46.0 scales in place what it is handed. And never the model's output itself: DeepSpeed hangs hooks
+        # on that, which divide once more (stage 0).
+        _weigh(trainer, window, micro_batch, loss, run, heard)
         return result
 
     def set_loss(loss: Tensor, **backward_kwargs: Any) -> Any:
         tell_last(accelerator, window.steps_run + 1 == len(window.batches))
-        if micro_batch.share is None:
+        share = micro_batch.share
+        if share is None:
             return original_backward(loss, **backward_kwargs)
-        micro_batch.reported = micro_batch.share.detach()
+        if micro_batch.reported is not None:
+            session.windows.note_inexact()
+            session.warn_once(
+                "two losses",
+                f"{type(trainer).__name__} hands two losses of one micro-batch to accelerator.backward: "
+                "the step is not called exact",
+            )
+        weighed, stock = micro_batch.weighed, 1.0
+        keeps_scale = weighed is not None and weighed.as_stock is not None
+        if window.steps_run == 0 or keeps_scale:
+            stock = _factor_over(loss, micro_batch.node)
+        if weighed is not None and keeps_scale:
+            # What stock hands over, with its own division or without it.
+            share, micro_batch.value = weighed.scaled(stock, len(window.batches))
+        micro_batch.reported = micro_batch.value
         if window.steps_run == 0:
-            announce(trainer, session, window, passed=loss, right=micro_batch.reported)
-        divisor = engine_divisor(accelerator, backward_kwargs)
-        return original_backward(micro_batch.share if divisor == 1 else micro_batch.share * divisor, **backward_kwargs)
+            announce(trainer, session, window, stock * len(window.batches))
+        divided = engine_divisor(accelerator, backward_kwargs) / window.cut.engine_divisor
+        return original_backward(share if divided == 1 else share * divided, **backward_kwargs)
 
     try:
         with (
@@ -271,91 +264,38 @@ def _reduced_in_the_last(trainer: TrainerLike, window: Window, model: nn.Module)
     return shadow(model, "require_backward_grad_sync", last)
 
 
-def _count_own(
-    session: Session, window: Window, micro_batch: MicroBatch, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Count what a trainer's own mean is about to be computed from, before it takes labels out of it.
-
-    Returns:
-        Its arguments, with a dummy target where there is none: the mean over nothing is nan.
-    """
-    contract = window.contract
-    if not contract.owned_by_trainer or contract.reduction is not Reduction.MEAN or micro_batch.weightless:
-        return args, kwargs
-    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
-    counts = micro_batch.run_counts = count_by_rules(contract.rules, [inputs], window.cut.mean.device)[0][0]
-    if window.cut.is_whole:
-        return args, kwargs
-    run = copy.copy(inputs)
-    for rule in contract.rules:
-        run.update({key: value for key, value in rule.with_target(run, counts[rule]).items() if key in rule.keys})
-    return (args, {**kwargs, "inputs": run}) if "inputs" in kwargs else ((args[0], run, *args[2:]), kwargs)
-
-
-def _own_mean(
-    contract: LossContract, micro_batch: MicroBatch, window: Window, loss: Tensor, calls: Sequence[LossCall] | None
-) -> Tensor:
-    """The share of the global batch's loss of a mean that a trainer computed by itself."""
-    assert contract.items is not None
-    cut, counts = window.cut, micro_batch.run_counts
-    _note_counts(window, counts, None)
-    items = counts[contract.items]
-    share = Share({}, None, None if cut.is_whole else items / cut.mean)
-    certificate = window.certificate
-    loss, seen = weigh(contract, loss, calls, counts, cut, share, certificate)
-    if certificate is not None and not cut.is_whole and window.counts:
-        predicted = window.counts[min(window.steps_run, len(window.counts) - 1)]
-        certificate.note_items(items if seen is None else seen, predicted)
-    return loss
-
-
-def _share_of_window(
+def _weigh(
     trainer: TrainerLike,
-    session: Session,
-    micro_batch: MicroBatch,
     window: Window,
+    micro_batch: MicroBatch,
     loss: Tensor,
-    calls: Sequence[LossCall] | None = None,
-) -> Tensor | None:
-    """What a micro-batch's loss adds to the window's; averaged over ranks the sum is the global batch's loss.
-
-    None: it is not known how the trainer scales it, and what it hands on is left as it is.
-    """
-    contract, steps = window.contract, len(window.batches)
-    response = window.response or session.response
-    if not contract.owned_by_trainer and micro_batch.base is not None:
-        if window.certificate is not None:
-            if micro_batch.seen is not None:
-                window.certificate.note_items(*micro_batch.seen)
-            if loss is not micro_batch.base and not contract.extra:
-                window.certificate.note_override(loss, micro_batch.base, response.factor, constant=response.constant)
-        if contract.extra and not window.cut.is_whole:
-            rule = contract.extra[0]
-            ratio = 0.0 if micro_batch.weightless else micro_batch.run_counts[rule] / window.cut.means[rule]
-            loss = weighed_terms(loss, ratio, [(micro_batch.base * response.factor, 1.0)])
-        return of_window(loss, steps, _divided_by(trainer, response.divides, micro_batch, steps))
-    if micro_batch.weightless:
-        return loss * 0.0
-    if contract.owned_by_trainer and contract.reduction is Reduction.MEAN:
-        loss = _own_mean(contract, micro_batch, window, loss, calls)
-    if contract.owned_by_trainer and contract.by_number:
-        return loss * 1.0
-    if contract.divides is Divides.UNKNOWN and not scales_itself(trainer):
-        return None
-    if contract.owned_by_trainer and contract.reduction is Reduction.SUM:
-        # Engines take the mean over ranks; nothing else divides a sum.
-        return loss * (window.cut.world_size * _divided_by(trainer, contract.divides, micro_batch, steps))
-    if scales_itself(trainer):
-        return loss * 1.0
-    return of_window(loss, steps, _divided_by(trainer, contract.divides, micro_batch, steps))
+    inputs: Mapping[str, Any],
+    heard: Heard,
+) -> None:
+    """Keep what a micro-batch's loss adds to the window's; averaged over ranks the sum is the global batch's loss."""
+    contract, steps, cut = window.contract, len(window.batches), window.cut
+    micro_batch.node = loss.grad_fn
+    if not contract.is_read:
+        itself = contract.custom and scales_itself(trainer)
+        loss = loss * 0.0 if micro_batch.weightless and contract.custom else loss
+        micro_batch.value = of_window(loss.detach(), steps, steps if itself else 1)
+        micro_batch.share = of_window(loss, steps, steps * cut.engine_divisor if itself else cut.engine_divisor)
+        return
+    assert window.check is not None
+    predicted = micro_batch.counts
+    if predicted is None:
+        at_its_place = min(window.steps_run, len(window.by_rule) - 1)
+        predicted = window.by_rule[at_its_place] if window.by_rule else {}
+    weightless = micro_batch.weightless
+    weighed = weigh(loss, contract, cut, window.check, inputs, predicted, heard, weightless=weightless)
+    micro_batch.share, micro_batch.value = weighed.loss, weighed.value
+    micro_batch.weighed = weighed
 
 
-def _divided_by(trainer: TrainerLike, divides: Divides, micro_batch: MicroBatch, steps: int) -> int:
-    """What the trainer has divided a loss by for the window; ``steps``: G of the window."""
-    if divides in (Divides.WITH_NUMBER, Divides.WITH_NUMBER_BY_ARGUMENT) and not micro_batch.number_came:
-        return 1
-    if divides in (Divides.ALWAYS, Divides.WITH_NUMBER):
-        return steps
-    if divides in (Divides.BY_ARGUMENT, Divides.WITH_NUMBER_BY_ARGUMENT):
-        return int(trainer.args.gradient_accumulation_steps)
-    return 1
+def _factor_over(loss: Tensor, node: Any) -> float:
+    """What a loss was multiplied by since a node returned it."""
+    factor = 1.0
+    for term in read(loss, (node,)):
+        for each in term.factors if term.leaf is node else ():
+            factor = factor / float(each.value) if each.divides else factor * float(each.value)
+    return factor

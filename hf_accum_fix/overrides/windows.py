@@ -9,17 +9,15 @@ from typing import Any
 from torch import Tensor
 from transformers import Trainer
 
-from hf_accum_fix.accumulation.certificate import Certificate
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.share import Cut
+from hf_accum_fix.accumulation.weigh import WindowCheck
 from hf_accum_fix.counting import count, note_empty
 from hf_accum_fix.data.whole_windows import without_blanks
-from hf_accum_fix.known import Settled
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.live import head_name, remakes_inputs
+from hf_accum_fix.overrides.live import head_name
 from hf_accum_fix.overrides.routing import router_loss_depends_on_the_cut, routing_of
 from hf_accum_fix.overrides.run import TrainerRun
-from hf_accum_fix.overrides.session import Part, Session, Task, Window, busy, session_of
+from hf_accum_fix.overrides.session import Part, Session, Window, busy, session_of
 from hf_accum_fix.overrides.settling import settle_contract
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -60,9 +58,11 @@ def get_batch_samples(
 def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> Any:
     """What a ``compute_loss`` is handed as the number of items."""
     contract = window.contract
-    if contract.items is None or (contract.owned_by_trainer and not contract.by_number):
+    if contract.items is None or (contract.custom and not contract.by_number):
         return upstream_number
-    if not contract.owned_by_trainer:
+    if contract.custom and window.cut.is_whole and upstream_number is not None:
+        return upstream_number
+    if not (contract.custom and contract.by_number):
         return window.total.long()
     # A trainer that scales by itself multiplies by W; if that was not seen, where it averages tokens across devices.
     multiplies = contract.takes_world_size
@@ -111,7 +111,7 @@ def open_window(
     _mark_state(trainer, session)
     session.windows.opened += bool(batches)
     while True:
-        contract = settle_contract(trainer, session, batches, options, trouble)
+        contract = settle_contract(trainer, session, batches, options, trouble, upstream_number)
         routing, trouble = routing_of(trainer, session, contract, batches, options, trouble)
         session.window = window = _counted(
             trainer, contract, batches, upstream_number, trouble, session=session, routing=routing
@@ -159,22 +159,18 @@ def _counted(
         routing=routing,
     )
 
-    def part(settled: Settled, contract: LossContract, cut: Cut) -> Part:
-        response = settled.response if isinstance(settled, Task) else session.response
-        listens = contract.made_of is not None or remakes_inputs(trainer)
-        certificate = Certificate(contract, constant=response.constant) if listens else None
-        return Part(contract, cut, response, certificate)
-
     contracts = [contract, *session.contracts[1:]]
-    parts = {id(each[1]): part(*each) for each in zip(session.losses, contracts, counted.cuts, strict=True)}
+    parts = {
+        id(each): Part(each, cut, WindowCheck(each, cut.is_corrected))
+        for each, cut in zip(contracts, counted.cuts, strict=True)
+    }
     return Window(
         contract,
         batches,
-        [next(iter(each.values()), counted.total) for each in counted.by_rule],
         counted.total,
         counted.cut,
         counted.number,
-        certificate=parts[id(contract)].certificate,
+        check=parts[id(contract)].check,
         by_rule=counted.by_rule,
         parts=[parts[id(session.contract_of(batch))] for batch in batches] if len(parts) > 1 else [],
     )

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import products_are_rounded
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides.forward import compute_loss_of, loss_alone
@@ -226,7 +226,7 @@ def _full(scene: Scene, rows: Sequence[Any]) -> Reference:
     notes = _refuse_randomness(scene, rows, gradient) if drew else ()
     _refuse_infinite(gradient)
     noise, decomposes = Noise(0.0, 0.0), True
-    parts = len(rows) > 1 and _adds_up(scene, rows)
+    parts = len(rows) > 1 and _adds_up(scene)
     if parts:
         noise = _difference(_summed(scene, (rows[::-2], rows[-2::-2]))[1], gradient)
         decomposes = _is_rounding(scene, noise, rows)
@@ -241,7 +241,7 @@ def _full(scene: Scene, rows: Sequence[Any]) -> Reference:
 
 def _streamed(scene: Scene, rows: Sequence[Any], own: int) -> Reference:
     contract = scene.contract
-    if not _adds_up(scene, rows):
+    if not _adds_up(scene):
         raise ContractError(
             f"the reference cannot be streamed sample by sample, because the loss {contract} ({contract.reason}); "
             "verify with a per_device_train_batch_size x gradient_accumulation_steps that fits in one forward"
@@ -368,17 +368,11 @@ def _refuse_randomness(scene: Scene, rows: Sequence[Any], gradient: Gradient) ->
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 
-def _adds_up(scene: Scene, rows: Sequence[Any]) -> bool:
-    """Whether the contract says how parts make the whole; with several rules, whether all count these alike."""
+def _adds_up(scene: Scene) -> bool:
+    """Whether the contract says how parts make the whole: by the items of one mean, router losses aside."""
     contract = scene.contract
-    if not replace(contract, conclusive=True).exact:
-        return False
-    if contract.conclusive or contract.items is None:
-        return True
-    rules = (contract.items, *contract.alternatives)
-    return all(
-        len({float(rule.count(batch)) for rule in rules}) == 1 for batch in (scene.collate([row]) for row in rows)
-    )
+    groups = {each.group for each in contract.terms if each.how is not How.ROUTER}
+    return replace(contract, conclusive=True).exact and len(groups) <= 1 and contract.is_counted
 
 
 def _summed(scene: Scene, groups: Sequence[Sequence[Any]]) -> tuple[float, list[Tensor | None]]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Reduction
-from hf_accum_fix.accumulation.evidence.terms import _without_noise
-from hf_accum_fix.accumulation.observe import observe
+from hf_accum_fix.accumulation.observe import Setting, observe
+from hf_accum_fix.accumulation.rules import matching_rules
 
 
 class Boxes(nn.Module):
@@ -22,8 +22,8 @@ class Boxes(nn.Module):
 
     def forward(self, pixel_values: Tensor, labels: list[dict[str, Tensor]]) -> Tensor:
         boxes = torch.cat([each["class_labels"] for each in labels])
-        summed = boxes.double().sum() + pixel_values.square().sum()
-        return self.scale * summed / max(len(boxes), 1)
+        values = torch.cat([boxes.double(), pixel_values.square().flatten()])
+        return (self.scale * values).sum() / max(len(boxes), 1)
 
 
 def batch(*counts: int) -> dict[str, Any]:
@@ -38,15 +38,27 @@ def batch(*counts: int) -> dict[str, Any]:
 def test_boxes_that_are_missing_make_no_sum(counts: tuple[int, ...], conclusive: bool) -> None:
     model = Boxes()
 
-    def call(inputs: Any, number: Any) -> tuple[Tensor, dict[str, Any]]:
-        return model(**inputs), {}
+    def call(inputs: Any, number: Any) -> Tensor:
+        return model(**inputs)
 
-    found = observe(call, [batch(*counts)], model, device=torch.device("cpu"), passes_number=False)
+    found = observe(call, [batch(*counts)], model, Setting(), device=torch.device("cpu"))
     assert found.reduction is Reduction.MEAN and str(found.items) == "rows of 'class_labels'"
     assert found.conclusive == conclusive and (found.reason == NO_TARGET_SEEN) != conclusive
 
 
-@pytest.mark.parametrize(("here", "there"), [(0.3999994, 0.4000001), (0.90000033, 0.8999997), (1.2345004, 1.2344996)])
-def test_factors_of_a_mix_are_the_same_on_ranks_that_round_apart(here: float, there: float) -> None:
+@pytest.mark.parametrize(
+    ("box", "query"), [(1.0, 0.1), (1.0, 0.4), (0.9, 1.2345), (2.0, 1 / 3)], ids=lambda each: f"{each:.4g}"
+)
+@pytest.mark.parametrize("rounding", [0.0, 3e-8, -3e-8])
+def test_factors_of_a_mix_are_the_same_on_ranks_that_round_apart(box: float, query: float, rounding: float) -> None:
     """Otherwise ranks would seem to train different losses."""
-    assert _without_noise(here) == _without_noise(there)
+    batches = [batch(3, 1, 0), batch(3), batch(1, 0)]
+    counts = [box * sum(map(_boxes, each["labels"])) + query * len(each["labels"]) for each in batches]
+    (rule,), times = matching_rules([count * (1 + rounding) for count in counts], batches)
+    assert times == 1.0
+    assert [factor for factor, _ in rule.mix] == [float(f"{box:.6g}"), float(f"{query:.6g}")]
+    assert [str(each) for _, each in rule.mix] == ["rows of 'class_labels'", "samples"]
+
+
+def _boxes(target: dict[str, Tensor]) -> int:
+    return len(target["class_labels"])

@@ -98,7 +98,7 @@ class Distilled(Ordered):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch=num_items_in_batch)
-        loss = loss + 0.5 * divergence(outputs["logits"], inputs)
+        loss = loss + 0.4 * divergence(outputs["logits"], inputs)
         return (loss, outputs) if return_outputs else loss
 
 
@@ -111,7 +111,7 @@ def divergence(logits: Tensor, inputs: Any) -> Tensor:
 
 def distilled(model: nn.Module, batch: Batch) -> Tensor:
     outputs = model(**batch)
-    return outputs["loss"] + 0.5 * divergence(outputs["logits"], batch)
+    return outputs["loss"] + 0.4 * divergence(outputs["logits"], batch)
 
 
 def own_mean(model: nn.Module, batch: Batch) -> Tensor:

@@ -550,13 +550,26 @@ def weighted_flags(logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, labels, weight=weight)
 
 
+def three_tenths(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
+    return 0.3 * loss, outputs
+
+
+def full_three_tenths(model: Any, batch: Batch, step: int) -> Tensor:
+    return 0.3 * full_mean(model, batch, step)
+
+
 def half(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+    """At G = 2 a coefficient, or the trainer's own division for the window: no number tells."""
     loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
     return 0.5 * loss, outputs
 
 
 def full_half(model: Any, batch: Batch, step: int) -> Tensor:
     return 0.5 * full_mean(model, batch, step)
+
+
+HALVED = [Case(f"half-{h.__name__}", full_half, h, windows(1), computing(half)) for h in (Mean, ByNumber)]
 
 
 def by_step(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
@@ -607,7 +620,10 @@ EXACT = [
             ("weighted-flags", weighted_flags, 3, three_flags),
         ]
     ),
-    *(Case(f"half-{h.__name__}", full_half, h, windows(3), computing(half)) for h in (Mean, ByNumber)),
+    *(
+        Case(f"three-tenths-{h.__name__}", full_three_tenths, h, windows(3), computing(three_tenths))
+        for h in (Mean, ByNumber)
+    ),
     *(Case(f"by-step-{h.__name__}", full_by_step, h, windows(3), computing(by_step)) for h in (Mean, ByNumber)),
     *(
         Case(f"and-squares-{h.__name__}", full_with_squares, h, windows(3), computing(and_squares))
@@ -625,7 +641,8 @@ EXACT = [
     Case("func-with-none", full_mean, Mean, windows(3), given={"compute_loss_func": func_none}),
     # Two draws are apart only under dropout, which is why the loss is observed under it as well.
     Case("r-drop-in-forward", full_r_drop, models.RDropped, windows(2)),
-    Case("r-drop-of-two-calls", full_r_drop, models.Dropped, windows(2), computing(two_calls)),
+    # Its halves are as likely 1/G at G = 2: said there.
+    Case("r-drop-of-two-calls", full_r_drop, models.Dropped, windows(2), computing(two_calls), cuts=((2, 4), (1, 8))),
 ]
 
 
@@ -670,6 +687,8 @@ EXACT_OR_SAID = [
     *TWICE,
     *GRADIENTS,
     *EXACT_LATER,
+    *HALVED,
+    Case("r-drop-of-two-calls", full_r_drop, models.Dropped, windows(1), computing(two_calls), cuts=((4, 2),)),
 ]
 
 

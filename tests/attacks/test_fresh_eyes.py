@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hf_accum_fix
-from hf_accum_fix.accumulation.certificate import Certificate
-from hf_accum_fix.accumulation.contract import Composition, LossContract, Reduction
+from hf_accum_fix.accumulation.contract import LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.share import Cut as WindowCut
+from hf_accum_fix.accumulation.weigh import WindowCheck
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.certifying import end_window
@@ -207,18 +207,6 @@ class ScriptsLate(TokenModel):
         return {"loss": loss(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
 
 
-class KeepsFunction(TokenModel):
-    """A loss function that is kept from before is not seen as it is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss = F.cross_entropy
-
-    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
-        logits = self.logits(input_ids)
-        return {"loss": self.loss(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
-
-
 def _of(model: type[nn.Module]) -> Head:
     return Head(model.__name__, seeded(model), text())
 
@@ -230,7 +218,7 @@ class Plain(TokenModel):
 
 MODELS = [
     SparseBuffer, InferenceBuffer, QuantizedBuffer, LazyBuffer, AverageByData, CountsInNumpy, CountsByIterator,
-    CountsInSlots, CountsInNamed, ScriptsLate, KeepsFunction,
+    CountsInSlots, CountsInNamed, ScriptsLate,
 ]  # fmt: skip
 HARM = [
     *(runs.Case(model.__name__, _of(model), Ordered) for model in MODELS),
@@ -266,13 +254,13 @@ def test_sample_means_are_exact_on_two_ranks(on_ranks: list[dict[str, Any]]) -> 
     assert means["error"] <= runs.FLOOR and means["exact"]
 
 
-def test_another_number_of_loss_calls_is_said_on_any_device(caplog: pytest.LogCaptureFixture) -> None:
-    """The number of calls is known without waiting for the device."""
-    contract = LossContract(Reduction.MEAN, Items(), made_of=Composition((1.0,)))
-    certificate = Certificate(contract, changed="2 loss calls in a micro-batch, 1 when it was observed")
+def test_another_loss_than_the_observed_one_is_said_on_any_device(caplog: pytest.LogCaptureFixture) -> None:
+    """Which terms a loss has is known without waiting for the device."""
+    contract = LossContract(Reduction.MEAN, Items(), terms=(TermSpec(("MeanBackward0", True, (True, False))),))
+    check = WindowCheck(contract, changed="its loss has other terms than when it was observed: SumBackward0")
     number = torch.ones(())
     cut = WindowCut(number, number, 1, 1)
-    window = Window(contract, [{}], [number], number, cut, steps_run=1, certificate=certificate)
+    window = Window(contract, [{}], number, cut, steps_run=1, check=check)
     model = nn.Linear(1, 1)
     trainer = SimpleNamespace(
         args=SimpleNamespace(device=torch.device("cuda"), world_size=1, gradient_accumulation_steps=2),
@@ -284,7 +272,7 @@ def test_another_number_of_loss_calls_is_said_on_any_device(caplog: pytest.LogCa
     session = Session(Options(), contract)
     assert end_window(trainer, session, window) is None
     assert session.inexact_windows == 1
-    assert "is not exact" in caplog.text
+    assert "is not exact: its loss has other terms" in caplog.text
 
 
 # --- groups of queries: a micro-batch without a box is divided by one box of all groups together -----------------

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.observe import observe
+from hf_accum_fix.accumulation.observe import Setting, observe
+from tests.attacks.reading import Verdict
 from tests.attacks.runs import FLOOR
-from tests.attacks.two_ranks import EXACT, ROWS
+from tests.attacks.two_ranks import EXACT, ROWS, VERDICTS
 from tests.numerics.heads.head import collate
 from tests.numerics.heads.samples import text
 from tests.torchrun import found_by
@@ -27,6 +28,13 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """By one start of torchrun."""
     output = tmp_path_factory.mktemp("two_ranks") / "rows.json"
     return {row["case"]: row for row in found_by("tests.attacks.two_ranks", output)}
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Losses that are read from their graphs."""
+    output = tmp_path_factory.mktemp("two_ranks") / "read.json"
+    return {row["case"]: row for row in found_by("tests.attacks.two_ranks", output, "read")}
 
 
 @pytest.mark.parametrize("case", ROWS)
@@ -50,20 +58,39 @@ def test_terms_are_exact_on_two_ranks(case: str, rows: Mapping[str, Mapping[str,
     assert rows[case]["exact"]
 
 
+@pytest.mark.parametrize("case", VERDICTS)
+def test_a_loss_is_read_on_two_ranks(case: str, read: Mapping[str, Mapping[str, Any]]) -> None:
+    row, verdict = read[case], VERDICTS[case]
+    assert "raised" not in row, row["raised"]
+    right = row["apply"] <= FLOOR
+    assert right or row["apply"] <= row["stock"] * 1.05
+    assert right or not row["exact"]
+    if verdict in (Verdict.EXACT, Verdict.GRADIENT):
+        assert right
+    if verdict is Verdict.EXACT:
+        assert row["exact"] and not row["warned"]
+    if verdict in (Verdict.EITHER, Verdict.INEXACT):
+        assert right or row["warned"]
+    assert verdict is not Verdict.INEXACT or not row["exact"]
+
+
 def _observed(rounding: float) -> LossContract:
     """Of a trainer's own sum over the number, whose last digits move with labels that it does not use."""
 
-    def call(inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, None]:
+    scale = nn.Parameter(torch.ones(()))
+
+    def call(inputs: Mapping[str, Any], number: Tensor | None) -> Tensor:
         assert number is not None
         labels = inputs["labels"][:, 1:]
-        value = inputs["input_ids"][:, 1:].float().sqrt()
+        value = scale * inputs["input_ids"][:, 1:].float().sqrt()
         summed = (value * (labels != -100)).sum()
         if bool((inputs["labels"][:, 0] != -100).any()):
             summed = summed * (1 + rounding)
-        return summed / number, None
+        return summed / number
 
     window = [collate(text()[start : start + 2]) for start in range(0, 8, 2)]
-    return observe(call, window, nn.Linear(1, 1), device=torch.device("cpu"), passes_number=True, needs_number=True)
+    setting = Setting(hands_number=True, custom=True)
+    return observe(call, window, nn.Linear(1, 1), setting, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("rounding", [0.0, 1.2e-7, -1.2e-7, 1e-6])

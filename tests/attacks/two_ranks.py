@@ -1,6 +1,6 @@
 """Run by torchrun on two gloo ranks: trainers from the wild, and ranks with different tasks; JSON on rank 0.
 
-torchrun --nproc_per_node 2 -m tests.attacks.two_ranks OUTPUT.json
+torchrun --nproc_per_node 2 -m tests.attacks.two_ranks OUTPUT.json [read]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.attacks import terms, wild
+from tests.attacks import read_loss, terms, wild
 from tests.attacks.kinds import by_share, in_common
 from tests.attacks.runs import Case, Cut, Ordered, Run, full_batch, run
 from tests.numerics.heads import Sample, TokenModel, seeded
@@ -72,15 +72,23 @@ CASES = [
 #: That of these every one is exact, is held as well.
 EXACT = {case.name for case in terms.EXACT}
 ROWS = [f"{case.name} {cut[0]}x{cut[1]}" for case in CASES for cut in case.cuts]
+#: Losses that are read from their graphs, by a start of their own, with the verdict of each row.
+READ = [Case(c.name, c.head, c.trainer, c.loss, cuts=CUTS) for cases in read_loss.TWO_RANKS.values() for c in cases]
+VERDICTS = {
+    f"{case.name} {cut[0]}x{cut[1]}": verdict
+    for verdict, cases in read_loss.TWO_RANKS.items()
+    for case in cases
+    for cut in CUTS
+}
 #: Whatever waits for the other rank longer than that waits for ever [s].
 PATIENCE = 20
 
 
-def main(output: Path) -> None:
+def main(output: Path, *group: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE))
     rows = []
-    for case in CASES:
+    for case in READ if "read" in group else CASES:
         steps = 2 if case.trainer in (wild.OwnStep, wild.OwnStepDividedTwice) else 1
         wanted = full_batch(case, steps)
         for cut in case.cuts:
@@ -98,8 +106,9 @@ def _told(patched: Run, wanted: dict[str, Tensor]) -> dict[str, Any]:
     if patched.raised is not None:
         told = f"{type(patched.raised).__name__}: {patched.raised}"
         return {"refused": patched.refused, "raised": told, "exact": False}
-    return {"refused": False, "apply": patched.error(wanted), "exact": bool(patched.exact)}
+    warned = bool(patched.warned)
+    return {"refused": False, "apply": patched.error(wanted), "exact": bool(patched.exact), "warned": warned}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -110,7 +110,7 @@ def test_what_was_observed_is_kept_and_said_once(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, logger="hf_accum_fix"):
         for _ in range(3):
             list(by_windows(windows, model, optimizer, None))
-    assert calls.count(True) == 12 and calls.count(False) <= 4
+    assert calls.count(True) == 12 + 3 and not calls.count(False)
     assert [record.message for record in caplog.records if "the mean over its own items" in record.message] == [
         "BertForMaskedLM: the loss is the mean over its own items ('labels' other than -100); G=2, W=1."
     ]
@@ -142,9 +142,12 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("name", "more"), [("llama", 24), ("bert-mlm", 34)])
+@pytest.mark.parametrize(("name", "more"), [("llama", 28), ("bert-mlm", 28)])
 def test_a_window_reads_no_number_and_adds_a_few_operations(name: str, more: int) -> None:
-    """Beside the bare forward and backward of the same micro-batches; the first window observes."""
+    """Beside the bare forward and backward of the same micro-batches; the first window observes.
+
+    Every window compares what its loss divided by with what was predicted, and is corrected by it.
+    """
     head = LOOPED[name]
     model = head.build()
     batches = own_batches(head, head.samples, 2)

@@ -105,10 +105,11 @@ def test_two_steps_for_each_split_and_two_for_the_reference(tmp_path: Path) -> N
     samples: list[tuple[bool, int]] = []
     report = verify(small(Counted(samples.append), tmp_path, points(8)), splits=[1, 2, 4])
     assert report.verdict.kind is Kind.EXACT
-    assert sum(count for graded, count in samples if graded) == (2 * 3 + 2) * 8
-    # Without gradient: whether the loss is random, and the contract, for each mended split and once more. No loss call
-    # shows this loss, and every sample weighs as much: it is looked at four times, at 18 samples.
-    assert sum(count for graded, count in samples if not graded) <= 3 * 2 + 4 * 18
+    # The contract of each fixed split, and once more, is read from the graphs of a micro-batch and its two parts.
+    observed = 2 * (4 + 2 + 2) + 4
+    assert sum(count for graded, count in samples if graded) == (2 * 3 + 2) * 8 + observed
+    # Without gradient: whether the loss is random.
+    assert sum(count for graded, count in samples if not graded) <= 3 * 2
 
 
 def test_a_full_batch_that_does_not_fit_is_streamed_and_said(tmp_path: Path) -> None:

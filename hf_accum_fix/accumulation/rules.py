@@ -1,0 +1,126 @@
+"""Ways of counting the items of a batch from its inputs: they predict what a loss will divide by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hf_accum_fix.accumulation.window import Items
+
+#: Relative difference of two counts that are the same: sums of weights round.
+_ROUNDING = 1e-5
+
+
+def matching_rules(
+    counts: Sequence[float],
+    batches: Sequence[Mapping[str, Any]],
+    ignored: Sequence[int] = (-100,),
+    named: Sequence[Items] = (),
+) -> tuple[tuple[Items, ...], float]:
+    """The rules that count so in every batch, and how many a loss counts for each item of theirs.
+
+    Args:
+        counts: what a loss divides by in each of the batches.
+        batches: their inputs.
+        ignored: values of labels that are no targets.
+        named: rules whose targets are the loss's own, which come first.
+    """
+    in_proportion: dict[Items, float] = {}
+    for rule in dict.fromkeys((*named, *ways_of_counting(batches[0], ignored))):
+        if not all(rule.has_targets(batch) for batch in batches):
+            continue
+        found = [float(rule.count(batch)) for batch in batches]
+        times = counts[0] / found[0] if found[0] else 0.0
+        # Heads with a list of targets divide by 1 where there is none.
+        fits = [_is_close(n, max(times * m, float(rule.entry is not None))) for n, m in zip(counts, found, strict=True)]
+        if times and all(fits):
+            in_proportion[rule] = times
+    told_apart = batches[1] is not batches[2]
+    usable = [each for each in in_proportion.values() if _is_close(each, 1.0)]
+    usable += [
+        n for n in in_proportion.values() if told_apart and (_is_close(n, round(n)) or _is_close(1 / n, round(1 / n)))
+    ]
+    best = usable[0] if usable else 0.0
+    if not best and (mixed := _mixed(counts, batches)) is not None:
+        return (mixed,), 1.0
+    return tuple(rule for rule, each in in_proportion.items() if best and _is_close(each, best)), best or 1.0
+
+
+def _mixed(counts: Sequence[float], batches: Sequence[Mapping[str, Any]]) -> Items | None:
+    """Weights of classes over listed targets: so much for a target, and so much for each query without one."""
+    listed, samples = next(listed_targets(batches[0]), None), Items()
+    if listed is None:
+        return None
+    (a, b), (c, d) = ([float(rule.count(batch)) for rule in (listed, samples)] for batch in batches[:2])
+    if abs(a * d - b * c) < 1e-9:
+        return None
+    of_target = (counts[0] * d - b * counts[1]) / (a * d - b * c)
+    of_sample = (a * counts[1] - counts[0] * c) / (a * d - b * c)
+    # Ranks that round apart take the same.
+    return Items(mix=((float(f"{of_target:.6g}"), listed), (float(f"{of_sample:.6g}"), samples)))
+
+
+def is_padded(rule: Items, batch: Mapping[str, Any]) -> bool:
+    """Whether a rule counts every position of a text, padding among them."""
+    if not rule.keys or rule.ignore_index is not None or rule.width_of is not None or rule.entry is not None:
+        return False
+    return not batch[rule.keys[0]].is_floating_point()
+
+
+def _is_close(a: float, b: float) -> bool:
+    return abs(a - b) <= _ROUNDING * max(abs(a), abs(b))
+
+
+def ways_of_counting(inputs: Mapping[str, Any], ignored: Sequence[int] = (-100,)) -> Iterator[Items]:
+    """Every way of counting that the inputs offer, the more telling first.
+
+    Args:
+        inputs: of a forward.
+        ignored: values of labels that are no targets.
+    """
+    tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor) and value.ndim > 0}
+    tokens = tensors.get("input_ids")
+    if "start_positions" in tensors and tokens is not None and tokens.ndim > 1 and tokens.shape[1] in ignored:
+        yield Items(("start_positions", "end_positions"), ignore_index=None, width_of="input_ids")
+    labels = [key for key in tensors if "label" in key]
+    labels.sort(key=lambda key: (key != "shift_labels", key != "labels"))
+    for key in labels:
+        value = tensors[key]
+        if value.is_floating_point():
+            yield Items((key,), ignore_index=None)
+            continue
+        mask = tensors.get("attention_mask")
+        masked = "attention_mask" if mask is not None and mask.shape == value.shape else None
+        for ignore in ignored:
+            if value.ndim == 2 and key != "shift_labels":
+                yield Items((key,), ignore, shift=True)
+            yield Items((key,), ignore)
+            if value.ndim == 2 and masked is not None and key != "shift_labels":
+                yield Items((key,), ignore, shift=True, mask=masked)
+            if value.ndim == 2 and masked is not None:
+                yield Items((key,), ignore, mask=masked)
+    yield from listed_targets(inputs)
+    masks = [key for key in tensors if "mask" in key and (_is_mask(tensors[key]) or "observed" in key)]
+    telling = [key for key in masks if "attention" not in key]
+    yield from (Items((key,), ignore_index=0) for key in sorted(telling, key=lambda key: "past" in key))
+    yield Items()
+    yield from (Items((key,), ignore_index=0) for key in masks if key not in telling)
+    positions = (key for key, value in tensors.items() if value.ndim > 1 and not value.is_floating_point())
+    yield from (Items((key,), ignore_index=None) for key in positions)
+
+
+def listed_targets(inputs: Mapping[str, Any]) -> Iterator[Items]:
+    """Ways of counting the rows of what is listed for each sample: the boxes of an image, or its masks."""
+    for key, value in inputs.items():
+        if "label" not in key or not isinstance(value, (list, tuple)) or not value:
+            continue
+        if isinstance(value[0], Tensor):
+            yield Items((key,), None, entry="")
+        elif isinstance(value[0], Mapping):
+            yield from (Items((key,), None, entry=each) for each in value[0] if "label" in each)
+
+
+def _is_mask(value: Tensor) -> bool:
+    return not value.is_floating_point() and bool(((value == 0) | (value == 1)).all())

@@ -1,0 +1,167 @@
+"""The samples that a loss is observed on: a batch, and two parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_accum_fix.accumulation.rules import listed_targets, ways_of_counting
+from hf_accum_fix.accumulation.window import has_rows, sample_count
+
+Batch = Mapping[str, Any]
+
+
+class Split(NamedTuple):
+    """A batch, and two parts that hold all of its samples; or three batches.
+
+    Attributes:
+        apart: the parts are parts of the whole.
+        tells: coupled samples would show.
+    """
+
+    whole: Batch
+    one: Batch
+    other: Batch
+    apart: bool = True
+    tells: bool = True
+
+
+def splits(window: Sequence[Batch]) -> Iterator[Split]:
+    """Ways to take samples of a window apart, the surest first; not every model can run each of them.
+
+    Rows of its most telling micro-batch; two micro-batches beside the batch of both; rows whose second half belongs to
+    the first (DPO); a micro-batch beside itself; and micro-batches as they are, of which nothing is put together.
+    """
+    ordered = sorted(window, key=_tells, reverse=True)
+    batch = ordered[0]
+    # The one that is least like it, but has targets.
+    others = [each for each in reversed(ordered[1:]) if _tells(each)[0]] or ordered[1:]
+    rows = sample_count(batch)
+    by_row = _has_rows_alone(batch, rows)
+    if by_row:
+        least = _least_row(batch, rows)
+        yield Split(batch, _rows(batch, [least]), _rows(batch, [row for row in range(rows) if row != least]))
+    if others and not by_row and (both := _merged(batch, others[0])) is not None:
+        yield Split(both, batch, others[0])
+    # Rows that belong together in groups.
+    for size in (size for size in range(2, rows // 2 + 1) if by_row and rows % size == 0):
+        yield Split(batch, _rows(batch, [*range(size)]), _rows(batch, [*range(size, rows)]))
+    half, odd = divmod(rows, 2)
+    if not odd and half > 1 and all(_is_plain(value) and len(value) in (rows, half) for value in _sized(batch)):
+        rest = [*range(1, half), *range(half + 1, rows)]
+        yield Split(batch, _pairs(batch, [0, half], half), _pairs(batch, rest, half))
+    if others and by_row and (both := _merged(batch, others[0])) is not None:
+        yield Split(both, batch, others[0])
+    if others and by_row and not odd and (both := _merged(batch, others[0], interleaved=True)) is not None:
+        yield Split(both, batch, others[0])
+    if (twice := _twice(batch)) is not None:
+        yield Split(twice, batch, batch, tells=False)
+    one, other, *_ = (*others, batch, batch)
+    yield Split(batch, one, other, apart=False, tells=False)
+    for each in ordered:
+        yield Split(each, each, each, apart=False, tells=False)
+
+
+def _tells(batch: Batch) -> tuple[bool, bool, int, float]:
+    """How much a micro-batch tells: ways of counting that differ in it, and its targets."""
+    counts = [float(rule.count(batch)) for rule in ways_of_counting(batch)]
+    return counts[0] > 0, sample_count(batch) > 1, len(set(counts)), counts[0]
+
+
+def _has_rows_alone(batch: Batch, rows: int) -> bool:
+    """Whether a batch can be taken apart: it has several samples, and every input has as many rows."""
+    return rows > 1 and all(_is_plain(value) and len(value) == rows for value in _sized(batch))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can be indexed by rows: sparse and nested tensors cannot."""
+    return not isinstance(value, Tensor) or (value.layout is torch.strided and not value.is_nested)
+
+
+def _sized(batch: Batch) -> Iterator[Any]:
+    """The values that may have a row for each sample, also inside nested inputs."""
+    for value in batch.values():
+        if isinstance(value, Mapping):
+            yield from _sized(value)
+        elif has_rows(value):
+            yield value
+
+
+def _least_row(batch: Batch, rows: int) -> int:
+    """The row with the fewest targets, but some; of listed targets the one furthest from the others."""
+    listed = next(listed_targets(batch), None)
+    if listed is not None:
+        counts = [float(listed.count(_rows(batch, [row]))) for row in range(rows)]
+        return max(range(rows), key=lambda row: abs(counts[row] - sum(counts) / rows))
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.ndim == 0:
+        return 0
+    counts = (labels != -100).flatten(1).sum(1).tolist() if labels.ndim > 1 else (labels != -100).tolist()
+    return min(range(rows), key=lambda row: (counts[row] == 0, counts[row]))
+
+
+def _rows(batch: Batch, rows: list[int]) -> dict[str, Any]:
+    def taken(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return _rows(value, rows)
+        if isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0:
+            return value[rows]
+        return type(value)(value[row] for row in rows) if type(value) in (list, tuple) else value
+
+    return {key: taken(value) for key, value in batch.items()}
+
+
+def _pairs(batch: Batch, rows: list[int], half: int) -> dict[str, Any]:
+    """Rows of a batch whose second half stands beside its first; what has one row for each pair is taken by pairs."""
+    each = {key: value for key, value in batch.items() if has_rows(value) and len(value) == half}
+    every = {key: value for key, value in batch.items() if key not in each}
+    return {**_rows(every, rows), **_rows(each, [row for row in rows if row < half])}
+
+
+def _merged(one: Batch, other: Batch, *, interleaved: bool = False) -> dict[str, Any] | None:
+    """Two micro-batches as one, padded on the right; None where that cannot be done safely."""
+    result: dict[str, Any] = {}
+    for key, value in one.items():
+        beside = other.get(key)
+        if isinstance(value, Tensor) and isinstance(beside, Tensor):
+            if value.ndim == 0 or value.ndim != beside.ndim or (interleaved and len(value) != len(beside)):
+                return None
+            if value.ndim == 2 or not value.is_floating_point():
+                width = max(value.shape[-1], beside.shape[-1])
+                fill = -100 if "label" in key else 0
+                value, beside = (
+                    F.pad(each, (0, width - each.shape[-1]), value=fill) if each.ndim > 1 else each
+                    for each in (value, beside)
+                )
+            if value.shape[1:] != beside.shape[1:]:
+                return None
+            result[key] = torch.stack([value, beside], 1).flatten(0, 1) if interleaved else torch.cat([value, beside])
+        elif isinstance(value, list) and isinstance(beside, list) and not interleaved:
+            result[key] = [*value, *beside]
+        elif isinstance(value, (bool, str)) or value is None:
+            result[key] = value
+        else:
+            return None
+    return result
+
+
+def _twice(batch: Batch) -> dict[str, Any] | None:
+    """A batch beside itself; position ids of three axes have their samples second. None: it has nothing to double."""
+    doubled = {key: _doubled(key, value) for key, value in batch.items()}
+    return doubled if any(doubled[key] is not batch[key] for key in batch) else None
+
+
+def _doubled(key: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _twice(value) or value
+    if isinstance(value, Tensor):
+        of_positions = "position" in key and value.ndim == 3 and len(value) == 3
+        return torch.cat([value, value], int(of_positions)) if value.ndim and _is_plain(value) else value
+    if isinstance(value, np.ndarray):
+        return np.concatenate([value, value]) if value.ndim else value
+    return type(value)([*value, *value]) if type(value) in (list, tuple) else value

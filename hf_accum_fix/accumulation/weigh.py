@@ -1,0 +1,406 @@
+"""Weigh a micro-batch's loss, so that the plain mean over micro-batches and ranks is the global batch's.
+
+The loss that is about to be trained is read from its graph (`loss_graph`). A term that divides by d is multiplied by
+
+    d / n_mean        n_mean = N / (G W)    of the items that this term counts (`window`)
+
+whatever d is: the number that the loss was handed, its integer, or the items of the micro-batch. Terms that all have
+one weight are weighed by scaling the loss, others by a hook on the node of each term. A weight is kept as what to
+divide by, n_mean / d: where all micro-batches are alike that is G, and the division is upstream's to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_accum_fix.accumulation.contract import How, LossContract, TermSpec
+from hf_accum_fix.accumulation.loss_graph import Factor, Term, read
+from hf_accum_fix.accumulation.per_sample import sum_of_samples
+from hf_accum_fix.accumulation.share import Cut
+from hf_accum_fix.accumulation.values import Heard, Values
+from hf_accum_fix.accumulation.window import Items, count_dtype
+
+#: A Python number, or a tensor of one element on the device.
+Number = Tensor | float
+
+
+@dataclass
+class WindowCheck:
+    """What the micro-batches of one window on one rank divided by, beside what was predicted.
+
+    Attributes:
+        contract: how their loss is reduced.
+        is_corrected: the gradient is corrected by their sum, so that each need not be as predicted.
+        changed: what a micro-batch did that the observation did not show, in words; empty: nothing.
+    """
+
+    contract: LossContract
+    is_corrected: bool = True
+    changed: str = ""
+    _seen: dict[int, list[Number]] = field(default_factory=dict)
+    _predicted: dict[int, list[Number]] = field(default_factory=dict)
+
+    def note(self, place: int, seen: Number, predicted: Number) -> None:
+        """Take what one term of a micro-batch divided by, and what was predicted; ``place``: of its `TermSpec`."""
+        self._seen.setdefault(place, []).append(seen)
+        self._predicted.setdefault(place, []).append(predicted)
+
+    @property
+    def counted(self) -> bool:
+        """Whether one count of the window was taken, by which its gradient can be corrected."""
+        return bool(self._seen) and self.contract.groups == 1
+
+    def counts(self, device: torch.device) -> Tensor:
+        """Items seen, and items predicted, of this rank's window: [2] on ``device``."""
+        place = next(iter(self._seen), None)
+        if place is None or not self.counted:
+            return torch.zeros(2, dtype=count_dtype(device), device=device)
+        return torch.stack([_stacked(each[place], device).sum() for each in (self._seen, self._predicted)])
+
+    def broken(self, device: torch.device) -> Tensor | None:
+        """Whether terms divided by other items than predicted, 0-dim on the device; None: one count, or no sign."""
+        corrected = self.counted and self.is_corrected
+        places = [*self._seen][1:] if corrected else [*self._seen]
+        if not places:
+            return None
+        flags = []
+        for place in places:
+            seen = _stacked(self._seen[place], device)
+            # Terms of one weight divide by the same, or no one number corrects them.
+            wanted = _stacked(next(iter(self._seen.values())) if corrected else self._predicted[place], device)
+            if self.is_corrected:
+                seen, wanted = seen.sum(), wanted.sum()
+            flags.append(((seen - wanted).abs() > 1e-6 * wanted).any())
+        return torch.stack(flags).any()
+
+
+def _stacked(counts: Sequence[Number], device: torch.device) -> Tensor:
+    dtype = count_dtype(device)
+    if not any(isinstance(each, Tensor) for each in counts):
+        return torch.tensor([float(each) for each in counts], dtype=dtype, device=device)
+    tensors = [torch.as_tensor(each, device=device) for each in counts]
+    alike = len({each.dtype for each in tensors}) == 1
+    return torch.stack(tensors if alike else [each.to(dtype) for each in tensors]).to(dtype)
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A micro-batch's loss, weighed.
+
+    Attributes:
+        loss: to be handed to the engine, 0-dim, with gradient.
+        value: its part of the window's loss for the log, 0-dim.
+        as_stock: the part of ``value`` whose terms keep the scale that stock hands to the engine; None: none does.
+        handed: those terms divide by the number of the global batch, not by a count of their own.
+        stock: that scale, for the hooks of those terms; None: the whole loss has it.
+    """
+
+    loss: Tensor
+    value: Tensor
+    as_stock: Tensor | None = None
+    handed: bool = False
+    stock: list[float] | None = None
+
+    def scaled(self, stock: float, micro_batches: int) -> tuple[Tensor, Tensor]:
+        """Loss and value with that scale.
+
+        Args:
+            stock: what the stock Trainer has multiplied the loss by.
+            micro_batches: G.
+        """
+        assert self.as_stock is not None
+        times = stock if self.handed else stock * micro_batches
+        if self.stock is None:
+            return self.loss * times, self.value * times
+        self.stock[0] = times
+        return self.loss, self.value + (times - 1) * self.as_stock
+
+
+def weigh(
+    loss: Tensor,
+    contract: LossContract,
+    cut: Cut,
+    check: WindowCheck,
+    inputs: Mapping[str, Any],
+    predicted: Mapping[Items, Tensor],
+    heard: Heard,
+    *,
+    weightless: bool = False,
+) -> Weighed:
+    """Weigh the loss of a micro-batch, before its backward.
+
+    Args:
+        loss: of one number, as it was computed.
+        contract: how its terms are reduced.
+        cut: n_mean of every rule, G and W.
+        check: takes what the terms divide by.
+        inputs: of the forward.
+        predicted: items of the micro-batch by every rule.
+        heard: of the forward.
+        weightless: the micro-batch counts nothing.
+    """
+    if contract.items is not None and contract.items.per_sample:
+        return _weighed_by_sample(loss, contract.items, cut, check, inputs, predicted, weightless=weightless)
+    terms = read(loss, heard.routers, inside=contract.inside, deep=contract.deep)
+    matched = _matched(terms, contract.terms)
+    if cut.is_whole and not weightless:
+        _note_number(terms, contract, check)
+        return _ready(loss, cut.left, cut)
+    if matched is None and weightless:
+        return _ready(loss, math.inf, cut)
+    if matched is None:
+        names = sorted({each.name for each in terms}) or ["none with a gradient"]
+        check.changed = f"its loss has other terms than when it was observed: {', '.join(names)}"
+        return _ready(loss, cut.left, cut)
+    weights: list[tuple[Term, Number, TermSpec]] = []
+    for place, (spec, found) in enumerate(matched):
+        if found:
+            rule = spec.rules[0] if spec.rules else None if cut.is_corrected else contract.items
+            counts = _counts(spec, rule, found[0], cut, inputs, predicted, loss)
+            if counts is not None:
+                noted = (0.0, 0.0) if weightless else (counts.seen, counts.predicted)
+                check.note(place, *(noted if spec.times == 1.0 else (each / spec.times for each in noted)))
+            weight = _weight(spec, rule, found[0], counts, cut, weightless=weightless)
+            weights += [(term, weight, spec) for term in found]
+            for term in found if counts is not None else ():
+                if counts is not None and (counts.by_hand or term.path.learnt):
+                    _keep_finite(term, counts.divisor)
+    if contract.groups == 1 and not contract.added:
+        return _ready(loss, weights[0][1], cut, weights[0][2])
+    return _hooked(loss, weights, heard.values, cut, added=contract.added)
+
+
+def _note_number(terms: Sequence[Term], contract: LossContract, check: WindowCheck) -> None:
+    """The only micro-batch of a global batch is right as it is, unless it divides by a number of other items."""
+    for term in terms[:1] if contract.by_number else ():
+        total = getattr(term.leaf, "_saved_total_weight", None)
+        if total is not None and not term.divides and any(each.divides for each in term.factors):
+            check.note(0, total, _product([each for each in term.factors if each.divides]))
+
+
+def _ready(loss: Tensor, weight: Number, cut: Cut, spec: TermSpec | None = None) -> Weighed:
+    """A loss times one weight; a tensor of its own, since DeepSpeed hangs hooks on the model's output (stage 0)."""
+    weighed = loss / _cast(weight, loss)
+    value = _settled(weighed.detach(), weight)
+    value = value if cut.engine_divisor == 1 else value / cut.engine_divisor
+    if spec is None or not spec.as_stock:
+        return Weighed(weighed, value)
+    return Weighed(weighed, value, value, spec.handed)
+
+
+def _weighed_by_sample(
+    loss: Tensor,
+    rule: Items,
+    cut: Cut,
+    check: WindowCheck,
+    inputs: Mapping[str, Any],
+    predicted: Mapping[Items, Tensor],
+    *,
+    weightless: bool,
+) -> Weighed:
+    """The sum of sample means over n_mean samples."""
+    count = 0.0 if weightless else rule.count(inputs, cut.mean.device)
+    check.note(0, count, 0.0 if weightless else predicted.get(rule, count))
+    summed = sum_of_samples(loss, rule, inputs)
+    return _ready(summed, math.inf if weightless else cut.left_means[rule], cut)
+
+
+def _matched(terms: Sequence[Term], specs: Sequence[TermSpec]) -> list[tuple[TermSpec, list[Term]]] | None:
+    """The terms of every spec; None: some are of none, or cannot be told from each other."""
+    by_shape: dict[Any, list[Term]] = {}
+    for term in terms:
+        by_shape.setdefault(term.shape, []).append(term)
+    found: list[tuple[TermSpec, list[Term]]] = []
+    for spec in specs:
+        alike = by_shape.get(spec.shape, [])
+        several = sum(each.shape == spec.shape for each in specs)
+        if spec.place is not None and alike and len(alike) != several:
+            return None
+        found.append((spec, alike if spec.place is None else alike[spec.place : spec.place + 1]))
+    return found if terms and set(by_shape) <= {each.shape for each in specs} else None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one mean of a micro-batch is divided by.
+
+    Attributes:
+        divisor: in its graph.
+        seen: the same, or the items under it where it divides by a number that it was handed.
+        predicted: by its rule.
+        by_hand: no loss function of torch divides: over nothing its gradient is 0 / 0.
+    """
+
+    divisor: Number
+    seen: Number
+    predicted: Number
+    by_hand: bool
+
+
+def _counts(
+    spec: TermSpec,
+    rule: Items | None,
+    term: Term,
+    cut: Cut,
+    inputs: Mapping[str, Any],
+    predicted: Mapping[Items, Tensor],
+    loss: Tensor,
+) -> Counts | None:
+    """What a term divides by; None: no items."""
+    if spec.how is not How.MEAN or (spec.handed and spec.own):
+        return None
+    by_rule: Number = spec.count
+    if rule is not None:
+        counted = predicted[rule] if rule in predicted else rule.count(inputs, cut.mean.device)
+        by_rule = counted if spec.times == 1.0 else counted * spec.times
+    divisor = by_rule if not spec.counts else _product([term.factors[at] for at in spec.counts])
+    seen = divisor
+    if spec.handed:
+        seen = by_rule if spec.place is None else getattr(term.leaf, "_saved_total_weight", by_rule)
+    if isinstance(seen, Tensor) and seen.dtype.itemsize < 4:
+        # A count in 16 bits is rounded.
+        seen = by_rule
+    is_function = term.divides and spec.counts[-1:] == (len(term.factors) - 1,)
+    if rule is not None and rule.entry is not None:
+        # Heads with a list of targets divide by 1 where there is none.
+        seen = seen if float(rule.count(inputs)) else 0.0
+    elif not is_function and spec.counts and not spec.handed:
+        # So do masks whose sum is clamped.
+        nothing = loss.detach() == 0
+        seen = seen * ~(nothing & (torch.as_tensor(seen, device=loss.device) == 1))
+    return Counts(divisor, seen, by_rule, not is_function)
+
+
+def _weight(
+    spec: TermSpec, rule: Items | None, term: Term, counts: Counts | None, cut: Cut, *, weightless: bool
+) -> Number:
+    """What to divide a term by, so that its sum over micro-batches, averaged over ranks, is right."""
+    if weightless and (counts is not None or spec.handed or spec.how is How.SUM):
+        return math.inf
+    if counts is None and spec.handed:
+        # It was divided by the items of the global batch: the engine's mean over ranks is all that follows.
+        return cut.left / cut.micro_batches
+    own = _product([term.factors[at] for at in spec.own])
+    if counts is None or (spec.as_stock and not spec.handed):
+        items = cut.micro_batches * cut.world_size if spec.how is How.SUM else 1
+        return cut.left / items / own
+    mean: Number = spec.count * cut.left
+    if rule is not None:
+        mean = cut.left_means[rule] if spec.times == 1.0 else cut.left_means[rule] * spec.times
+    # What is not corrected in the end is weighed as predicted, or its scale would be another.
+    as_predicted = not cut.is_corrected and not spec.handed
+    weight = _quotient(mean, counts.predicted if as_predicted else counts.divisor)
+    return weight / own if spec.own else weight
+
+
+def _quotient(mean: Number, count: Number) -> Number:
+    return mean / count if isinstance(count, Tensor) or count else math.inf
+
+
+def _product(factors: Sequence[Factor]) -> Number:
+    """What a term is divided by in these places."""
+    result: Number = 1.0
+    for factor in factors:
+        value: Number = factor.value
+        if isinstance(value, Tensor):
+            # An integer over a Python number would be a float32.
+            value = value.detach() if value.is_floating_point() else value.to(count_dtype(value.device))
+        if factor.divides:
+            result = value if isinstance(result, float) and result == 1.0 else result * value
+        else:
+            result = result / value
+    return result
+
+
+def _keep_finite(term: Term, count: Number) -> None:
+    """Let nothing go back through a mean over nothing, which divides zero by zero."""
+    if not isinstance(count, Tensor) and count > 0:
+        return
+
+    def zero(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        if not isinstance(count, Tensor):
+            return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)
+        return tuple(None if grad is None else grad.masked_fill((count == 0).to(grad.device), 0.0) for grad in grads)
+
+    for node in (term.leaf, *term.path.learnt):
+        node.register_prehook(zero)
+
+
+def _hooked(
+    loss: Tensor,
+    weights: Sequence[tuple[Term, Number, TermSpec]],
+    values: Values | None,
+    cut: Cut,
+    *,
+    added: bool,
+) -> Weighed:
+    """Take the mean over micro-batches, and weigh every term beside that by a hook on its node."""
+    rest, stock = loss.detach(), [1.0]
+    total, tops = torch.zeros_like(rest), set[Any]()
+    kept: Tensor | None = None
+    blank: Number | None = None
+    leaves = [term.leaf for term, *_ in weights]
+    handed = any(spec.as_stock and spec.handed for *_, spec in weights)
+    for term, weight, spec in weights:
+        value = _value(term, values)
+        if value is None:
+            blank = weight
+        else:
+            rest = rest - value
+            value = _settled(value / _cast(weight, value), weight)
+            total = total + value
+        if spec.as_stock and value is not None:
+            kept = value if kept is None else kept + value
+        is_mean = isinstance(weight, float) and weight == cut.left and not spec.as_stock
+        # A node takes what all of its terms send it, a parameter's what others send it, too.
+        top = term.leaf if leaves.count(term.leaf) > 1 else term.path.top
+        if top not in tops and not is_mean and type(top).__name__ != "AccumulateGrad":
+            tops.add(top)
+            relative = weight if cut.left == 1 else weight / cut.left
+            top.register_prehook(_scaled(relative, stock if spec.as_stock else None))
+    if added or blank is not None:
+        # What has no value of its own is left over.
+        blank = cut.left if added or blank is None else blank
+        total = total + _settled(rest / _cast(blank, rest), blank)
+    total = total if cut.engine_divisor == 1 else total / cut.engine_divisor
+    return Weighed(loss / cut.left, total, None if kept is None else kept / cut.engine_divisor, handed, stock)
+
+
+def _value(term: Term, values: Values | None) -> Tensor | None:
+    """A term's part of the loss, 0-dim."""
+    top = term.path.top
+    is_parameter = type(top).__name__ == "AccumulateGrad"
+    value = top.variable.detach() if is_parameter else None if values is None else values.of(top)
+    if value is None:
+        return None
+    for factor in term.factors[: term.path.above]:
+        value = value / factor.value if factor.divides else value * factor.value
+    return value
+
+
+def _scaled(weight: Number, stock: list[float] | None) -> Any:
+    def scale(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        scaled = [None if grad is None else (grad / _cast(weight, grad)).to(grad.dtype) for grad in grads]
+        return tuple(grad if grad is None or stock is None else grad * stock[0] for grad in scaled)
+
+    return scale
+
+
+def _cast(weight: Number, beside: Tensor) -> Number:
+    """A weight in the precision of what it multiplies, at least float32."""
+    if not isinstance(weight, Tensor):
+        return weight
+    return weight.to(beside.device, beside.dtype if beside.dtype.itemsize > 2 else torch.float32)
+
+
+def _settled(value: Tensor, weight: Number) -> Tensor:
+    """A value, or zero where it weighs nothing: a mean over nothing is nan."""
+    if not isinstance(weight, Tensor):
+        return torch.zeros_like(value) if weight == math.inf else value
+    return value.masked_fill((weight == math.inf).to(value.device), 0.0)

@@ -1,0 +1,225 @@
+"""Which way of counting predicts what a loss divides by: the batch, what was seen in it and its two parts, the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_accum_fix.accumulation.rules import is_padded, matching_rules, ways_of_counting
+from hf_accum_fix.accumulation.window import Items
+
+Batch = Mapping[str, Any]
+#: Four samples of five labels: 4, 1, 3 and 0 targets, the first at position 0 in two of them.
+LABELS = torch.full((4, 5), -100)
+for row, places in enumerate(([0, 1, 2, 4], [1], [0, 3, 4], [])):
+    LABELS[row, places] = 7
+ATTENTION = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+TEXT: Batch = {"input_ids": torch.ones(4, 5, dtype=torch.long), "attention_mask": ATTENTION, "labels": LABELS}
+CLASSES: Batch = {"input_ids": TEXT["input_ids"], "labels": torch.tensor([0, 2, -100, 1])}
+VALUES: Batch = {"pixel_values": torch.zeros(4, 3, 2, 2), "labels": torch.zeros(4, 3)}
+SPANS: Batch = {
+    "input_ids": TEXT["input_ids"],
+    "start_positions": torch.tensor([0, 9, 3, 2]),
+    "end_positions": torch.tensor([1, 9, 4, 4]),
+}
+BOXES: Batch = {
+    "pixel_values": torch.zeros(4, 3),
+    "labels": [{"class_labels": torch.ones(n), "boxes": torch.ones(n, 4)} for n in (3, 1, 0, 2)],
+}
+MASKS: Batch = {
+    "pixel_values": torch.zeros(4, 3),
+    "mask_labels": [torch.ones(n, 2, 2) for n in (3, 1, 1, 2)],
+    "class_labels": [torch.ones(n) for n in (3, 1, 1, 2)],
+}
+MASKED: Batch = {"x": torch.zeros(4, 3), "loss_mask": torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])}
+SERIES: Batch = {
+    "past_values": torch.zeros(4, 3),
+    "past_observed_mask": torch.ones(4, 3),
+    "future_values": torch.zeros(4, 2),
+    "future_observed_mask": torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [1.0, 1.0]]),
+}
+SHIFTED: Batch = {**TEXT, "shift_labels": LABELS.roll(1, 1)}
+
+
+def rows_of(batch: Batch, rows: list[int]) -> dict[str, Any]:
+    return {
+        key: value[rows] if isinstance(value, Tensor) else [value[row] for row in rows] for key, value in batch.items()
+    }
+
+
+def parts_of(batch: Batch) -> list[Batch]:
+    """The batch, its second sample, and the rest."""
+    return [batch, rows_of(batch, [1]), rows_of(batch, [0, 2, 3])]
+
+
+def targets(batch: Batch) -> float:
+    return float((batch["labels"] != -100).sum())
+
+
+def shifted(batch: Batch) -> float:
+    return float((batch["labels"][:, 1:] != -100).sum())
+
+
+def attended(batch: Batch) -> float:
+    return float(((batch["labels"] != -100) & (batch["attention_mask"] != 0))[:, 1:].sum())
+
+
+def samples(batch: Batch) -> float:
+    return float(len(next(iter(batch.values()))))
+
+
+def boxes(batch: Batch) -> float:
+    return float(max(sum(len(each["class_labels"]) for each in batch["labels"]), 1))
+
+
+def listed(batch: Batch) -> float:
+    return float(sum(map(len, batch["mask_labels"])))
+
+
+TABLE: dict[str, tuple[Batch, Callable[[Batch], float], str, float]] = {
+    "tokens, shifted": (TEXT, shifted, "shifted 'labels' other than -100", 1),
+    "tokens": (TEXT, targets, "'labels' other than -100", 1),
+    "half of the tokens": (TEXT, lambda b: targets(b) / 2, "'labels' other than -100", 0.5),
+    "tokens that are attended to": (
+        TEXT,
+        attended,
+        "shifted 'labels' other than -100 where 'attention_mask' is set",
+        1,
+    ),
+    "samples of tokens": (TEXT, samples, "samples", 1),
+    "attended positions": (TEXT, lambda b: float(b["attention_mask"].sum()), "'attention_mask' other than 0", 1),
+    "all positions": (TEXT, lambda b: float(b["labels"].numel()), "'input_ids' elements", 1),
+    "labels that are shifted already": (
+        SHIFTED,
+        lambda b: float((b["shift_labels"] != -100).sum()),
+        "'shift_labels' other than -100",
+        1,
+    ),
+    "classes": (CLASSES, targets, "'labels' other than -100", 1),
+    "classes, all samples": (CLASSES, samples, "samples", 1),
+    "elements": (VALUES, lambda b: float(b["labels"].numel()), "'labels' elements", 1),
+    "samples of values": (VALUES, samples, "samples", 1),
+    "logits of two numbers for each": (VALUES, lambda b: 2.0 * b["labels"].numel(), "'labels' elements", 2),
+    "boxes, at least one": (BOXES, boxes, "rows of 'class_labels'", 1),
+    "boxes of three groups, at least one": (
+        BOXES,
+        lambda b: max(3 * float(sum(len(each["class_labels"]) for each in b["labels"])), 1.0),
+        "rows of 'class_labels'",
+        3,
+    ),
+    "images": (BOXES, samples, "samples", 1),
+    "boxes, and queries without one": (
+        BOXES,
+        lambda b: sum(len(each["class_labels"]) * 0.9 + 1.2 for each in b["labels"]),
+        "0.9 x rows of 'class_labels' + 1.2 x samples",
+        1,
+    ),
+    "masks": (MASKS, listed, "rows of 'mask_labels'", 1),
+    "points of masks": (MASKS, lambda b: 64 * listed(b), "rows of 'mask_labels'", 64),
+    "a mask of one's own": (MASKED, lambda b: float(b["loss_mask"].sum()), "'loss_mask' other than 0", 1),
+    "values to come that were observed": (
+        SERIES,
+        lambda b: float(b["future_observed_mask"].sum()),
+        "'future_observed_mask' other than 0",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize(("batch", "counted", "rule", "times"), TABLE.values(), ids=TABLE)
+def test_the_first_rule_that_counts_as_the_loss(
+    batch: Batch, counted: Callable[[Batch], float], rule: str, times: float
+) -> None:
+    parts = parts_of(batch)
+    found, factor = matching_rules([counted(each) for each in parts], parts)
+    assert found, "no rule"
+    assert (str(found[0]), factor) == (rule, times)
+    for each in parts:
+        assert factor * float(found[0].count(each)) == pytest.approx(counted(each), rel=1e-6) or counted(each) == 1
+
+
+NONE: dict[str, tuple[Batch, Callable[[Batch], float]]] = {
+    "class weights": (TEXT, lambda b: 0.37 * targets(b) + 0.21 * shifted(b)),
+    "two fifths of the targets": (TEXT, lambda b: 0.4 * targets(b)),
+    "samples with two targets": (TEXT, lambda b: float(((b["labels"] != -100).sum(1) > 1).sum())),
+    "a constant": (TEXT, lambda b: 3.0),
+    "another label": (TEXT, lambda b: float((b["labels"] == 7).sum()) + 1),
+}
+
+
+@pytest.mark.parametrize(("batch", "counted"), NONE.values(), ids=NONE)
+def test_what_no_rule_counts(batch: Batch, counted: Callable[[Batch], float]) -> None:
+    parts = parts_of(batch)
+    assert matching_rules([counted(each) for each in parts], parts) == ((), 1.0)
+
+
+def test_an_index_beside_the_usual_one() -> None:
+    labels = LABELS.masked_fill(LABELS == -100, 255)
+    parts = parts_of({**TEXT, "labels": labels})
+    counts = [float((each["labels"] != 255).sum()) for each in parts]
+    assert matching_rules(counts, parts) == ((), 1.0)
+    (rule, *_), times = matching_rules(counts, parts, (255, -100))
+    assert (str(rule), times) == ("'labels' other than 255", 1.0)
+
+
+def test_spans_inside_of_the_text() -> None:
+    """Question answering ignores answers outside of the text by the width of that."""
+    parts = parts_of(SPANS)
+    rules, times = matching_rules([3.0, 0.0, 3.0], parts, (5, -100))
+    assert [str(rule) for rule in rules] == ["'start_positions' elements inside the width of 'input_ids'"]
+    assert times == 1.0
+
+
+def test_the_rule_whose_targets_the_loss_has_kept_comes_first() -> None:
+    """Without a target at position 0, and nothing masked, several count the same."""
+    labels = torch.tensor([[-100, 7, 7], [-100, 7, -100]])
+    batch = {"input_ids": torch.ones(2, 3, dtype=torch.long), "labels": labels}
+    parts = [batch, rows_of(batch, [0]), rows_of(batch, [1])]
+    counts = [3.0, 2.0, 1.0]
+    named = Items(("labels",))
+    assert matching_rules(counts, parts)[0] == (Items(("labels",), shift=True), named)
+    assert matching_rules(counts, parts, named=[named])[0] == (named, Items(("labels",), shift=True))
+
+
+@pytest.mark.parametrize(("rounding", "fits"), [(0.0, True), (1e-6, True), (-5e-6, True), (1e-4, False)])
+def test_sums_of_weights_may_round(rounding: float, fits: bool) -> None:
+    parts = parts_of(TEXT)
+    rules, _ = matching_rules([targets(each) * (1 + rounding) for each in parts], parts)
+    assert bool(rules) == fits
+
+
+def test_a_batch_beside_itself_shows_no_proportion() -> None:
+    """Its parts are one another: every count that doubles would be so many times every other."""
+    one = rows_of(TEXT, [0])
+    beside = {key: torch.cat([value, value]) for key, value in one.items()}
+    assert matching_rules([10.0, 5.0, 5.0], [beside, one, one]) == (
+        (Items(("input_ids",), None), Items(("attention_mask",), None), Items(("labels",), None)),
+        1.0,
+    )
+    assert matching_rules([12.0, 6.0, 6.0], [beside, one, one]) == ((), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "batch", "padded"),
+    [
+        (Items(("input_ids",), None), TEXT, True),
+        (Items(("labels",)), TEXT, False),
+        (Items(("attention_mask",), 0), TEXT, False),
+        (Items(("labels",), None), VALUES, False),
+        (Items(), TEXT, False),
+        (Items(("labels",), None, entry="class_labels"), BOXES, False),
+        (Items(("start_positions",), None, width_of="input_ids"), SPANS, False),
+    ],
+    ids=str,
+)
+def test_rules_that_count_padding(rule: Items, batch: Batch, padded: bool) -> None:
+    assert is_padded(rule, batch) == padded
+
+
+def test_labels_that_are_shifted_already_are_not_shifted_again() -> None:
+    shifts = [str(rule) for rule in ways_of_counting(SHIFTED) if rule.keys == ("shift_labels",) and rule.shift]
+    assert shifts == []

@@ -1,0 +1,163 @@
+"""The samples that a loss is observed on: how windows are taken apart, and that the parts hold every sample once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_accum_fix.accumulation.samples import splits
+
+Batch = Mapping[str, Any]
+
+
+def tokens(*targets: int, width: int = 5, first: int = 0) -> dict[str, Any]:
+    """A sample for each: so many targets, from the right; every sample has ids of its own."""
+    labels = torch.full((len(targets), width), -100)
+    for row, count in enumerate(targets):
+        labels[row, width - count :] = 7
+    ids = torch.arange(first, first + len(targets))[:, None].expand(-1, width).clone()
+    return {"input_ids": ids, "labels": labels}
+
+
+def images(*counts: int) -> dict[str, Any]:
+    labels = [{"class_labels": torch.arange(count)} for count in counts]
+    return {"pixel_values": torch.arange(len(counts))[:, None] * 1.0, "labels": labels}
+
+
+def ids(batch: Batch) -> list[int]:
+    """Which samples a batch holds."""
+    value: Tensor = batch["input_ids"] if "input_ids" in batch else batch["pixel_values"]
+    return [int(each) for each in value.flatten(1)[:, 0]]
+
+
+SPLITS: dict[str, tuple[Sequence[Batch], list[tuple[list[int], ...]]]] = {
+    "rows, the one with the fewest targets alone": (
+        [tokens(3, 1, 2)],
+        [([0, 1, 2], [1], [0, 2]), ([0, 1, 2, 0, 1, 2], [0, 1, 2], [0, 1, 2])],
+    ),
+    "a row without a target tells nothing alone": (
+        [tokens(3, 0, 2)],
+        [([0, 1, 2], [2], [0, 1]), ([0, 1, 2, 0, 1, 2], [0, 1, 2], [0, 1, 2])],
+    ),
+    "the micro-batch with targets": (
+        [tokens(0, 0), tokens(2, 1, first=2)],
+        [
+            ([2, 3], [3], [2]),
+            ([2, 3, 0, 1], [2, 3], [0, 1]),
+            ([2, 0, 3, 1], [2, 3], [0, 1]),
+            ([2, 3, 2, 3], [2, 3], [2, 3]),
+        ],
+    ),
+    "pairs, whose second half belongs to the first": (
+        [tokens(1, 2, 3, 4)],
+        [
+            ([0, 1, 2, 3], [0], [1, 2, 3]),
+            ([0, 1, 2, 3], [0, 1], [2, 3]),
+            ([0, 1, 2, 3], [0, 2], [1, 3]),
+            ([0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]),
+        ],
+    ),
+    "two micro-batches of one sample": (
+        [tokens(3), tokens(1, first=1)],
+        [([0, 1], [0], [1]), ([0, 0], [0], [0])],
+    ),
+    "one sample": ([tokens(3)], [([0, 0], [0], [0])]),
+    "of images the one whose boxes differ most": (
+        [images(2, 2, 5)],
+        [([0, 1, 2], [2], [0, 1]), ([0, 1, 2, 0, 1, 2], [0, 1, 2], [0, 1, 2])],
+    ),
+}
+
+
+@pytest.mark.parametrize(("window", "expected"), SPLITS.values(), ids=SPLITS)
+def test_the_samples_of_every_split(window: Sequence[Batch], expected: list[tuple[list[int], ...]]) -> None:
+    found = [split for split in splits(window) if split.apart]
+    assert [tuple(map(ids, split[:3])) for split in found] == expected
+    # A batch beside itself shows no coupling.
+    assert [split.tells for split in found] == [True] * (len(expected) - 1) + [False]
+
+
+@pytest.mark.parametrize("window", [window for window, _ in SPLITS.values()], ids=SPLITS)
+def test_in_the_end_every_micro_batch_as_it_is(window: Sequence[Batch]) -> None:
+    together, *alone = [split for split in splits(window) if not split.apart]
+    assert not any(split.tells for split in (together, *alone))
+    assert all(any(batch is each for each in window) for batch in together[:3])
+    assert {tuple(map(id, split[:3])) for split in alone} == {(id(each),) * 3 for each in window}
+
+
+@pytest.mark.parametrize("window", [window for window, _ in SPLITS.values()], ids=SPLITS)
+def test_every_sample_of_the_whole_is_in_one_part(window: Sequence[Batch]) -> None:
+    for whole, one, other, apart, _ in splits(window):
+        if not apart:
+            continue
+        assert sorted(ids(whole)) == sorted(ids(one) + ids(other))
+        for batch in (whole, one, other):
+            for place, sample in enumerate(ids(batch)):
+                [(source, row)] = [(each, ids(each).index(sample)) for each in window if sample in ids(each)]
+                assert _targets(batch, place) == _targets(source, row)
+
+
+def _targets(batch: Batch, row: int) -> int:
+    label = batch["labels"][row]
+    return len(label["class_labels"]) if isinstance(label, Mapping) else int((label != -100).sum())
+
+
+def test_micro_batches_of_different_width_are_padded() -> None:
+    (both, one, other, *_), *_ = splits([tokens(3, width=6), tokens(1, width=4, first=1)])
+    assert both["labels"].shape == (2, 6) and both["labels"][1].tolist() == [-100, -100, -100, 7, -100, -100]
+    assert both["input_ids"][1].tolist() == [1, 1, 1, 1, 0, 0]
+    assert one["labels"].shape == (1, 6) and other["labels"].shape == (1, 4)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"extra": torch.zeros(3)},
+        {"graph": torch.eye(2).to_sparse()},
+        {"ragged": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])},
+    ],
+    ids=["other rows", "sparse", "nested"],
+)
+def test_inputs_that_have_no_row_for_each_sample_are_only_doubled(beside: dict[str, Any]) -> None:
+    batch = {**tokens(3, 1), **beside}
+    [(twice, *parts)] = [split[:3] for split in splits([batch]) if split.apart]
+    assert parts == [batch, batch] and ids(twice) == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("value", "rows"),
+    [
+        (torch.tensor(3.0), [3.0, 3.0]),
+        ("text", ["text", "text"]),
+        ((1, 2), [(2,), (1,)]),
+        ([[1], [2]], [[[2]], [[1]]]),
+        ({"inner": torch.tensor([1, 2])}, [{"inner": [2]}, {"inner": [1]}]),
+    ],
+    ids=["number", "word", "tuple", "list", "nested"],
+)
+def test_what_a_part_holds_of_each_value(value: Any, rows: list[Any]) -> None:
+    (_, one, other, *_), *_ = splits([{**tokens(3, 1), "value": value}])
+    assert [_plain(each["value"]) for each in (one, other)] == rows
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def test_inputs_with_a_row_for_each_pair_are_taken_by_pairs() -> None:
+    batch = {**tokens(1, 2, 3, 4), "reward": torch.tensor([10, 20])}
+    (whole, one, other, *_), *_ = splits([batch])
+    assert [ids(each) for each in (whole, one, other)] == [[0, 1, 2, 3], [0, 2], [1, 3]]
+    assert [each["reward"].tolist() for each in (whole, one, other)] == [[10, 20], [10], [20]]
+
+
+def test_position_ids_of_three_axes_have_their_samples_second() -> None:
+    positions = torch.arange(5).expand(3, 1, 5)
+    (twice, *_), *_ = splits([{**tokens(3), "position_ids": positions}])
+    assert twice["position_ids"].shape == (3, 2, 5) and twice["labels"].shape == (2, 5)

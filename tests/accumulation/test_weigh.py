@@ -1,0 +1,537 @@
+"""Micro-batches weighed one by one, beside the gradient and the loss of the whole batch worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_accum_fix.accumulation.contract import How, LossContract, Reduction, TermSpec
+from hf_accum_fix.accumulation.loss_graph import read
+from hf_accum_fix.accumulation.share import Cut
+from hf_accum_fix.accumulation.values import listening
+from hf_accum_fix.accumulation.weigh import Weighed, WindowCheck, weigh
+from hf_accum_fix.accumulation.window import Items
+
+CPU = torch.device("cpu")
+TARGETS, MASKED, SAMPLES = Items(("labels",)), Items(("mask",), ignore_index=0), Items()
+CLASSES = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
+
+Batch = Mapping[str, Tensor]
+
+
+class Model:
+    """Four classes of three numbers, and a number of its own."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.weight = torch.randn(4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+        self.scale = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+
+    def logits(self, batch: Batch) -> Tensor:
+        return batch["x"] @ self.weight.T
+
+    def each(self, batch: Batch) -> Tensor:
+        """A number for each row."""
+        return self.logits(batch).square().sum(1)
+
+    def ce(self, batch: Batch, reduction: str = "mean", weight: Tensor | None = None) -> Tensor:
+        return F.cross_entropy(self.logits(batch), batch["labels"], weight, reduction=reduction)
+
+    def squares(self, batch: Batch) -> Tensor:
+        return F.mse_loss(self.logits(batch)[:, 0], batch["y"])
+
+    def masked(self, batch: Batch) -> Tensor:
+        """The mean over a mask by hand: 0 / 0 over an empty one."""
+        return (self.each(batch) * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def micro_batch(rows: int, targets: int, seed: int) -> dict[str, Tensor]:
+    """The targets, and the mask, are the first of the rows."""
+    g = torch.Generator().manual_seed(seed)
+    among = torch.arange(rows) < targets
+    return {
+        "x": torch.randn(rows, 3, generator=g, dtype=torch.float64),
+        "labels": torch.randint(0, 4, (rows,), generator=g).masked_fill(~among, -100),
+        "y": torch.randn(rows, generator=g, dtype=torch.float64),
+        "mask": among.double(),
+    }
+
+
+#: Rows, and targets among them.
+WINDOW = [micro_batch(*size, seed) for seed, size in enumerate([(3, 3), (2, 1), (4, 0), (5, 4)])]
+WHOLE = {key: torch.cat([batch[key] for batch in WINDOW]) for key in WINDOW[0]}
+
+
+def spec(name: str, factors: str = "", place: int | None = 0, **given: Any) -> TermSpec:
+    """A term: ``/`` divides, ``*`` multiplies, ``~`` is a learnt factor; ``?`` after the name: it cannot be read."""
+    flags = [(each == "/", each == "~") for each in factors]
+    return TermSpec((f"{name.rstrip('?')}Backward0", not name.endswith("?"), *flags), place, **given)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss of a micro-batch, how its terms are reduced, and what it is of the whole batch.
+
+    Attributes:
+        loss: of a micro-batch; also handed the number.
+        terms: of its contract.
+        whole: of all micro-batches, as one; None: the mean of the micro-batches' losses.
+        reduction: of its contract.
+        inside: stacked numbers are terms.
+        handed: what the loss is handed on one rank, of which each of several has its part; None: n_mean.
+    """
+
+    name: str
+    loss: Callable[[Model, Batch, Tensor], Tensor]
+    terms: tuple[TermSpec, ...]
+    whole: Callable[[Model, Batch], Tensor] | None = None
+    reduction: Reduction = Reduction.MEAN
+    inside: bool = False
+    handed: float | None = None
+
+    @property
+    def contract(self) -> LossContract:
+        items = next((each.rules[0] for each in self.terms if each.rules), SAMPLES)
+        return LossContract(
+            self.reduction,
+            None if self.reduction in (Reduction.SUM, Reduction.PLAIN) else items,
+            terms=self.terms,
+            inside=self.inside,
+            dtype=torch.float64,
+        )
+
+
+CE = spec("NllLoss", "/", counts=(0,), rules=(TARGETS,))
+SQUARES = spec("MseLoss", "*/", counts=(1,), rules=(SAMPLES,))
+BY_HAND = spec("Sum", "/", counts=(0,), rules=(MASKED,))
+
+CASES = [
+    Case("one mean", lambda m, b, n: m.ce(b), (CE,), lambda m, b: m.ce(b)),
+    Case(
+        "a number of one mean",
+        lambda m, b, n: 0.5 * m.ce(b),
+        (replace(CE, shape=spec("NllLoss", "*/").shape, counts=(1,)),),
+        lambda m, b: 0.5 * m.ce(b),
+    ),
+    Case(
+        "class weights, which no rule counts",
+        lambda m, b, n: m.ce(b, weight=CLASSES),
+        (replace(CE, rules=(), count=2.5),),
+        lambda m, b: m.ce(b, weight=CLASSES),
+    ),
+    Case("by hand, without items in one", lambda m, b, n: m.masked(b), (BY_HAND,), lambda m, b: m.masked(b)),
+    Case(
+        "by hand, clamped",
+        lambda m, b, n: (m.each(b) * b["mask"]).sum() / b["mask"].sum().clamp(min=1),
+        (BY_HAND,),
+        lambda m, b: m.masked(b),
+    ),
+    Case(
+        "by hand, which no rule counts",
+        lambda m, b, n: (m.each(b) * b["mask"]).sum() / (0.3 * b["mask"].sum()),
+        (replace(BY_HAND, rules=(), count=0.9),),
+        lambda m, b: m.masked(b) / 0.3,
+    ),
+    Case(
+        "elements, of which a rule counts half",
+        lambda m, b, n: m.logits(b)[:, :2].square().mean(),
+        (spec("Mean", "/", counts=(0,), rules=(SAMPLES,), times=2.0),),
+        lambda m, b: m.logits(b)[:, :2].square().mean(),
+    ),
+    Case(
+        "two means",
+        lambda m, b, n: m.ce(b) + 0.1 * m.squares(b),
+        (CE, SQUARES),
+        lambda m, b: m.ce(b) + 0.1 * m.squares(b),
+    ),
+    Case(
+        "two means, one by hand",
+        lambda m, b, n: m.masked(b) - m.squares(b),
+        (BY_HAND, SQUARES),
+        lambda m, b: m.masked(b) - m.squares(b),
+    ),
+    Case(
+        "two means inside a stack",
+        lambda m, b, n: torch.stack([m.ce(b), m.squares(b)]).mean(),
+        (
+            replace(CE, shape=spec("NllLoss", "//").shape, counts=(1,)),
+            replace(SQUARES, shape=spec("MseLoss", "//").shape),
+        ),
+        lambda m, b: (m.ce(b) + m.squares(b)) / 2,
+        inside=True,
+    ),
+    Case(
+        "rows of a stack",
+        lambda m, b, n: torch.stack([each.square().sum() for each in m.logits(b)]).mean(),
+        (spec("Mean", "/", counts=(0,), rules=(SAMPLES,)),),
+        lambda m, b: m.each(b).mean(),
+    ),
+    Case(
+        "smoothed",
+        lambda m, b, n: F.cross_entropy(m.logits(b), b["labels"], label_smoothing=0.1),
+        (
+            replace(CE, shape=spec("NllLoss", "*/").shape, counts=(1,)),
+            spec("Sum", "*/", counts=(1,), rules=(TARGETS,)),
+        ),
+        lambda m, b: F.cross_entropy(m.logits(b), b["labels"], label_smoothing=0.1),
+    ),
+    Case(
+        "learnt factors",
+        lambda m, b, n: (-m.scale).exp() * m.ce(b) + m.scale + m.squares(b) / (2 * m.scale**2),
+        (
+            spec("NllLoss", "~/", counts=(1,), rules=(TARGETS,)),
+            TermSpec(("AccumulateGrad", False), how=How.CONSTANT),
+            TermSpec(("MseLossBackward0", True, (True, True), (True, False)), counts=(1,), rules=(SAMPLES,)),
+        ),
+        lambda m, b: (-m.scale).exp() * m.ce(b) + m.scale + m.squares(b) / (2 * m.scale**2),
+    ),
+    Case(
+        "a penalty on parameters",
+        lambda m, b, n: m.ce(b) + 0.01 * m.weight.square().sum(),
+        (CE, spec("Sum", "*", how=How.CONSTANT)),
+        lambda m, b: m.ce(b) + 0.01 * m.weight.square().sum(),
+    ),
+    Case(
+        "a sum",
+        lambda m, b, n: m.ce(b, "sum"),
+        (spec("NllLoss", how=How.SUM),),
+        lambda m, b: m.ce(b, "sum"),
+        Reduction.SUM,
+    ),
+    Case(
+        "a sum beside a mean",
+        lambda m, b, n: m.ce(b) + 0.1 * m.each(b).sum(),
+        (CE, spec("Sum", "*", how=How.SUM)),
+        lambda m, b: m.ce(b) + 0.1 * m.each(b).sum(),
+    ),
+    Case(
+        "the number handed in",
+        lambda m, b, n: m.ce(b, "sum") / n,
+        (spec("NllLoss", "/", counts=(0,), rules=(TARGETS,), handed=True),),
+        lambda m, b: m.ce(b),
+        Reduction.NUMBER,
+    ),
+    Case(
+        "the number handed in, by hand",
+        lambda m, b, n: (m.each(b) * b["mask"]).sum() / n,
+        (spec("Sum", "/", counts=(0,), rules=(MASKED,), handed=True),),
+        lambda m, b: m.masked(b),
+        Reduction.NUMBER,
+    ),
+    Case(
+        "its integer",
+        lambda m, b, n: m.ce(b, "sum") / int(n),
+        (spec("NllLoss", "/", counts=(0,), rules=(TARGETS,), handed=True, whole=True),),
+        lambda m, b: m.ce(b),
+        Reduction.INTEGER,
+    ),
+    Case(
+        "the number beside a mean of its own",
+        lambda m, b, n: m.ce(b, "sum") / n + 0.1 * m.squares(b),
+        (spec("NllLoss", "/", counts=(0,), rules=(TARGETS,), handed=True), SQUARES),
+        lambda m, b: m.ce(b) + 0.1 * m.squares(b),
+        Reduction.NUMBER,
+    ),
+    Case(
+        "the number handed in, by which a trainer scales itself",
+        lambda m, b, n: m.ce(b, "sum") / n,
+        (spec("NllLoss", "/", own=(0,), rules=(TARGETS,), handed=True),),
+        lambda m, b: m.ce(b),
+        Reduction.NUMBER,
+        handed=8.0,
+    ),
+    Case(
+        "a division by the steps",
+        lambda m, b, n: m.squares(b) / n,
+        (replace(SQUARES, shape=spec("MseLoss", "//").shape, own=(0,)),),
+        lambda m, b: m.squares(b),
+        handed=4.0,
+    ),
+    Case(
+        "a router's loss",
+        lambda m, b, n: m.squares(b) + 0.02 * m.each(b).sum().sqrt(),
+        (replace(SQUARES, shape=spec("MseLoss", "/").shape, counts=(0,)), spec("Sqrt?", "*", how=How.ROUTER)),
+        lambda m, b: m.squares(b) + 0.02 * torch.stack([m.each(each).sum().sqrt() for each in WINDOW]).mean(),
+    ),
+    Case(
+        "a root",
+        lambda m, b, n: m.squares(b).sqrt(),
+        (spec("Sqrt?", how=How.PLAIN),),
+        None,
+        Reduction.PLAIN,
+    ),
+]
+
+
+def named(name: str) -> Case:
+    return next(each for each in CASES if each.name == name)
+
+
+def gradients(model: Model) -> list[Tensor]:
+    return [torch.zeros_like(each) if each.grad is None else each.grad for each in (model.weight, model.scale)]
+
+
+def run_one(
+    case: Case, model: Model, batch: Batch, cut: Cut, check: WindowCheck, *, weightless: bool = False
+) -> Weighed:
+    contract = case.contract
+    predicted = {rule: rule.count(batch) for rule in contract.rules}
+    with listening(contract, None) as heard:
+        loss = case.loss(model, batch, cut.number)
+    return weigh(loss, contract, cut, check, batch, predicted, heard, weightless=weightless)
+
+
+def cut_of(case: Case, micro_batches: int, world_size: int, **given: Any) -> Cut:
+    totals = [rule.count(WHOLE) for rule in case.contract.rules] or [torch.ones((), dtype=torch.float64)]
+    return Cut.of(case.contract, totals[0], micro_batches, world_size, totals[1:], **given)
+
+
+def trained(case: Case, ranks: int, *, by_engine: bool = False, is_corrected: bool = True) -> tuple[Model, float]:
+    """Gradients and the logged loss of a window of four micro-batches, on so many ranks one after the other.
+
+    Args:
+        case: what is trained.
+        ranks: W; each holds as many of the micro-batches.
+        by_engine: the engine divides by G.
+        is_corrected: in the end by what was counted otherwise than predicted.
+    """
+    model, steps = Model(), len(WINDOW) // ranks
+    cut = cut_of(case, steps, ranks, is_corrected=is_corrected, engine_divisor=steps if by_engine else 1)
+    if case.handed is not None:
+        cut = replace(cut, number=torch.tensor(case.handed / ranks, dtype=torch.float64))
+    checks = [WindowCheck(case.contract) for _ in range(ranks)]
+    value = 0.0
+    for at, batch in enumerate(WINDOW):
+        weighed = run_one(case, model, batch, cut, checks[at % ranks])
+        assert weighed.loss.ndim == weighed.value.ndim == 0 and not weighed.value.requires_grad
+        (weighed.loss / cut.engine_divisor / ranks).backward()
+        value += float(weighed.value) / ranks
+    assert not any(check.changed for check in checks)
+    seen, predicted = torch.stack([check.counts(CPU) for check in checks]).sum(0).tolist()
+    times = predicted / seen if seen and is_corrected else 1.0
+    for each in (model.weight, model.scale):
+        if each.grad is not None:
+            each.grad.mul_(times)
+    return model, value * times
+
+
+@pytest.mark.parametrize("by_engine", [False, True], ids=["by us", "by the engine"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_window_has_the_gradient_and_the_loss_of_the_whole(case: Case, ranks: int, by_engine: bool) -> None:
+    model, value = trained(case, ranks, by_engine=by_engine)
+    whole = Model()
+    if case.whole is None:
+        loss = torch.stack([case.loss(whole, batch, torch.ones(())) for batch in WINDOW]).mean()
+    else:
+        loss = case.whole(whole, WHOLE)
+    loss.backward()
+    for here, there in zip(gradients(model), gradients(whole), strict=True):
+        assert torch.allclose(here, there, rtol=1e-12, atol=1e-13)
+    assert value == pytest.approx(float(loss.detach()), rel=1e-12)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.whole is not None], ids=lambda case: case.name)
+def test_plain_averaging_would_be_wrong(case: Case) -> None:
+    """Or the table would show nothing."""
+    plain, whole = Model(), Model()
+    for batch in WINDOW:
+        loss = case.loss(plain, batch, torch.tensor(14.0 / 4)) / len(WINDOW)
+        if torch.isfinite(loss):
+            loss.backward()
+    assert case.whole is not None
+    case.whole(whole, WHOLE).backward()
+    off = [
+        torch.dist(*each) / each[1].norm().clamp(min=1e-3) for each in zip(*map(gradients, (plain, whole)), strict=True)
+    ]
+    assert max(off) > 1e-3
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_one_micro_batch_that_is_the_global_batch_is_as_it_was_to_the_bit(case: Case) -> None:
+    model, own = Model(), Model()
+    contract, number = case.contract, torch.tensor(3.0, dtype=torch.float64)
+    batch = WINDOW[0]
+    cut = replace(cut_of(case, 1, 1), number=number)
+    weighed = run_one(case, model, batch, cut, WindowCheck(contract))
+    weighed.loss.backward()
+    loss = case.loss(own, batch, number)
+    loss.backward()
+    assert torch.equal(weighed.loss, loss) and torch.equal(weighed.value, loss.detach())
+    assert all(torch.equal(*each) for each in zip(gradients(model), gradients(own), strict=True))
+
+
+@pytest.mark.parametrize("case", [named("one mean"), named("two means")], ids=lambda case: case.name)
+def test_one_micro_batch_whose_engine_divides_by_more(case: Case) -> None:
+    """The short window at the end of an epoch, under accelerate's own division."""
+    model, own = Model(), Model()
+    batch = WINDOW[0]
+    totals = [rule.count(batch) for rule in case.contract.rules]
+    cut = Cut.of(case.contract, totals[0], 1, 1, totals[1:], engine_divisor=3)
+    weighed = run_one(case, model, batch, cut, WindowCheck(case.contract))
+    (weighed.loss / 3).backward()
+    loss = case.loss(own, batch, cut.number)
+    loss.backward()
+    assert torch.allclose(model.weight.grad, own.weight.grad, rtol=1e-12)  # type: ignore[arg-type]
+    assert float(weighed.value) == pytest.approx(float(loss.detach()), rel=1e-12)
+
+
+# --- micro-batches without items, and those that count nothing -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["one mean", "by hand, without items in one", "class weights, which no rule counts", "a sum"]
+)
+@pytest.mark.parametrize("place", range(4))
+def test_only_what_counts_leaves_a_gradient(name: str, place: int) -> None:
+    """The third has no items: its mean is 0 / 0, and zeros are what it adds, which touch every parameter."""
+    case, model = named(name), Model()
+    weighed = run_one(case, model, WINDOW[place], cut_of(case, 4, 1), WindowCheck(case.contract))
+    weighed.loss.backward()
+    assert model.weight.grad is not None and bool(model.weight.grad.isfinite().all())
+    assert bool(model.weight.grad.any()) == (place != 2) == bool(weighed.value)
+
+
+WEIGHTLESS = [case for case in CASES if case.reduction is not Reduction.PLAIN and "router" not in case.name]
+
+
+@pytest.mark.parametrize("case", WEIGHTLESS, ids=lambda case: case.name)
+def test_a_weightless_micro_batch_adds_no_items(case: Case) -> None:
+    """Terms that are no mean over items are those of any other micro-batch."""
+    model, check = Model(), WindowCheck(case.contract)
+    cut = cut_of(case, 4, 1)
+    weighed = run_one(case, model, WINDOW[0], cut, check, weightless=True)
+    weighed.loss.backward()
+    wanted = Model()
+    same = [each for each in case.terms if each.how is How.CONSTANT]
+    for each in same:
+        loss = wanted.scale if each.shape[0] == "AccumulateGrad" else 0.01 * wanted.weight.square().sum()
+        (loss / 4).backward()
+    for here, there in zip(gradients(model), gradients(wanted), strict=True):
+        assert torch.allclose(here, there, rtol=1e-12, atol=1e-15)
+    assert bool(weighed.value) == bool(same)
+    assert not check.counts(CPU)[0]
+
+
+# --- what is held against the prediction -----------------------------------------------------------------------------
+
+
+def check_of(case: Case, window: Sequence[Batch] = WINDOW) -> WindowCheck:
+    check, cut = WindowCheck(case.contract), cut_of(case, len(window), 2)
+    for batch in window:
+        run_one(case, Model(), batch, cut, check)
+    return check
+
+
+@pytest.mark.parametrize(
+    ("name", "seen", "predicted"),
+    [
+        ("one mean", 8.0, 8.0),
+        ("by hand, without items in one", 8.0, 8.0),
+        ("by hand, clamped", 8.0, 8.0),
+        ("elements, of which a rule counts half", 14.0, 14.0),
+        ("rows of a stack", 14.0, 14.0),
+        ("by hand, which no rule counts", 2.4, 3.6),
+        ("the number handed in", 8.0, 8.0),
+        ("two means", 0.0, 0.0),
+        ("a sum", 0.0, 0.0),
+    ],
+)
+def test_counts_that_were_seen_and_predicted(name: str, seen: float, predicted: float) -> None:
+    """Several counts are no one number to correct by."""
+    case = named(name)
+    assert check_of(case).counts(CPU).tolist() == pytest.approx([seen, predicted], rel=1e-12)
+
+
+def leaves_out(m: Model, b: Batch, n: Tensor) -> Tensor:
+    """The labels 3 are masked on the way."""
+    return F.cross_entropy(m.logits(b), b["labels"].masked_fill(b["labels"] == 3, -100)) + 0.1 * m.squares(b)
+
+
+@pytest.mark.parametrize(
+    ("case", "broken"),
+    [
+        (named("one mean"), None),
+        (named("two means"), False),
+        (replace(named("two means"), loss=leaves_out), True),
+        (named("smoothed"), False),
+    ],
+    ids=["one count", "two as predicted", "two, one of them not", "two terms with one count"],
+)
+def test_terms_that_divide_by_other_items_than_predicted(case: Case, broken: bool | None) -> None:
+    found = check_of(case).broken(CPU)
+    assert (None if found is None else bool(found)) == broken
+
+
+@pytest.mark.parametrize(
+    ("loss", "names"),
+    [
+        (lambda m, b, n: m.ce(b) + m.squares(b), "MseLossBackward0, NllLossBackward0"),
+        (lambda m, b, n: 2 * m.ce(b), "NllLossBackward0"),
+        (lambda m, b, n: m.ce(b).sqrt(), "SqrtBackward0"),
+        (lambda m, b, n: m.ce(b).detach(), "none with a gradient"),
+    ],
+    ids=["one more", "a coefficient", "a root", "detached"],
+)
+def test_another_loss_than_the_observed_one_is_left_as_the_plain_mean(
+    loss: Callable[[Model, Batch, Tensor], Tensor], names: str
+) -> None:
+    case, model, own = replace(named("one mean"), loss=loss), Model(), Model()
+    check = WindowCheck(case.contract)
+    weighed = run_one(case, model, WINDOW[0], cut_of(case, 4, 1), check)
+    assert check.changed == f"its loss has other terms than when it was observed: {names}"
+    assert torch.allclose(weighed.loss, loss(own, WINDOW[0], torch.ones(())) / 4, rtol=1e-15)
+
+
+def test_a_term_that_is_missing_now_and_then_is_pooled_over_the_micro_batches_that_hold_it() -> None:
+    case = named("two means")
+
+    def without_targets(m: Model, b: Batch, n: Tensor) -> Tensor:
+        return case.loss(m, b, n) if bool((b["labels"] != -100).any()) else 0.1 * m.squares(b)
+
+    assert case.whole is not None
+    model, value = trained(replace(case, loss=without_targets), 1)
+    whole = Model()
+    loss = case.whole(whole, WHOLE)
+    loss.backward()
+    assert torch.allclose(model.weight.grad, whole.weight.grad, rtol=1e-12, atol=1e-13)  # type: ignore[arg-type]
+    assert value == pytest.approx(float(loss.detach()), rel=1e-12)
+
+
+def test_where_nothing_is_corrected_a_mean_is_weighed_as_predicted() -> None:
+    """By class weights, which the rule does not see."""
+    case = replace(named("one mean"), loss=lambda m, b, n: m.ce(b, weight=CLASSES))
+    model, _ = trained(case, 1, is_corrected=False)
+    wanted = Model()
+    for batch in WINDOW:
+        if count := int((batch["labels"] != -100).sum()):
+            (wanted.ce(batch, weight=CLASSES) * count / 8).backward()
+    assert torch.allclose(model.weight.grad, wanted.weight.grad, rtol=1e-12)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_in_fewer_digits_is_weighed_in_float32_and_handed_over_as_a_tensor_of_its_own(
+    dtype: torch.dtype,
+) -> None:
+    case = replace(named("one mean"), loss=lambda m, b, n: m.ce(b).to(dtype))
+    model, cut = Model(), cut_of(named("one mean"), 4, 1)
+    contract = replace(case.contract, dtype=dtype)
+    with listening(contract, None) as heard:
+        loss = case.loss(model, WINDOW[0], cut.number)
+    before = float(loss.detach())
+    predicted = {TARGETS: TARGETS.count(WINDOW[0])}
+    weighed = weigh(loss, contract, cut, WindowCheck(contract), WINDOW[0], predicted, heard)
+    assert weighed.loss.dtype is torch.float32 and float(loss.detach()) == before and weighed.loss is not loss
+    assert float(weighed.loss.detach()) == pytest.approx(before * 3 / 8, rel=1e-6)
+
+
+def test_the_shapes_of_the_table_are_those_of_its_losses() -> None:
+    for case in CASES:
+        terms = read(case.loss(Model(), WINDOW[0], torch.tensor(3.0)), inside=case.inside)
+        assert [term.shape for term in terms] == [each.shape for each in case.terms], case.name
