@@ -100,7 +100,8 @@ def _loss_in_window(
     contract, cut = window.contract, window.cut
     if contract.is_read or contract.custom:
         number = cut.number.ceil() if contract.reduction is Reduction.INTEGER else cut.number
-        if cut.is_whole and given is not None:
+        by_sample = contract.items is not None and contract.items.per_sample
+        if cut.is_whole and given is not None and not by_sample:
             # To the bit as it is in stock.
             return base_loss(trainer, model, inputs, given)
         asks = given is not None if contract.custom else contract.hands_number
