@@ -229,10 +229,10 @@ def observe(
                     else _doubted(found)
                 )
                 break
-            if found is None or (latest.conclusive and latest.coupling is not Coupling.COUPLED):
+            if found is None or (latest.conclusive and not _may_be_the_split(latest)):
                 found, whole = latest, readings[0]
             shows = found.conclusive or found.reason == NO_TARGET_SEEN
-            if sharded or (shows and found.coupling is not Coupling.COUPLED and not found.is_guess):
+            if sharded or (shows and not _may_be_the_split(found) and not found.is_guess):
                 break
         if found is None and trouble is not None:
             raise trouble
@@ -255,6 +255,11 @@ def observe(
             reason=reason,
         )
     return replace(found, custom=setting.custom, hands_number=setting.hands_number)
+
+
+def _may_be_the_split(found: LossContract) -> bool:
+    """Whether rows that belong together may have been taken apart, so that another split shows another loss."""
+    return found.coupling is Coupling.COUPLED or found.doubt.endswith(_NO_COUNT)
 
 
 def _doubted(found: LossContract) -> LossContract:
@@ -531,6 +536,7 @@ def _concluded(
     return LossContract(Reduction.PLAIN, **{**common, "doubt": doubt or _NO_ITEMS}, reason=doubt or _NO_ITEMS)
 
 
+_NO_COUNT = "is neither a count nor a constant"
 _NO_ITEMS = "none of its terms is divided by a count"
 _COUPLED = "the samples of a batch are coupled: its loss is no weighted mean of its parts' losses (in-batch negatives)"
 
@@ -707,7 +713,7 @@ def _tested(
         # Lists of targets are divided by 1 where they are empty.
         listed = bool(rules) and rules[0].entry is not None
         if not setting.apart or not (listed or _is_near(n[0], n[1] + n[2], 1e-5)):
-            why = f"a factor of {whole.name} is neither a count nor a constant"
+            why = f"a factor of {whole.name} {_NO_COUNT}"
             return replace(candidate, spec=replace(spec, how=How.PLAIN, counts=()), trouble=why)
         if not whole.readable:
             return _unreadable(candidate, batches, ignored, tolerance)
