@@ -183,6 +183,8 @@ def _terms(edge: Edge, path: Path, stops: Collection[Any], inside: bool, deep: b
             return
         if does == "pass":
             edge = edges[output] if name.startswith("_DDP") else live[0]
+            # A node of several outputs belongs to others, too.
+            path = path if len(node._input_metadata) == 1 else path.below(edge[0])
         elif does == "neg":
             edge, path = live[0], path.times(Factor(-1.0))
         elif does == "add":
