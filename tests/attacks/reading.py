@@ -36,8 +36,8 @@ WHOLE, HALVES, PAIRS, SINGLES, UNEVEN = (8,), (4, 4), (2, 2, 2, 2), (1,) * 8, (3
 FLOOR, FLOAT32 = 1e-9, 1e-6
 #: So close to stock's error is not worse.
 AS_STOCK = 1.05
-#: Small enough that a training of a few windows stays where losses are curved, large enough that it moves.
-RATE = 0.05
+#: Large enough that a loss moves, and so small that stock's parameters are all but ours, window by window.
+RATE = 1e-3
 
 #: The loss of a whole global batch at once, in the window of that number; windows count from 0.
 FullLoss = Callable[[nn.Module, Batch, int], Tensor]
@@ -118,8 +118,13 @@ class Outcome:
     exact: bool | None
 
     @property
+    def windows(self) -> list[float]:
+        """The larger of both errors of each."""
+        return [max(pair) for pair in zip(self.errors, self.alone, strict=True)]
+
+    @property
     def worst(self) -> float:
-        return max(*self.errors, *self.alone)
+        return max(self.windows)
 
     @property
     def log_error(self) -> float:
@@ -128,8 +133,7 @@ class Outcome:
         return max(abs(a - b) for a, b in zip(self.logged, self.losses, strict=True)) / max(largest, 1e-3)
 
     def wrong_windows(self, floor: float) -> list[int]:
-        pairs = enumerate(zip(self.errors, self.alone, strict=True))
-        return [window for window, errors in pairs if not max(errors) <= floor]
+        return [window for window, error in enumerate(self.windows) if not error <= floor]
 
     def faults(self, attack: Attack, stock: Outcome, cut: Cut) -> list[str]:
         """What is against the attack's verdict, in words; empty where all is well."""
@@ -138,8 +142,11 @@ class Outcome:
         found = []
         if wrong and self.exact:
             found.append(f"called exact, and off by {self.worst:.1e}")
-        if not self.worst <= AS_STOCK * stock.worst + floor:
-            found.append(f"off by {self.worst:.1e}, stock by {stock.worst:.1e}")
+        found += [
+            f"window {window} is off by {mine:.1e}, stock by {theirs:.1e}"
+            for window, (mine, theirs) in enumerate(zip(self.windows, stock.windows, strict=True))
+            if not mine <= AS_STOCK * theirs + floor
+        ]
         if verdict in (Verdict.EXACT, Verdict.GRADIENT) and wrong:
             found.append(f"off by {self.worst:.1e}")
         if verdict in (Verdict.EXACT, Verdict.GRADIENT) and not self._log_is_right(stock):
