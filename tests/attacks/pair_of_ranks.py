@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.attacks.compositions import Composition, installed_once, outcome, told
+from tests.attacks.compositions import Composition, Fault, installed_once, outcome, told
 from tests.numerics.parity import pass_over_imports
 
 RANKS = 2
@@ -36,19 +36,19 @@ class PairOfRanks:
     ) -> None:
         self._end()
 
-    def outcome(self, composition: Composition) -> tuple[tuple[str, ...], str]:
+    def outcome(self, composition: Composition) -> tuple[tuple[Fault, ...], str]:
         """The faults that any rank found, and what the first one tells."""
         if not self._ranks:
             self._start()
         for _, pipe in self._ranks:
             pipe.send(composition)
-        answers = []
+        answers: list[tuple[tuple[Fault, ...], str, bool]] = []
         for rank, (_, pipe) in enumerate(self._ranks):
             try:
                 ended = pipe.poll(4 * PATIENCE)
-                answers.append(pipe.recv() if ended else ((f"rank {rank} waits for ever",), repr(composition), False))
+                answers.append(pipe.recv() if ended else _none(f"rank {rank} waits for ever", composition))
             except EOFError:
-                answers.append(((f"rank {rank} died",), repr(composition), False))
+                answers.append(_none(f"rank {rank} died", composition))
         if not all(well for _, _, well in answers):
             self._end()
         faults = tuple(dict.fromkeys(fault for found, _, _ in answers for fault in found))
@@ -74,6 +74,11 @@ class PairOfRanks:
         self._ranks.clear()
 
 
+def _none(words: str, composition: Composition) -> tuple[tuple[Fault, ...], str, bool]:
+    """The answer of a rank that gives none."""
+    return (Fault("crash", words),), repr(composition), False
+
+
 def _serve(rank: int, pipe: Connection, folder: Path, meeting: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", HF_ACCUM_FIX_QUIET="1", OMP_NUM_THREADS="1")
@@ -97,7 +102,7 @@ def _serve(rank: int, pipe: Connection, folder: Path, meeting: str) -> None:
                 found = outcome(composition, folder)
             except Exception as error:
                 words = f"{composition}\n{traceback.format_exc()}"
-                pipe.send(((f"{type(error).__name__}: {error}",), words, False))
+                pipe.send(((Fault("crash", f"{type(error).__name__}: {error}"),), words, False))
             else:
                 # A rank that raised may have left the other in a collective of its own.
                 well = found.patched is not None
