@@ -14,13 +14,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch.distributed as dist
+from accelerate.utils import imports
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 import hf_accum_fix
 from hf_accum_fix.errors import AccumFixError
-from hf_accum_fix.upstream import environment
+from hf_accum_fix.upstream import environment, presence, seams
 from tests.attacks import loops
 from tests.attacks.parts import COLLATORS, HEADS, OVERRIDES, Head, Override, Tiny, built, drawn, in_forward
 from tests.attacks.trainings import Case, Training, train
@@ -189,7 +190,7 @@ class _Stepped(TrainerCallback):
 
 
 class Fault(NamedTuple):
-    """What is wrong: "silent", "worse" or "crash", and in words."""
+    """What is wrong: "silent", "worse" or "crash", "broken" where stock does not train it either; and in words."""
 
     kind: str
     words: str
@@ -204,12 +205,25 @@ class Outcome:
         stock: None: it was not needed, as ours is exact, or it cannot train that at all.
         faults: what is wrong.
         refused: ours has said before its first step that it does not train that.
+        exact: every window is, to the floor.
     """
 
     patched: Training | None
     stock: Training | None
     faults: tuple[Fault, ...]
     refused: bool = False
+    exact: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """The first fault's kind, or what is right: "exact", "exact, warned of", "said", "refused" or "both raise"."""
+        if self.faults:
+            return self.faults[0].kind
+        if self.patched is None:
+            return "refused" if self.refused else "both raise"
+        if not self.exact:
+            return "said"
+        return "exact" if self.patched.exact and not self.patched.said else "exact, warned of"
 
 
 def outcome(composition: Composition, output: Path) -> Outcome:
@@ -225,7 +239,7 @@ def outcome(composition: Composition, output: Path) -> Outcome:
         return Outcome(None, plain, () if plain is None else (Fault("crash", words),))
     patched = _of_all_ranks(patched)
     if all(error <= floor for error in patched.errors):
-        return Outcome(patched, None, ())
+        return Outcome(patched, None, (), exact=True)
     plain = stock(case, composition, output)
     silent = [Fault("silent", words) for words in _without_stocks_nan(patched, plain).silent(floor)]
     return Outcome(patched, plain, (*silent, *_worse(case, composition, patched, plain)))
@@ -318,8 +332,9 @@ def told(composition: Composition, found: Outcome) -> str:
 @contextmanager
 def installed_once() -> Iterator[None]:
     """Look up what is installed once, and let no seed note who set it: both take longer than a training."""
+    looked_up = [(environment, "_version"), (environment, "fingerprint"), (presence, "_rows"), (seams, "is_between")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(traceback, "format_stack", lambda *_, **__: [])
-        for name in ("_version", "fingerprint"):
-            patch.setattr(environment, name, cache(getattr(environment, name)))
+        for module, name in [*looked_up, (imports, "_is_package_available")]:
+            patch.setattr(module, name, cache(getattr(module, name)))
         yield

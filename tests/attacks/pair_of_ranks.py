@@ -10,7 +10,7 @@ import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.attacks.compositions import Composition, Fault, installed_once, outcome, told
 from tests.numerics.parity import pass_over_imports
@@ -18,6 +18,15 @@ from tests.numerics.parity import pass_over_imports
 RANKS = 2
 #: Whatever waits for the other rank longer than that waits for ever [s].
 PATIENCE = 30
+
+
+class Answer(NamedTuple):
+    """What a rank says of a composition: ``well`` if it can go on to the next."""
+
+    verdict: str
+    faults: tuple[Fault, ...]
+    words: str
+    well: bool
 
 
 class PairOfRanks:
@@ -38,21 +47,26 @@ class PairOfRanks:
 
     def outcome(self, composition: Composition) -> tuple[tuple[Fault, ...], str]:
         """The faults that any rank found, and what the first one tells."""
+        answers = self.answers(composition)
+        faults = tuple(dict.fromkeys(fault for answer in answers for fault in answer.faults))
+        return faults, "\n".join(dict.fromkeys(answer.words for answer in answers))
+
+    def answers(self, composition: Composition) -> list[Answer]:
+        """Of every rank."""
         if not self._ranks:
             self._start()
         for _, pipe in self._ranks:
             pipe.send(composition)
-        answers: list[tuple[tuple[Fault, ...], str, bool]] = []
+        answers = []
         for rank, (_, pipe) in enumerate(self._ranks):
             try:
                 ended = pipe.poll(4 * PATIENCE)
-                answers.append(pipe.recv() if ended else _none(f"rank {rank} waits for ever", composition))
+                answers.append(pipe.recv() if ended else _no_answer(f"rank {rank} waits for ever", composition))
             except EOFError:
-                answers.append(_none(f"rank {rank} died", composition))
-        if not all(well for _, _, well in answers):
+                answers.append(_no_answer(f"rank {rank} died", composition))
+        if not all(answer.well for answer in answers):
             self._end()
-        faults = tuple(dict.fromkeys(fault for found, _, _ in answers for fault in found))
-        return faults, "\n".join(dict.fromkeys(words for _, words, _ in answers))
+        return answers
 
     def _start(self) -> None:
         self._started += 1
@@ -74,9 +88,8 @@ class PairOfRanks:
         self._ranks.clear()
 
 
-def _none(words: str, composition: Composition) -> tuple[tuple[Fault, ...], str, bool]:
-    """The answer of a rank that gives none."""
-    return (Fault("crash", words),), repr(composition), False
+def _no_answer(words: str, composition: Composition) -> Answer:
+    return Answer("crash", (Fault("crash", words),), repr(composition), False)
 
 
 def _serve(rank: int, pipe: Connection, folder: Path, meeting: str) -> None:
@@ -101,12 +114,12 @@ def _serve(rank: int, pipe: Connection, folder: Path, meeting: str) -> None:
             try:
                 found = outcome(composition, folder)
             except Exception as error:
-                words = f"{composition}\n{traceback.format_exc()}"
-                pipe.send(((Fault("crash", f"{type(error).__name__}: {error}"),), words, False))
+                fault = Fault("broken", f"{type(error).__name__}: {error}")
+                pipe.send(Answer("broken", (fault,), f"{composition}\n{traceback.format_exc()}", False))
             else:
                 # A rank that raised may have left the other in a collective of its own.
                 well = found.patched is not None
-                pipe.send((found.faults, told(composition, found), well))
+                pipe.send(Answer(found.verdict, found.faults, told(composition, found), well))
                 if first:
                     pass_over_imports()
                     first = False

@@ -569,7 +569,7 @@ def _worst_task(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head)
     for task in given["task"].unique():
         rows = given["task"] == task
         found.append((losses[rows] * valid[rows]).sum() / valid[rows].sum().clamp(min=1))
-    return torch.stack(found).max()
+    return torch.stack(found).max(0).values
 
 
 def _class_by_class(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
@@ -731,8 +731,8 @@ HEADS: dict[str, Head] = dict(
         _head("quarter", "next", _of_one(lambda model, a: 0.25 * a)),
         _head("over-itself", "next", _of_one(lambda model, a: a / a.detach())),
         _head("flooded", "next", _of_one(lambda model, a: flooding(a, FLOOD))),
-        _head("perplexity", "next", _of_one(lambda model, a: a.exp())),
-        _head("root-of-tokens", "next", _of_one(lambda model, a: a.sqrt())),
+        _head("perplexity", "next", _of_one(lambda model, a: 0.5 * a.exp())),
+        _head("root-of-tokens", "next", _of_one(lambda model, a: 2 * a.sqrt())),
         _head("zero-first", "next", _of_one(lambda model, a: min(model.step, 1) * a), windows=3),
         _head("imported", "next", _imported),
         _head("imported-kind", "next", _imported_kind, ("kind",)),
