@@ -1,8 +1,8 @@
 """Many random trainings without hypothesis, each out of one seed: ``python -m tests.attacks.campaign --draws 10000``.
 
-Prints how many were drawn, and how many were silent, worse than stock, or crashed, with the seed of each; every training
-is a line of the file. A run that is broken off is gone on with by the same command, which passes over what the file
-holds. ``--draws 1 --seed 17 --kind loop --tell`` runs one again and tells all of it.
+Prints how many were drawn, and how many were silent, worse than stock, or crashed, with the seed of each; every
+training is a line of the file. A run that is broken off is gone on with by the same command, which passes over what
+the file holds. ``--draws 1 --seed 17 --kind loop --tell`` runs one again and tells all of it.
 """
 
 from __future__ import annotations

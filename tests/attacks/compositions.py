@@ -227,16 +227,21 @@ class Outcome:
 
 
 def outcome(composition: Composition, output: Path) -> Outcome:
-    """Train a composition patched, and where that is not exact stock as well; on every rank alike."""
+    """Train a composition patched, and where that is not exact stock as well; on every rank alike.
+
+    Of several ranks, one that raises leaves the others where they wait: whether stock trains that, new ranks can tell.
+    """
     case, floor, stepped = composition.case(), composition.floor, _Stepped()
     try:
         patched = _ours(composition, replace(case, given={**case.given, "callbacks": [stepped]}), output)
     except Exception as error:
         if isinstance(error, AccumFixError) and not stepped.taken:
             return Outcome(None, None, (), refused=True)
+        raised = (Fault("crash", f"raised, where stock trains: {type(error).__name__}: {error}"),)
+        if composition.ranks > 1:
+            return Outcome(None, None, raised)
         plain = stock(case, composition, output)
-        words = f"raised, where stock trains: {type(error).__name__}: {error}"
-        return Outcome(None, plain, () if plain is None else (Fault("crash", words),))
+        return Outcome(None, plain, () if plain is None else raised)
     patched = _of_all_ranks(patched)
     if all(error <= floor for error in patched.errors):
         return Outcome(patched, None, (), exact=True)

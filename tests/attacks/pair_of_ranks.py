@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from tests.attacks.compositions import Composition, Fault, installed_once, outcome, told
+from tests.attacks.compositions import Composition, Fault, installed_once, outcome, stock, told
 from tests.numerics.parity import pass_over_imports
 
 RANKS = 2
@@ -53,10 +53,18 @@ class PairOfRanks:
 
     def answers(self, composition: Composition) -> list[Answer]:
         """Of every rank."""
+        answers = self._asked(composition)
+        if any(fault.kind == "crash" for answer in answers for fault in answer.faults):
+            plain = self._asked(composition, stock_alone=True)
+            if not all(answer.well for answer in plain):
+                return plain
+        return answers
+
+    def _asked(self, composition: Composition, *, stock_alone: bool = False) -> list[Answer]:
         if not self._ranks:
             self._start()
         for _, pipe in self._ranks:
-            pipe.send(composition)
+            pipe.send((composition, stock_alone))
         answers = []
         for rank, (_, pipe) in enumerate(self._ranks):
             try:
@@ -108,18 +116,26 @@ def _serve(rank: int, pipe: Connection, folder: Path, meeting: str) -> None:
     with installed_once(), contextlib.redirect_stdout(silence):
         while True:
             try:
-                composition = pipe.recv()
+                composition, stock_alone = pipe.recv()
             except EOFError:
                 return
             try:
-                found = outcome(composition, folder)
+                answer = _stock(composition, folder) if stock_alone else _ours(composition, folder)
             except Exception as error:
                 fault = Fault("broken", f"{type(error).__name__}: {error}")
-                pipe.send(Answer("broken", (fault,), f"{composition}\n{traceback.format_exc()}", False))
-            else:
-                # A rank that raised may have left the other in a collective of its own.
-                well = found.patched is not None
-                pipe.send(Answer(found.verdict, found.faults, told(composition, found), well))
-                if first:
-                    pass_over_imports()
-                    first = False
+                answer = Answer("broken", (fault,), f"{composition}\n{traceback.format_exc()}", False)
+            pipe.send(answer)
+            if first and answer.well:
+                pass_over_imports()
+                first = False
+
+
+def _ours(composition: Composition, folder: Path) -> Answer:
+    found = outcome(composition, folder)
+    # A rank that raised may have left the other in a collective of its own.
+    return Answer(found.verdict, found.faults, told(composition, found), found.patched is not None)
+
+
+def _stock(composition: Composition, folder: Path) -> Answer:
+    trains = stock(composition.case(), composition, folder) is not None
+    return Answer("stock trains" if trains else "both raise", (), repr(composition), trains)

@@ -1175,7 +1175,8 @@ def _super_by_rows(trainer: Any, base: Any, model: Any, inputs: Any, number: Any
 
 
 def _full_by_rows(model: Tiny, batch: Batch) -> Tensor:
-    return torch.stack([full_base(model, row) for row in _rows(batch, model.of)]).mean()
+    losses = [full_base(model, row) for row in _rows(batch, model.of)]
+    return torch.stack(losses).mean() if losses else 0.0 * model.see(batch["input_ids"]).logits.sum()
 
 
 def _rows(batch: Batch, head: Head) -> list[Batch]:
