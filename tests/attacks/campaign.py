@@ -80,8 +80,10 @@ def _in_this_process(folder: Path) -> Iterator[Run]:
     silence = (folder / f"{os.getpid()}.log").open("w")
 
     def run(composition: Composition) -> Line:
+        begun = time.process_time()
         found = outcome(composition, folder)
         line: Line = {"verdict": found.verdict, "faults": [list(fault) for fault in found.faults]}
+        line["cpu"] = round(time.process_time() - begun, 3)
         for name, training in (("ours", found.patched), ("stock", found.stock)):
             if training is not None:
                 line[name] = [float(f"{error:.2e}") for error in training.errors]
@@ -262,6 +264,8 @@ def main(given: Sequence[str] | None = None) -> int:
     print(table(found))
     if new:
         print(f"{new} in {seconds:.0f} s by {options.workers} workers: {new / seconds:.1f} a second")
+    if cpu := [line["cpu"] for line in found[len(held) :] if "cpu" in line]:
+        print(f"one rank and loops: {len(cpu) / sum(cpu):.1f} a second of processor time")
     return int(any(line["faults"] for line in found))
 
 
