@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
@@ -80,24 +81,51 @@ class Training:
         return found
 
 
-class _Parameters(TrainerCallback):
-    """Before and after every optimizer step."""
+class Parameters(TrainerCallback):
+    """Before and after every optimizer step; ``states`` are the buffers as each step finds them.
+
+    A model that has a ``step`` is told the next one before its window is fetched.
+    """
 
     def __init__(self) -> None:
         self.before: list[dict[str, Tensor]] = []
         self.after: list[dict[str, Tensor]] = []
+        self.states: list[dict[str, Tensor]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.note_state(model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.before.append(trainable(model))
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.after.append(trainable(model))
+        self.note_state(model)
+        if hasattr(model, "step"):
+            model.step = len(self.after)
+
+    def note_state(self, model: nn.Module) -> None:
+        self.states.append({name: each.detach().clone() for name, each in model.named_buffers()})
+
+    def errors(self, case: Case, model: nn.Module) -> list[float]:
+        """Of every step, beside that of a full batch by a model of the case's kind."""
+        if dist.is_initialized() and self.states[0]:
+            # The first rank's go to all ranks with the next forward.
+            shared: list[Any] = [self.states]
+            dist.broadcast_object_list(shared)
+            self.states = shared[0]
+        found = []
+        for step, (before, after) in enumerate(zip(self.before, self.after, strict=True)):
+            change = {name: (after[name] - before[name]) / RATE for name in before}
+            wanted = _full_batch(case, model, {**before, **self.states[step]}, step)
+            found.append(Step(change, 0.0, 0.0).error(wanted))
+        return found
 
 
-class _Warnings(logging.Handler):
+class Warnings(logging.Handler):
     """A warning belongs to the window whose first micro-batch began last."""
 
-    def __init__(self, parameters: _Parameters) -> None:
+    def __init__(self, parameters: Parameters) -> None:
         super().__init__(logging.WARNING)
         self.parameters = parameters
         self.said: list[tuple[int, str]] = []
@@ -110,10 +138,10 @@ def train(case: Case, cut: Cut, output: Path) -> Training:
     """Train a case, stock or with what is applied."""
     per_device, accumulate = cut
     samples = [sample for window in case.windows for sample in window]
-    build, parameters = seeded(case.model), _Parameters()
+    build, parameters = seeded(case.model), Parameters()
     steps = {"max_steps": len(case.windows), "learning_rate": RATE}
     args = training_arguments(output, per_device, accumulate, **steps, **case.arguments)
-    warnings, logger = _Warnings(parameters), logging.getLogger("hf_accum_fix")
+    warnings, logger = Warnings(parameters), logging.getLogger("hf_accum_fix")
     observations.clear()
     logger.addHandler(warnings)
     try:
@@ -126,16 +154,13 @@ def train(case: Case, cut: Cut, output: Path) -> Training:
         logger.removeHandler(warnings)
     assert len(parameters.after) == len(case.windows)
     runs = observations.recorded()
-    errors = []
-    for step, (before, after) in enumerate(zip(parameters.before, parameters.after, strict=True)):
-        change = {name: (after[name] - before[name]) / RATE for name in before}
-        errors.append(Step(change, 0.0, 0.0).error(_full_batch(case, build(), before, step)))
-    return Training(errors, warnings.said, runs[-1]["exact"] if runs else None)
+    return Training(parameters.errors(case, build()), warnings.said, runs[-1]["exact"] if runs else None)
 
 
-def _full_batch(case: Case, model: nn.Module, parameters: Mapping[str, Tensor], step: int) -> Step:
-    """One window's step (lr 1) from these parameters, by one forward of all its samples."""
-    model.load_state_dict(parameters, strict=False)
+def _full_batch(case: Case, model: nn.Module, found: Mapping[str, Tensor], step: int) -> Step:
+    """One window's step (lr 1) from the parameters and buffers it found, by one forward of all its samples."""
+    model.load_state_dict(found, strict=False)
+    model.zero_grad()
     model.train()
     return step_along(model, case.loss(model, case.collate(case.windows[step]), step))
 
