@@ -1,0 +1,188 @@
+"""One loss, observed on one window: how its terms are reduced, whether it is exact, and how often it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_accum_fix.accumulation.contract import Coupling, How, LossContract, Reduction
+from hf_accum_fix.accumulation.observe import Setting, observe
+
+Batch = Mapping[str, Any]
+CLASSES = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
+
+
+class Rows(nn.Module):
+    """Four classes of three numbers; its loss is another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 4).double()
+        self.scale = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+Loss = Callable[[Rows, Batch, "Tensor | None"], Tensor]
+
+
+def window(*targets: int) -> list[dict[str, Tensor]]:
+    """Micro-batches of four rows, so many of them with a target."""
+    g, found = torch.Generator().manual_seed(3), []
+    for count in targets:
+        among = torch.arange(4) < count
+        found.append(
+            {
+                "x": torch.randn(4, 3, generator=g, dtype=torch.float64),
+                "labels": torch.randint(0, 4, (4,), generator=g).masked_fill(~among, -100),
+                "mask": among.long(),
+            }
+        )
+    return found
+
+
+def ce(m: Rows, b: Batch, n: Tensor | None = None, **given: Any) -> Tensor:
+    return F.cross_entropy(m(b["x"]), b["labels"], **given)
+
+
+def by_number(m: Rows, b: Batch, n: Tensor | None = None) -> Tensor:
+    """As the library's heads divide."""
+    return ce(m, b) if n is None else ce(m, b, reduction="sum") / n
+
+
+def contrastive(m: Rows, b: Batch, n: Tensor | None = None) -> Tensor:
+    """In-batch negatives."""
+    outputs = m(b["x"])
+    return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+def observed(loss: Loss, setting: Setting, batches: list[dict[str, Tensor]]) -> tuple[LossContract, int]:
+    """The contract, and how often the loss was run."""
+    model, runs = Rows(), 0
+
+    def call(inputs: Batch, number: Tensor | None) -> Tensor:
+        nonlocal runs
+        runs += 1
+        return loss(model, inputs, number)
+
+    return observe(call, batches, model, setting, device=torch.device("cpu")), runs
+
+
+MEAN, NUMBER, PLAIN = Reduction.MEAN, Reduction.NUMBER, Reduction.PLAIN
+TARGETS = "'labels' other than -100"
+SHOWN, HANDED, OWN = Setting(only_shows=True), Setting(hands_number=True), Setting(custom=True, hands_own=True)
+
+#: The loss, its setting; reduction, rule of the first count, whether it is exact, and the forwards.
+TABLE: dict[str, tuple[Loss, Setting, Reduction, str, bool, int]] = {
+    "cross entropy": (ce, Setting(), MEAN, TARGETS, True, 3),
+    "samples": (lambda m, b, n: m(b["x"]).square().sum(1).mean(), Setting(), MEAN, "samples", True, 3),
+    "masked mean by hand": (
+        lambda m, b, n: (m(b["x"]).square().sum(1) * b["mask"]).sum() / b["mask"].sum(),
+        Setting(),
+        MEAN,
+        TARGETS,
+        True,
+        3,
+    ),
+    "a head that may divide by the number": (by_number, SHOWN, NUMBER, TARGETS, True, 3),
+    "one that rounds it to 16 bits": (
+        lambda m, b, n: by_number(m, b, None if n is None else n.bfloat16()),
+        SHOWN,
+        NUMBER,
+        TARGETS,
+        True,
+        3,
+    ),
+    "one that cannot do without": (
+        lambda m, b, n: ce(m, b, reduction="sum") / n,  # type: ignore[operator]
+        HANDED,
+        NUMBER,
+        TARGETS,
+        True,
+        3,
+    ),
+    "one that cuts it to an integer": (
+        lambda m, b, n: ce(m, b, reduction="sum") / int(n),  # type: ignore[arg-type]
+        HANDED,
+        Reduction.INTEGER,
+        TARGETS,
+        True,
+        3,
+    ),
+    "a trainer that scales itself": (by_number, OWN, NUMBER, TARGETS, True, 3),
+    "flooding": (lambda m, b, n: (ce(m, b) - 0.1).abs() + 0.1, Setting(), PLAIN, "", False, 3),
+    "two means": (
+        lambda m, b, n: ce(m, b) + 0.1 * m(b["x"]).square().sum(1).mean(),
+        Setting(),
+        MEAN,
+        TARGETS,
+        True,
+        3,
+    ),
+    "learnt factors": (
+        lambda m, b, n: (-m.scale).exp() * ce(m, b) + m.scale,
+        Setting(),
+        MEAN,
+        TARGETS,
+        True,
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "setting", "reduction", "rule", "exact", "forwards"), TABLE.values(), ids=TABLE)
+def test_how_a_loss_is_reduced(
+    loss: Loss, setting: Setting, reduction: Reduction, rule: str, exact: bool, forwards: int
+) -> None:
+    found, runs = observed(loss, setting, window(3, 1))
+    assert found.reduction is reduction, found.reason
+    assert (str(found.items) if found.items else "") == rule
+    assert found.exact == exact, found.doubt
+    assert runs == forwards
+
+
+@pytest.mark.parametrize(
+    ("loss", "terms"),
+    [
+        (lambda m, b, n: ce(m, b, weight=CLASSES), [How.MEAN]),
+        (lambda m, b, n: ce(m, b, reduction="sum"), [How.SUM]),
+        (lambda m, b, n: ce(m, b) + 0.01 * m.linear.weight.square().sum(), [How.MEAN, How.CONSTANT]),
+        (lambda m, b, n: ce(m, b) + m(b["x"]).square().mean().sqrt(), [How.MEAN, How.PLAIN]),
+    ],
+    ids=["class weights", "sum", "penalty", "root"],
+)
+def test_how_each_term_is_reduced(loss: Loss, terms: list[How]) -> None:
+    found, _ = observed(loss, Setting(), window(3, 1))
+    assert [each.how for each in found.terms] == terms
+
+
+def test_samples_that_are_coupled_are_named() -> None:
+    found, _ = observed(contrastive, Setting(), window(3, 1))
+    assert found.reduction is PLAIN and not found.exact
+    assert found.coupling is Coupling.COUPLED and "in-batch negatives" in found.reason
+
+
+def test_a_window_without_a_target_shows_nothing() -> None:
+    found, _ = observed(ce, Setting(), window(0, 0))
+    assert not found.conclusive and not found.exact
+
+
+def test_a_loss_that_takes_a_gradient_itself_is_run_once_more() -> None:
+    """What a backward would need is forgotten as a rule."""
+
+    def penalised(m: Rows, b: Batch, n: Tensor | None) -> Tensor:
+        x = b["x"].clone().requires_grad_()
+        outputs = m(x)
+        (grad,) = torch.autograd.grad(outputs.square().sum(), x, create_graph=True)
+        return F.cross_entropy(outputs, b["labels"]) + 0.1 * grad.square().sum(1).mean()
+
+    found, runs = observed(penalised, Setting(), window(3, 1))
+    assert runs == 6
+    assert [each.how for each in found.terms] == [How.MEAN, How.MEAN] and found.exact
