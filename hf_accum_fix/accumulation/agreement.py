@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.errors import ContractError
+
+#: Makes one list of the ranks' lists, in their order: a collective.
+Gather: TypeAlias = "Callable[[list[Any]], list[Any]]"
+
+
+class InStep:
+    """Ranks that go on as long as any of them has to; on leaving, each waits for all to have left.
+
+    Args:
+        gather: of all ranks; None: this rank goes on by itself.
+    """
+
+    def __init__(self, gather: Gather | None) -> None:
+        self._gather = gather
+
+    def any(self, wanted: bool) -> bool:
+        """Whether any rank wants it."""
+        return wanted if self._gather is None else any(wants for wants, _ in self._gather([(wanted, False)]))
+
+    def __enter__(self) -> InStep:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._gather is not None and not all(left for _, left in self._gather([(False, True)])):
+            pass
 
 
 def agree(ranks: Sequence[LossContract]) -> LossContract:

@@ -107,7 +107,8 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def wrote(self) -> bool:
         """Whether a tensor that was there before has been written to, or a number in a module has changed."""
-        if any(not torch.equal(*_as_bytes(storage, content)) for storage, content in self._written.values()):
+        # A copy: comparing them is seen by this mode, too.
+        if any(not torch.equal(*_as_bytes(storage, content)) for storage, content in [*self._written.values()]):
             return True
         return any(
             value is not module.__dict__.get(name) and value != module.__dict__.get(name)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix import counting
+from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract
 from hf_accum_fix.accumulation.declared import (
     inside_ddp,
@@ -18,7 +19,7 @@ from hf_accum_fix.accumulation.declared import (
     requires_number,
     wants_number,
 )
-from hf_accum_fix.accumulation.observe import Setting, observe
+from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.accumulation.share import loss_among
 from hf_accum_fix.accumulation.window import count_dtype
 from hf_accum_fix.engines.engine import reduced_in

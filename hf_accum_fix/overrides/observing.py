@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_accum_fix.accumulation.agreement import Gather, InStep
+from hf_accum_fix.accumulation.conclude import OWN_NUMBERS, Setting
 from hf_accum_fix.accumulation.contract import SHIFT_UNKNOWN, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import (
     holds_shards,
@@ -19,7 +21,8 @@ from hf_accum_fix.accumulation.declared import (
     products_are_rounded,
     requires_number,
 )
-from hf_accum_fix.accumulation.observe import OWN_NUMBERS, Setting, observe, shift_of
+from hf_accum_fix.accumulation.observe import observe, shift_of
+from hf_accum_fix.engines import ranks
 from hf_accum_fix.overrides.forward import as_in_training, base_loss, compute_loss_of
 from hf_accum_fix.overrides.live import bare_model, data_ranks, hands_number, head_name, loss_func, scales_itself
 from hf_accum_fix.overrides.session import Session
@@ -33,17 +36,26 @@ def observed_of(
     trainer: TrainerLike, session: Session, window: list[Any], upstream_number: Any = None
 ) -> tuple[LossContract | None, Exception | None]:
     """What this rank sees of the loss; None: it has no window, or the trouble that it met."""
+    gather = ranks.gather_object if _may_run_collectives(trainer) else None
     if not window:
-        return None, None
+        with InStep(gather):
+            return None, None
     try:
         # The loop notes the length of a window once it was fetched; a custom loss may divide a term by it.
         with shadow(trainer, "current_gradient_accumulation_steps", len(window)):
-            return _observe(trainer, session, window, upstream_number), None
+            return _observe(trainer, session, window, upstream_number, gather), None
     except Exception as error:
         return None, error
 
 
-def _observe(trainer: TrainerLike, session: Session, window: list[Any], upstream_number: Any) -> LossContract:
+def _may_run_collectives(trainer: TrainerLike) -> bool:
+    """Whether the loss is a custom one on several ranks: it may gather metrics."""
+    return int(trainer.args.world_size) > 1 and compute_loss_of(trainer) is not None
+
+
+def _observe(
+    trainer: TrainerLike, session: Session, window: list[Any], upstream_number: Any, gather: Gather | None
+) -> LossContract:
     model = trainer.model_wrapped
     # A forward through DDP without gradient would switch off the next one's buffer sync.
     module: nn.Module = inside_ddp(model) or model
@@ -88,6 +100,7 @@ def _observe(trainer: TrainerLike, session: Session, window: list[Any], upstream
                 others=(trainer,),
                 leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator),
                 more_steps=lambda: _more_steps(trainer),
+                gather=gather,
             )
     except Exception:
         logger.error(

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Reduction
-from hf_accum_fix.accumulation.observe import Setting, observe
+from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.accumulation.rules import matching_rules
 
 

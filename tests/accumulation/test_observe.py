@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import Coupling, How, LossContract, Reduction
-from hf_accum_fix.accumulation.observe import Setting, observe
+from hf_accum_fix.accumulation.observe import observe
 
 Batch = Mapping[str, Any]
 CLASSES = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)

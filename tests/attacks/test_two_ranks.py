@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.agreement import agree
+from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.observe import Setting, observe
+from hf_accum_fix.accumulation.observe import observe
 from tests.attacks.reading import Verdict
 from tests.attacks.runs import FLOOR
 from tests.attacks.two_ranks import EXACT, ROWS, VERDICTS

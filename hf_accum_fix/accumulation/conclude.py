@@ -1,0 +1,456 @@
+"""What three forwards of a loss show: which of its factors are counts, and whether its terms compose as those say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hf_accum_fix.accumulation.contract import (
+    NO_TARGET_SEEN,
+    Coupling,
+    How,
+    LossContract,
+    Reduction,
+    TermSpec,
+)
+from hf_accum_fix.accumulation.reading import Reading, Seen, is_near, product
+from hf_accum_fix.accumulation.rules import is_padded, listed_targets, matching_rules, ways_of_counting
+from hf_accum_fix.accumulation.window import Items, sample_count
+
+#: What the three forwards are handed: no sums, multiples or counts of one another, with a fraction.
+NUMBERS = (1237.5, 4111.5, 2777.5)
+#: What a trainer's own ``compute_loss`` is handed then, an integer as upstream's.
+OWN_NUMBERS = {1237.5: 7919, 4111.5: 3571, 2777.5: 5557}
+#: Losses of other libraries that are known to be means over targets, though their graph does not show it.
+DECLARED = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")
+#: What hides a whole loss: compiled code, another library's kernel.
+OPAQUE = (*DECLARED, "CompiledFunction", "CheckpointFunction")
+#: What two values that were computed alike may differ by, relative, by the bytes of their dtype.
+_TOLERANCE = {8: 1e-6, 4: 1e-5}
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known of a training before its loss is observed.
+
+    Attributes:
+        hands_number: the model, or a function of the user's, is handed the number in training.
+        hands_own: a trainer's own ``compute_loss`` is.
+        only_shows: the number is handed in the last forward alone, to see what the loss would do with it.
+        custom: a trainer's own ``compute_loss`` makes the loss.
+        func: a function of the user's makes it of the model's outputs.
+        multiplies: a custom loss that divides by the number may multiply by the number of ranks.
+        steps: G.
+        world_size: W.
+        upstream_number: the items of this rank's window as the release counts them; None: it does not.
+        rounded: matrix products keep fewer than float32's digits.
+        alone: the loss has one term.
+        apart: what was run were a batch and its parts.
+        by_number: the model would divide by the number, if it were handed it.
+    """
+
+    hands_number: bool = False
+    only_shows: bool = False
+    hands_own: bool = False
+    custom: bool = False
+    func: bool = False
+    multiplies: bool = False
+    steps: int = 1
+    world_size: int = 1
+    upstream_number: float | None = None
+    rounded: bool = False
+    alone: bool = True
+    apart: bool = True
+    by_number: bool = False
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One term, or the rows of one mean, in the three forwards."""
+
+    spec: TermSpec
+    seen: tuple[Seen, Seen, Seen]
+    counts: tuple[float, ...]
+    values: tuple[float | None, ...]
+    trouble: str = ""
+    shows: bool = True
+
+
+def conclude(readings: Sequence[Reading], window: Sequence[Mapping[str, Any]], setting: Setting) -> LossContract:
+    """The contract that three forwards show.
+
+    Args:
+        readings: of a batch and its two parts.
+        window: the micro-batches of this rank.
+        setting: of the training.
+    """
+    whole = readings[0]
+    rules = list(ways_of_counting(whole.batch))
+    listed = next(listed_targets(whole.batch), None)
+    if listed is not None and not float(listed.count(whole.batch)):
+        return replace(_nothing_seen(whole, [listed]), reason=NO_TARGET_SEEN)
+    if not whole.terms or not math.isfinite(whole.loss) or not any(each.loss for each in readings):
+        return _nothing_seen(whole, rules)
+    found = _concluded(readings, window, setting, rules, inside=False)
+    if found.doubt and any(each.rows for each in whole.terms):
+        # Stacked numbers are rows of one mean, or several terms.
+        inner = _concluded(readings, window, setting, rules, inside=True)
+        found = found if inner.doubt else inner
+    return found
+
+
+def _concluded(
+    readings: Sequence[Reading],
+    window: Sequence[Mapping[str, Any]],
+    setting: Setting,
+    rules: Sequence[Items],
+    *,
+    inside: bool,
+) -> LossContract:
+    """The same with stacked numbers taken for rows, or for terms."""
+    whole = readings[0]
+    dtype, batches = whole.dtype, [each.batch for each in readings]
+    seen = [reading.inside if inside else reading.terms for reading in readings]
+    by_number = False
+    if setting.only_shows and readings[2].number is not None:
+        seen[2], by_number = _without_number(seen, readings)
+        setting = replace(setting, by_number=by_number)
+    candidates, trouble = _matched(seen, readings, setting)
+    candidates = _with_values(candidates, readings)
+    ignored = list(dict.fromkeys([*(s.ignored for s in seen[0] if s.ignored is not None), -100]))
+    tolerance = 2e-2 if setting.rounded else _TOLERANCE.get(dtype.itemsize, 2e-2)
+    setting = replace(setting, alone=len(candidates) == 1)
+    tested = [_tested(each, batches, ignored, math.inf if whole.drew else tolerance, setting) for each in candidates]
+    specs = tuple(each.spec for each in tested)
+    troubles = list(dict.fromkeys(each.trouble for each in tested if each.trouble))
+    doubt = trouble or next(iter(troubles), "")
+    added = any(each.added for each in seen[0])
+    if added and not _adds_a_constant(candidates, readings, tolerance):
+        doubt = doubt or "what has no gradient is added to it, and is averaged over micro-batches in the log"
+    if not setting.apart and not doubt and sample_count(whole.batch) > 1:
+        doubt = "its micro-batches cannot be taken apart, so that coupled samples would not show"
+    coupled = any(each.trouble == _COUPLED for each in tested)
+    means = [each for each in specs if each.how is How.MEAN]
+    handed = [each for each in specs if each.handed]
+    if len({each.group for each in specs}) > 1 and not all(each.rules for each in means if not each.handed):
+        # No one number corrects several terms.
+        doubt = doubt or "no rule counts the items of one of its terms beforehand"
+        specs = tuple(each if each.rules or each.handed else _uncounted(each) for each in specs)
+    common: dict[str, Any] = {
+        "terms": specs,
+        "dtype": dtype,
+        "doubt": doubt,
+        "coupling": Coupling.COUPLED if coupled else Coupling.UNKNOWN,
+        "router_coefficient": _coefficient(tested, "aux_loss"),
+        "router_z_coefficient": _coefficient(tested, "z_loss"),
+        "inside": inside,
+        "added": added,
+        "deep": any(each.within for terms in seen for each in terms),
+        "shift": next((each.shift for each in seen[0] if each.shift is not None), None),
+    }
+    if handed:
+        items = next((each.rules[0] for each in (*handed, *means) if each.rules), None)
+        items = items or _rule_of_upstream(rules, window, setting) or rules[0]
+        common["terms"] = tuple(replace(each, rules=each.rules or (items,)) if each.handed else each for each in specs)
+        kind = Reduction.INTEGER if handed[0].whole else Reduction.NUMBER
+        takes = any(
+            is_near(value, setting.world_size) for each in tested if each.spec.handed for value in each.seen[0].factors
+        )
+        takes_world_size = takes and setting.multiplies if setting.custom and setting.world_size > 1 else None
+        return LossContract(
+            kind, items, takes_world_size=takes_world_size, reason="its graph divides by the number handed in", **common
+        )
+    if means:
+        empty = means[0].count == 0.0 or not all(each.shows for each in tested)
+        # Where none counts as the loss does, the nearest is one that counts its targets.
+        near = next((each.named[0] for each in seen[0] if each.named), rules[0])
+        rule = means[0].rules[0] if means[0].rules else near
+        if coupled:
+            return LossContract(Reduction.PLAIN, reason=_COUPLED, **common)
+        kind = Reduction.NUMBER if by_number else Reduction.MEAN
+        return LossContract(
+            kind, rule, conclusive=not empty, reason=f"its graph divides {means[0].shape[0]} by them", **common
+        )
+    if specs and all(each.how is How.SUM for each in specs):
+        return LossContract(
+            Reduction.SUM, reason="its graph divides by nothing, and the losses of two parts add up", **common
+        )
+    return LossContract(Reduction.PLAIN, **{**common, "doubt": doubt or _NO_ITEMS}, reason=doubt or _NO_ITEMS)
+
+
+NO_COUNT = "is neither a count nor a constant"
+_OTHER_TERMS = "in a batch and its parts"
+#: How a doubt ends that may come from rows that belong together, and were taken apart.
+OF_THE_SPLIT = (NO_COUNT, _OTHER_TERMS)
+_NO_ITEMS = "none of its terms is divided by a count"
+_COUPLED = "the samples of a batch are coupled: its loss is no weighted mean of its parts' losses (in-batch negatives)"
+
+
+def _adds_a_constant(candidates: Sequence[Candidate], readings: Sequence[Reading], tolerance: float) -> bool:
+    """Whether what is added to the terms without a gradient is the same for every batch."""
+    if any(None in each.values for each in candidates):
+        return False
+    rests = [
+        reading.loss - math.fsum(each.values[at] or 0.0 for each in candidates) for at, reading in enumerate(readings)
+    ]
+    return max(rests) - min(rests) <= tolerance * max(abs(reading.loss) for reading in readings)
+
+
+def _uncounted(spec: TermSpec) -> TermSpec:
+    return replace(spec, how=How.PLAIN, counts=()) if spec.how is How.MEAN else spec
+
+
+def _nothing_seen(whole: Reading, rules: Sequence[Items]) -> LossContract:
+    """The loss is a constant, zero or not finite: it is observed again in the next window."""
+    empty = min(float(rule.count(whole.batch)) for rule in rules if rule.keys == rules[0].keys) == 0.0
+    reason = NO_TARGET_SEEN if empty else "the loss of samples with targets is zero, not finite or without gradient"
+    return LossContract(Reduction.MEAN, rules[0], dtype=whole.dtype, conclusive=False, reason=reason)
+
+
+def _without_number(seen: Sequence[list[Seen]], readings: Sequence[Reading]) -> tuple[list[Seen], bool]:
+    """The last forward as it would be without the number, and whether it divided by that."""
+    number = readings[2].number
+    assert number is not None
+    # A model in 16 bits may round it.
+    forms = {float(int(number)), *(float(torch.tensor(number, dtype=each)) for each in _FLOATS)}
+    shown, by_number = [], False
+    for whole, one, other in zip(*seen, strict=True):
+        places = [place for place, value in enumerate(other.factors) if value in forms]
+        moving = [place for place, (a, b) in enumerate(zip(whole.factors, one.factors, strict=False)) if a != b]
+        if places and len(moving) == 1:
+            by_number = True
+            place = moving[0]
+            count = whole.factors[place] - one.factors[place]
+            value = None if other.value is None or not count else other.value * other.factors[places[0]] / count
+            other = replace(one, factors=(*one.factors[:place], count, *one.factors[place + 1 :]), value=value)
+        shown.append(other)
+    return shown, by_number
+
+
+def _matched(seen: Sequence[list[Seen]], readings: Sequence[Reading], setting: Setting) -> tuple[list[Candidate], str]:
+    """The terms of the three forwards, each beside the same term of the others; in words, what cannot be matched."""
+    found: list[Candidate] = []
+    trouble = ""
+    shapes = [[each.shape for each in terms] for terms in seen]
+    for shape in dict.fromkeys(each for terms in shapes for each in terms):
+        each = [[term for term in terms if term.shape == shape] for terms in seen]
+        whole, one, other = map(len, each)
+        if whole == one == other:
+            found += [
+                _candidate([[term] for term in terms], place, readings, setting)
+                for place, terms in enumerate(zip(*each, strict=True))
+            ]
+        elif _are_rows(whole, one, other, readings):
+            found.append(_candidate(each, None, readings, setting))
+        else:
+            trouble = f"the loss has {whole}, {one} and {other} terms {shape[0]} {_OTHER_TERMS}"
+            found += [
+                Candidate(TermSpec(shape, place, How.PLAIN), (term,) * 3, (), (term.value,) * 3)
+                for place, term in enumerate(each[0])
+            ]
+    return found, trouble
+
+
+def _are_rows(whole: int, one: int, other: int, readings: Sequence[Reading]) -> bool:
+    """Whether a loss has so many terms for every sample: they are the rows of one mean or sum."""
+    rows = [sample_count(each.batch) for each in readings]
+    return whole == one + other and one * rows[0] == whole * rows[1] and bool(one and other)
+
+
+def _candidate(
+    terms: Sequence[Sequence[Seen]], place: int | None, readings: Sequence[Reading], setting: Setting
+) -> Candidate:
+    """What is a count, a number or a constant among the factors of one term."""
+    first = (terms[0][0], terms[1][0], terms[2][0])
+    numbers = [None if setting.only_shows else each.number for each in readings]
+    rule = next(listed_targets(readings[0].batch), None)
+    listed = None if rule is None else [max(float(rule.count(each.batch)), 1.0) for each in readings]
+    own: list[int] = []
+    handed: list[int] = []
+    moving: list[int] = []
+    whole = False
+    for at, values in enumerate(zip(*(each.factors for each in first), strict=True)):
+        if place is None and first[0].divides and at == len(first[0].factors) - 1:
+            # The items of a row are its own.
+            continue
+        if (form := _form_of_number(values, numbers)) is not None:
+            (own if form == "own" else handed).append(at)
+            whole = whole or form == "integer"
+            continue
+        is_own = first[0].divides and at == len(first[0].factors) - 1
+        # A loss function's own count is one, though it may be the same in every micro-batch.
+        same = is_near(values[0], values[1]) and is_near(values[0], values[2])
+        of_list = listed is not None and first[0].shape[2:][at][0] and list(values) == listed
+        if not same or of_list or (is_own and not setting.apart):
+            moving.append(at)
+    divides = [flag for flag, _ in first[0].shape[2:]]
+    counts = tuple(
+        1 / product([(divides[at], each.factors[at]) for at in moving])
+        if moving and all(each.factors[at] for at in moving)
+        else 0.0
+        for each in first
+    )
+    if not own and not handed and (form := _form_of_number(counts, numbers)) is not None:
+        # A mean times items / number: together they are the number.
+        own, handed, whole = (moving, [], False) if form == "own" else ([], moving, form == "integer")
+    sums = tuple(
+        None if any(s.value is None for s in each) else math.fsum(s.value or 0.0 for s in each) for each in terms
+    )
+    spec = TermSpec(
+        first[0].shape, place, How.MEAN if moving else How.PLAIN, tuple(moving), count=counts[0] if moving else 1.0
+    )
+    if handed or own:
+        spec = replace(spec, handed=True, whole=whole, own=tuple(own), counts=tuple(handed), how=How.MEAN)
+    return Candidate(spec, first, counts, sums)
+
+
+def _with_values(candidates: list[Candidate], readings: Sequence[Reading]) -> list[Candidate]:
+    """Give what is left of the loss to the terms without a value, if they share their counts."""
+    blank = [each for each in candidates if None in each.values]
+    if not blank or len({each.counts for each in blank}) > 1:
+        return candidates
+    rest = tuple(
+        reading.loss - math.fsum(each.values[at] or 0.0 for each in candidates if each not in blank)
+        for at, reading in enumerate(readings)
+    )
+    nothing = (0.0,) * len(rest)
+    given = {id(each): rest if each is blank[0] else nothing for each in blank}
+    return [replace(each, values=given.get(id(each), each.values)) for each in candidates]
+
+
+def _tested(
+    candidate: Candidate,
+    batches: Sequence[Mapping[str, Any]],
+    ignored: Sequence[int],
+    tolerance: float,
+    setting: Setting,
+) -> Candidate:
+    """Hold a term against its values: does it compose as its factors say."""
+    spec, values, n = candidate.spec, candidate.values, candidate.counts
+    whole = candidate.seen[0]
+    if whole.router:
+        return replace(candidate, spec=replace(spec, how=How.ROUTER, counts=(), rules=()))
+    known = None not in values
+    named = [rule for rule in whole.named if all(rule in each.named for each in candidate.seen)]
+    if not setting.apart:
+        tolerance = math.inf
+    if spec.handed:
+        sums = [(value or 0.0) * _number_of(seen, spec) for value, seen in zip(values, candidate.seen, strict=True)]
+        rules: tuple[Items, ...] = ()
+        if whole.total:
+            rules, _ = matching_rules([each.total for each in candidate.seen], batches, ignored, named)
+        trouble = "" if not known or _adds_up(sums, tolerance) else _COUPLED
+        return replace(candidate, spec=replace(spec, rules=rules), trouble=trouble)
+    if spec.counts:
+        rules, times = matching_rules(n, batches, ignored, named)
+        if rules and all(is_padded(rule, batches[0]) for rule in rules) and not setting.alone:
+            # Over padding, too: a mean per micro-batch whatever the batch, as a router's is (Bamba's z-loss).
+            return replace(candidate, spec=replace(spec, how=How.ROUTER, counts=()))
+        if not setting.apart and whole.readable and (rules or whole.divides):
+            return replace(candidate, spec=replace(spec, rules=rules, times=times))
+        rows = [sample_count(batch) for batch in batches]
+        if whole.rows and any(
+            each.rows * rows[0] != whole.rows * n for each, n in zip(candidate.seen, rows, strict=True)
+        ):
+            why = "it is a mean over what its samples have, not over the samples"
+            return replace(candidate, spec=replace(spec, how=How.PLAIN, counts=()), trouble=why)
+        # Lists of targets are divided by 1 where they are empty.
+        listed = bool(rules) and rules[0].entry is not None
+        if not setting.apart or not (listed or is_near(n[0], n[1] + n[2], 1e-5)):
+            why = f"a factor of {whole.name} {NO_COUNT}"
+            return replace(candidate, spec=replace(spec, how=How.PLAIN, counts=()), trouble=why)
+        if not whole.readable:
+            return _unreadable(candidate, batches, ignored, tolerance)
+        sums = [(value or 0.0) * count if count else 0.0 for value, count in zip(values, n, strict=True)]
+        if known and not _adds_up(sums, tolerance):
+            # One that stock divides by the number is weighed by its items all the same.
+            kept = replace(spec, rules=rules, times=times) if setting.by_number and rules else None
+            return replace(candidate, spec=kept or replace(spec, how=How.PLAIN, counts=()), trouble=_COUPLED)
+        return replace(candidate, spec=replace(spec, rules=rules, times=times), trouble="" if known else _NOT_FOLLOWED)
+    if known and values[0] == values[1] == values[2] and batches[1] is not batches[2]:
+        # Zero says nothing, unless it is multiplied by zero.
+        shows = bool(values[0]) or 0.0 in whole.factors
+        return replace(candidate, spec=replace(spec, how=How.CONSTANT), shows=shows)
+    if not whole.readable:
+        return _unreadable(candidate, batches, ignored, tolerance)
+    # A forward that draws at random has no parts: its sum adds up but for the noise.
+    if (
+        known
+        and setting.apart
+        and not whole.rows
+        and any(values)
+        and _adds_up([value or 0.0 for value in values], min(tolerance, 0.2))
+    ):
+        return replace(candidate, spec=replace(spec, how=How.SUM))
+    return replace(candidate, trouble=f"{whole.name} is {How.PLAIN.value}")
+
+
+_NOT_FOLLOWED = "the values of two of its terms could not be told from each other"
+
+
+def _unreadable(
+    candidate: Candidate, batches: Sequence[Mapping[str, Any]], ignored: Sequence[int], tolerance: float
+) -> Candidate:
+    """A term that hides what it divides by: it is weighed by the first rule by which its parts make the whole."""
+    name, values = candidate.seen[0].name, candidate.values
+    spec = replace(candidate.spec, how=How.PLAIN, counts=())
+    trouble = f"{name} stands in the loss: what is under it cannot be read"
+    if not name.startswith(OPAQUE) or None in values or batches[1] is batches[2]:
+        return replace(candidate, spec=spec, trouble=trouble)
+    for rule in dict.fromkeys(ways_of_counting(batches[0], ignored)):
+        n = [float(rule.count(batch)) for batch in batches if rule.has_targets(batch)]
+        if len(n) == 3 and all(n) and is_near(n[0], n[1] + n[2]):
+            sums = [(value or 0.0) * count for value, count in zip(values, n, strict=True)]
+            if _adds_up(sums, tolerance):
+                spec = replace(spec, how=How.MEAN, rules=(rule,), count=n[0])
+                return replace(candidate, spec=spec, trouble="" if name.startswith(DECLARED) else trouble)
+    return replace(candidate, spec=spec, trouble=trouble)
+
+
+def _number_of(seen: Seen, spec: TermSpec) -> float:
+    divides = [flag for flag, _ in seen.shape[2:]]
+    return 1 / product([(divides[at], seen.factors[at]) for at in (spec.own or spec.counts)])
+
+
+def _adds_up(sums: Sequence[float], tolerance: float) -> bool:
+    return abs(sums[0] - sums[1] - sums[2]) <= tolerance * max(map(abs, sums))
+
+
+def _form_of_number(values: Sequence[float], numbers: Sequence[float | None]) -> str | None:
+    """In which form values are the numbers handed in: "own" (a custom loss's), "number", "integer"; None: in none."""
+    if None in numbers:
+        return None
+    if _in_proportion(values, [OWN_NUMBERS[number or 0.0] for number in numbers]):
+        return "own"
+    if _in_proportion(values, [float(int(number or 0.0)) for number in numbers]):
+        return "integer"
+    # A model in 16 bits may round it.
+    return "number" if _in_proportion(values, numbers, 1e-2) else None
+
+
+def _in_proportion(values: Sequence[float], numbers: Sequence[float | None], tolerance: float = 1e-6) -> bool:
+    """Whether values are the numbers handed in, perhaps times a constant (the classes of a smoothed loss)."""
+    times = [value / number if number else 0.0 for value, number in zip(values, numbers, strict=True)]
+    return bool(times[0]) and all(is_near(each, times[0], tolerance) for each in times)
+
+
+def _coefficient(candidates: Sequence[Candidate], kind: str) -> float:
+    """What a router's loss is multiplied by inside the loss."""
+    seen = next((each.seen[0] for each in candidates if each.seen[0].router == kind), None)
+    if seen is None:
+        return 0.0
+    return product([(flag, value) for (flag, _), value in zip(seen.shape[2:], seen.factors, strict=True)])
+
+
+def _rule_of_upstream(rules: Sequence[Items], window: Sequence[Mapping[str, Any]], setting: Setting) -> Items | None:
+    """The rule that counts a window as the installed release does, whose number the loss was written for."""
+    for rule in rules if setting.upstream_number else ():
+        counted = [float(rule.count(batch)) for batch in window if rule.has_targets(batch)]
+        if len(counted) == len(window) and sum(counted) == setting.upstream_number:
+            return rule
+    return None

@@ -1,0 +1,75 @@
+"""A trainer's own division for the accumulation window: constants of its loss that move with the steps it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hf_accum_fix.accumulation.conclude import Setting
+from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.reading import Reading, Seen, is_near, product
+
+
+def suspects(found: LossContract, whole: Reading, setting: Setting) -> list[tuple[int, int]]:
+    """Constants that may hang on the accumulation steps: places of terms, and of their factors."""
+    if setting.steps * setting.world_size == 1:
+        return []
+    terms = _terms_of(found, whole)
+    return [
+        (at, place)
+        for at, (spec, seen) in enumerate(zip(found.terms, terms, strict=True))
+        for place, value in enumerate(seen.factors)
+        if place not in (*spec.counts, *spec.own)
+        and value
+        and not is_near(abs(value), 1.0)
+        # What a loss function of torch divides by is no trainer's.
+        and not (seen.divides and place == len(seen.factors) - 1)
+    ]
+
+
+def _terms_of(found: LossContract, reading: Reading) -> list[Seen]:
+    """The terms of a forward in the order of a contract's."""
+    terms = reading.inside if found.inside else reading.terms
+    return [[each for each in terms if each.shape == spec.shape][spec.place or 0] for spec in found.terms]
+
+
+def own_division(
+    found: LossContract, suspects: Sequence[tuple[int, int]], whole: Reading, more: Reading, setting: Setting
+) -> LossContract:
+    """Which of the suspects moved with the steps that the arguments name: those are the trainer's division.
+
+    A constant that does not move is a coefficient, unless it is 1/G or 1/W: that may be either.
+    """
+    steps, ranks = setting.steps, setting.world_size
+    telling = {float(number) for number in (steps, ranks, steps * ranks) if number > 1}
+    telling |= {1 / number for number in telling}
+    terms, doubt = list(found.terms), found.doubt
+    before, after = _terms_of(found, whole), _terms_of(found, more)
+    for at, spec in enumerate(terms):
+        places = [place for term, place in suspects if term == at]
+        divides = [divide for divide, _ in before[at].shape[2:]]
+        times = {place: _times(divides[place], before[at].factors[place], after[at].factors[place]) for place in places}
+        own = [place for place in places if is_near(times[place], 2.0) or is_near(times[place], 3.0)]
+        still = [place for place in places if is_near(times[place], 1.0)]
+        constants = [(divides[place], before[at].factors[place]) for place in still]
+        scales = [*(value for _, value in constants), product(constants)]
+        either = [scale for scale in scales if any(is_near(scale, number) for number in telling)]
+        terms[at] = replace(spec, own=(*spec.own, *own))
+        if len(own) + len(still) < len(places):
+            terms[at] = replace(spec, as_stock=True)
+            doubt = doubt or "it is scaled by the accumulation steps in a way that is not recognised, and stays so"
+        elif still and either and not own and not (spec.handed and found.takes_world_size):
+            terms[at] = replace(spec, as_stock=True)
+            doubt = doubt or _either(either[0])
+    return replace(found, terms=tuple(terms), doubt=doubt)
+
+
+def _times(divides: bool, before: float, after: float) -> float:
+    return after / before if divides else before / after
+
+
+def _either(value: float) -> str:
+    return (
+        f"the constant {value:g} in it may be a coefficient, or the trainer's own division for the window; "
+        "it keeps the scale that the stock Trainer hands to the engine"
+    )

@@ -1,0 +1,219 @@
+"""Run one batch without leaving anything for a backward, and read the loss it makes."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hf_accum_fix.accumulation.loss_graph import Term, read
+from hf_accum_fix.accumulation.noise import WithoutNoise
+from hf_accum_fix.accumulation.rules import ways_of_counting
+from hf_accum_fix.accumulation.values import Heard, listening
+from hf_accum_fix.accumulation.window import Items
+from hf_accum_fix.errors import ContractError
+
+#: One forward: (inputs, number or None) -> loss.
+Forward = Callable[[Mapping[str, Any], Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One term in one forward; attributes as those of `loss_graph.Term`.
+
+    Attributes:
+        value: its part of the loss; None: it could not be followed.
+        named: the rules whose targets are those that the leaf has kept.
+        shift: the loss drops position 0 of the labels; None: the leaf does not show it.
+        within: numbers stand inside of the leaf's sum.
+        added: something without a gradient is added to it.
+        total: the weight of its targets, of a cross entropy; 0.0: the leaf does not show it.
+    """
+
+    name: str
+    shape: tuple[Any, ...]
+    factors: tuple[float, ...]
+    value: float | None
+    readable: bool
+    divides: bool
+    rows: int
+    router: str
+    ignored: int | None
+    named: tuple[Items, ...]
+    shift: bool | None
+    within: bool
+    added: bool
+    total: float
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One forward.
+
+    Attributes:
+        batch: its inputs.
+        number: that it was handed; None: none.
+        loss, dtype: of the loss.
+        terms: stacked numbers taken for rows.
+        inside: stacked numbers taken for terms.
+        drew: it drew at random, dropout aside.
+    """
+
+    batch: Mapping[str, Any]
+    number: float | None
+    loss: float
+    dtype: torch.dtype
+    terms: list[Seen]
+    inside: list[Seen]
+    drew: bool
+
+
+class ForgottenError(ContractError):
+    """A loss takes a gradient itself, in a forward that kept nothing for one."""
+
+
+def read_batch(
+    call: Forward,
+    batch: Mapping[str, Any],
+    number: float | None,
+    device: torch.device,
+    head: nn.Module | None,
+    within: Any,
+    *,
+    listed: bool,
+    keep: bool,
+) -> Reading:
+    """Run a batch with gradient, and read the loss; unless ``keep``, what a backward would need is forgotten."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    before = _random_state()
+    handed = None if number is None else torch.tensor(number, device=device)
+    with (
+        WithoutNoise(alike=listed),
+        listening(None, head) as heard,
+        within(),
+        torch.enable_grad(),
+        nullcontext() if keep else saved_tensors_hooks(kept_small, unpacked),
+    ):
+        loss = call(dict(batch), handed)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ContractError(f"got {type(loss).__name__} as the loss of a micro-batch; expected a tensor of one number")
+    total = float(loss.detach())
+    read_terms = [
+        _filled([_seen(term, heard, batch, total if _is_alone(terms) else None) for term in terms], total)
+        for terms in (read(loss, heard.routers, deep=True), read(loss, heard.routers, inside=True, deep=True))
+    ]
+    return Reading(batch, number, total, loss.dtype, read_terms[0], read_terms[1], _random_state() != before)
+
+
+def kept_small(tensor: Tensor) -> Tensor | None:
+    """Keep counts and labels, and nothing of activations."""
+    return tensor if tensor.numel() <= 1 or not tensor.is_floating_point() else None
+
+
+def unpacked(tensor: Tensor | None) -> Tensor:
+    """What was kept of a tensor."""
+    if tensor is None:
+        raise ForgottenError(
+            "got a gradient inside of a forward that kept nothing for one; expected none: run it with one"
+        )
+    return tensor
+
+
+def _seen(term: Term, heard: Heard, batch: Mapping[str, Any], alone: float | None) -> Seen:
+    with _disable_current_modes():
+        factors = tuple(_float(each.value) for each in term.factors)
+        value = alone
+        if value is None and heard.values is not None and (kept := heard.values.of(term.path.top)) is not None:
+            above = [(each.divides, number) for each, number in zip(term.factors, factors, strict=True)]
+            value = float(kept) * product(above[: term.path.above])
+        ignored, named = _targets(term, batch)
+        total = float(getattr(term.leaf, "_saved_total_weight", 0.0))
+    return Seen(
+        term.name,
+        term.shape,
+        factors,
+        value,
+        term.readable,
+        term.divides,
+        term.rows,
+        heard.routers.get(term.leaf, ""),
+        ignored,
+        named,
+        is_shifted(term, batch),
+        term.within > 0,
+        term.path.added,
+        total,
+    )
+
+
+def _is_alone(terms: Sequence[Term]) -> bool:
+    return len(terms) == 1 and not terms[0].path.added
+
+
+def _float(value: Tensor | float) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
+def _filled(terms: list[Seen], loss: float) -> list[Seen]:
+    """Give what is left of a loss to the only term without a value."""
+    if sum(each.value is None for each in terms) != 1 or any(each.added for each in terms):
+        return terms
+    rest = loss - math.fsum(each.value or 0.0 for each in terms)
+    return [replace(each, value=rest) if each.value is None else each for each in terms]
+
+
+def _targets(term: Term, batch: Mapping[str, Any]) -> tuple[int | None, tuple[Items, ...]]:
+    """The ignored index of a cross entropy, and the rules whose targets it has kept."""
+    if not term.name.startswith("NllLoss"):
+        return None, ()
+    ignored = int(term.leaf._saved_ignore_index)
+    ignored = ignored - 2**64 if ignored >= 2**63 else ignored
+    target = term.leaf._saved_target
+    kept = target[target != ignored].cpu()
+    named = []
+    for rule in ways_of_counting(batch, (ignored,)):
+        value = batch.get(rule.keys[0]) if rule.keys and rule.entry is None else None
+        labels = isinstance(value, Tensor) and not value.is_floating_point() and "label" in rule.keys[0]
+        if labels and torch.equal(value[rule.targets(batch)].cpu(), kept):  # type: ignore[index]
+            named.append(rule)
+    return ignored, tuple(named)
+
+
+def is_shifted(term: Term, batch: Mapping[str, Any]) -> bool | None:
+    """Whether a cross entropy drops position 0 of the labels; None: what it has kept does not show it."""
+    labels = batch.get("labels")
+    if not term.name.startswith("NllLoss") or not isinstance(labels, Tensor) or labels.ndim < 2:
+        return None
+    target = term.leaf._saved_target.flatten().to(labels)
+    moved = torch.cat([labels[..., 1:], labels.new_full((*labels.shape[:-1], 1), -100)], dim=-1)
+    shifted = any(torch.equal(target, each.flatten()) for each in (labels[..., 1:], moved))
+    return shifted if shifted != torch.equal(target, labels.flatten()) else None
+
+
+def _random_state() -> tuple[Any, ...]:
+    words = np.random.get_state(legacy=True)
+    return random.getstate(), words[1].tobytes(), words[2], torch.get_rng_state().numpy().tobytes()  # type: ignore[index]
+
+
+def product(factors: Sequence[tuple[bool, float]]) -> float:
+    """Of factors, each with whether it divides."""
+    result = 1.0
+    for divides, value in factors:
+        result = result * value if not divides else result / value if value else math.nan
+    return result
+
+
+def is_near(a: float, b: float | None, tolerance: float = 1e-6) -> bool:
+    """Whether two numbers are the same but for a relative ``tolerance``."""
+    return b is not None and abs(a - b) <= tolerance * max(abs(a), abs(b))
