@@ -77,11 +77,14 @@ def settle(
         return not settled.is_settled and (settled is known or bool(of(settled)) or not alone)
 
     new = alone and not all(map(known.knows, mine))
-    if not (new or known.asks or any(map(due, known.losses))):
+    again = known.reconsiders and (alone or known.asks)
+    if not (new or again or known.asks or any(map(due, known.losses))):
         assert known.contract is not None
         return known.contract
     known.asks = False
-    kinds, before = check_alike(run, window, trouble, mine), known.kinds
+    (kinds, again), before = check_alike(run, window, trouble, mine, reconsiders=known.reconsiders), known.kinds
+    known.reconsiders = False
+    known.reconsidered += again
     kinds = [kind for kind in kinds if kind or not (any(kinds) or before)]
     pooled = known.without_target
     new_kinds = [kind for kind in kinds if kind not in before or kind in pooled]
@@ -89,7 +92,7 @@ def settle(
     for kind in new_kinds:
         known.kinds = {**known.kinds, kind: Settled() if known.kinds else known}
     for settled in known.losses:
-        if due(settled):
+        if due(settled) or (again and (of(settled) or not alone)):
             _settle_one(run, known, settled, of(settled), observe, per_sample=per_sample)
     _begin_with_a_target(known, number)
     for kind in new_kinds:
@@ -121,6 +124,11 @@ def _settle_one(
     if settled.contract is not None and found.reason == NO_TARGET_SEEN:
         # It shows nothing.
         return
+    found = found.narrowed(settled.contract)
+    if settled.contract is not None and settled.contract.conclusive and not settled.contract.exact:
+        # The windows before stay as they were.
+        before = known.windows.opened - 1
+        known.windows.note_inexact(before, windows=before - known.windows.inexact)
     settled.attempts += found.reason != NO_TARGET_SEEN
     if not found.conclusive and found.reason != NO_TARGET_SEEN:
         # It is trained as it is for now.
@@ -190,24 +198,28 @@ def agreed(run: Run, said: Said, trouble: Exception | None) -> list[Said]:
     return ranks.agreed(said, trouble, rank=run.rank, world_size=run.world_size, gather=run.gather)
 
 
-def check_alike(run: Run, window: Sequence[Any], trouble: Exception | None, kinds: Sequence[Kind] = ()) -> list[Kind]:
+def check_alike(
+    run: Run, window: Sequence[Any], trouble: Exception | None, kinds: Sequence[Kind] = (), *, reconsiders: bool = False
+) -> tuple[list[Kind], bool]:
     """Before the ranks run forwards together: each has fetched its window, and all hold labels or none does.
 
     Returns:
-        All ranks' kinds of micro-batches, in one order.
+        All ranks' kinds of micro-batches, in one order, and whether any rank reconsiders its losses.
     """
     labels = {key for batch in window if isinstance(batch, Mapping) for key in batch if "label" in key}
     told = f"{len(window)} micro-batches with {sorted(labels) or 'no labels'}" if window else None
-    gathered = agreed(run, (len(window), bool(labels), told, list(kinds)), trouble)
+    gathered = agreed(run, (len(window), bool(labels), told, list(kinds), reconsiders), trouble)
     lengths = [length for length, *_ in gathered]
     if len({length if run.shards else bool(length) for length in lengths}) > 1:
         raise ranks.uneven(dict(enumerate(lengths)))
     if len({labelled for _, labelled, *_ in gathered}) > 1:
+        held_by = ranks.by_rank([told for _, _, told, *_ in gathered])
         raise RankError(
-            f"got {ranks.by_rank([each for *_, each, _ in gathered])}; expected labels on every rank or on none; look "
+            f"got {held_by}; expected labels on every rank or on none; look "
             "at the collator, and at what it was given on the rank without"
         )
-    return list(dict.fromkeys(kind for *_, held in gathered for kind in held))
+    held = dict.fromkeys(kind for *_, kinds, _ in gathered for kind in kinds)
+    return list(held), any(each for *_, each in gathered)
 
 
 def remarks(
@@ -307,13 +319,16 @@ def count(
         routing: its numbers of this rank.
     """
     device, several, closing = run.device, run.world_size > 1, known.closing
+    if known.reconsidered and not known.can_be_exact:
+        # Windows before may have been exact.
+        known.windows.note_inexact()
     zero = torch.zeros((), dtype=count_dtype(device), device=device)
     contracts = [contract, *known.contracts[1:]]
     by_rule: list[dict[Items, Tensor]] = []
     totals = [[zero] * max(len(each.rules), 1) for each in contracts]
     # A mean over one loss's samples alone is weighed by how many they are.
     samples = [zero] * len(contracts) if len(contracts) > 1 else []
-    new = not all(known.knows(kind_of(batch)) for batch in batches)
+    new = known.reconsiders or not all(known.knows(kind_of(batch)) for batch in batches)
     try:
         # One that is new is observed, and all are counted again.
         by_rule, totals, samples = _of_each_loss(known, contracts, batches, device, several_ranks=several and not new)
@@ -361,6 +376,8 @@ def count(
     elif trouble is not None:
         raise trouble
     known.windows.news = False
+    if device.type == "cpu" and not run.shards and not known.asks and known.kinds:
+        _reconsider_rules(known, contracts, totals)
     if not known.kinds:
         _say_if_tasks_differ(run, known, contract, batches)
     if new and not known.asks:
@@ -392,6 +409,17 @@ def count(
         router.settle(routing, cuts[0].micro_batches, cuts[0].world_size)
     total = totals[0][0] if len(totals) == 1 else torch.stack([each[0] for each in totals]).sum()
     return Counted(by_rule, total, cuts, None if number is None else other)
+
+
+def _reconsider_rules(known: Known, contracts: Sequence[LossContract], totals: Sequence[Sequence[Tensor]]) -> None:
+    """Have the losses observed again, on this window, if rules that fitted so far count it differently."""
+    for contract, total in zip(contracts, totals, strict=True):
+        if known.compared == known.windows.opened or not contract.has_rules_to_compare:
+            continue
+        if contract.is_ambiguous(dict(zip(contract.rules, map(float, total), strict=True))):
+            known.compared = known.windows.opened
+            known.reconsider()
+            known.asks = known.asks or known.reconsiders
 
 
 def _say_if_tasks_differ(run: Run, known: Known, contract: LossContract, batches: Sequence[Any]) -> None:

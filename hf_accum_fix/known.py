@@ -15,6 +15,8 @@ from hf_accum_fix.observations import Windows
 
 #: Windows that are observed before an inconclusive contract is taken as it is.
 ATTEMPTS = 3
+#: Windows at most in which a loss is observed again that was not as observed.
+RECONSIDERED = 8
 #: All kinds, where they are not told apart.
 ALL: Kind = frozenset({("", 0)})
 
@@ -47,7 +49,10 @@ class Known(Settled):
         without_target: those that have shown no target yet, and the window in which they were last looked at; until
             then they are trained as the first kind is.
         given_for: what the first micro-batch held of the labels that a contract given by hand counts.
-        asks: a rank holds a kind that was not observed, and all of them know.
+        asks: a rank holds a kind that was not observed, or reconsiders, and all of them know.
+        reconsiders: its losses are to be observed again: they were not as observed, or two rules that fit disagree.
+        reconsidered: how often that was done.
+        compared: the last window that was observed for its rules.
     """
 
     windows: Windows
@@ -57,6 +62,18 @@ class Known(Settled):
     without_target: Mapping[Kind, int] = MappingProxyType({})
     given_for: Kind | None = None
     asks: bool = False
+    reconsiders: bool = False
+    reconsidered: int = 0
+    compared: int = 0
+
+    def reconsider(self) -> None:
+        """Observe its losses again in the next window, some times at most: each takes three forwards."""
+        self.reconsiders = self.reconsidered < RECONSIDERED
+
+    def reconsider_if_other(self) -> None:
+        """The same where the window that has just ended was not as observed."""
+        if self.closing.was_other and self.kinds:
+            self.reconsider()
 
     def begin_with(self, first: Settled) -> None:
         """Take another kind for the first one."""

@@ -29,12 +29,14 @@ class Closing:
         several_losses: micro-batches of this window, of all ranks, have losses of their own, so that no one number
             corrects them.
         differs: a window of this rank counted otherwise than the rule; the others learn of it with the next.
+        was_other: the window that ended last had other terms, or other counts, than its loss was observed to have.
         unread: on a device, how many windows since the last log were made in another way than observed, 0-dim.
     """
 
     corrects: bool = False
     several_losses: bool = False
     differs: bool = False
+    was_other: bool = False
     unread: Tensor | None = None
     _flag: Tensor | None = None
 
@@ -51,7 +53,7 @@ class Closing:
             checks: of the window, one for each loss.
             left_out: micro-batches of it that this rank did not run.
         """
-        self._flag = None
+        self._flag, self.was_other = None, False
         # Counts first: a window warns once, and they give the more telling words.
         times = self._times(run, checks, left_out)
         for check in checks:
@@ -113,6 +115,7 @@ class Closing:
     def _hold(self, run: Run, check: WindowCheck, *, readable: bool) -> None:
         """Hold a window against what was observed."""
         broken = check.broken(run.device)
+        self.was_other = self.was_other or bool(check.changed)
         if check.changed:
             run.tell(check.changed)
         elif broken is None:
@@ -120,6 +123,7 @@ class Closing:
         elif not readable:
             self._read_later(broken)
         elif bool(broken):
+            self.was_other = True
             run.tell(_OTHER)
 
 

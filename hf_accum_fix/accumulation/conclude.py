@@ -51,6 +51,7 @@ class Setting:
         rounded: matrix products keep fewer than float32's digits.
         alone: the loss has one term.
         apart: what was run were a batch and its parts.
+        again: another split of the samples has shown that they are coupled, or something else.
         by_number: the model would divide by the number, if it were handed it.
     """
 
@@ -66,6 +67,7 @@ class Setting:
     rounded: bool = False
     alone: bool = True
     apart: bool = True
+    again: bool = False
     by_number: bool = False
 
 
@@ -124,12 +126,13 @@ def _concluded(
     candidates = _with_values(candidates, readings)
     ignored = list(dict.fromkeys([*(s.ignored for s in seen[0] if s.ignored is not None), -100]))
     tolerance = 2e-2 if setting.rounded else _TOLERANCE.get(dtype.itemsize, 2e-2)
+    tolerance = tolerance / 10 if setting.again else tolerance
     setting = replace(setting, alone=len(candidates) == 1)
     tested = [_tested(each, batches, ignored, math.inf if whole.drew else tolerance, setting) for each in candidates]
     specs = tuple(each.spec for each in tested)
     troubles = list(dict.fromkeys(each.trouble for each in tested if each.trouble))
     doubt = trouble or next(iter(troubles), "")
-    added = any(each.added for each in seen[0])
+    added = any(each.added for each in seen[0]) and not _adds_a_mean(tested, readings, tolerance)
     if added and not _adds_a_constant(candidates, readings, tolerance):
         doubt = doubt or "what has no gradient is added to it, and is averaged over micro-batches in the log"
     if not setting.apart and not doubt and sample_count(whole.batch) > 1:
@@ -137,6 +140,8 @@ def _concluded(
     coupled = any(each.trouble == _COUPLED for each in tested)
     means = [each for each in specs if each.how is How.MEAN]
     handed = [each for each in specs if each.handed]
+    if len({each.group for each in specs}) > 1 and any(each.seen[0].shares_learnt for each in tested):
+        doubt = doubt or "a learnt factor multiplies several of its terms at once, which have weights of their own"
     if len({each.group for each in specs}) > 1 and not all(each.rules for each in means if not each.handed):
         # No one number corrects several terms.
         doubt = doubt or "no rule counts the items of one of its terms beforehand"
@@ -146,8 +151,9 @@ def _concluded(
         "dtype": dtype,
         "doubt": doubt,
         "coupling": Coupling.COUPLED if coupled else Coupling.UNKNOWN,
-        "router_coefficient": _coefficient(tested, "aux_loss"),
-        "router_z_coefficient": _coefficient(tested, "z_loss"),
+        # What a trainer adds itself is no part of the model's loss.
+        "router_coefficient": 0.0 if setting.custom else _coefficient(tested, "aux_loss"),
+        "router_z_coefficient": 0.0 if setting.custom else _coefficient(tested, "z_loss"),
         "inside": inside,
         "added": added,
         "deep": any(each.within for terms in seen for each in terms),
@@ -155,8 +161,7 @@ def _concluded(
     }
     if handed:
         items = next((each.rules[0] for each in (*handed, *means) if each.rules), None)
-        items = items or _rule_of_upstream(rules, window, setting) or rules[0]
-        common["terms"] = tuple(replace(each, rules=each.rules or (items,)) if each.handed else each for each in specs)
+        items = items or number_rule(whole.batch, window, setting)
         kind = Reduction.INTEGER if handed[0].whole else Reduction.NUMBER
         takes = any(
             is_near(value, setting.world_size) for each in tested if each.spec.handed for value in each.seen[0].factors
@@ -180,7 +185,37 @@ def _concluded(
         return LossContract(
             Reduction.SUM, reason="its graph divides by nothing, and the losses of two parts add up", **common
         )
-    return LossContract(Reduction.PLAIN, **{**common, "doubt": doubt or _NO_ITEMS}, reason=doubt or _NO_ITEMS)
+    shows = all(each.shows for each in tested)
+    common["doubt"] = doubt or _NO_ITEMS
+    return LossContract(Reduction.PLAIN, conclusive=shows, reason=doubt or _NO_ITEMS, **common)
+
+
+def with_rules(found: LossContract, alone: Reading | None) -> LossContract:
+    """The same with a rule for every term that divides by the number it is handed.
+
+    Args:
+        found: the contract.
+        alone: a forward without the number, in which the head divides by its own items; None: the number's own rule.
+    """
+    terms = list(found.terms)
+    for at, spec in enumerate(terms):
+        if spec.handed and not spec.rules and alone is not None:
+            # Without the number it may take another way to the same leaf.
+            divisors = {
+                value
+                for term in alone.terms
+                if term.name == spec.shape[0]
+                for value, (divides, _) in zip(term.factors, term.shape[2:], strict=True)
+                if divides
+            }
+            counted = {rule: float(rule.count(alone.batch)) for rule in ways_of_counting(alone.batch)}
+            terms[at] = replace(spec, rules=tuple(rule for rule, count in counted.items() if count in divisors))
+            if divisors and not terms[at].rules:
+                found = replace(found, doubt=found.doubt or "no rule counts the items that it divides by")
+    items = next((each.rules[0] for each in terms if each.handed and each.rules), found.items)
+    assert items is not None
+    filled = (replace(each, rules=each.rules or (items,)) if each.handed else each for each in terms)
+    return replace(found, terms=tuple(filled), items=items)
 
 
 NO_COUNT = "is neither a count nor a constant"
@@ -199,6 +234,20 @@ def _adds_a_constant(candidates: Sequence[Candidate], readings: Sequence[Reading
         reading.loss - math.fsum(each.values[at] or 0.0 for each in candidates) for at, reading in enumerate(readings)
     ]
     return max(rests) - min(rests) <= tolerance * max(abs(reading.loss) for reading in readings)
+
+
+def _adds_a_mean(candidates: Sequence[Candidate], readings: Sequence[Reading], tolerance: float) -> bool:
+    """Whether what is added to the terms without a gradient is a mean over the items of them all."""
+    if len({each.spec.group for each in candidates}) > 1 or any(None in each.values for each in candidates):
+        return False
+    counts = candidates[0].counts
+    if candidates[0].spec.how is not How.MEAN or len(counts) < len(readings):
+        return False
+    sums = [
+        n * (reading.loss - math.fsum(each.values[at] or 0.0 for each in candidates))
+        for at, (n, reading) in enumerate(zip(counts, readings, strict=True))
+    ]
+    return abs(sums[0] - sums[1] - sums[2]) <= tolerance * abs(counts[0] * readings[0].loss)
 
 
 def _uncounted(spec: TermSpec) -> TermSpec:
@@ -305,7 +354,7 @@ def _candidate(
         first[0].shape, place, How.MEAN if moving else How.PLAIN, tuple(moving), count=counts[0] if moving else 1.0
     )
     if handed or own:
-        spec = replace(spec, handed=True, whole=whole, own=tuple(own), counts=tuple(handed), how=How.MEAN)
+        spec = replace(spec, handed=True, whole=whole, number=tuple(own), counts=tuple(handed), how=How.MEAN)
     return Candidate(spec, first, counts, sums)
 
 
@@ -335,6 +384,8 @@ def _tested(
     whole = candidate.seen[0]
     if whole.router:
         return replace(candidate, spec=replace(spec, how=How.ROUTER, counts=(), rules=()))
+    if whole.learnt:
+        return replace(candidate, spec=replace(spec, how=How.CONSTANT, counts=()))
     known = None not in values
     named = [rule for rule in whole.named if all(rule in each.named for each in candidate.seen)]
     if not setting.apart:
@@ -344,13 +395,15 @@ def _tested(
         rules: tuple[Items, ...] = ()
         if whole.total:
             rules, _ = matching_rules([each.total for each in candidate.seen], batches, ignored, named)
+            rules = tuple(rule for rule in rules if rule in named) or rules
         trouble = "" if not known or _adds_up(sums, tolerance) else _COUPLED
         return replace(candidate, spec=replace(spec, rules=rules), trouble=trouble)
     if spec.counts:
         rules, times = matching_rules(n, batches, ignored, named)
+        rules = tuple(rule for rule in rules if rule in named) or rules
         if rules and all(is_padded(rule, batches[0]) for rule in rules) and not setting.alone:
             # Over padding, too: a mean per micro-batch whatever the batch, as a router's is (Bamba's z-loss).
-            return replace(candidate, spec=replace(spec, how=How.ROUTER, counts=()))
+            return replace(candidate, spec=replace(spec, how=How.ROUTER, rules=rules[:1], times=times))
         if not setting.apart and whole.readable and (rules or whole.divides):
             return replace(candidate, spec=replace(spec, rules=rules, times=times))
         rows = [sample_count(batch) for batch in batches]
@@ -383,11 +436,12 @@ def _tested(
         known
         and setting.apart
         and not whole.rows
-        and any(values)
+        and all(values)
         and _adds_up([value or 0.0 for value in values], min(tolerance, 0.2))
     ):
         return replace(candidate, spec=replace(spec, how=How.SUM))
-    return replace(candidate, trouble=f"{whole.name} is {How.PLAIN.value}")
+    # A part of zero adds up to anything.
+    return replace(candidate, trouble=f"{whole.name} is {How.PLAIN.value}", shows=0.0 not in values)
 
 
 _NOT_FOLLOWED = "the values of two of its terms could not be told from each other"
@@ -414,7 +468,7 @@ def _unreadable(
 
 def _number_of(seen: Seen, spec: TermSpec) -> float:
     divides = [flag for flag, _ in seen.shape[2:]]
-    return 1 / product([(divides[at], seen.factors[at]) for at in (spec.own or spec.counts)])
+    return 1 / product([(divides[at], seen.factors[at]) for at in (spec.number or spec.counts)])
 
 
 def _adds_up(sums: Sequence[float], tolerance: float) -> bool:
@@ -447,10 +501,17 @@ def _coefficient(candidates: Sequence[Candidate], kind: str) -> float:
     return product([(flag, value) for (flag, _), value in zip(seen.shape[2:], seen.factors, strict=True)])
 
 
-def _rule_of_upstream(rules: Sequence[Items], window: Sequence[Mapping[str, Any]], setting: Setting) -> Items | None:
-    """The rule that counts a window as the installed release does, whose number the loss was written for."""
+def number_rule(batch: Mapping[str, Any], window: Sequence[Mapping[str, Any]], setting: Setting) -> Items:
+    """The rule that counts a window as the installed release does, whose number the loss was written for.
+
+    Args:
+        batch: one of the window's.
+        window: the micro-batches of this rank.
+        setting: of the training.
+    """
+    rules = list(ways_of_counting(batch))
     for rule in rules if setting.upstream_number else ():
         counted = [float(rule.count(batch)) for batch in window if rule.has_targets(batch)]
         if len(counted) == len(window) and sum(counted) == setting.upstream_number:
             return rule
-    return None
+    return rules[0]

@@ -48,6 +48,7 @@ class TermSpec:
         how: it is reduced.
         counts: the places of the factors whose product it is divided by, for `How.MEAN`.
         own: the places of factors by which a trainer has divided it for the accumulation window already.
+        number: the places of the number that a custom ``compute_loss`` was handed, which counts the global batch.
         rules: every rule that predicts the count; the first is in use. Empty: none does.
         times: the count is so many times what the rules count.
         count: in the batch that was observed.
@@ -61,6 +62,7 @@ class TermSpec:
     how: How = How.MEAN
     counts: tuple[int, ...] = ()
     own: tuple[int, ...] = ()
+    number: tuple[int, ...] = ()
     rules: tuple[Items, ...] = ()
     times: float = 1.0
     count: float = 1.0
@@ -185,7 +187,39 @@ class LossContract:
     def rules(self) -> tuple[Items, ...]:
         """Every way of counting that its terms need, ``items`` first."""
         main = () if self.items is None else (self.items,)
-        return tuple(dict.fromkeys((*main, *(each.rules[0] for each in self.terms if each.rules))))
+        return tuple(dict.fromkeys((*main, *(rule for each in self.terms for rule in self._rules_of(each)))))
+
+    def _rules_of(self, term: TermSpec) -> tuple[Items, ...]:
+        """Those that may count one term; a loss with one count is corrected, so that the first will do."""
+        # A cross entropy keeps the weight of its targets, also where it divides by a number that it was handed.
+        corrected = self.groups == 1 and (not term.handed or term.shape[0].startswith("NllLoss"))
+        return term.rules[:1] if corrected or term.how is not How.MEAN else term.rules
+
+    @property
+    def has_rules_to_compare(self) -> bool:
+        """Whether several rules fit a term of which one number does not correct a window."""
+        return any(len(self._rules_of(each)) > 1 for each in self.terms)
+
+    def is_ambiguous(self, totals: Mapping[Items, float]) -> bool:
+        """Whether two rules fit one term so far, and count a window differently.
+
+        Args:
+            totals: N by each of `rules`.
+        """
+        counted = ([totals[rule] for rule in self._rules_of(each)] for each in self.terms)
+        return any(max(each) - min(each) > 1e-6 * max(each) for each in counted if len(each) > 1)
+
+    def narrowed(self, before: LossContract | None) -> LossContract:
+        """The same with the rules that fit both now and ``before``, where any do."""
+        if before is None or [each.form for each in self.terms] != [each.form for each in before.terms]:
+            return self
+        pairs = zip(self.terms, before.terms, strict=True)
+        terms = [
+            replace(now, rules=tuple(rule for rule in now.rules if rule in then.rules) or now.rules)
+            for now, then in pairs
+        ]
+        counted = next((each.rules[0] for each in terms if each.how is How.MEAN and each.rules), self.items)
+        return replace(self, terms=tuple(terms), items=None if self.items is None else counted)
 
     @property
     def is_guess(self) -> bool:

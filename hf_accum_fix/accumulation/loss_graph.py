@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -74,9 +75,10 @@ class Path:
     Attributes:
         top: the highest node that belongs to this term alone; a hook there weighs the whole term.
         factors: from the loss down.
-        learnt: the topmost nodes of factors with a gradient of their own.
+        learnt: the products, or quotients, with factors that have a gradient of their own.
         above: how many of the factors stand above that node.
         added: something without a gradient is added on the way.
+        outer: how many of the factors stand above the loss that the model itself returned; None: it was not passed.
     """
 
     top: Any
@@ -84,6 +86,7 @@ class Path:
     learnt: tuple[Any, ...] = ()
     above: int = 0
     added: bool = False
+    outer: int | None = None
 
     def times(self, *factors: Factor) -> Path:
         """The same with more factors."""
@@ -136,7 +139,14 @@ class Term:
         return (self.name, self.readable, *((each.divides, each.learnt) for each in self.factors))
 
 
-def read(loss: Tensor, stops: Collection[Any] = (), *, inside: bool = False, deep: bool = False) -> list[Term]:
+def read(
+    loss: Tensor,
+    stops: Collection[Any] = (),
+    *,
+    inside: bool = False,
+    deep: bool = False,
+    returned: Collection[Any] = (),
+) -> list[Term]:
     """The terms of a loss; none: it has no gradient.
 
     Args:
@@ -144,22 +154,29 @@ def read(loss: Tensor, stops: Collection[Any] = (), *, inside: bool = False, dee
         stops: nodes that are terms whatever stands below them, such as a router's loss.
         inside: look into means and sums of stacked numbers; else they are leaves, and their numbers rows.
         deep: look for numbers inside of a sum, too; this unpacks tensors that autograd has kept.
+        returned: nodes of losses that the model itself returned.
     """
     if loss.grad_fn is None:
         return []
     # A dispatch mode hands on no Python number that autograd has wrapped.
     if torch._C._len_torch_dispatch_stack():
         with _disable_current_modes():
-            terms = read(loss, stops, inside=inside, deep=deep)
+            terms = read(loss, stops, inside=inside, deep=deep, returned=returned)
             return [replace(each, path=each.path.on_host()) for each in terms]
+    walk = partial(_terms, stops=stops, returned=returned, inside=inside, deep=deep)
     path = Path(loss.grad_fn)
-    terms = list(islice(_terms((loss.grad_fn, loss.output_nr), path, stops, inside, deep), _MOST_TERMS + 1))
+    terms = list(islice(walk((loss.grad_fn, loss.output_nr), path), _MOST_TERMS + 1))
     return terms if len(terms) <= _MOST_TERMS else [Term("too many terms", loss.grad_fn, path, readable=False)]
 
 
-def _terms(edge: Edge, path: Path, stops: Collection[Any], inside: bool, deep: bool) -> Iterator[Term]:
+def _terms(
+    edge: Edge, path: Path, *, stops: Collection[Any], returned: Collection[Any], inside: bool, deep: bool
+) -> Iterator[Term]:
+    walk = partial(_terms, stops=stops, returned=returned, inside=inside, deep=deep)
     while True:
         node, output = edge
+        if node in returned:
+            path = replace(path, outer=len(path.factors))
         name, edges = type(node).__name__, node.next_functions
         does = _does(node)
         live = [each for each in edges if each[0] is not None]
@@ -175,10 +192,10 @@ def _terms(edge: Edge, path: Path, stops: Collection[Any], inside: bool, deep: b
             if inside and stacked:
                 path = path.times(Factor(float(len(stacked)), divides=True)) if does == "mean" else path
                 for each in stacked:
-                    yield from _terms(each, path.below(each[0]), stops, inside, deep)
+                    yield from walk(each, path.below(each[0]))
                 return
             divides = reduction == 1 or does == "mean"
-            own = _own_factors(node, name, reduction, live[0][0], does, deep)
+            own = _own_factors(node, name, reduction, live[0], does, deep)
             yield Term(name, node, path.times(*own), True, len(stacked), divides, len(own) - divides)
             return
         if does == "pass":
@@ -194,7 +211,7 @@ def _terms(edge: Edge, path: Path, stops: Collection[Any], inside: bool, deep: b
             paths = [path if sign == 1 else path.times(Factor(sign)) for _, sign in signed]
             if len(live) > 1:
                 for each, below in zip(live, paths, strict=True):
-                    yield from _terms(each, below.below(each[0]), stops, inside, deep)
+                    yield from walk(each, below.below(each[0]))
                 return
             # Below what is added, which has no gradient.
             edge, path = live[0], replace(paths[0].below(live[0][0]), added=True)
@@ -203,7 +220,7 @@ def _terms(edge: Edge, path: Path, stops: Collection[Any], inside: bool, deep: b
         elif does in ("mul", "div") and (side := _learnt_side(edges, does)) is not None:
             value = (node._saved_other if side else node._saved_self).detach()
             path = path.times(Factor(value, divides=does == "div", learnt=True))
-            edge, path = edges[1 - side], replace(path, learnt=(*path.learnt, edges[side][0]))
+            edge, path = edges[1 - side], replace(path, learnt=(*path.learnt, node))
         else:
             break
     yield Term(name, node, path, readable=False)
@@ -242,21 +259,22 @@ def _stacked(node: Any) -> list[Edge]:
     return live if all(numbers) else []
 
 
-def _own_factors(node: Any, name: str, reduction: int, below: Any, does: str, deep: bool) -> list[Factor]:
+def _own_factors(node: Any, name: str, reduction: int, below: Edge, does: str, deep: bool) -> list[Factor]:
     """The numbers that stand inside of a mean or sum, and last what the reduction divides by."""
     if reduction == 2:
         return []
     if reduction:
         total = getattr(node, "_saved_total_weight", None)
-        shape = _shape(below)
+        shape = _shape(below[0])
         return [Factor(float(math.prod(shape[:1] if name in _BY_ROW else shape)) if total is None else total, True)]
     inner = list(_inner(below)) if deep else []
     return [*inner, Factor(float(node._saved_self_sym_numel), True)] if does == "mean" else inner
 
 
-def _inner(node: Any) -> Iterator[Factor]:
+def _inner(edge: Edge) -> Iterator[Factor]:
     """The numbers that the elements of a sum are multiplied by, or divided by, before they are added."""
-    while node is not None and node.next_functions:
+    while edge[0] is not None and edge[0].next_functions:
+        node, output = edge
         does, edges = _does(node), node.next_functions
         if does == "neg":
             yield Factor(-1.0)
@@ -272,18 +290,19 @@ def _inner(node: Any) -> Iterator[Factor]:
             yield found[1]
         elif does != "pass":
             return
-        node = edges[0][0]
+        # A node of several inputs and outputs hands on one to one.
+        edge = edges[output] if type(node).__name__.startswith("_DDP") else edges[0]
 
 
 def _learnt_side(edges: Any, does: str) -> int | None:
     """Which of two factors is a function of parameters alone; None: neither, or both."""
-    found = [side for side in (0, 1) if _is_learnt(edges[side][0])]
+    found = [side for side in (0, 1) if is_learnt(edges[side][0])]
     if len(found) != 1 or (does == "div" and found[0] == 0):
         return None
     return found[0]
 
 
-def _is_learnt(node: Any, left: int = _MOST_NODES) -> bool:
+def is_learnt(node: Any, left: int = _MOST_NODES) -> bool:
     """Whether a number is a function of single parameters: no tensor stands between it and them."""
     if node is None or left == 0:
         return left > 0
@@ -296,6 +315,6 @@ def _is_learnt(node: Any, left: int = _MOST_NODES) -> bool:
         is_leaf = below is not None and type(below).__name__ == "AccumulateGrad"
         if is_leaf and not picks and math.prod(_shape(below)) != 1:
             return False
-        if not _is_learnt(below, left - 1):
+        if not is_learnt(below, left - 1):
             return False
     return True

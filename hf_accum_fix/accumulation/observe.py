@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_accum_fix.accumulation.agreement import Gather, InStep
-from hf_accum_fix.accumulation.conclude import NUMBERS, OF_THE_SPLIT, Setting, conclude
+from hf_accum_fix.accumulation.conclude import NUMBERS, OF_THE_SPLIT, OPAQUE, Setting, conclude, number_rule, with_rules
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Coupling, How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.loss_graph import read
@@ -40,6 +40,7 @@ from hf_accum_fix.accumulation.reading import (
 )
 from hf_accum_fix.accumulation.rules import listed_targets, ways_of_counting
 from hf_accum_fix.accumulation.samples import Split, splits
+from hf_accum_fix.accumulation.window import Weightless
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -71,9 +72,10 @@ def observe(
         more_steps: a context in which the arguments say other accumulation steps.
         gather: as for `InStep`.
     """
+    # A repeated sample shows as much as any.
+    window = [dict(batch) if isinstance(batch, Weightless) else batch for batch in window]
     sharded = holds_shards(model)
     listed = any(next(listed_targets(batch), None) is not None for batch in window)
-    norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
     numbers: tuple[float | None, ...] = NUMBERS if setting.hands_number or setting.hands_own else (None, None, None)
     if setting.only_shows:
         numbers = (None, None, NUMBERS[2])
@@ -82,26 +84,37 @@ def observe(
         undisturbed(model, *others, leave=leave, sharded=sharded) as state,
         InStep(gather) as ranks,
     ):
+        norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
 
-        def run(batch: Mapping[str, Any], number: float | None, within: Any = nullcontext) -> Reading:
+        def put_back() -> None:
             state.restore()
             model.train()
+
+        def run(batch: Mapping[str, Any], number: float | None, within: Any = nullcontext) -> Reading:
             try:
                 return read_batch(call, batch, number, device, head, within, listed=listed, keep=False)
             except ForgottenError:
                 # A penalty on the gradient, adversarial noise.
-                state.restore()
+                put_back()
                 return read_batch(call, batch, number, device, head, within, listed=listed, keep=True)
 
         def run_all(split: Split) -> list[Reading]:
             handed = (None, None, None) if setting.only_shows and not split.apart else numbers
-            readings = [run(batch, number) for batch, number in zip(split[:3], handed, strict=True)]
-            if setting.only_shows and len(readings[2].terms) != len(readings[1].terms):
+            readings: list[Reading] = []
+            for batch, number in zip(split[:3], handed, strict=True):
+                if readings:
+                    put_back()
+                readings.append(run(batch, number))
+            hidden = any(each.name.startswith(OPAQUE) for each in readings[2].terms)
+            if setting.only_shows and (hidden or len(readings[2].terms) != len(readings[1].terms)):
+                handed_one.append(readings[2].loss)
+                put_back()
                 readings[2] = run(split.other, None)
             return readings
 
         found, whole, trouble = None, None, None
-        wrote, writes, settled = False, False, False
+        handed_one: list[float] = []
+        wrote, writes, settled, divides = False, False, False, False
         search = splits(window)
         split = next(search)
         # Ranks run as many forwards, since a custom loss may run collectives of its own.
@@ -120,10 +133,13 @@ def observe(
                 wrote = True
                 last = readings[-1] if readings else None
                 number = last.number if last else None
-                again = read_batch(call, split.other, number, device, head, nullcontext, listed=listed, keep=False)
+                again = run(split.other, number)
                 writes = writes or (last is not None and again.loss != last.loss)
+            put_back()
+            if readings and handed_one:
+                divides = _divides_unseen(readings[2].loss, handed_one.pop())
             if readings and not settled:
-                latest = conclude(readings, window, replace(setting, apart=split.apart))
+                latest = conclude(readings, window, replace(setting, apart=split.apart, again=found is not None))
                 was_guess = found is not None and found.is_guess
                 better = _better(found, latest)
                 found, whole = better, readings[0] if better is latest else whole
@@ -134,16 +150,40 @@ def observe(
         if found is None and trouble is not None:
             raise trouble
         assert found is not None and whole is not None
+        hidden = any(each.handed and not each.rules for each in found.terms)
+        alone = None
+        if ranks.any(hidden and setting.custom and not setting.func):
+            try:
+                alone = run(whole.batch, None)
+            except Exception:
+                logger.debug("a loss needs its number", exc_info=True)
+            put_back()
+        if found.by_number and any(each.handed for each in found.terms):
+            found = with_rules(found, alone)
         suspected = suspects(found, whole, setting) if setting.custom or setting.func else []
         if ranks.any(bool(suspected)):
             more = run(whole.batch, whole.number, more_steps)
             found = own_division(found, suspected, whole, more, setting) if suspected else found
+    if divides and found.reduction is Reduction.PLAIN:
+        # Its kernel divides by the number: it is handed one, as stock does.
+        rule = number_rule(whole.batch, window, setting)
+        found = replace(found, reduction=Reduction.NUMBER, items=rule, terms=())
+        setting = replace(setting, hands_number=True)
     if writes:
         reason = "its forward writes state that the loss depends on, and so on the order of micro-batches"
         found = replace(found, doubt=found.doubt or reason)
     if norm is not None:
         found = _with_batch_norm(found, norm, setting)
+    if found.items is None and setting.hands_number:
+        # What it is handed counts as upstream does.
+        found = replace(found, items=number_rule(whole.batch, window, setting))
     return replace(found, custom=setting.custom, hands_number=setting.hands_number)
+
+
+def _divides_unseen(alone: float, handed: float) -> bool:
+    """Whether a loss that hides what it divides by is a mean alone, and its sum over the number where it gets one."""
+    items = NUMBERS[2] * handed / alone if alone else 0.0
+    return items >= 1 and abs(items - round(items)) <= 1e-3
 
 
 def _better(found: LossContract | None, latest: LossContract) -> LossContract:

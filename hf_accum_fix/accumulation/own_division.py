@@ -19,11 +19,12 @@ def suspects(found: LossContract, whole: Reading, setting: Setting) -> list[tupl
         (at, place)
         for at, (spec, seen) in enumerate(zip(found.terms, terms, strict=True))
         for place, value in enumerate(seen.factors)
-        if place not in (*spec.counts, *spec.own)
+        if place not in (*spec.counts, *spec.number)
         and value
         and not is_near(abs(value), 1.0)
-        # What a loss function of torch divides by is no trainer's.
+        # What a loss function of torch divides by is no trainer's, and what the model does neither.
         and not (seen.divides and place == len(seen.factors) - 1)
+        and place < seen.outer
     ]
 
 

@@ -347,6 +347,19 @@ def _generator_kept(value: Any) -> Callable[[], object]:
     return lambda: setattr(bits, "state", kept)
 
 
+def _without_fsdp_hooks(model: nn.Module) -> None:
+    """Take off the hooks that FSDP1 hangs on its parameters in a forward with gradient, for a backward that never came.
+
+    The next forward would keep them, on nodes of another dtype. As ``torch.distributed.fsdp`` does at a backward's end.
+    """
+    for module in model.modules():
+        parameter = getattr(getattr(module, "_handle", None), "flat_param", None)
+        hooks = getattr(parameter, "_post_backward_hook_state", None)
+        if parameter is not None and hooks is not None:
+            hooks[-1].remove()
+            del parameter._post_backward_hook_state
+
+
 @contextmanager
 def undisturbed(
     model: nn.Module, *others: object, leave: Iterable[object] = (), sharded: bool = False
@@ -363,4 +376,8 @@ def undisturbed(
     ):
         warnings.filterwarnings("ignore", message=".*None of the inputs have requires_grad.*")
         model.train()
-        yield state
+        try:
+            yield state
+        finally:
+            if sharded:
+                _without_fsdp_hooks(model)

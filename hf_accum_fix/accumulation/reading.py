@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_accum_fix.accumulation.loss_graph import Term, read
+from hf_accum_fix.accumulation.loss_graph import Term, is_learnt, read
 from hf_accum_fix.accumulation.noise import WithoutNoise
 from hf_accum_fix.accumulation.rules import ways_of_counting
 from hf_accum_fix.accumulation.values import Heard, listening
@@ -37,6 +38,9 @@ class Seen:
         within: numbers stand inside of the leaf's sum.
         added: something without a gradient is added to it.
         total: the weight of its targets, of a cross entropy; 0.0: the leaf does not show it.
+        learnt: it is a function of single parameters, and of no data.
+        outer: how many of the factors stand above the loss that the model itself returned.
+        shares_learnt: a factor with a gradient of its own is other terms', too.
     """
 
     name: str
@@ -53,6 +57,9 @@ class Seen:
     within: bool
     added: bool
     total: float
+    learnt: bool
+    outer: int
+    shares_learnt: bool
 
 
 @dataclass(frozen=True)
@@ -109,9 +116,10 @@ def read_batch(
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ContractError(f"got {type(loss).__name__} as the loss of a micro-batch; expected a tensor of one number")
     total = float(loss.detach())
+    shown = partial(read, loss, heard.routers, deep=True, returned=heard.returned)
     read_terms = [
         _filled([_seen(term, heard, batch, total if _is_alone(terms) else None) for term in terms], total)
-        for terms in (read(loss, heard.routers, deep=True), read(loss, heard.routers, inside=True, deep=True))
+        for terms in (shown(inside=False), shown(inside=True))
     ]
     return Reading(batch, number, total, loss.dtype, read_terms[0], read_terms[1], _random_state() != before)
 
@@ -154,6 +162,9 @@ def _seen(term: Term, heard: Heard, batch: Mapping[str, Any], alone: float | Non
         term.within > 0,
         term.path.added,
         total,
+        not term.readable and is_learnt(term.leaf),
+        len(factors) if term.path.outer is None else term.path.outer,
+        any(each.learnt for each in term.factors[: term.path.above]),
     )
 
 
@@ -197,8 +208,15 @@ def is_shifted(term: Term, batch: Mapping[str, Any]) -> bool | None:
         return None
     target = term.leaf._saved_target.flatten().to(labels)
     moved = torch.cat([labels[..., 1:], labels.new_full((*labels.shape[:-1], 1), -100)], dim=-1)
-    shifted = any(torch.equal(target, each.flatten()) for each in (labels[..., 1:], moved))
-    return shifted if shifted != torch.equal(target, labels.flatten()) else None
+    shifted, unshifted = [labels[..., 1:].flatten(), moved.flatten()], [labels.flatten()]
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == labels.shape:
+        # Some heads select what is attended to (LLaVA up to 4.49).
+        attended = mask.to(labels.device) != 0
+        shifted.append(labels[..., 1:][attended[..., 1:]])
+        unshifted.append(labels[attended])
+    is_one, is_other = (any(torch.equal(target, each) for each in ways) for ways in (shifted, unshifted))
+    return is_one if is_one != is_other else None
 
 
 def _random_state() -> tuple[Any, ...]:

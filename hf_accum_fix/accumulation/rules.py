@@ -63,10 +63,11 @@ def _mixed(counts: Sequence[float], batches: Sequence[Mapping[str, Any]]) -> Ite
 
 
 def is_padded(rule: Items, batch: Mapping[str, Any]) -> bool:
-    """Whether a rule counts every position of a text, padding among them."""
+    """Whether a rule counts every position of a text, and padding is among them."""
     if not rule.keys or rule.ignore_index is not None or rule.width_of is not None or rule.entry is not None:
         return False
-    return not batch[rule.keys[0]].is_floating_point()
+    mask = batch.get("attention_mask")
+    return isinstance(mask, Tensor) and not batch[rule.keys[0]].is_floating_point() and not bool(mask.all())
 
 
 def _is_close(a: float, b: float) -> bool:

@@ -47,10 +47,12 @@ class Heard:
     Attributes:
         values: of single numbers; None: they were not listened to.
         routers: the nodes of router losses, with their kinds ("aux_loss", "z_loss").
+        returned: the nodes of losses that the model itself returned.
     """
 
     values: Values | None = None
     routers: dict[Any, str] = field(default_factory=dict)
+    returned: set[Any] = field(default_factory=set)
 
 
 @contextmanager
@@ -65,7 +67,10 @@ def listening(contract: LossContract | None, head: nn.Module | None) -> Iterator
     heard = Heard(Values() if several else None)
 
     def note(module: nn.Module, given: Any, outputs: Any) -> None:
-        for key, value in outputs.items() if isinstance(outputs, Mapping) else ():
+        named = outputs if isinstance(outputs, Mapping) else {"loss": outputs[0]} if isinstance(outputs, tuple) else {}
+        for key, value in named.items():
+            if key == "loss" and isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None:
+                heard.returned.add(value.grad_fn)
             kind = next((kind for kind in ("aux_loss", "z_loss") if key == kind or key.endswith(f"_{kind}")), "")
             if kind and isinstance(value, Tensor) and value.grad_fn is not None:
                 heard.routers[value.grad_fn] = kind

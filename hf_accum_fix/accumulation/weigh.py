@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,11 +45,20 @@ class WindowCheck:
     changed: str = ""
     _seen: dict[int, list[Number]] = field(default_factory=dict)
     _predicted: dict[int, list[Number]] = field(default_factory=dict)
+    _unpredicted: set[int] = field(default_factory=set)
 
     def note(self, place: int, seen: Number, predicted: Number) -> None:
         """Take what one term of a micro-batch divided by, and what was predicted; ``place``: of its `TermSpec`."""
+        if self.contract.groups > 1 and place not in self._seen and _on_host(seen) and _on_host(predicted):
+            # No one number corrects several terms: the window's first micro-batch shows whether its rule holds.
+            other = abs(float(seen) - float(predicted)) > 1e-6 * abs(float(predicted))
+            self._unpredicted |= {place} if other else set()
         self._seen.setdefault(place, []).append(seen)
         self._predicted.setdefault(place, []).append(predicted)
+
+    def is_unpredicted(self, place: int) -> bool:
+        """Whether no rule counts a term in this window: then it gets the plain mean over micro-batches."""
+        return place in self._unpredicted
 
     @property
     def counted(self) -> bool:
@@ -78,6 +87,10 @@ class WindowCheck:
                 seen, wanted = seen.sum(), wanted.sum()
             flags.append(((seen - wanted).abs() > 1e-6 * wanted).any())
         return torch.stack(flags).any()
+
+
+def _on_host(number: Number) -> bool:
+    return not isinstance(number, Tensor) or number.device.type == "cpu"
 
 
 def _stacked(counts: Sequence[Number], device: torch.device) -> Tensor:
@@ -149,24 +162,34 @@ def weigh(
         return _weighed_by_sample(loss, contract.items, cut, check, inputs, predicted, weightless=weightless)
     terms = read(loss, heard.routers, inside=contract.inside, deep=contract.deep)
     matched = _matched(terms, contract.terms)
-    if cut.is_whole and not weightless:
-        _note_number(terms, contract, check)
+    if cut.is_whole and not weightless and not any(each.own for each in contract.terms):
+        _note_number(terms, contract, check, predicted)
         return _ready(loss, cut.left, cut)
     if matched is None and weightless:
         return _ready(loss, math.inf, cut)
     if matched is None:
         names = sorted({each.name for each in terms}) or ["none with a gradient"]
         check.changed = f"its loss has other terms than when it was observed: {', '.join(names)}"
-        return _ready(loss, cut.left, cut)
+        if contract.terms[0].number:
+            # It divides by the number of the global batch, whatever its terms are.
+            return _ready(loss, cut.left / cut.micro_batches, cut)
+        # A trainer that divides for the window goes on to.
+        scaled = next((each for each in contract.terms if each.own or each.as_stock), None)
+        return _ready(loss, cut.left, cut, None if scaled is None else replace(scaled, as_stock=True))
     weights: list[tuple[Term, Number, TermSpec]] = []
     for place, (spec, found) in enumerate(matched):
         if found:
             rule = spec.rules[0] if spec.rules else None if cut.is_corrected else contract.items
-            counts = _counts(spec, rule, found[0], cut, inputs, predicted, loss)
-            if counts is not None:
+            value = None if len(found) > 1 or contract.groups == 1 else _value(found[0], heard.values)
+            value = loss.detach() if value is None else value
+            counts = _counts(spec, rule, found[0], cut, inputs, predicted, value)
+            if counts is not None and (spec.handed or not spec.as_stock):
                 noted = (0.0, 0.0) if weightless else (counts.seen, counts.predicted)
                 check.note(place, *(noted if spec.times == 1.0 else (each / spec.times for each in noted)))
-            weight = _weight(spec, rule, found[0], counts, cut, weightless=weightless)
+            if spec.how is How.ROUTER and spec.counts:
+                _check_padded(spec, found[0], inputs, check)
+            plain = check.is_unpredicted(place)
+            weight = _weight(spec, rule, found[0], counts, cut, weightless=weightless, plain=plain)
             weights += [(term, weight, spec) for term in found]
             for term in found if counts is not None else ():
                 if counts is not None and (counts.by_hand or term.path.learnt):
@@ -176,12 +199,14 @@ def weigh(
     return _hooked(loss, weights, heard.values, cut, added=contract.added)
 
 
-def _note_number(terms: Sequence[Term], contract: LossContract, check: WindowCheck) -> None:
+def _note_number(
+    terms: Sequence[Term], contract: LossContract, check: WindowCheck, predicted: Mapping[Items, Tensor]
+) -> None:
     """The only micro-batch of a global batch is right as it is, unless it divides by a number of other items."""
-    for term in terms[:1] if contract.by_number else ():
-        total = getattr(term.leaf, "_saved_total_weight", None)
-        if total is not None and not term.divides and any(each.divides for each in term.factors):
-            check.note(0, total, _product([each for each in term.factors if each.divides]))
+    for term, spec in zip(terms[:1], contract.terms, strict=False):
+        total = getattr(term.leaf, "_saved_total_weight", predicted.get(spec.rules[0]) if spec.rules else None)
+        if spec.handed and spec.shape == term.shape and total is not None and not term.divides:
+            check.note(0, total, _product([term.factors[at] for at in (spec.number or spec.counts)]))
 
 
 def _ready(loss: Tensor, weight: Number, cut: Cut, spec: TermSpec | None = None) -> Weighed:
@@ -209,6 +234,13 @@ def _weighed_by_sample(
     check.note(0, count, 0.0 if weightless else predicted.get(rule, count))
     summed = sum_of_samples(loss, rule, inputs)
     return _ready(summed, math.inf if weightless else cut.left_means[rule], cut)
+
+
+def _check_padded(spec: TermSpec, term: Term, inputs: Mapping[str, Any], check: WindowCheck) -> None:
+    """A mean over padding as well is one per micro-batch, unless it leaves padding out in a batch that has some."""
+    divisor, counted = _product([term.factors[at] for at in spec.counts]), spec.rules[0].count(inputs)
+    if _on_host(divisor) and _on_host(counted) and abs(float(divisor) - float(counted) * spec.times) > 1e-6 * divisor:
+        check.changed = f"{term.name} is not over every position of a text, as it was when it was observed"
 
 
 def _matched(terms: Sequence[Term], specs: Sequence[TermSpec]) -> list[tuple[TermSpec, list[Term]]] | None:
@@ -250,48 +282,64 @@ def _counts(
     cut: Cut,
     inputs: Mapping[str, Any],
     predicted: Mapping[Items, Tensor],
-    loss: Tensor,
+    value: Tensor,
 ) -> Counts | None:
-    """What a term divides by; None: no items."""
-    if spec.how is not How.MEAN or (spec.handed and spec.own):
+    """What a term of this value divides by; None: no items."""
+    if spec.how is not How.MEAN or spec.number:
         return None
     by_rule: Number = spec.count
     if rule is not None:
         counted = predicted[rule] if rule in predicted else rule.count(inputs, cut.mean.device)
         by_rule = counted if spec.times == 1.0 else counted * spec.times
     divisor = by_rule if not spec.counts else _product([term.factors[at] for at in spec.counts])
+    is_function = term.divides and spec.counts == (len(term.factors) - 1,)
+    if not is_function and isinstance(divisor, Tensor) and divisor.is_floating_point():
+        # A loss over nothing, by which another is divided.
+        divisor = divisor.nan_to_num(0.0)
     seen = divisor
     if spec.handed:
         seen = by_rule if spec.place is None else getattr(term.leaf, "_saved_total_weight", by_rule)
     if isinstance(seen, Tensor) and seen.dtype.itemsize < 4:
         # A count in 16 bits is rounded.
         seen = by_rule
-    is_function = term.divides and spec.counts[-1:] == (len(term.factors) - 1,)
     if rule is not None and rule.entry is not None:
         # Heads with a list of targets divide by 1 where there is none.
         seen = seen if float(rule.count(inputs)) else 0.0
     elif not is_function and spec.counts and not spec.handed:
         # So do masks whose sum is clamped.
-        nothing = loss.detach() == 0
-        seen = seen * ~(nothing & (torch.as_tensor(seen, device=loss.device) == 1))
+        nothing = value == 0
+        if rule is not None:
+            counted = torch.as_tensor(by_rule, device=value.device)
+            # One item may have a loss of zero.
+            nothing = (counted == 0) | (nothing & (counted != 1))
+        seen = seen * ~(nothing & (torch.as_tensor(seen, device=value.device) == 1))
     return Counts(divisor, seen, by_rule, not is_function)
 
 
 def _weight(
-    spec: TermSpec, rule: Items | None, term: Term, counts: Counts | None, cut: Cut, *, weightless: bool
+    spec: TermSpec,
+    rule: Items | None,
+    term: Term,
+    counts: Counts | None,
+    cut: Cut,
+    *,
+    weightless: bool,
+    plain: bool,
 ) -> Number:
     """What to divide a term by, so that its sum over micro-batches, averaged over ranks, is right."""
     if weightless and (counts is not None or spec.handed or spec.how is How.SUM):
         return math.inf
+    own = _product([term.factors[at] for at in spec.own])
     if counts is None and spec.handed:
         # It was divided by the items of the global batch: the engine's mean over ranks is all that follows.
-        return cut.left / cut.micro_batches
-    own = _product([term.factors[at] for at in spec.own])
+        return cut.left / cut.micro_batches / own
     if counts is None or (spec.as_stock and not spec.handed):
         items = cut.micro_batches * cut.world_size if spec.how is How.SUM else 1
         return cut.left / items / own
     mean: Number = spec.count * cut.left
-    if rule is not None:
+    if plain:
+        mean = counts.seen * cut.left
+    elif rule is not None:
         mean = cut.left_means[rule] if spec.times == 1.0 else cut.left_means[rule] * spec.times
     # What is not corrected in the end is weighed as predicted, or its scale would be another.
     as_predicted = not cut.is_corrected and not spec.handed
@@ -328,8 +376,10 @@ def _keep_finite(term: Term, count: Number) -> None:
             return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)
         return tuple(None if grad is None else grad.masked_fill((count == 0).to(grad.device), 0.0) for grad in grads)
 
-    for node in (term.leaf, *term.path.learnt):
-        node.register_prehook(zero)
+    term.leaf.register_prehook(zero)
+    for node in term.path.learnt:
+        # Of what it hands on alone: others may hold the same factor.
+        node.register_hook(lambda grads, _: zero(grads))
 
 
 def _hooked(
@@ -347,6 +397,8 @@ def _hooked(
     blank: Number | None = None
     leaves = [term.leaf for term, *_ in weights]
     handed = any(spec.as_stock and spec.handed for *_, spec in weights)
+    # A node of others cannot be weighed: the loss is, and every term beside that.
+    base = next((weight for term, weight, _ in weights if _is_shared(term.path.top)), cut.left)
     for term, weight, spec in weights:
         value = _value(term, values)
         if value is None:
@@ -357,19 +409,24 @@ def _hooked(
             total = total + value
         if spec.as_stock and value is not None:
             kept = value if kept is None else kept + value
-        is_mean = isinstance(weight, float) and weight == cut.left and not spec.as_stock
+        is_base = isinstance(weight, float) and isinstance(base, float) and weight == base and not spec.as_stock
         # A node takes what all of its terms send it, a parameter's what others send it, too.
         top = term.leaf if leaves.count(term.leaf) > 1 else term.path.top
-        if top not in tops and not is_mean and type(top).__name__ != "AccumulateGrad":
+        if top not in tops and not is_base and not _is_shared(top):
             tops.add(top)
-            relative = weight if cut.left == 1 else weight / cut.left
+            relative = weight if isinstance(base, float) and base == 1 else weight / base
             top.register_prehook(_scaled(relative, stock if spec.as_stock else None))
     if added or blank is not None:
         # What has no value of its own is left over.
-        blank = cut.left if added or blank is None else blank
+        blank = base if added or blank is None else blank
         total = total + _settled(rest / _cast(blank, rest), blank)
     total = total if cut.engine_divisor == 1 else total / cut.engine_divisor
-    return Weighed(loss / cut.left, total, None if kept is None else kept / cut.engine_divisor, handed, stock)
+    return Weighed(loss / _cast(base, loss), total, None if kept is None else kept / cut.engine_divisor, handed, stock)
+
+
+def _is_shared(node: Any) -> bool:
+    """Whether a node also takes what others than one term send it: a parameter, or the parts of one."""
+    return type(node).__name__ == "AccumulateGrad" or len(node._input_metadata) > 1
 
 
 def _value(term: Term, values: Values | None) -> Tensor | None:

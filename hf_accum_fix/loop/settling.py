@@ -61,7 +61,7 @@ def settle(run: LoopRun, model: nn.Module | None, window: Sequence[Batch]) -> Lo
         except Exception as error:
             return None, error
 
-    was_settled = run.is_settled
+    was_settled, before = run.is_settled, run.contract
     contract = counting.settle(
         run,
         run,
@@ -73,7 +73,7 @@ def settle(run: LoopRun, model: nn.Module | None, window: Sequence[Batch]) -> Lo
     if run.world_size == 1:
         # A loop has no log to read with; on several ranks this takes one more collective.
         run.closing.corrects = contract.is_read
-    if model is not None and not was_settled:
+    if model is not None and (not was_settled or contract is not before):
         if run.is_settled:
             _announce(run, model, len(window), contract)
         if run.is_settled or contract.reason != NO_TARGET_SEEN:

@@ -209,6 +209,7 @@ class AccumulationWindow:
     def _end(self, model: nn.Module) -> None:
         """Correct the gradient of a window whose loss calls counted otherwise than its rule; say what changed."""
         times = self._windows._run.closing.end(self._windows._run, [*self._checks.values()])
+        self._windows._run.reconsider_if_other()
         if times is not None:
             scale_gradients(model, times)
             self._loss = None if self._loss is None else self._loss * times

@@ -32,6 +32,7 @@ def end_window(trainer: TrainerLike, session: Session, window: Window) -> Tensor
         return None
     left_out = len(window.batches) - window.steps_run
     times = session.closing.end(TrainerRun(trainer, session), checks, left_out)
+    session.reconsider_if_other()
     if times is not None:
         scale_gradients(trainer.model_wrapped, times)
     return times
@@ -53,7 +54,7 @@ def exact_windows_logged(trainer: TrainerLike, session: Session) -> Iterator[Non
             # Waits for nothing: the loss was read just now.
             read_certificates(trainer, session)
             if session.inexact_windows and is_cut(trainer):
-                logs[EXACT_WINDOWS] = session.windows.exact if session.can_be_exact else 0
+                logs[EXACT_WINDOWS] = session.windows.exact if session.can_be_exact or session.reconsidered else 0
         return original(logs, *args, **kwargs)
 
     with shadow(trainer, "log", log):

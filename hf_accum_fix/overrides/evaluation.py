@@ -103,7 +103,7 @@ def _handed(compute_loss: Callable[..., Any], number: Tensor | None) -> Callable
 
 def _why_not(contract: LossContract) -> str:
     """Why there is no mean over items; empty where there is one."""
-    if len(contract.rules) > 1:
+    if contract.groups > 1 and len(contract.rules) > 1:
         return "the loss is a sum of terms, each a mean over items of its own"
     if contract.reduction in _WEIGHTED:
         return ""

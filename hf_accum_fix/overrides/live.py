@@ -100,3 +100,9 @@ def remakes_inputs(trainer: TrainerLike) -> bool:
         defining = (next((c for c in kind.__mro__ if name in vars(c)), Trainer) for name in names)
         known = _REMAKES[kind] = any(each.__module__ not in ours for each in defining)
     return known or "compute_loss" in vars(trainer)
+
+
+def counts_itself(trainer: TrainerLike) -> bool:
+    """Whether the trainer has its own way to count the items of a window."""
+    method = getattr(type(trainer), "_get_num_items_in_batch", None)
+    return method is not None and method.__module__ != Trainer.__module__

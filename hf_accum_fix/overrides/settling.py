@@ -36,7 +36,7 @@ def settle_contract(
         session.contract, session.observed_for, session.attempts = None, computed_by, 0
         session.passes_number = accepts_number(trainer) and takes_number(trainer.model_wrapped)
         session.closing.corrects = False
-    was_settled = session.is_settled
+    was_settled, before = session.is_settled, session.contract
     if options.contract is not None:
         if not was_settled:
             session.take(_given(trainer, session, options.contract))
@@ -53,7 +53,7 @@ def settle_contract(
         )
     contract = session.contract
     assert contract is not None
-    if not was_settled:
+    if not was_settled or contract is not before:
         if session.is_settled:
             check_dealing(trainer, contract, options)
         if contract.reason != NO_TARGET_SEEN or session.is_settled:
@@ -64,7 +64,7 @@ def settle_contract(
 def _warn(trainer: TrainerLike, session: Session, found: LossContract) -> None:
     """Say once why a loss is not exact, where it shows."""
     # A number, or a shift, may be wrong even where nothing is cut.
-    wrong_when_whole = found.reason == SHIFT_UNKNOWN or (found.by_number and not found.conclusive)
+    wrong_when_whole = SHIFT_UNKNOWN in (found.reason, found.doubt) or (found.by_number and not found.conclusive)
     itself = found.custom and scales_itself(trainer)
     outcome = "stays as the trainer scales it" if itself else "gets the plain mean over micro-batches"
     for kind, words in counting.remarks(head_name(trainer), found, session.attempts, outcome=outcome):

@@ -26,7 +26,7 @@ from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.announcing import announce
 from hf_accum_fix.overrides.certifying import end_window, gradient_versions
 from hf_accum_fix.overrides.forward import base_loss, compute_loss_of
-from hf_accum_fix.overrides.live import bare_model, loss_func, remakes_inputs, scales_itself
+from hf_accum_fix.overrides.live import bare_model, counts_itself, loss_func, remakes_inputs, scales_itself
 from hf_accum_fix.overrides.precision import adding
 from hf_accum_fix.overrides.routing import in_the_window, note_routing
 from hf_accum_fix.overrides.session import MicroBatch, Session, Window, session_of
@@ -100,10 +100,8 @@ def _loss_in_window(
     contract, cut = window.contract, window.cut
     if contract.is_read or contract.custom:
         number = cut.number.ceil() if contract.reduction is Reduction.INTEGER else cut.number
-        by_sample = contract.items is not None and contract.items.per_sample
-        if cut.is_whole and given is not None and not by_sample:
-            # To the bit as it is in stock.
-            return base_loss(trainer, model, inputs, given)
+        if cut.is_whole and given is not None and (not contract.by_number or counts_itself(trainer)):
+            number = given
         asks = given is not None if contract.custom else contract.hands_number
         handed = number if asks or loss_func(trainer) is not None else None
         loss, outputs = base_loss(trainer, model, inputs, handed)
