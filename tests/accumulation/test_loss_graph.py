@@ -435,11 +435,12 @@ def test_factors_above_the_top_of_a_term(loss: Loss, above: list[int]) -> None:
     assert [term.path.above for term in read(loss(Learnt()))] == above
 
 
-def test_the_nodes_of_learnt_factors() -> None:
+def test_the_products_with_learnt_factors() -> None:
     x = Learnt()
     factor = torch.exp(-x.scale)
-    (term, _) = read(factor * x.ce + x.scale)
-    assert term.path.learnt == (factor.grad_fn,)
+    product = factor * x.ce
+    (term, _) = read(product + x.scale)
+    assert term.path.learnt == (product.grad_fn,)
 
 
 @pytest.mark.parametrize(

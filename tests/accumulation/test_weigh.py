@@ -241,7 +241,7 @@ CASES = [
     Case(
         "the number handed in, by which a trainer scales itself",
         lambda m, b, n: m.ce(b, "sum") / n,
-        (spec("NllLoss", "/", own=(0,), rules=(TARGETS,), handed=True),),
+        (spec("NllLoss", "/", number=(0,), rules=(TARGETS,), handed=True),),
         lambda m, b: m.ce(b),
         Reduction.NUMBER,
         handed=8.0,
@@ -353,7 +353,25 @@ def test_plain_averaging_would_be_wrong(case: Case) -> None:
     assert max(off) > 1e-3
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+UNDIVIDED = [case for case in CASES if not any(each.own for each in case.contract.terms)]
+
+
+def test_one_micro_batch_is_not_divided_for_a_longer_window() -> None:
+    """The last window of an epoch: a trainer divides by the steps of its arguments, and there is one micro-batch."""
+    case, model, whole = named("a division by the steps"), Model(), Model()
+    batch = WINDOW[0]
+    totals = [rule.count(batch) for rule in case.contract.rules]
+    cut = replace(Cut.of(case.contract, totals[0], 1, 1, totals[1:]), number=torch.tensor(3.0, dtype=torch.float64))
+    weighed = run_one(case, model, batch, cut, WindowCheck(case.contract))
+    weighed.loss.backward()
+    assert case.whole is not None
+    loss = case.whole(whole, batch)
+    loss.backward()
+    assert torch.allclose(weighed.loss, loss, rtol=1e-12) and torch.allclose(weighed.value, loss, rtol=1e-12)
+    assert torch.allclose(model.weight.grad, whole.weight.grad, rtol=1e-12)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", UNDIVIDED, ids=lambda case: case.name)
 def test_one_micro_batch_that_is_the_global_batch_is_as_it_was_to_the_bit(case: Case) -> None:
     model, own = Model(), Model()
     contract, number = case.contract, torch.tensor(3.0, dtype=torch.float64)

@@ -53,7 +53,8 @@ def test_a_window_that_is_not_exact_is_missing_from_the_log_at_once(penalised: t
     exact = [sum(step not in penalised for step in range(upto)) for upto in range(1, STEPS + 1)]
     assert logged(ran) == [None] * penalised[0] + exact[penalised[0] :]
     assert observations.recorded()[-1]["inexact_windows"] == len(penalised)
-    assert len(ran.warned) == 1 and f"window {penalised[0] + 1}" in ran.warned[0]
+    # Observed again after the first of them, the loss of the next has a reason of its own.
+    assert len(ran.warned) == len(penalised) and f"window {penalised[0] + 1}" in ran.warned[0]
 
 
 def test_other_logs_are_left_as_they_are() -> None:

@@ -40,7 +40,7 @@ def test_every_family_and_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.backends
-@pytest.mark.parametrize("forward", [pytest.param(5, id="recognising"), pytest.param(8, id="counting")])
+@pytest.mark.parametrize("forward", [pytest.param(2, id="recognising"), pytest.param(5, id="counting")])
 def test_a_rank_that_fails_before_the_collective_stops_the_other(forward: int) -> None:
     out = torchrun("tests.router.failing_rank", str(forward), timeout=120).stdout
     assert "rank 1 raised ValueError: out of luck" in out
