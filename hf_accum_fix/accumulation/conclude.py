@@ -17,7 +17,7 @@ from hf_accum_fix.accumulation.contract import (
     Reduction,
     TermSpec,
 )
-from hf_accum_fix.accumulation.reading import Reading, Seen, is_near, product
+from hf_accum_fix.accumulation.reading import Reading, Seen, is_near
 from hf_accum_fix.accumulation.rules import is_padded, listed_targets, matching_rules, ways_of_counting
 from hf_accum_fix.accumulation.window import Items, sample_count
 
@@ -226,13 +226,18 @@ _NO_ITEMS = "none of its terms is divided by a count"
 _COUPLED = "the samples of a batch are coupled: its loss is no weighted mean of its parts' losses (in-batch negatives)"
 
 
+def _rests(candidates: Sequence[Candidate], readings: Sequence[Reading]) -> tuple[float, ...]:
+    """What the values of some terms leave of the loss of each forward."""
+    return tuple(
+        reading.loss - math.fsum(each.values[at] or 0.0 for each in candidates) for at, reading in enumerate(readings)
+    )
+
+
 def _adds_a_constant(candidates: Sequence[Candidate], readings: Sequence[Reading], tolerance: float) -> bool:
     """Whether what is added to the terms without a gradient is the same for every batch."""
     if any(None in each.values for each in candidates):
         return False
-    rests = [
-        reading.loss - math.fsum(each.values[at] or 0.0 for each in candidates) for at, reading in enumerate(readings)
-    ]
+    rests = _rests(candidates, readings)
     return max(rests) - min(rests) <= tolerance * max(abs(reading.loss) for reading in readings)
 
 
@@ -243,10 +248,7 @@ def _adds_a_mean(candidates: Sequence[Candidate], readings: Sequence[Reading], t
     counts = candidates[0].counts
     if candidates[0].spec.how is not How.MEAN or len(counts) < len(readings):
         return False
-    sums = [
-        n * (reading.loss - math.fsum(each.values[at] or 0.0 for each in candidates))
-        for at, (n, reading) in enumerate(zip(counts, readings, strict=True))
-    ]
+    sums = [n * rest for n, rest in zip(counts, _rests(candidates, readings), strict=True)]
     return abs(sums[0] - sums[1] - sums[2]) <= tolerance * abs(counts[0] * readings[0].loss)
 
 
@@ -324,25 +326,21 @@ def _candidate(
     moving: list[int] = []
     whole = False
     for at, values in enumerate(zip(*(each.factors for each in first), strict=True)):
-        if place is None and first[0].divides and at == len(first[0].factors) - 1:
+        is_own = first[0].is_own_count(at)
+        if place is None and is_own:
             # The items of a row are its own.
             continue
         if (form := _form_of_number(values, numbers)) is not None:
             (own if form == "own" else handed).append(at)
             whole = whole or form == "integer"
             continue
-        is_own = first[0].divides and at == len(first[0].factors) - 1
         # A loss function's own count is one, though it may be the same in every micro-batch.
         same = is_near(values[0], values[1]) and is_near(values[0], values[2])
         of_list = listed is not None and first[0].shape[2:][at][0] and list(values) == listed
         if not same or of_list or (is_own and not setting.apart):
             moving.append(at)
-    divides = [flag for flag, _ in first[0].shape[2:]]
     counts = tuple(
-        1 / product([(divides[at], each.factors[at]) for at in moving])
-        if moving and all(each.factors[at] for at in moving)
-        else 0.0
-        for each in first
+        1 / each.product(moving) if moving and all(each.factors[at] for at in moving) else 0.0 for each in first
     )
     if not own and not handed and (form := _form_of_number(counts, numbers)) is not None:
         # A mean times items / number: together they are the number.
@@ -363,10 +361,7 @@ def _with_values(candidates: list[Candidate], readings: Sequence[Reading]) -> li
     blank = [each for each in candidates if None in each.values]
     if not blank or len({each.counts for each in blank}) > 1:
         return candidates
-    rest = tuple(
-        reading.loss - math.fsum(each.values[at] or 0.0 for each in candidates if each not in blank)
-        for at, reading in enumerate(readings)
-    )
+    rest = _rests([each for each in candidates if each not in blank], readings)
     nothing = (0.0,) * len(rest)
     given = {id(each): rest if each is blank[0] else nothing for each in blank}
     return [replace(each, values=given.get(id(each), each.values)) for each in candidates]
@@ -391,16 +386,15 @@ def _tested(
     if not setting.apart:
         tolerance = math.inf
     if spec.handed:
-        sums = [(value or 0.0) * _number_of(seen, spec) for value, seen in zip(values, candidate.seen, strict=True)]
+        places = spec.number or spec.counts
+        sums = [(value or 0.0) / seen.product(places) for value, seen in zip(values, candidate.seen, strict=True)]
         rules: tuple[Items, ...] = ()
         if whole.total:
-            rules, _ = matching_rules([each.total for each in candidate.seen], batches, ignored, named)
-            rules = tuple(rule for rule in rules if rule in named) or rules
+            rules, _ = _rules_of([each.total for each in candidate.seen], batches, ignored, named)
         trouble = "" if not known or _adds_up(sums, tolerance) else _COUPLED
         return replace(candidate, spec=replace(spec, rules=rules), trouble=trouble)
     if spec.counts:
-        rules, times = matching_rules(n, batches, ignored, named)
-        rules = tuple(rule for rule in rules if rule in named) or rules
+        rules, times = _rules_of(n, batches, ignored, named)
         if rules and all(is_padded(rule, batches[0]) for rule in rules) and not setting.alone:
             # Over padding, too: a mean per micro-batch whatever the batch, as a router's is (Bamba's z-loss).
             return replace(candidate, spec=replace(spec, how=How.ROUTER, rules=rules[:1], times=times))
@@ -444,6 +438,14 @@ def _tested(
     return replace(candidate, trouble=f"{whole.name} is {How.PLAIN.value}", shows=0.0 not in values)
 
 
+def _rules_of(
+    counts: Sequence[float], batches: Sequence[Mapping[str, Any]], ignored: Sequence[int], named: Sequence[Items]
+) -> tuple[tuple[Items, ...], float]:
+    """As `matching_rules`, and of those with the targets that a leaf has kept, if any has, no others."""
+    rules, times = matching_rules(counts, batches, ignored, named)
+    return tuple(rule for rule in rules if rule in named) or rules, times
+
+
 _NOT_FOLLOWED = "the values of two of its terms could not be told from each other"
 
 
@@ -464,11 +466,6 @@ def _unreadable(
                 spec = replace(spec, how=How.MEAN, rules=(rule,), count=n[0])
                 return replace(candidate, spec=spec, trouble="" if name.startswith(DECLARED) else trouble)
     return replace(candidate, spec=spec, trouble=trouble)
-
-
-def _number_of(seen: Seen, spec: TermSpec) -> float:
-    divides = [flag for flag, _ in seen.shape[2:]]
-    return 1 / product([(divides[at], seen.factors[at]) for at in (spec.number or spec.counts)])
 
 
 def _adds_up(sums: Sequence[float], tolerance: float) -> bool:
@@ -496,9 +493,7 @@ def _in_proportion(values: Sequence[float], numbers: Sequence[float | None], tol
 def _coefficient(candidates: Sequence[Candidate], kind: str) -> float:
     """What a router's loss is multiplied by inside the loss."""
     seen = next((each.seen[0] for each in candidates if each.seen[0].router == kind), None)
-    if seen is None:
-        return 0.0
-    return product([(flag, value) for (flag, _), value in zip(seen.shape[2:], seen.factors, strict=True)])
+    return 0.0 if seen is None else seen.product(range(len(seen.factors)))
 
 
 def number_rule(batch: Mapping[str, Any], window: Sequence[Mapping[str, Any]], setting: Setting) -> Items:

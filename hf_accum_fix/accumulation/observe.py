@@ -98,7 +98,8 @@ def observe(
                 put_back()
                 return read_batch(call, batch, number, device, head, within, listed=listed, keep=True)
 
-        def run_all(split: Split) -> list[Reading]:
+        def run_all(split: Split) -> tuple[list[Reading], float | None]:
+            """The three forwards; and a loss by the number, where that hides what is divided by."""
             handed = (None, None, None) if setting.only_shows and not split.apart else numbers
             readings: list[Reading] = []
             for batch, number in zip(split[:3], handed, strict=True):
@@ -106,22 +107,23 @@ def observe(
                     put_back()
                 readings.append(run(batch, number))
             hidden = any(each.name.startswith(OPAQUE) for each in readings[2].terms)
-            if setting.only_shows and (hidden or len(readings[2].terms) != len(readings[1].terms)):
-                handed_one.append(readings[2].loss)
-                put_back()
-                readings[2] = run(split.other, None)
-            return readings
+            if not setting.only_shows or not (hidden or len(readings[2].terms) != len(readings[1].terms)):
+                return readings, None
+            by_number = readings[2].loss
+            put_back()
+            readings[2] = run(split.other, None)
+            return readings, by_number
 
         found, whole, trouble = None, None, None
-        handed_one: list[float] = []
         wrote, writes, settled, divides = False, False, False, False
         search = splits(window)
         split = next(search)
         # Ranks run as many forwards, since a custom loss may run collectives of its own.
         while ranks.any(not settled):
             readings: list[Reading] = []
+            by_number: float | None = None
             try:
-                readings = run_all(split)
+                readings, by_number = run_all(split)
             except Exception as error:
                 trouble = trouble or error
                 # Memory that ends in a micro-batch as it is ends it in training.
@@ -131,13 +133,11 @@ def observe(
             # A queue, a centre, a moving average: what was written may change the loss.
             if ranks.any(not wrote and bool(readings) and norm is None and not sharded and state.wrote()):
                 wrote = True
-                last = readings[-1] if readings else None
-                number = last.number if last else None
-                again = run(split.other, number)
-                writes = writes or (last is not None and again.loss != last.loss)
+                again = run(split.other, readings[2].number if readings else None)
+                writes = writes or bool(readings and again.loss != readings[2].loss)
             put_back()
-            if readings and handed_one:
-                divides = _divides_unseen(readings[2].loss, handed_one.pop())
+            if by_number is not None:
+                divides = _divides_unseen(readings[2].loss, by_number)
             if readings and not settled:
                 latest = conclude(readings, window, replace(setting, apart=split.apart, again=found is not None))
                 was_guess = found is not None and found.is_guess

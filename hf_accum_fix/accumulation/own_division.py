@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.reading import Reading, Seen, is_near, product
+from hf_accum_fix.accumulation.reading import Reading, Seen, is_near
 
 
 def suspects(found: LossContract, whole: Reading, setting: Setting) -> list[tuple[int, int]]:
@@ -23,7 +23,7 @@ def suspects(found: LossContract, whole: Reading, setting: Setting) -> list[tupl
         and value
         and not is_near(abs(value), 1.0)
         # What a loss function of torch divides by is no trainer's, and what the model does neither.
-        and not (seen.divides and place == len(seen.factors) - 1)
+        and not seen.is_own_count(place)
         and place < seen.outer
     ]
 
@@ -35,9 +35,9 @@ def _terms_of(found: LossContract, reading: Reading) -> list[Seen]:
 
 
 def own_division(
-    found: LossContract, suspects: Sequence[tuple[int, int]], whole: Reading, more: Reading, setting: Setting
+    found: LossContract, suspected: Sequence[tuple[int, int]], whole: Reading, more: Reading, setting: Setting
 ) -> LossContract:
-    """Which of the suspects moved with the steps that the arguments name: those are the trainer's division.
+    """Which of the `suspects` moved with the steps that the arguments name: those are the trainer's division.
 
     A constant that does not move is a coefficient, unless it is 1/G or 1/W: that may be either.
     """
@@ -47,13 +47,12 @@ def own_division(
     terms, doubt = list(found.terms), found.doubt
     before, after = _terms_of(found, whole), _terms_of(found, more)
     for at, spec in enumerate(terms):
-        places = [place for term, place in suspects if term == at]
+        places = [place for term, place in suspected if term == at]
         divides = [divide for divide, _ in before[at].shape[2:]]
         times = {place: _times(divides[place], before[at].factors[place], after[at].factors[place]) for place in places}
         own = [place for place in places if is_near(times[place], 2.0) or is_near(times[place], 3.0)]
         still = [place for place in places if is_near(times[place], 1.0)]
-        constants = [(divides[place], before[at].factors[place]) for place in still]
-        scales = [*(value for _, value in constants), product(constants)]
+        scales = [*(before[at].factors[place] for place in still), before[at].product(still)]
         either = [scale for scale in scales if any(is_near(scale, number) for number in telling)]
         terms[at] = replace(spec, own=(*spec.own, *own))
         if len(own) + len(still) < len(places):

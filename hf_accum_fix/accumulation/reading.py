@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,6 +60,18 @@ class Seen:
     learnt: bool
     outer: int
     shares_learnt: bool
+
+    def is_own_count(self, place: int) -> bool:
+        """Whether a factor is what the loss function itself divides by."""
+        return self.divides and place == len(self.factors) - 1
+
+    def product(self, places: Iterable[int]) -> float:
+        """Of the factors in these places, each multiplied or divided by; nan: one divides by zero."""
+        result = 1.0
+        for place in places:
+            value, (divides, _) = self.factors[place], self.shape[2 + place]
+            result = result * value if not divides else result / value if value else math.nan
+        return result
 
 
 @dataclass(frozen=True)
@@ -141,17 +153,15 @@ def unpacked(tensor: Tensor | None) -> Tensor:
 def _seen(term: Term, heard: Heard, batch: Mapping[str, Any], alone: float | None) -> Seen:
     with _disable_current_modes():
         factors = tuple(_float(each.value) for each in term.factors)
-        value = alone
-        if value is None and heard.values is not None and (kept := heard.values.of(term.path.top)) is not None:
-            above = [(each.divides, number) for each, number in zip(term.factors, factors, strict=True)]
-            value = float(kept) * product(above[: term.path.above])
+        kept = heard.values.of(term.path.top) if alone is None and heard.values is not None else None
+        of_top = None if kept is None else float(kept)
         ignored, named = _targets(term, batch)
         total = float(getattr(term.leaf, "_saved_total_weight", 0.0))
-    return Seen(
+    seen = Seen(
         term.name,
         term.shape,
         factors,
-        value,
+        alone,
         term.readable,
         term.divides,
         term.rows,
@@ -166,6 +176,7 @@ def _seen(term: Term, heard: Heard, batch: Mapping[str, Any], alone: float | Non
         len(factors) if term.path.outer is None else term.path.outer,
         any(each.learnt for each in term.factors[: term.path.above]),
     )
+    return seen if of_top is None else replace(seen, value=of_top * seen.product(range(term.path.above)))
 
 
 def _is_alone(terms: Sequence[Term]) -> bool:
@@ -222,14 +233,6 @@ def is_shifted(term: Term, batch: Mapping[str, Any]) -> bool | None:
 def _random_state() -> tuple[Any, ...]:
     words = np.random.get_state(legacy=True)
     return random.getstate(), words[1].tobytes(), words[2], torch.get_rng_state().numpy().tobytes()  # type: ignore[index]
-
-
-def product(factors: Sequence[tuple[bool, float]]) -> float:
-    """Of factors, each with whether it divides."""
-    result = 1.0
-    for divides, value in factors:
-        result = result * value if not divides else result / value if value else math.nan
-    return result
 
 
 def is_near(a: float, b: float | None, tolerance: float = 1e-6) -> bool:

@@ -51,8 +51,7 @@ class WindowCheck:
         """Take what one term of a micro-batch divided by, and what was predicted; ``place``: of its `TermSpec`."""
         if self.contract.groups > 1 and place not in self._seen and _on_host(seen) and _on_host(predicted):
             # No one number corrects several terms: the window's first micro-batch shows whether its rule holds.
-            other = abs(float(seen) - float(predicted)) > 1e-6 * abs(float(predicted))
-            self._unpredicted |= {place} if other else set()
+            self._unpredicted |= {place} if _differ(seen, predicted) else set()
         self._seen.setdefault(place, []).append(seen)
         self._predicted.setdefault(place, []).append(predicted)
 
@@ -91,6 +90,11 @@ class WindowCheck:
 
 def _on_host(number: Number) -> bool:
     return not isinstance(number, Tensor) or number.device.type == "cpu"
+
+
+def _differ(seen: Number, predicted: Number) -> bool:
+    """Whether two counts on the host are not the same; sums of weights round."""
+    return abs(float(seen) - float(predicted)) > 1e-6 * abs(float(predicted))
 
 
 def _stacked(counts: Sequence[Number], device: torch.device) -> Tensor:
@@ -191,8 +195,8 @@ def weigh(
             plain = check.is_unpredicted(place)
             weight = _weight(spec, rule, found[0], counts, cut, weightless=weightless, plain=plain)
             weights += [(term, weight, spec) for term in found]
-            for term in found if counts is not None else ():
-                if counts is not None and (counts.by_hand or term.path.learnt):
+            if counts is not None:
+                for term in (each for each in found if counts.by_hand or each.path.learnt):
                     _keep_finite(term, counts.divisor)
     if contract.groups == 1 and not contract.added:
         return _ready(loss, weights[0][1], cut, weights[0][2])
@@ -239,7 +243,7 @@ def _weighed_by_sample(
 def _check_padded(spec: TermSpec, term: Term, inputs: Mapping[str, Any], check: WindowCheck) -> None:
     """A mean over padding as well is one per micro-batch, unless it leaves padding out in a batch that has some."""
     divisor, counted = _product([term.factors[at] for at in spec.counts]), spec.rules[0].count(inputs)
-    if _on_host(divisor) and _on_host(counted) and abs(float(divisor) - float(counted) * spec.times) > 1e-6 * divisor:
+    if _on_host(divisor) and _on_host(counted) and _differ(divisor, counted * spec.times):
         check.changed = f"{term.name} is not over every position of a text, as it was when it was observed"
 
 
@@ -397,7 +401,7 @@ def _hooked(
     blank: Number | None = None
     leaves = [term.leaf for term, *_ in weights]
     handed = any(spec.as_stock and spec.handed for *_, spec in weights)
-    # A node of others cannot be weighed: the loss is, and every term beside that.
+    # A node that others send gradients to, too, cannot be weighed: the loss is, and the other terms relative to that.
     base = next((weight for term, weight, _ in weights if _is_shared(term.path.top)), cut.left)
     for term, weight, spec in weights:
         value = _value(term, values)

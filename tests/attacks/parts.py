@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy as imported_early
 from torch.utils.checkpoint import checkpoint
 
-from tests.attacks.models import divergence, flooding, squares, z_loss
+from tests.attacks.models import Fused, divergence, flooding, squares, z_loss
 from tests.attacks.trainings import computing
 from tests.numerics.heads import Batch, Sample, seeded
 from tests.numerics.parity import StockRecorder
@@ -456,26 +456,8 @@ def _checkpointed(*, reentrant: bool, kind: bool = False) -> Callable[..., Tenso
     return loss
 
 
-class _Fused(torch.autograd.Function):
-    """The gradient is made in the forward, as kernels do that keep no logits."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        with torch.enable_grad():
-            leaf = logits.detach().requires_grad_()
-            loss = F.cross_entropy(leaf, labels)
-            (gradient,) = torch.autograd.grad(loss, leaf)
-        ctx.save_for_backward(gradient)
-        return loss.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (saved,) = ctx.saved_tensors
-        return gradient * saved, None
-
-
 def _fused(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    loss: Tensor = _Fused.apply(*aligned(seen.logits, labels.long(), head.level))
+    loss: Tensor = Fused.apply(*aligned(seen.logits, labels.long(), head.level))
     return loss
 
 

@@ -621,24 +621,6 @@ class Entropy(torch.autograd.Function):
         return gradient * kept, None
 
 
-class Fused(torch.autograd.Function):
-    """The same with the gradient taken in forward, as fused losses take it."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        with torch.enable_grad():
-            leaf = logits.detach().requires_grad_()
-            loss = F.cross_entropy(leaf, labels)
-            (gradient,) = torch.autograd.grad(loss, leaf)
-        ctx.save_for_backward(gradient)
-        return loss.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (kept,) = ctx.saved_tensors
-        return gradient * kept, None
-
-
 class FusedLater(torch.autograd.Function):
     """The same with its graph kept for its backward."""
 
@@ -711,7 +693,7 @@ UNSEEN = [
             ("checkpoint-of-both", EXACT, checkpointed(False, both)),
             ("written-down", EITHER, beside_classes(by_function(Entropy))),
             ("written-down-alone", EITHER, by_function(Entropy)),
-            ("fused", EITHER, beside_classes(by_function(Fused))),
+            ("fused", EITHER, beside_classes(by_function(models.Fused))),
             ("fused-later", EITHER, beside_classes(by_function(FusedLater))),
             ("each-token", EXACT, beside_classes(each_by_function)),
             ("logs-beside", EXACT, logs_beside),
@@ -720,8 +702,8 @@ UNSEEN = [
     ),
     in_func("6-reentrant", EITHER, beside_classes(checkpointed(True))),
     in_func("6-checkpoint", EXACT, beside_classes(checkpointed(False))),
-    in_func("6-fused", EITHER, beside_classes(by_function(Fused))),
-    in_super("6-fused", EITHER, plus(by_function(Fused)), times(2.0)),
+    in_func("6-fused", EITHER, beside_classes(by_function(models.Fused))),
+    in_super("6-fused", EITHER, plus(by_function(models.Fused)), times(2.0)),
 ]  # fmt: skip
 
 
@@ -1983,7 +1965,7 @@ SCALED = [
     # What cannot be read is taken as it is declared.
     scaled("reentrant", EXACT, checkpointed(True)),
     scaled("written-down", EXACT, by_function(Entropy)),
-    scaled("fused", EXACT, by_function(Fused)),
+    scaled("fused", EXACT, by_function(models.Fused)),
     # Declared, and another: the graph shows it.
     scaled("both", EITHER, both),
     scaled("classes", EITHER, classes),
@@ -2057,7 +2039,7 @@ TWO_RANKS: Mapping[Verdict, list[runs.Case]] = {
     EITHER: [
         _on_two("uncertain", uncertain, s=[0.2, -0.3]),
         _on_two("reentrant", beside_classes(checkpointed(True))),
-        _on_two("fused", beside_classes(by_function(Fused))),
+        _on_two("fused", beside_classes(by_function(models.Fused))),
         _on_two("reversed", of_two(lambda a, c: a + Reverse.apply(c))),
         # W is 2.
         _on_two("half", times(0.5)),

@@ -133,6 +133,97 @@ FOUND = {
     "the only micro-batch that shows a term has samples that weigh alike": Composition(
         "number-and-z", "teacher", "no-mask", ("empty",), (3, 3), 4, seed=28243
     ),
+    "a loss over itself in a micro-batch without a target": Composition(
+        "number-and-kind-uncertain",
+        "own-over-itself",
+        "names",
+        ("empty", "rare", "ragged", "whole"),
+        missing=1,
+        declares_false=True,
+        seed=53539,
+    ),
+    "a sum over the number by hand, beside a term that comes later": Composition(
+        "number-by-hand",
+        "super-and-teacher-later",
+        "right",
+        ("ragged", "alike", "alike", "ragged"),
+        cut=(8, 1),
+        missing=1,
+        seed=59421,
+    ),
+    "a learnt factor that two terms share, one of them without a target": Composition(
+        "ratio-times",
+        "super-and-teacher-gated",
+        "names",
+        ("empty",),
+        cut=(1, 8),
+        missing=1,
+        declares_false=True,
+        seed=39020,
+    ),
+    "a learnt factor above two terms": Composition(
+        "texts-and-tokens", "super-and-teacher-gated", "right", ("empty",), missing=4, declares_false=True, seed=47602
+    ),
+    "a constant equal to 1/G in the model's own forward": Composition(
+        "quarter", "teacher-by-torch", "wide", ("whole", "empty", "alike"), declares_false=True, seed=10053, uneven=True
+    ),
+    "a division by the steps of the arguments where one micro-batch is the window": Composition(
+        "focal-of-classes", "models-own-by-steps", "narrow-labels", ("whole",), cut=(4, 2), missing=4, seed=28782
+    ),
+    "a learnt factor whose parameters are terms, divided by the steps": Composition(
+        "number-and-kind-uncertain",
+        "super-by-steps",
+        "names",
+        ("whole", "empty", "rare"),
+        cut=(1, 8),
+        missing=1,
+        seed=30752,
+    ),
+    "a loss that is not exact in a later window": Composition(
+        "imported-kind", "r-drop", "wide", ("whole", "rare", "rare"), declares_false=True, seed=10782, uneven=True
+    ),
+    "a sum over the number by hand whose rules part later": Composition(
+        "mean-of-tokens",
+        "own-number-by-hand",
+        "other-labels",
+        ("ragged", "rare", "alike", "ragged"),
+        cut=(4, 2),
+        seed=9663,
+    ),
+    "a loss that is exact only from a later window on": Composition(
+        "reentrant-kind",
+        "own-self-taught",
+        "other-labels",
+        ("empty", "empty", "alike", "ragged"),
+        cut=(1, 8),
+        seed=42097,
+    ),
+    "padding that no micro-batch seen has": Composition(
+        "mean-by-hand-and-z", "own-logged", "no-mask", ("alike", "empty"), cut=(1, 8), seed=48568
+    ),
+    "a part without a target, whose zero adds up": Composition(
+        "chosen",
+        "squares",
+        "narrow-labels",
+        ("rare", "alike", "whole", "ragged"),
+        cut=(1, 8),
+        missing=1,
+        declares_false=True,
+        seed=33900,
+    ),
+    "rules that part in a later window of a loop": Composition(
+        "mean-and-kind-flooded",
+        "own-logged",
+        "wide",
+        ("alike", "ragged", "rare"),
+        declares_false=True,
+        seed=63285,
+        uneven=True,
+        loop=True,
+    ),
+    "one sample whose loss is zero, in a loop": Composition(
+        "hinge", "models-own", "narrow-labels", ("whole",), seed=36789, uneven=True, loop=True
+    ),
 }
 #: Those that are not only said: exact in every window.
 EXACT = {
