@@ -59,8 +59,8 @@ def compute_loss(
             session.windows.note_inexact()
             session.warn_once(
                 "second loss",
-                f"{type(trainer).__name__} computes a loss with gradient beside Trainer.training_step: what it makes of "
-                "it is not weighed, so that the step is not called exact",
+                f"{type(trainer).__name__} computes a loss with gradient beside Trainer.training_step: what it makes "
+                "of it is not weighed, so that the step is not called exact",
             )
         return result
 
