@@ -112,7 +112,7 @@ class Items:
             found = found & (inputs[self.mask] != 0)
         # Labels of one axis are one target a sample, and nothing of them is shifted.
         if self.shift and found.ndim > 1:
-            found[..., 0] = False
+            found[..., 0].fill_(False)
         if self.first_half:
             found[len(found) // 2 :] = False
         return found

@@ -32,16 +32,17 @@ def overhead() -> ModuleType:
 
 
 @pytest.mark.parametrize("head", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
-def test_a_step_costs_two_in_a_hundred_operations_and_no_memory(head: str, overhead: ModuleType) -> None:
+def test_a_step_costs_one_in_a_hundred_operations_and_no_memory(head: str, overhead: ModuleType) -> None:
     """The layers of the medium model, and narrow ones, since the width changes no count."""
     size = replace(overhead.SIZES["medium"], width=32, length=16)
     stock, ours = (overhead.count(head, size, mode) for mode in ("stock", "apply"))
-    assert stock.operations < ours.operations <= 1.02 * stock.operations
+    assert stock.operations < ours.operations <= 1.01 * stock.operations
+    assert ours.operations - stock.operations <= 10 * overhead.STEPS_OF_ACCUMULATION
     # On a CPU, where it waits for nothing, the count is looked at in every window; on a GPU, at the end of training.
     assert ours.reads <= stock.reads + 1
     assert ours.collectives == stock.collectives == 0
     assert ours.peak_bytes <= stock.peak_bytes + 256
-    assert stock.observing_forwards == 0 and 0 < ours.observing_forwards <= 4
+    assert stock.observing_forwards == 0 and 0 < ours.observing_forwards <= 3
 
 
 def test_a_contract_given_by_hand_costs_no_forward(overhead: ModuleType) -> None:
