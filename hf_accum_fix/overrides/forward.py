@@ -15,7 +15,6 @@ from hf_accum_fix.accumulation.declared import has_parameter, router_coefficient
 from hf_accum_fix.accumulation.per_sample import sum_of_samples
 from hf_accum_fix.accumulation.share import loss_among
 from hf_accum_fix.engines.own_counts import own_counts
-from hf_accum_fix.errors import ContractError
 from hf_accum_fix.overrides.live import (
     bare_model,
     data_ranks,
@@ -153,10 +152,7 @@ def training_loss_of(trainer: TrainerLike) -> Callable[..., Any] | None:
         if caught:
             raise caught[0]
         if not handed:
-            raise ContractError(
-                f"the training_step of {type(trainer).__name__} handed no loss to accelerator.backward; "
-                "expected one; call super().training_step there, or accelerator.backward"
-            )
+            raise RuntimeError(f"the training_step of {type(trainer).__name__} handed no loss to accelerator.backward")
         return handed[0], outputs
 
     return compute_loss

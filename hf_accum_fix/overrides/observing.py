@@ -64,7 +64,8 @@ def _observe(
     if not all(isinstance(batch, Mapping) for batch in window):
         reason = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
         return LossContract(Reduction.PLAIN, custom=custom, reason=reason)
-    if session.own_step is not None and not names(session.own_step, "compute_loss"):
+    step = session.own_step
+    if step is not None and not (names(step, "compute_loss") and names(step, "accelerator")):
         reason = "its training_step makes the loss without compute_loss, and is not run but to train"
         return LossContract(Reduction.PLAIN, custom=custom, reason=reason)
     func = loss_func(trainer) is not None

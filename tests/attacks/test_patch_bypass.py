@@ -116,7 +116,9 @@ def test_an_error_of_ours_that_a_step_catches_is_raised_by_the_optimizer(
 
     def step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         try:
-            return step_of_accelerate(self, model, inputs)
+            loss = self.compute_loss(model, inputs)
+            self.accelerator.backward(loss)
+            return loss.detach()
         except Exception:
             return torch.zeros(())
 
