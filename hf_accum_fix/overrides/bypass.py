@@ -42,8 +42,9 @@ def no_bypass(trainer: TrainerLike, session: Any, end_window: Callable[[Any], ob
         if cut and _steps(trainer.optimizer, optimizer) and _has_gradients(optimizer):
             raise SeamError(
                 f"the optimizer of {type(trainer).__name__} is about to step by gradients of which none came through "
-                "Trainer.training_step or accelerator.backward, so nothing of them is mended: its step or its loop goes "
-                "on without calling super(); call super().training_step there, or accelerator.backward, or revert()"
+                "Trainer.training_step or accelerator.backward, so nothing of them is mended: its step or its loop "
+                "goes on without calling super(); call super().training_step there, or accelerator.backward, or "
+                "revert()"
             )
 
     with register_optimizer_step_pre_hook(check):
