@@ -92,6 +92,11 @@ def scales_itself(trainer: TrainerLike) -> bool:
     return bool(declared)
 
 
+def declares_scale(trainer: TrainerLike) -> bool:
+    """Whether a trainer says of its loss that it is, or is not, divided for the window already."""
+    return getattr(trainer, "loss_is_scaled_for_ga", None) is not None or scales_itself(trainer)
+
+
 def remakes_inputs(trainer: TrainerLike) -> bool:
     """Whether a class of the trainer's own stands between the loader's micro-batch and the base's loss."""
     kind = type(trainer)

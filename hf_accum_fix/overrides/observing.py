@@ -29,6 +29,10 @@ from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
 
+#: Why a loss is not run to be observed: nothing is run that training would not run.
+MADE_LATER = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
+MADE_BY_STEP = "its training_step makes the loss without compute_loss, and is not run but to train"
+
 logger = logging.getLogger("hf_accum_fix")
 
 
@@ -62,12 +66,10 @@ def _observe(
     compute_loss = training_loss_of(trainer)
     custom = compute_loss is not None
     if not all(isinstance(batch, Mapping) for batch in window):
-        reason = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
-        return LossContract(Reduction.PLAIN, custom=custom, reason=reason)
+        return LossContract(Reduction.PLAIN, custom=custom, reason=MADE_LATER)
     step = session.own_step
     if step is not None and not (names(step, "compute_loss") and names(step, "accelerator")):
-        reason = "its training_step makes the loss without compute_loss, and is not run but to train"
-        return LossContract(Reduction.PLAIN, custom=custom, reason=reason)
+        return LossContract(Reduction.PLAIN, custom=custom, reason=MADE_BY_STEP)
     func = loss_func(trainer) is not None
     forward = as_in_training(trainer, module, compute_loss)
     required = func or (session.passes_number and requires_number(module))

@@ -112,7 +112,13 @@ class Window:
     def checks(self) -> list[WindowCheck]:
         """One for each loss of its micro-batches that is read."""
         all_of: list[WindowCheck | None] = [part.check for part in self.parts] or [self.check]
-        return list({id(each): each for each in all_of if each is not None and each.contract.is_read}.values())
+        return list(
+            {
+                id(each): each
+                for each in all_of
+                if each is not None and (each.contract.is_read or each.counted or each.changed)
+            }.values()
+        )
 
     def counts_of(self, inputs: Any) -> dict[Items, Tensor] | None:
         """Items of this micro-batch, told by identity; None where somebody handed over another object."""

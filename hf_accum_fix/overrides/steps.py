@@ -26,7 +26,15 @@ from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.announcing import announce
 from hf_accum_fix.overrides.certifying import end_window, gradient_versions
 from hf_accum_fix.overrides.forward import base_loss, compute_loss_of
-from hf_accum_fix.overrides.live import bare_model, counts_itself, loss_func, remakes_inputs, scales_itself
+from hf_accum_fix.overrides.live import (
+    bare_model,
+    counts_itself,
+    declares_scale,
+    loss_func,
+    remakes_inputs,
+    scales_itself,
+)
+from hf_accum_fix.overrides.observing import MADE_BY_STEP, MADE_LATER
 from hf_accum_fix.overrides.precision import adding
 from hf_accum_fix.overrides.routing import in_the_window, note_routing
 from hf_accum_fix.overrides.session import MicroBatch, Session, Window, session_of
@@ -303,6 +311,8 @@ def _weigh(
     if not contract.is_read:
         own = session.own_step is not None
         itself = _is_divided(trainer, loss, steps) if own else contract.custom and scales_itself(trainer)
+        if contract.reason == MADE_BY_STEP or (contract.reason == MADE_LATER and declares_scale(trainer)):
+            loss = _as_the_first(loss, window)
         loss = loss * 0.0 if micro_batch.weightless and contract.custom else loss
         micro_batch.value = of_window(loss.detach(), steps, steps if itself else 1)
         micro_batch.share = of_window(loss, steps, steps * cut.engine_divisor if itself else cut.engine_divisor)
@@ -316,6 +326,25 @@ def _weigh(
     weighed = weigh(loss, contract, cut, window.check, inputs, predicted, heard, weightless=weightless)
     micro_batch.share, micro_batch.value = weighed.loss, weighed.value
     micro_batch.weighed = weighed
+
+
+def _as_the_first(loss: Tensor, window: Window) -> Tensor:
+    """A loss that is not observed, weighed by what it divides by over what the first one of its window does.
+
+    The end of the window divides by the sum of both, as it does for every loss whose items no rule counts.
+    """
+    terms, check = read(loss), window.check
+    assert check is not None
+    if len(terms) != 1 or not terms[0].readable:
+        check.changed = "what it divides by cannot be read: " + ", ".join(sorted({each.name for each in terms}))
+        return loss
+    divisor: Tensor | float = 1.0
+    for each in terms[0].factors:
+        divisor = each.value * divisor if each.divides and not each.learnt else divisor
+    first = check.first(divisor)
+    check.note(0, divisor, first)
+    times = divisor / first
+    return loss * (times.to(loss) if isinstance(times, Tensor) else times) if check.is_corrected else loss
 
 
 def _is_divided(trainer: TrainerLike, loss: Tensor, micro_batches: int) -> bool:

@@ -13,6 +13,8 @@ import transformers as hf
 from datasets import Dataset
 from torch import nn
 from trl import (
+    DistillationConfig,
+    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -24,6 +26,7 @@ from trl import (
     RLOOConfig,
     RLOOTrainer,
 )
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
 from hf_accum_fix.trainer import GlobalBatchTrainer
 from tests.clients.words import prompts_and_answers, tokenizer
@@ -47,6 +50,7 @@ class Preference:
         arguments: further arguments of its config.
         given: further arguments of the trainer.
         sampled: it samples its answers in groups as it trains, in whole groups only.
+        stock_wrong: the stock step is another one for other splits.
     """
 
     stock: type
@@ -57,6 +61,7 @@ class Preference:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     given: Callable[[], Mapping[str, Any]] = dict
     sampled: bool = False
+    stock_wrong: bool = False
 
 
 def preference(
@@ -108,6 +113,25 @@ def _preferences() -> dict[str, Preference]:
         "GRPO": preference(GRPOTrainer, GRPOConfig, prompts, arguments={**answers, "loss_type": "grpo"}, **sampled),
         "GRPO by tokens": preference(
             GRPOTrainer, GRPOConfig, prompts, arguments={**answers, "loss_type": "dapo"}, **sampled
+        ),
+        "GRPO by tokens of a micro-batch": preference(
+            GRPOTrainer, GRPOConfig, prompts, arguments={**answers, "loss_type": "bnpo"}, stock_wrong=True, **sampled
+        ),
+        "Distillation": preference(
+            DistillationTrainer,
+            DistillationConfig,
+            prompts,
+            arguments={"max_completion_length": 6},
+            given=lambda: {"teacher_model": another()["ref_model"]},
+            sampled=True,
+        ),
+        "OnlineDPO": preference(
+            OnlineDPOTrainer,
+            OnlineDPOConfig,
+            prompts,
+            arguments={"max_new_tokens": 6, "missing_eos_penalty": None},
+            stock_wrong=True,
+            **sampled,
         ),
         "RLOO": preference(RLOOTrainer, RLOOConfig, prompts, arguments=answers, **sampled),
     }
