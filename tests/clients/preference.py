@@ -26,7 +26,10 @@ from trl import (
     RLOOConfig,
     RLOOTrainer,
 )
+from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl.experimental.tpo import TPOConfig, TPOTrainer
 
 from hf_accum_fix.trainer import GlobalBatchTrainer
 from tests.clients.words import prompts_and_answers, tokenizer
@@ -138,6 +141,25 @@ def _preferences() -> dict[str, Preference]:
 
 
 PREFERENCES = _preferences()
+
+
+def _two_means() -> dict[str, Preference]:
+    rows = prompts_and_answers()
+    pairs = [{"prompt": r["prompt"], "chosen": r["good"], "rejected": r["bad"]} for r in rows]
+    triples = [{**pair, "reference": row["good"] + " w1"} for pair, row in zip(pairs, rows, strict=True)]
+    simple = {"loss_type": "simpo", "cpo_alpha": 0.5}
+    both = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0]}
+    return {
+        "CPO": preference(CPOTrainer, CPOConfig, pairs),
+        "SimPO": preference(CPOTrainer, CPOConfig, pairs, arguments=simple),
+        "ORPO": preference(ORPOTrainer, ORPOConfig, pairs),
+        "TPO": preference(TPOTrainer, TPOConfig, triples),
+        "DPO and SFT": preference(DPOTrainer, DPOConfig, pairs, given=another, arguments=both),
+    }
+
+
+#: A mean over pairs and a mean over tokens, as two terms.
+TWO_MEANS = _two_means()
 
 
 def preference_step(

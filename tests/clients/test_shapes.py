@@ -5,20 +5,23 @@ The libraries are named where they were met; `recipes/README.md` holds what the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import PretrainedConfig, Trainer
 
-from hf_accum_fix import observations
+from hf_accum_fix import observations, verify
 from tests.attacks.runs import Case, Ordered, full_batch, full_batch_loss, run
 from tests.numerics.heads import HEADS, Batch, Head, Sample
 from tests.numerics.heads.samples import text
+from tests.numerics.parity import training_arguments
 
 CLASSES, MLM, DROPS, ANSWERS = (HEADS[name] for name in ("bert-classes", "bert-mlm", "drops-kwargs", "bert-answers"))
 #: Divides by the number it is handed, and is right in the stock Trainer.
@@ -295,6 +298,62 @@ def test_padding_among_the_targets_is_said_once(split: tuple[int, int]) -> None:
     assert all("padding is among its targets" in each for each in ours.warned)
 
 
+# --- a loss that is zero in the samples that are observed ------------------------------------------------------------
+
+
+class Hinge(Ordered):
+    """A custom loss by the outputs alone."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = hinge(outputs.logits, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+def hinge(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.relu(torch.where(labels == 0, -1.0, 1.0) * logits[:, 0]).mean()
+
+
+class Cosent(Hinge):
+    """AnglE's: every pair of samples whose labels differ; zero where all are alike."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        scores = outputs.logits[:, 0] * 20
+        apart = (scores[:, None] - scores)[labels[:, None] < labels]
+        loss = torch.logsumexp(torch.cat([scores.new_zeros(1) * scores.sum(), apart]), 0)
+        return (loss, outputs) if return_outputs else loss
+
+
+def labelled(*labels: int) -> Head:
+    samples = [{**sample, "labels": torch.tensor(label)} for sample, label in zip(CLASSES.samples, labels, strict=True)]
+    return replace(CLASSES, samples=samples)
+
+
+@splits
+def test_a_hinge_that_is_zero_for_most_samples(split: tuple[int, int]) -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return hinge(model(**{**batch, "labels": None}).logits, batch["labels"])
+
+    assert_exact(Case("hinge", labelled(0, 0, 0, 0, 1, 1, 1, 0), Hinge, loss=loss), split)
+
+
+@at((4, 2), (2, 4))
+def test_pairs_whose_labels_are_alike_at_first(split: tuple[int, int]) -> None:
+    """The mean over micro-batches of what stock adds up, said and not called exact."""
+    case = Case("cosent", labelled(1, 1, 1, 1, 0, 2, 2, 0), Cosent)
+    stock, ours = run(case, split, "stock"), run(case, split, "apply")
+    assert any(bool(change.any()) for change in stock.change.values())
+    assert ours.error({name: change / split[1] for name, change in stock.change.items()}) <= case.floor
+    assert not ours.exact and ours.warned
+
+
 # --- what stock would have trained ------------------------------------------------------------------------------------
 
 
@@ -352,3 +411,64 @@ def test_rows_in_groups_are_trained_right(split: tuple[int, int]) -> None:
     ours = run(case, split, "apply")
     assert ours.error(full_batch(case)) <= case.floor
     assert not ours.exact and len(ours.warned) == 1
+
+
+# --- a loader without a collate_fn ------------------------------------------------------------------------------------
+
+
+class Batches:
+    """tasknet's: it collates by itself."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from self.batches
+
+
+def batches_of(samples: Sequence[Sample], size: int) -> list[Batch]:
+    return [MLM.batch(samples[start : start + size]) for start in range(0, len(samples), size)]
+
+
+class LoadsBatches(Ordered):
+    def get_train_dataloader(self) -> Any:
+        return Batches(batches_of(self.train_dataset, self.args.per_device_train_batch_size))
+
+
+class LoadsByTorch(Ordered):
+    def get_train_dataloader(self) -> Any:
+        batches = batches_of(self.train_dataset, self.args.per_device_train_batch_size)
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("loads", [LoadsBatches, LoadsByTorch])
+def test_verify_takes_the_batches_of_a_loader_apart_that_collates_nothing(loads: type[Trainer], tmp_path: Path) -> None:
+    trainer = loads(
+        model=MLM.build(), args=training_arguments(tmp_path, 2, 4), train_dataset=list(MLM.samples), data_collator=None
+    )
+    report = verify(trainer)
+    by_mode = {mode: [each.error for each in report.results if each.mode == mode] for mode in ("stock", "apply()")}
+    assert max(by_mode["stock"]) > 1 and max(by_mode["apply()"]) <= 1e-14
+    assert len(by_mode["apply()"]) == 4 and any("collates nothing" in note for note in report.notes)
+
+
+def test_verify_runs_a_step_of_its_own(tmp_path: Path) -> None:
+    head = with_words(MLM)
+    trainer = SkippingStep(
+        model=head.build(),
+        args=training_arguments(tmp_path),
+        train_dataset=list(head.samples),
+        data_collator=head.batch,
+    )
+    report = verify(trainer)
+    assert all((each.error <= 1e-14) is (each.mode == "apply()" or each.steps == 1) for each in report.results)
+
+
+def test_verify_says_that_rows_may_stand_in_groups(tmp_path: Path) -> None:
+    trainer = Ordered(
+        model=Reranker(2), args=training_arguments(tmp_path), train_dataset=passages(), data_collator=of_queries
+    )
+    assert any("groups by a size of its own" in note for note in verify(trainer).notes)
