@@ -219,9 +219,9 @@ def with_rules(found: LossContract, alone: Reading | None) -> LossContract:
 
 
 NO_COUNT = "is neither a count nor a constant"
-_OTHER_TERMS = "in a batch and its parts"
+OTHER_TERMS = "in a batch and its parts"
 #: How a doubt ends that may come from rows that belong together, and were taken apart.
-OF_THE_SPLIT = (NO_COUNT, _OTHER_TERMS)
+OF_THE_SPLIT = (NO_COUNT, OTHER_TERMS)
 _NO_ITEMS = "none of its terms is divided by a count"
 _COUPLED = "the samples of a batch are coupled: its loss is no weighted mean of its parts' losses (in-batch negatives)"
 
@@ -296,10 +296,10 @@ def _matched(seen: Sequence[list[Seen]], readings: Sequence[Reading], setting: S
                 _candidate([[term] for term in terms], place, readings, setting)
                 for place, terms in enumerate(zip(*each, strict=True))
             ]
-        elif _are_rows(whole, one, other, readings):
+        elif _are_rows(whole, one, other, readings) and len({term.classes for terms in each for term in terms}) == 1:
             found.append(_candidate(each, None, readings, setting))
         else:
-            trouble = f"the loss has {whole}, {one} and {other} terms {shape[0]} {_OTHER_TERMS}"
+            trouble = f"the loss has {whole}, {one} and {other} terms {shape[0]} {OTHER_TERMS}"
             found += [
                 Candidate(TermSpec(shape, place, How.PLAIN), (term,) * 3, (), (term.value,) * 3)
                 for place, term in enumerate(each[0])
@@ -310,7 +310,7 @@ def _matched(seen: Sequence[list[Seen]], readings: Sequence[Reading], setting: S
 def _are_rows(whole: int, one: int, other: int, readings: Sequence[Reading]) -> bool:
     """Whether a loss has so many terms for every sample: they are the rows of one mean or sum."""
     rows = [sample_count(each.batch) for each in readings]
-    return whole == one + other and one * rows[0] == whole * rows[1] and bool(one and other)
+    return whole == one + other and bool(one and other) and one % rows[1] == 0 and one * rows[0] == whole * rows[1]
 
 
 def _candidate(
@@ -320,7 +320,9 @@ def _candidate(
     first = (terms[0][0], terms[1][0], terms[2][0])
     numbers = [None if setting.only_shows else each.number for each in readings]
     rule = next(listed_targets(readings[0].batch), None)
-    listed = None if rule is None else [max(float(rule.count(each.batch)), 1.0) for each in readings]
+    listed = None if rule is None else [float(rule.count(each.batch)) for each in readings]
+    targets = [each.total for each in first] if any(each.total for each in first) else None
+    guarded = [[max(n, 1.0) for n in each] for each in (listed, targets) if each is not None]
     own: list[int] = []
     handed: list[int] = []
     moving: list[int] = []
@@ -336,12 +338,15 @@ def _candidate(
             continue
         # A loss function's own count is one, though it may be the same in every micro-batch.
         same = is_near(values[0], values[1]) and is_near(values[0], values[2])
-        of_list = listed is not None and first[0].shape[2:][at][0] and list(values) == listed
-        if not same or of_list or (is_own and not setting.apart):
+        is_guarded = first[0].shape[2:][at][0] and list(values) in guarded
+        if not same or is_guarded or (is_own and not setting.apart):
             moving.append(at)
     counts = tuple(
         1 / each.product(moving) if moving and all(each.factors[at] for at in moving) else 0.0 for each in first
     )
+    if targets is not None and counts == tuple(max(n, 1.0) for n in targets):
+        # It divides by 1 where it has none.
+        counts = tuple(targets)
     if not own and not handed and (form := _form_of_number(counts, numbers)) is not None:
         # A mean times items / number: together they are the number.
         own, handed, whole = (moving, [], False) if form == "own" else ([], moving, form == "integer")
@@ -419,7 +424,7 @@ def _tested(
             kept = replace(spec, rules=rules, times=times) if setting.by_number and rules else None
             return replace(candidate, spec=kept or replace(spec, how=How.PLAIN, counts=()), trouble=_COUPLED)
         return replace(candidate, spec=replace(spec, rules=rules, times=times), trouble="" if known else _NOT_FOLLOWED)
-    if known and values[0] == values[1] == values[2] and batches[1] is not batches[2]:
+    if known and values[0] == values[1] == values[2] and batches[1] is not batches[2] and not whole.holds_data:
         # Zero says nothing, unless it is multiplied by zero.
         shows = bool(values[0]) or 0.0 in whole.factors
         return replace(candidate, spec=replace(spec, how=How.CONSTANT), shows=shows)
@@ -456,6 +461,8 @@ def _unreadable(
     name, values = candidate.seen[0].name, candidate.values
     spec = replace(candidate.spec, how=How.PLAIN, counts=())
     trouble = f"{name} stands in the loss: what is under it cannot be read"
+    if None not in values and all(values) and _adds_up([value or 0.0 for value in values], min(tolerance, 1e-3)):
+        return replace(candidate, spec=replace(spec, how=How.SUM), trouble=trouble)
     if not name.startswith(OPAQUE) or None in values or batches[1] is batches[2]:
         return replace(candidate, spec=spec, trouble=trouble)
     for rule in dict.fromkeys(ways_of_counting(batches[0], ignored)):

@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_accum_fix.errors import ContractError
 
-#: What a node does to the number above it: "pass" hands it on, "sum", "mean" and "loss" reduce a tensor to it.
+#: What a node does to the number above it: "pass" hands it on, "sum" and "mean" reduce a
+#: tensor to it, "choose" takes elements by their values.
 ROWS: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -40,10 +41,15 @@ ROWS: Mapping[str, str] = MappingProxyType(
         **{name: name.lower() for name in ("Neg", "Mul", "Div", "Where", "Mean")},
         **dict.fromkeys(("Sum", "Nansum", "Dot"), "sum"),
         **dict.fromkeys(("Stack", "Cat"), "stack"),
+        **dict.fromkeys(("Topk", "Kthvalue"), "choose"),
     }
 )
 #: Losses that divide by rows, not by elements.
 _BY_ROW = ("MultiMarginLossBackward0", "MultilabelMarginLossBackward0")
+#: Nodes through which data reach a loss.
+_LAYERS = ("Embedding", "Convolution", "Addmm", "Mm", "Bmm")
+#: So many nodes below one are looked at.
+_MOST_BELOW = 10_000
 #: A loss of more terms than this is not read.
 _MOST_TERMS = 512
 #: Nodes of a factor that has a gradient of its own (exp(-s)) at most.
@@ -134,6 +140,12 @@ class Term:
         return self.path.factors
 
     @property
+    def classes(self) -> int:
+        """Of a cross entropy; 0: it is none, or has no gradient."""
+        below = self.leaf.next_functions[0][0] if self.name.startswith("NllLoss") else None
+        return 0 if below is None else _shape(below)[min(1, len(_shape(below)) - 1)]
+
+    @property
     def shape(self) -> tuple[Any, ...]:
         """What terms of two micro-batches have in common if they are the same: all but numbers."""
         return (self.name, self.readable, *((each.divides, each.learnt) for each in self.factors))
@@ -193,6 +205,21 @@ def _terms(
                 path = path.times(Factor(float(len(stacked)), divides=True)) if does == "mean" else path
                 for each in stacked:
                     yield from walk(each, path.below(each[0]))
+                return
+            if _does(live[0][0]) == "choose":
+                # Which elements it holds depends on all of them.
+                name = type(live[0][0]).__name__
+                break
+            if does == "mean" and _adds_numbers(live[0][0]):
+                # mean(x + number) = mean(x) + number
+                below, signs = live[0][0], _signs(live[0][0], type(live[0][0]).__name__)
+                for each, sign in zip(below.next_functions, signs, strict=True):
+                    part = (path if sign == 1 else path.times(Factor(sign))).below(each[0])
+                    if _shape(each[0]) == ():
+                        yield from walk(each, part)
+                    else:
+                        own = _own_factors(node, name, 0, each, does, deep)
+                        yield Term(name, node, part.times(*own), divides=True, within=len(own) - 1)
                 return
             divides = reduction == 1 or does == "mean"
             own = _own_factors(node, name, reduction, live[0], does, deep)
@@ -259,6 +286,12 @@ def _stacked(node: Any) -> list[Edge]:
     return live if all(numbers) else []
 
 
+def _adds_numbers(node: Any) -> bool:
+    """Whether a node adds a single number to every element of a tensor."""
+    live = [each for each, _ in node.next_functions if each is not None]
+    return _does(node) == "add" and len(live) == 2 and sorted(_shape(each) == () for each in live) == [False, True]
+
+
 def _own_factors(node: Any, name: str, reduction: int, below: Edge, does: str, deep: bool) -> list[Factor]:
     """The numbers that stand inside of a mean or sum, and last what the reduction divides by."""
     if reduction == 2:
@@ -300,6 +333,19 @@ def _learnt_side(edges: Any, does: str) -> int | None:
     if len(found) != 1 or (does == "div" and found[0] == 0):
         return None
     return found[0]
+
+
+def holds_layers(node: Any) -> bool:
+    """Whether a layer of a model stands below a node, as far as one looks."""
+    seen, pending = {node}, [node]
+    while pending and len(seen) < _MOST_BELOW:
+        below = pending.pop()
+        if type(below).__name__.startswith(_LAYERS):
+            return True
+        new = {each for each, _ in below.next_functions if each is not None} - seen
+        seen |= new
+        pending.extend(new)
+    return False
 
 
 def is_learnt(node: Any, left: int = _MOST_NODES) -> bool:

@@ -119,9 +119,22 @@ def own_step(trainer: TrainerLike) -> Callable[..., Any] | None:
         steps += [vars(kind)["training_step"].__get__(trainer)] if "training_step" in vars(kind) else []
     for step in (each for each in steps if each is not None):
         bare = inspect.unwrap(step)
-        if getattr(bare, "__module__", "") not in ours and not names(bare, "training_step"):
+        if getattr(bare, "__module__", "") not in ours and not _calls_base(type(trainer), bare, {"training_step"}):
             return step  # type: ignore[no-any-return]
     return None
+
+
+def _calls_base(kind: type, function: Any, seen: set[str]) -> bool:
+    """Whether a method names ``training_step``, by itself or by a method of its class that it calls."""
+    if names(function, "training_step"):
+        return True
+    for name in [each for each in function.__code__.co_names if each not in seen]:
+        seen.add(name)
+        helper = inspect.unwrap(getattr(kind, name, None))  # type: ignore[arg-type]
+        own = inspect.isfunction(helper) and helper.__module__ != Trainer.__module__
+        if own and _calls_base(kind, helper, seen):
+            return True
+    return False
 
 
 def names(function: Any, name: str) -> bool:
