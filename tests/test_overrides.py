@@ -496,7 +496,7 @@ def test_a_training_step_that_bypasses_ours_is_refused(tmp_path: Path) -> None:
     class Bypasses(Trainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
             loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-            self.accelerator.backward(loss)
+            loss.backward()
             return loss.detach()
 
     args = arguments(tmp_path, max_steps=2)

@@ -47,7 +47,7 @@ from hf_accum_fix.accumulation.reading import (
     read_batch,
     unpacked,
 )
-from hf_accum_fix.accumulation.rules import listed_targets, ways_of_counting
+from hf_accum_fix.accumulation.rules import listed_targets, targets_padding, ways_of_counting
 from hf_accum_fix.accumulation.samples import Split, splits
 from hf_accum_fix.accumulation.window import Weightless
 
@@ -181,6 +181,11 @@ def observe(
         setting = replace(setting, hands_number=True)
     if writes:
         reason = "its forward writes state that the loss depends on, and so on the order of micro-batches"
+        found = replace(found, doubt=found.doubt or reason)
+    if found.items is not None and any(targets_padding(found.items, batch) for batch in window):
+        reason = (
+            "padding is among its targets (labels are not -100 where attention_mask is 0), and moves with the split"
+        )
         found = replace(found, doubt=found.doubt or reason)
     if norm is not None:
         found = _with_batch_norm(found, norm, setting)

@@ -199,14 +199,14 @@ def _noted(roots: Iterable[object], leave: Iterable[object], *, follow_modules: 
                 kept.append(_array_kept(each))
         elif kind in _DICTS or (isinstance(each, dict) and not _is_machinery(kind)):
             if kind not in _DICTS:
-                pending.append(vars(each))
+                pending.append(getattr(each, "__dict__", None))
             streams = _streams_kept(each)
             kept.extend([_dict_kept(each), *streams])
             if len(each) <= _MOST_ELEMENTS:
                 pending.extend(each.values())
         elif kind in _SEQUENCES or (isinstance(each, _SEQUENCES) and not _is_machinery(kind)):
             if kind not in _SEQUENCES:
-                pending.append(vars(each))
+                pending.append(getattr(each, "__dict__", None))
             kept.append(_sequence_kept(each))
             if len(each) <= _MOST_ELEMENTS:
                 pending.extend(each)

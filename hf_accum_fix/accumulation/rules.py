@@ -71,6 +71,15 @@ def is_padded(rule: Items, batch: Mapping[str, Any]) -> bool:
     return isinstance(mask, Tensor) and not batch[rule.keys[0]].is_floating_point() and not bool(mask.all())
 
 
+def targets_padding(rule: Items, batch: Mapping[str, Any]) -> bool:
+    """Whether padding is among the targets of a text: labels that were copied from padded tokens."""
+    tokens, mask, labels = (batch.get(key) for key in ("input_ids", "attention_mask", next(iter(rule.keys), "")))
+    if not (isinstance(tokens, Tensor) and isinstance(mask, Tensor) and isinstance(labels, Tensor)):
+        return False
+    alike = tokens.shape == mask.shape == labels.shape
+    return alike and bool((rule.targets(batch) & (mask == 0) & (labels == tokens)).any())
+
+
 def _is_close(a: float, b: float) -> bool:
     return abs(a - b) <= _ROUNDING * max(abs(a), abs(b))
 

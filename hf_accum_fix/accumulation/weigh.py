@@ -55,6 +55,10 @@ class WindowCheck:
         self._seen.setdefault(place, []).append(seen)
         self._predicted.setdefault(place, []).append(predicted)
 
+    def first(self, seen: Number) -> Number:
+        """What the window's first micro-batch divided by; ``seen``: what this one does, if it is that."""
+        return self._seen[0][0] if self._seen else seen
+
     def is_unpredicted(self, place: int) -> bool:
         """Whether no rule counts a term in this window: then it gets the plain mean over micro-batches."""
         return place in self._unpredicted
@@ -62,7 +66,7 @@ class WindowCheck:
     @property
     def counted(self) -> bool:
         """Whether one count of the window was taken, by which its gradient can be corrected."""
-        return bool(self._seen) and self.contract.groups == 1
+        return bool(self._seen) and self.contract.groups <= 1
 
     def counts(self, device: torch.device) -> Tensor:
         """Items seen, and items predicted, of this rank's window: [2] on ``device``."""

@@ -32,7 +32,9 @@ def no_bypass(trainer: TrainerLike, session: Any, end_window: Callable[[Any], ob
         # DeepSpeed and optimizers of single layers step within a micro-batch of ours.
         if session.micro_batch is not None or not enabled():
             return
-        if window is not None and (window.steps_run or not window.batches):
+        if session.refused is not None:
+            raise session.refused
+        if window is not None and (window.reported is not None or not window.batches):
             if window.steps_run and not window.ended and _steps(trainer.optimizer, optimizer):
                 end_window(window)
             return
@@ -40,8 +42,9 @@ def no_bypass(trainer: TrainerLike, session: Any, end_window: Callable[[Any], ob
         if cut and _steps(trainer.optimizer, optimizer) and _has_gradients(optimizer):
             raise SeamError(
                 f"the optimizer of {type(trainer).__name__} is about to step by gradients of which none came through "
-                "Trainer.training_step, so nothing of them is mended: its step or its loop goes on without calling "
-                "super(); call super().training_step there, or revert()"
+                "Trainer.training_step or accelerator.backward, so nothing of them is mended: its step or its loop "
+                "goes on without calling super(); call super().training_step there, or accelerator.backward, or "
+                "revert()"
             )
 
     with register_optimizer_step_pre_hook(check):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from hf_accum_fix.accumulation.contract import LossContract, router_loss
-from hf_accum_fix.accumulation.declared import router_coefficients
+from hf_accum_fix.accumulation.declared import has_parameter, router_coefficients
 from hf_accum_fix.accumulation.per_sample import sum_of_samples
 from hf_accum_fix.accumulation.share import loss_among
 from hf_accum_fix.engines.own_counts import own_counts
@@ -21,6 +22,7 @@ from hf_accum_fix.overrides.live import (
     loss_func,
 )
 from hf_accum_fix.overrides.session import SESSION, Session
+from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 #: One forward: (inputs, number or None) -> (loss, outputs or None).
@@ -30,10 +32,12 @@ Forward = Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]]
 def as_in_training(trainer: TrainerLike, module: nn.Module, compute_loss: Callable[..., Any] | None) -> Forward:
     """The forward that training makes of a micro-batch; without outputs where the loss is the trainer's."""
     handed = compute_loss is not None and hands_number(compute_loss)
+    by_step = trainer.__dict__[SESSION].own_step is not None
 
     def forward(inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
-        inputs = trainer._prepare_inputs(inputs)
-        with trainer.compute_loss_context_manager():
+        # A step of the trainer's own prepares them itself.
+        inputs = inputs if by_step else trainer._prepare_inputs(inputs)
+        with nullcontext() if by_step else trainer.compute_loss_context_manager():
             if compute_loss is None:
                 return base_loss(trainer, module, inputs, number)
             result = compute_loss(module, inputs, **({"num_items_in_batch": number} if handed else {}))
@@ -82,7 +86,7 @@ def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]
     session: Session = trainer.__dict__[SESSION]
     contract = session.contract
     assert contract is not None
-    inputs = trainer._prepare_inputs(inputs)
+    inputs = inputs if session.own_step and model.training else trainer._prepare_inputs(inputs)
     rule = contract.items
     if rule is None or not rule.per_sample:
         with trainer.accelerator.autocast(), trainer.compute_loss_context_manager():
@@ -96,7 +100,7 @@ def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]
 def _loss_alone(
     trainer: TrainerLike, session: Session, contract: LossContract, model: nn.Module, inputs: Mapping[str, Any]
 ) -> tuple[Tensor, Any]:
-    compute_loss = compute_loss_of(trainer)
+    compute_loss = training_loss_of(trainer) if model.training else compute_loss_of(trainer)
     if compute_loss is not None:
         own: dict[str, Any] = {}
         if contract.by_number and contract.items is not None and hands_number(compute_loss):
@@ -109,6 +113,49 @@ def _loss_alone(
     number = contract.items.count(inputs) if counted and contract.items is not None else None
     loss, outputs = base_loss(trainer, model, inputs, None if number is None else contract.as_number(number))
     return loss, outputs
+
+
+def training_loss_of(trainer: TrainerLike) -> Callable[..., Any] | None:
+    """The trainer's own way to the loss that it trains; None where the base is all there is.
+
+    Of a ``training_step`` that never calls the base's it is the loss that this hands to ``accelerator.backward``.
+    """
+    step = trainer.__dict__[SESSION].own_step
+    if step is None:
+        return compute_loss_of(trainer)
+    original = trainer.compute_loss
+
+    def compute_loss(
+        model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> tuple[Tensor, Any]:
+        handed: list[Tensor] = []
+        caught: list[Exception] = []
+        outputs: Any = None
+
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            nonlocal outputs
+            try:
+                result = original(*args, **kwargs)
+            except Exception as error:
+                # The step may catch it, and go on.
+                caught.append(error)
+                raise
+            outputs = result[1] if isinstance(result, tuple) else outputs
+            return result
+
+        given = {"num_items_in_batch": num_items_in_batch} if has_parameter(step, "num_items_in_batch") else {}
+        with (
+            shadow(trainer, "compute_loss", kept),
+            shadow(trainer.accelerator, "backward", lambda loss, **_: handed.append(loss)),
+        ):
+            step(model, inputs, **given)
+        if caught:
+            raise caught[0]
+        if not handed:
+            raise RuntimeError(f"the training_step of {type(trainer).__name__} handed no loss to accelerator.backward")
+        return handed[0], outputs
+
+    return compute_loss
 
 
 def compute_loss_of(trainer: TrainerLike) -> Callable[..., Any] | None:

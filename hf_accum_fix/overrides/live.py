@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, TypedDict
 from weakref import WeakKeyDictionary
 
@@ -90,6 +92,11 @@ def scales_itself(trainer: TrainerLike) -> bool:
     return bool(declared)
 
 
+def declares_scale(trainer: TrainerLike) -> bool:
+    """Whether a trainer says of its loss that it is, or is not, divided for the window already."""
+    return getattr(trainer, "loss_is_scaled_for_ga", None) is not None or scales_itself(trainer)
+
+
 def remakes_inputs(trainer: TrainerLike) -> bool:
     """Whether a class of the trainer's own stands between the loader's micro-batch and the base's loss."""
     kind = type(trainer)
@@ -100,6 +107,44 @@ def remakes_inputs(trainer: TrainerLike) -> bool:
         defining = (next((c for c in kind.__mro__ if name in vars(c)), Trainer) for name in names)
         known = _REMAKES[kind] = any(each.__module__ not in ours for each in defining)
     return known or "compute_loss" in vars(trainer)
+
+
+def own_step(trainer: TrainerLike) -> Callable[..., Any] | None:
+    """The ``training_step`` of a trainer's own that never calls the base's; None: there is none, or it calls it."""
+    ours = ("hf_accum_fix.trainer", Trainer.__module__)
+    steps: list[Any] = [vars(trainer).get("training_step")]
+    for kind in type(trainer).__mro__:
+        if kind.__module__ in ours:
+            break
+        steps += [vars(kind)["training_step"].__get__(trainer)] if "training_step" in vars(kind) else []
+    for step in (each for each in steps if each is not None):
+        bare = inspect.unwrap(step)
+        if getattr(bare, "__module__", "") not in ours and not _calls_base(type(trainer), bare, {"training_step"}):
+            return step  # type: ignore[no-any-return]
+    return None
+
+
+def _calls_base(kind: type, function: Any, seen: set[str]) -> bool:
+    """Whether a method names ``training_step``, by itself or by a method of its class that it calls."""
+    if names(function, "training_step"):
+        return True
+    for name in [each for each in function.__code__.co_names if each not in seen]:
+        seen.add(name)
+        helper = inspect.unwrap(getattr(kind, name, None))  # type: ignore[arg-type]
+        own = inspect.isfunction(helper) and helper.__module__ != Trainer.__module__
+        if own and _calls_base(kind, helper, seen):
+            return True
+    return False
+
+
+def names(function: Any, name: str) -> bool:
+    """Whether the code of a function names a method; True where there is no code to look at."""
+    pending = [getattr(function, "__code__", None)]
+    for code in pending:
+        if code is None or name in code.co_names:
+            return True
+        pending += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return False
 
 
 def counts_itself(trainer: TrainerLike) -> bool:

@@ -23,11 +23,15 @@ from hf_accum_fix.accumulation.declared import (
 )
 from hf_accum_fix.accumulation.observe import observe, shift_of
 from hf_accum_fix.engines import ranks
-from hf_accum_fix.overrides.forward import as_in_training, base_loss, compute_loss_of
-from hf_accum_fix.overrides.live import bare_model, data_ranks, hands_number, head_name, loss_func, scales_itself
+from hf_accum_fix.overrides.forward import as_in_training, base_loss, training_loss_of
+from hf_accum_fix.overrides.live import bare_model, data_ranks, hands_number, head_name, loss_func, names, scales_itself
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
+
+#: Why a loss is not run to be observed: nothing is run that training would not run.
+MADE_LATER = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
+MADE_BY_STEP = "its training_step makes the loss without compute_loss, and is not run but to train"
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -50,7 +54,7 @@ def observed_of(
 
 def _may_run_collectives(trainer: TrainerLike) -> bool:
     """Whether the loss is a custom one on several ranks: it may gather metrics."""
-    return int(trainer.args.world_size) > 1 and compute_loss_of(trainer) is not None
+    return int(trainer.args.world_size) > 1 and training_loss_of(trainer) is not None
 
 
 def _observe(
@@ -59,11 +63,13 @@ def _observe(
     model = trainer.model_wrapped
     # A forward through DDP without gradient would switch off the next one's buffer sync.
     module: nn.Module = inside_ddp(model) or model
-    compute_loss = compute_loss_of(trainer)
+    compute_loss = training_loss_of(trainer)
     custom = compute_loss is not None
     if not all(isinstance(batch, Mapping) for batch in window):
-        reason = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
-        return LossContract(Reduction.PLAIN, custom=custom, reason=reason)
+        return LossContract(Reduction.PLAIN, custom=custom, reason=MADE_LATER)
+    step = session.own_step
+    if step is not None and not (names(step, "compute_loss") and names(step, "accelerator")):
+        return LossContract(Reduction.PLAIN, custom=custom, reason=MADE_BY_STEP)
     func = loss_func(trainer) is not None
     forward = as_in_training(trainer, module, compute_loss)
     required = func or (session.passes_number and requires_number(module))

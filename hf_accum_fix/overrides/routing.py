@@ -15,7 +15,7 @@ from hf_accum_fix.accumulation.declared import inside_ddp
 from hf_accum_fix.accumulation.preserve import python_state_kept
 from hf_accum_fix.counting import count_routing
 from hf_accum_fix.options import Options
-from hf_accum_fix.overrides.forward import as_in_training, compute_loss_of
+from hf_accum_fix.overrides.forward import as_in_training, training_loss_of
 from hf_accum_fix.overrides.live import head_name
 from hf_accum_fix.overrides.observing import silent
 from hf_accum_fix.overrides.run import TrainerRun
@@ -55,7 +55,7 @@ def _forward_alone(trainer: TrainerLike, session: Session, module: nn.Module, st
     """The forward that training makes of a micro-batch, to be run without its step."""
     if session.counting_loss is None or session.counting_loss[0] != session.observed_for:
         with shadow(trainer, "current_gradient_accumulation_steps", steps):
-            session.counting_loss = (session.observed_for, compute_loss_of(trainer))
+            session.counting_loss = (session.observed_for, training_loss_of(trainer))
         if session.router is not None:
             session.router.form = None
     compute_loss = session.counting_loss[1]

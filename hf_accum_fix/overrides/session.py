@@ -16,9 +16,11 @@ from hf_accum_fix.accumulation.precision import WindowGradient
 from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.accumulation.weigh import Weighed, WindowCheck
 from hf_accum_fix.accumulation.window import Items
+from hf_accum_fix.errors import AccumFixError
 from hf_accum_fix.known import Known
 from hf_accum_fix.observations import Windows
 from hf_accum_fix.options import Options
+from hf_accum_fix.overrides.live import own_step
 from hf_accum_fix.overrides.loss_log import LossLog
 from hf_accum_fix.router.router_loss import RouterLoss
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -110,7 +112,13 @@ class Window:
     def checks(self) -> list[WindowCheck]:
         """One for each loss of its micro-batches that is read."""
         all_of: list[WindowCheck | None] = [part.check for part in self.parts] or [self.check]
-        return list({id(each): each for each in all_of if each is not None and each.contract.is_read}.values())
+        return list(
+            {
+                id(each): each
+                for each in all_of
+                if each is not None and (each.contract.is_read or each.counted or each.changed)
+            }.values()
+        )
 
     def counts_of(self, inputs: Any) -> dict[Items, Tensor] | None:
         """Items of this micro-batch, told by identity; None where somebody handed over another object."""
@@ -127,9 +135,13 @@ class Session(Known):
         shift: labels are shifted as they are smoothed; None: that is not known.
         deferred: the window as a ``get_batch_samples`` of the trainer's own was given it, before it is counted.
         gradient: what the gradients of a window are added in.
+        own_step: see `live.own_step`.
+        refused: an error of ours in a micro-batch, which the step of a trainer's own may have caught.
     """
 
     options: Options
+    own_step: Callable[..., Any] | None = None
+    refused: AccumFixError | None = None
     contract: LossContract | None = None
     observed_for: tuple[Any, ...] = ()
     passes_number: bool = False
@@ -181,8 +193,12 @@ class Session(Known):
 def session_of(trainer: TrainerLike, options: Options) -> Session:
     """The session of a trainer, made at its first use."""
     session: Session | None = trainer.__dict__.get(SESSION)
-    if session is None:
-        session = trainer.__dict__[SESSION] = Session(options)
+    return session or new_session(trainer, options)
+
+
+def new_session(trainer: TrainerLike, options: Options) -> Session:
+    """A session of a trainer in the place of the one before."""
+    session = trainer.__dict__[SESSION] = Session(options, own_step=own_step(trainer))
     return session
 
 

@@ -9,9 +9,9 @@ from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, Lo
 from hf_accum_fix.accumulation.declared import takes_number
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.options import Options
-from hf_accum_fix.overrides.live import accepts_number, head_name, is_cut, loss_func, scales_itself
+from hf_accum_fix.overrides.live import accepts_number, declares_scale, head_name, is_cut, loss_func, scales_itself
 from hf_accum_fix.overrides.loader import check_dealing
-from hf_accum_fix.overrides.observing import observed_of
+from hf_accum_fix.overrides.observing import MADE_LATER, observed_of
 from hf_accum_fix.overrides.run import TrainerRun
 from hf_accum_fix.overrides.session import Session, session_of
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -65,6 +65,9 @@ def _warn(trainer: TrainerLike, session: Session, found: LossContract) -> None:
     """Say once why a loss is not exact, where it shows."""
     # A number, or a shift, may be wrong even where nothing is cut.
     wrong_when_whole = SHIFT_UNKNOWN in (found.reason, found.doubt) or (found.by_number and not found.conclusive)
+    if found.reason == MADE_LATER and declares_scale(trainer):
+        # It knows of windows; every one of them is looked at.
+        return
     itself = found.custom and scales_itself(trainer)
     outcome = "stays as the trainer scales it" if itself else "gets the plain mean over micro-batches"
     for kind, words in counting.remarks(head_name(trainer), found, session.attempts, outcome=outcome):

@@ -20,13 +20,21 @@ from hf_accum_fix.accumulation.weigh import weigh
 from hf_accum_fix.accumulation.window import Weightless
 from hf_accum_fix.data.whole_windows import Blank
 from hf_accum_fix.engines.engine import engine_divisor, inputs_are_rounded, tell_last
-from hf_accum_fix.errors import SeamError, UnsupportedSetupError
+from hf_accum_fix.errors import AccumFixError, SeamError, UnsupportedSetupError
 from hf_accum_fix.known import ATTEMPTS
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.announcing import announce
 from hf_accum_fix.overrides.certifying import end_window, gradient_versions
 from hf_accum_fix.overrides.forward import base_loss, compute_loss_of
-from hf_accum_fix.overrides.live import bare_model, counts_itself, loss_func, remakes_inputs, scales_itself
+from hf_accum_fix.overrides.live import (
+    bare_model,
+    counts_itself,
+    declares_scale,
+    loss_func,
+    remakes_inputs,
+    scales_itself,
+)
+from hf_accum_fix.overrides.observing import MADE_BY_STEP, MADE_LATER
 from hf_accum_fix.overrides.precision import adding
 from hf_accum_fix.overrides.routing import in_the_window, note_routing
 from hf_accum_fix.overrides.session import MicroBatch, Session, Window, session_of
@@ -83,7 +91,7 @@ def compute_loss(
 
 def _handed(trainer: TrainerLike, session: Session, given: Any) -> Tensor | None:
     """What the base hands on while a loss is observed: a ``compute_loss`` that asks for no number gets none."""
-    custom = compute_loss_of(trainer) is not None
+    custom = session.own_step is not None or compute_loss_of(trainer) is not None
     return session.observed_number if not custom or given is not None or loss_func(trainer) is not None else None
 
 
@@ -145,7 +153,7 @@ def training_step(
     batch's.
     """
     session = session_of(trainer, options)
-    if session.micro_batch is not None:
+    if session.micro_batch is not None or session.observing:
         return wrapped(*args, **kwargs)
     window = session.window
     if window is None:
@@ -173,29 +181,33 @@ def training_step(
     micro_batch = session.micro_batch = MicroBatch(window.counts_of(inputs), isinstance(inputs, Weightless))
     accelerator, contract = trainer.accelerator, window.contract
     original_loss, original_backward = trainer.compute_loss, accelerator.backward
-    depth = 0
+    depth, own, head = 0, session.own_step is not None, bare_model(trainer)
+    run = dict(inputs) if isinstance(inputs, Mapping) else {}
 
     def record_loss(*loss_args: Any, **loss_kwargs: Any) -> Any:
-        nonlocal depth
+        nonlocal depth, run
         if depth:
             return original_loss(*loss_args, **loss_kwargs)
-        run = loss_kwargs["inputs"] if "inputs" in loss_kwargs else loss_args[1]
+        given = loss_kwargs["inputs"] if "inputs" in loss_kwargs else loss_args[1]
         # Before a ``compute_loss`` takes labels out of it.
-        run = dict(run) if isinstance(run, Mapping) else {}
+        run = dict(given) if isinstance(given, Mapping) else {}
         depth = 1
         try:
-            with in_the_window(session, window), listening(contract, bare_model(trainer)) as heard:
+            with in_the_window(session, window), nullcontext() if own else listening(contract, head) as heard:
                 result = original_loss(*loss_args, **loss_kwargs)
         finally:
             depth = 0
         loss = result[0] if isinstance(result, tuple) else result
-        # Now: 4.46.0 scales in place what it is handed. And never the model's output itself: DeepSpeed hangs hooks
-        # on that, which divide once more (stage 0).
-        _weigh(trainer, window, micro_batch, loss, run, heard)
+        if heard is not None:
+            # Now: 4.46.0 scales in place what it is handed. And never the model's output itself: DeepSpeed hangs hooks
+            # on that, which divide once more (stage 0).
+            _weigh(trainer, session, window, micro_batch, loss, run, heard)
         return result
 
     def set_loss(loss: Tensor, **backward_kwargs: Any) -> Any:
         tell_last(accelerator, window.steps_run + 1 == len(window.batches))
+        if heard_in_step is not None:
+            _weigh(trainer, session, window, micro_batch, loss, run, heard_in_step)
         share = micro_batch.share
         if share is None:
             return original_backward(loss, **backward_kwargs)
@@ -221,8 +233,9 @@ def training_step(
 
     try:
         with (
-            shadow(trainer, "compute_loss", record_loss),
-            shadow(accelerator, "backward", set_loss),
+            listening(contract, head) if own else nullcontext() as heard_in_step,
+            shadow(trainer, "compute_loss", _refusing(session, record_loss)),
+            shadow(accelerator, "backward", _refusing(session, set_loss)),
             _reduced_in_the_last(trainer, window, model),
             adding(trainer, session, window, model),
         ):
@@ -239,6 +252,13 @@ def training_step(
             f"the step of {type(trainer).__name__} computed a loss but did not hand it to accelerator.backward; "
             "its gradient was not mended: use accelerator.backward, or revert()"
         )
+    if own and reported is None and len(window.batches) * trainer.args.world_size > 1:
+        session.windows.note_inexact()
+        session.warn_once(
+            "no loss",
+            f"the training_step of {type(trainer).__name__} handed no loss of a micro-batch to accelerator.backward: "
+            "the step is not called exact",
+        )
     if reported is not None:
         window.reported = reported if window.reported is None else window.reported + reported
     if window.steps_run == len(window.batches):
@@ -251,6 +271,19 @@ def training_step(
             note_routing(trainer, session)
         session.said.add("routing")
     return _logged(session, result if reported is None else reported)
+
+
+def _refusing(session: Session, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep an error of ours for the optimizer's step, since the step of a trainer's own may catch it."""
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except AccumFixError as error:
+            session.refused = error
+            raise
+
+    return refusing
 
 
 def _logged(session: Session, loss: Tensor) -> Tensor:
@@ -274,6 +307,7 @@ def _reduced_in_the_last(trainer: TrainerLike, window: Window, model: nn.Module)
 
 def _weigh(
     trainer: TrainerLike,
+    session: Session,
     window: Window,
     micro_batch: MicroBatch,
     loss: Tensor,
@@ -284,7 +318,10 @@ def _weigh(
     contract, steps, cut = window.contract, len(window.batches), window.cut
     micro_batch.node = loss.grad_fn
     if not contract.is_read:
-        itself = contract.custom and scales_itself(trainer)
+        own = session.own_step is not None
+        itself = _is_divided(trainer, loss, steps) if own else contract.custom and scales_itself(trainer)
+        if contract.reason == MADE_BY_STEP or (contract.reason == MADE_LATER and declares_scale(trainer)):
+            loss = _as_the_first(loss, window)
         loss = loss * 0.0 if micro_batch.weightless and contract.custom else loss
         micro_batch.value = of_window(loss.detach(), steps, steps if itself else 1)
         micro_batch.share = of_window(loss, steps, steps * cut.engine_divisor if itself else cut.engine_divisor)
@@ -298,6 +335,36 @@ def _weigh(
     weighed = weigh(loss, contract, cut, window.check, inputs, predicted, heard, weightless=weightless)
     micro_batch.share, micro_batch.value = weighed.loss, weighed.value
     micro_batch.weighed = weighed
+
+
+def _as_the_first(loss: Tensor, window: Window) -> Tensor:
+    """A loss that is not observed, weighed by what it divides by over what the first one of its window does.
+
+    The end of the window divides by the sum of both, as it does for every loss whose items no rule counts.
+    """
+    terms, check = read(loss), window.check
+    assert check is not None
+    if len(terms) != 1 or not terms[0].readable:
+        check.changed = "what it divides by cannot be read: " + ", ".join(sorted({each.name for each in terms}))
+        return loss
+    divisor: Tensor | float = 1.0
+    for each in terms[0].factors:
+        divisor = each.value * divisor if each.divides and not each.learnt else divisor
+    first = check.first(divisor)
+    check.note(0, divisor, first)
+    times = divisor / first
+    return loss * (times.to(loss) if isinstance(times, Tensor) else times) if check.is_corrected else loss
+
+
+def _is_divided(trainer: TrainerLike, loss: Tensor, micro_batches: int) -> bool:
+    """Whether a loss names the micro-batches of a window: then the trainer may have divided by them already."""
+    numbers = {float(each) for each in (micro_batches, trainer.args.gradient_accumulation_steps) if each > 1}
+    return any(
+        float(each.value) in numbers or (each.value and 1 / float(each.value) in numbers)
+        for term in read(loss)
+        for each in (term.factors[:-1] if term.divides else term.factors)
+        if not each.learnt
+    )
 
 
 def _factor_over(loss: Tensor, node: Any) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 from hf_accum_fix import observations
@@ -17,7 +17,8 @@ from hf_accum_fix.overrides.loader import tell_saved, whole_windows
 from hf_accum_fix.overrides.loss_log import LossLog
 from hf_accum_fix.overrides.routing import note_routing
 from hf_accum_fix.overrides.run import TrainerRun
-from hf_accum_fix.overrides.session import SESSION, Session, busy, session_of
+from hf_accum_fix.overrides.session import Session, busy, new_session, session_of
+from hf_accum_fix.overrides.steps import training_step
 from hf_accum_fix.overrides.windows import counted_as_returned, mark_passed_over, open_window
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.presence import require_trainer
@@ -41,7 +42,7 @@ def train(
     if not enabled() or "train" in session.busy:
         return wrapped(*args, **kwargs)
     off = check_setup(trainer)
-    session = trainer.__dict__[SESSION] = Session(options)
+    session = new_session(trainer, options)
     session.say_off(off)
     filtered = LOSS_LOG not in off and trainer.args.logging_nan_inf_filter
     session.loss_log = LossLog(trainer) if filtered else None
@@ -57,6 +58,7 @@ def train(
             whole_windows(trainer, options, opened),
             counted_as_returned(trainer, options),
             mark_passed_over(trainer),
+            _own_step_entered(trainer, session, options),
             shadow(trainer.accelerator, "backward", _listened(trainer, session, trainer.accelerator.backward)),
             shadow(trainer.accelerator, "clip_grad_norm_", _ended_first(trainer, session)),
             logged,
@@ -78,6 +80,18 @@ def train(
         )
     tell_saved(trainer)
     return result
+
+
+def _own_step_entered(trainer: TrainerLike, session: Session, options: Options) -> AbstractContextManager[None]:
+    """Let a ``training_step`` that never calls the base's be run as a micro-batch."""
+    if session.own_step is None:
+        return nullcontext()
+    step = trainer.training_step
+
+    def entered(*args: Any, **kwargs: Any) -> Any:
+        return training_step(step, trainer, args, kwargs, options=options)
+
+    return shadow(trainer, "training_step", entered)
 
 
 def hand_back(options: Options) -> None:

@@ -58,7 +58,7 @@ def get_batch_samples(
 def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> Any:
     """What a ``compute_loss`` is handed as the number of items."""
     contract = window.contract
-    if contract.items is None or (contract.custom and not contract.by_number):
+    if contract.items is None or not (contract.by_number if contract.custom else upstream_number is not None):
         return upstream_number
     if contract.custom and window.cut.is_whole and upstream_number is not None:
         return upstream_number

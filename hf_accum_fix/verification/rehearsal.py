@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -159,13 +160,15 @@ def rehearse(
     windows = 0
     own_step: Callable[..., Tensor] = actor.training_step
 
+    @functools.wraps(own_step)
     def training_step(*args: Any, **kwargs: Any) -> Tensor:
         nonlocal windows
         if optimizer.steps != windows:
             windows = optimizer.steps
             losses.clear()
         loss = own_step(*args, **kwargs)
-        losses.append(loss.detach().double())
+        if not getattr(actor.__dict__.get(SESSION), "observing", False):
+            losses.append(loss.detach().double())
         return loss
 
     actor.training_step = training_step

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from hf_accum_fix.accumulation.kinds import Kind, kind_of, words_of
+from hf_accum_fix.accumulation.window import has_rows, sample_count
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -117,11 +118,12 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
         loader = trainer.get_train_dataloader()
         _refuse_streams_that_run_out(loader)
         collate = getattr(loader, "collate_fn", None)
-        if collate is None:
-            raise UnsupportedSetupError(
-                f"{type(loader).__name__} has no collate_fn, so its samples cannot be cut anew; give samples=[...]"
-            )
-        rows = list(_first_rows(loader, windows * size))
+        first_rows = _first_rows
+        # One of torch's that makes no batches yields those of its data set.
+        if collate is None or not getattr(loader, "_auto_collation", True):
+            notes.append(f"{type(loader).__name__} collates nothing: the rows of its batches were cut anew, as padded")
+            first_rows, collate = _rows_of_batches, _Once(_only)
+        rows = list(first_rows(loader, windows * size))
     if not rows:
         raise UnsupportedSetupError("got no sample from the dataloader; expected one; look at dataloader_drop_last")
     # Several ranks go on together: one that drew one kind would wait for another that is refused.
@@ -132,7 +134,7 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
             "put into new micro-batches; give samples=[...] of one kind"
         )
     if len(kinds) > 1:
-        kind, rows = next(iter(_kinds(collate, list(_first_rows(loader, _SEVERAL_KINDS * windows * size))).items()))
+        kind, rows = next(iter(_kinds(collate, list(first_rows(loader, _SEVERAL_KINDS * windows * size))).items()))
         notes.append(f"the samples are of several kinds; only those with {words_of(kind)} were cut anew")
     groups = tuple(tuple(rows[at : at + size]) for at in range(0, min(len(rows), windows * size), size))
     if len(rows) < windows * size:
@@ -187,9 +189,30 @@ def _first_rows(loader: Any, count: int) -> Iterator[Any]:
                 return
 
 
+def _rows_of_batches(loader: Any, count: int) -> Iterator[Any]:
+    """The first samples of a loader that collates by itself: its batches, row by row."""
+    found = 0
+    for batch in loader:
+        rows = sample_count(batch) if isinstance(batch, Mapping) else 0
+        if not rows or not all(len(value) == rows for value in batch.values() if has_rows(value)):
+            raise UnsupportedSetupError(
+                f"{type(loader).__name__} has no collate_fn, and its {type(batch).__name__} does not hold a row for "
+                "each sample, so that its samples cannot be cut anew; give samples=[...]"
+            )
+        for row in range(rows):
+            yield {key: value[row : row + 1] if has_rows(value) else value for key, value in batch.items()}
+        found += rows
+        if found >= count:
+            return
+
+
+def _only(rows: list[Any]) -> Any:
+    return rows[0]
+
+
 def _refuse_streams_that_run_out(loader: Any) -> None:
     """Refuse a stream that loses a sample to us; decide it without taking one."""
-    dataset: Any = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", loader)
     if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__"):
         return
     while isinstance(inner := getattr(dataset, "dataset", None), IterableDataset):
@@ -288,7 +311,7 @@ def _stacked(key: str, values: list[Any]) -> Any:
         return [each for value in values for each in value]
     if not isinstance(values[0], Tensor) or values[0].ndim == 0 or any(len(value) != 1 for value in values):
         raise UnsupportedSetupError(
-            f"the collator is random, and {key!r} of single samples cannot be put together; give it a fixed seed"
+            f"{key!r} of single samples cannot be put together; give the collator a fixed seed, or give samples=[...]"
         )
     if values[0].ndim == 2:
         width, fill = max(value.shape[1] for value in values), -100 if "label" in key else 0

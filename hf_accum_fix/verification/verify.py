@@ -176,6 +176,12 @@ class _Verification:
                 found = [cut.result(mode, options) for mode in modes]
                 results += found
                 owns += found if split == own_split else []
+            stuck = sorted({each.per_device for each in results if each.window == number and _cannot_be_run(each)})
+            if stuck and scene.contract.reduction is Reduction.PLAIN:
+                notes.append(
+                    f"micro-batches of {', '.join(map(str, stuck))} samples cannot be run: if the model puts rows into "
+                    "groups by a size of its own, the full batch in one forward is another loss than it trains"
+                )
             report = replace(report, contract=str(scene.contract))
             masked = "attention_mask" in scene.collate([rows[0]])
             if scene.contract.has_router_loss and options.router_loss == Convention.EXACT.value and not masked:
@@ -245,6 +251,13 @@ class _Verification:
         return Scene(alone, self.parameters, contract, drawn.collate)
 
 
+_CANNOT = "this micro-batch cannot be run"
+
+
+def _cannot_be_run(result: SplitResult) -> bool:
+    return _CANNOT in result.verdict.words
+
+
 @dataclass
 class _Cut:
     """One cut of one global batch."""
@@ -292,7 +305,7 @@ class _Cut:
             if own and not out_of_memory(error):
                 raise
             take(self.verification.parameters)
-            return replace(blank, verdict=could_not_tell(f"this micro-batch cannot be run: {error}"))
+            return replace(blank, verdict=could_not_tell(f"{_CANNOT}: {error}"))
         self.verification.wrapped = run.wrapped
         self.verification.router_is_whole |= _is_whole(run.router)
         return self._compared(blank, run, count)

@@ -14,7 +14,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from transformers import Trainer
 
 import hf_accum_fix
-from hf_accum_fix import GlobalBatchTrainer, SeamError
+from hf_accum_fix import ContractError, GlobalBatchTrainer, SeamError
 from tests.numerics.heads import HEADS
 from tests.numerics.parity import trainable, training_arguments
 
@@ -32,6 +32,18 @@ def step_of_torch(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = 
     loss = model(**inputs)["loss"]
     loss.backward()
     return loss.detach()
+
+
+def step_of_torch_that_goes_on(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    """As GLiClass's: whatever is raised in a step is caught there."""
+    try:
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        loss.backward()
+        return loss.detach()
+    except Exception:
+        model.zero_grad()
+        return torch.zeros(())
 
 
 def skipped(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -62,7 +74,9 @@ def as_a_loop(step: Callable[..., Any], trainer: Any) -> None:
 
 
 PLACES = {"instance": on_the_instance, "subclass": on_the_subclass, "loop": as_a_loop}
-STEPS = {"accelerate": step_of_accelerate, "torch": step_of_torch}
+STEPS = {"accelerate": step_of_accelerate, "torch": step_of_torch, "goes-on": step_of_torch_that_goes_on}
+#: A step that calls `compute_loss` and `accelerator.backward` is trained, a loop of one's own is not.
+AROUND = [(place, step) for place in PLACES for step in STEPS if step != "accelerate" or place == "loop"]
 
 
 def made(folder: Path, by: str, accumulate: int = 4) -> Any:
@@ -80,8 +94,7 @@ def changed(before: dict[str, Any], model: Any) -> bool:
 
 
 @pytest.mark.parametrize("by", ["apply", "class"])
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "step"), AROUND)
 def test_gradients_that_went_around_are_refused_before_they_are_used(
     place: str, step: str, by: str, tmp_path: Path
 ) -> None:
@@ -92,6 +105,31 @@ def test_gradients_that_went_around_are_refused_before_they_are_used(
         with pytest.raises(SeamError, match=r"super\(\)\.training_step"):
             trainer.train()
     assert not changed(before, trainer.model) and not _global_optimizer_pre_hooks
+
+
+@pytest.mark.parametrize("by", ["apply", "class"])
+def test_an_error_of_ours_that_a_step_catches_is_raised_by_the_optimizer(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*args: Any, **kwargs: Any) -> Any:
+        raise ContractError("refused in the midst of a step")
+
+    def step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        try:
+            loss = self.compute_loss(model, inputs)
+            self.accelerator.backward(loss)
+            return loss.detach()
+        except Exception:
+            return torch.zeros(())
+
+    with patched(by):
+        trainer = made(tmp_path, by)
+        on_the_subclass(step, trainer)
+        before = trainable(trainer.model)
+        monkeypatch.setattr("hf_accum_fix.overrides.steps.weigh", refuses)
+        with pytest.raises(ContractError, match="in the midst"):
+            trainer.train()
+    assert not changed(before, trainer.model)
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -13,6 +13,8 @@ import transformers as hf
 from datasets import Dataset
 from torch import nn
 from trl import (
+    DistillationConfig,
+    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -24,6 +26,10 @@ from trl import (
     RLOOConfig,
     RLOOTrainer,
 )
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl.experimental.tpo import TPOConfig, TPOTrainer
 
 from hf_accum_fix.trainer import GlobalBatchTrainer
 from tests.clients.words import prompts_and_answers, tokenizer
@@ -47,6 +53,7 @@ class Preference:
         arguments: further arguments of its config.
         given: further arguments of the trainer.
         sampled: it samples its answers in groups as it trains, in whole groups only.
+        stock_wrong: the stock step is another one for other splits.
     """
 
     stock: type
@@ -57,6 +64,7 @@ class Preference:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     given: Callable[[], Mapping[str, Any]] = dict
     sampled: bool = False
+    stock_wrong: bool = False
 
 
 def preference(
@@ -109,11 +117,49 @@ def _preferences() -> dict[str, Preference]:
         "GRPO by tokens": preference(
             GRPOTrainer, GRPOConfig, prompts, arguments={**answers, "loss_type": "dapo"}, **sampled
         ),
+        "GRPO by tokens of a micro-batch": preference(
+            GRPOTrainer, GRPOConfig, prompts, arguments={**answers, "loss_type": "bnpo"}, stock_wrong=True, **sampled
+        ),
+        "Distillation": preference(
+            DistillationTrainer,
+            DistillationConfig,
+            prompts,
+            arguments={"max_completion_length": 6},
+            given=lambda: {"teacher_model": another()["ref_model"]},
+            sampled=True,
+        ),
+        "OnlineDPO": preference(
+            OnlineDPOTrainer,
+            OnlineDPOConfig,
+            prompts,
+            arguments={"max_new_tokens": 6, "missing_eos_penalty": None},
+            stock_wrong=True,
+            **sampled,
+        ),
         "RLOO": preference(RLOOTrainer, RLOOConfig, prompts, arguments=answers, **sampled),
     }
 
 
 PREFERENCES = _preferences()
+
+
+def _two_means() -> dict[str, Preference]:
+    rows = prompts_and_answers()
+    pairs = [{"prompt": r["prompt"], "chosen": r["good"], "rejected": r["bad"]} for r in rows]
+    triples = [{**pair, "reference": row["good"] + " w1"} for pair, row in zip(pairs, rows, strict=True)]
+    simple = {"loss_type": "simpo", "cpo_alpha": 0.5}
+    both = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0]}
+    return {
+        "CPO": preference(CPOTrainer, CPOConfig, pairs),
+        "SimPO": preference(CPOTrainer, CPOConfig, pairs, arguments=simple),
+        "ORPO": preference(ORPOTrainer, ORPOConfig, pairs),
+        "TPO": preference(TPOTrainer, TPOConfig, triples),
+        "DPO and SFT": preference(DPOTrainer, DPOConfig, pairs, given=another, arguments=both),
+    }
+
+
+#: A mean over pairs and a mean over tokens, as two terms.
+TWO_MEANS = _two_means()
 
 
 def preference_step(

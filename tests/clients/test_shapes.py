@@ -1,0 +1,485 @@
+"""Other libraries' trainers, rebuilt small: what is special about each, on tiny models beside a float64 full batch.
+
+The libraries are named where they were met; `recipes/README.md` holds what the real ones did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PretrainedConfig, Trainer
+
+from hf_accum_fix import observations, verify
+from tests.attacks.runs import Case, Ordered, full_batch, full_batch_loss, run
+from tests.numerics.heads import HEADS, Batch, Head, Sample
+from tests.numerics.heads.samples import text
+from tests.numerics.parity import training_arguments
+
+CLASSES, MLM, DROPS, ANSWERS = (HEADS[name] for name in ("bert-classes", "bert-mlm", "drops-kwargs", "bert-answers"))
+#: Divides by the number it is handed, and is right in the stock Trainer.
+NUMBER = replace(HEADS["uses-tensor"], name="number", samples=text())
+EVERYDAY = (2, 4)
+
+
+def at(*chosen: tuple[int, int]) -> Any:
+    """Splits of eight samples, of which one is for everyday."""
+    marked = [pytest.param(each, marks=() if each == EVERYDAY else pytest.mark.clients) for each in chosen]
+    return pytest.mark.parametrize("split", marked, ids=lambda split: f"{split[0]}x{split[1]}")
+
+
+splits = at((4, 2), (2, 4), (1, 8), (3, 3))
+
+
+def assert_exact(case: Case, split: tuple[int, int], *, stock_wrong: bool = True) -> None:
+    """Stock is off where it is, and ours takes the full batch's step, logs its loss, and says nothing."""
+    wanted = full_batch(case)
+    stock, ours = run(case, split, "stock"), run(case, split, "apply")
+    off = stock.error(wanted)
+    # A gradient of stock's that is not finite is off, too.
+    assert (not off < 1e-2) is stock_wrong
+    assert ours.error(wanted) <= case.floor
+    assert ours.logged_loss == pytest.approx(full_batch_loss(case), rel=1e-6)
+    assert ours.exact and not ours.warned
+
+
+# --- a training_step of a trainer's own -------------------------------------------------------------------------------
+
+
+class DividedStep(Ordered):
+    """GLiNER's: no super(), its own division by the accumulation steps; the number is handed on."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        if self.args.gradient_accumulation_steps > 1:
+            loss = loss / self.args.gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class SkippingStep(Ordered):
+    """GLiClass's: no division at all, columns taken out on the way, and every error caught."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        model.train()
+        try:
+            inputs.pop("words", None)
+            inputs = self._prepare_inputs(inputs)
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, inputs)
+            self.accelerator.backward(loss)
+            return loss.detach() / self.args.gradient_accumulation_steps
+        except Exception:
+            model.zero_grad(set_to_none=True)
+            return torch.tensor(0.0, requires_grad=True)
+
+
+class AddingStep(Ordered):
+    """Hands over more than what ``compute_loss`` returned."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = 0.3 * self.compute_loss(model, self._prepare_inputs(inputs)) + penalty(model)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class StepByHelper(Ordered):
+    """Calls super(), though not in the step itself."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        return self.timed(model, inputs, num_items_in_batch)
+
+    def timed(self, *given: Any) -> Tensor:
+        return super().training_step(*given)
+
+
+def penalty(model: nn.Module) -> Tensor:
+    return 1e-2 * torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+
+
+def with_penalty(head: Head) -> Any:
+    return lambda model, batch: 0.3 * head.reference_loss(model, batch) + penalty(model)
+
+
+def with_words(head: Head) -> Head:
+    """With a column that the model does not take."""
+    return replace(head, collate=lambda samples: {**head.batch(samples), "words": ["a"] * len(samples)})
+
+
+STEPS = {
+    "GLiNER, classes": Case("gliner-classes", CLASSES, DividedStep, right=True),
+    "GLiNER, tokens": Case("gliner-tokens", MLM, DividedStep),
+    "GLiNER, by the number": Case("gliner-number", NUMBER, DividedStep),
+    "GLiClass, classes": Case("gliclass-classes", with_words(CLASSES), SkippingStep),
+    "GLiClass, tokens": Case("gliclass-tokens", with_words(MLM), SkippingStep),
+    "GLiClass, a head that drops the number": Case("gliclass-drops", with_words(DROPS), SkippingStep),
+    "super() by a helper": Case("helper", DROPS, StepByHelper),
+    "a penalty and a factor": Case("adding", DROPS, AddingStep, loss=with_penalty(DROPS)),
+}
+
+
+@splits
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_of_its_own_that_hands_its_loss_to_accelerate(name: str, split: tuple[int, int]) -> None:
+    case = STEPS[name]
+    # Full micro-batches of classes are right in a step that divides by itself.
+    assert_exact(case, split, stock_wrong=not case.right or split == (3, 3))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_uncut_such_a_step_is_stocks_to_the_bit(name: str) -> None:
+    assert run(STEPS[name], (8, 1), "apply").same_bits(run(STEPS[name], (8, 1), "stock"))
+
+
+def test_a_micro_batch_that_such_a_step_skips_is_said() -> None:
+    """Its error is caught by the step itself, as in stock; the window is not called exact."""
+
+    class Fails(SkippingStep):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.is_in_train and self.state.global_step == 1 and (inputs["labels"] == 0).all():
+                raise ValueError("a bad micro-batch")
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    labels = [0, 1, 2, 1, 0, 2, 1, 2]
+    samples = [{**sample, "labels": torch.tensor(label)} for sample, label in zip(CLASSES.samples, labels, strict=True)]
+    case = Case("fails", with_words(replace(CLASSES, samples=samples)), Fails)
+    ours = run(case, (1, 8), "apply", steps=2)
+    assert ours.raised is None and not ours.exact
+    assert any("handed no loss" in each for each in ours.warned)
+
+
+# --- a step that makes its inputs -------------------------------------------------------------------------------------
+
+
+class MakesInputs(Ordered):
+    """OnlineDPO's, XPO's and Nash-MD's: the loader hands it prompts, of which its step makes what the model runs."""
+
+    made = 0
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        self.made += 1
+        loss = of_prompts(model, inputs)
+        self.accelerator.backward(loss)
+        return loss.detach() / self.args.gradient_accumulation_steps
+
+
+class DividesWhatItMade(MakesInputs):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        self.made += 1
+        loss = of_prompts(model, inputs) / self.args.gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def of_prompts(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    ids = torch.stack([torch.arange(4) + len(prompt) for prompt in inputs["prompt"]])
+    return -F.logsigmoid(model(input_ids=ids).logits[:, 0]).mean()
+
+
+PROMPTS = replace(
+    CLASSES,
+    samples=[{"prompt": "x" * place} for place in range(8)],  # type: ignore[dict-item]
+    collate=lambda samples: {"prompt": [sample["prompt"] for sample in samples]},
+)
+
+
+@at((8, 1), (4, 2), (2, 4), (1, 8))
+@pytest.mark.parametrize("trainer", [MakesInputs, DividesWhatItMade])
+def test_a_step_that_makes_its_inputs(trainer: type[Trainer], split: tuple[int, int]) -> None:
+    """It is never run but to train, gets the mean over micro-batches, and is not called exact."""
+    case = Case("online", PROMPTS, trainer, loss=of_prompts)
+    wanted = full_batch(case)
+    stock, ours = run(case, split, "stock"), run(case, split, "apply")
+    times = 1 if trainer is DividesWhatItMade else split[1]
+    assert stock.error(wanted) == pytest.approx(times - 1, abs=1e-9)
+    assert ours.error(wanted) <= case.floor
+    assert ours.logged_loss == pytest.approx(full_batch_loss(case), rel=1e-6)
+    assert ours.trainer.made == stock.trainer.made == split[1]
+    assert not ours.exact and len(ours.warned) == (split[1] > 1)
+
+
+# --- what a trainer or a model holds ----------------------------------------------------------------------------------
+
+
+class Tasks(dict[str, Any]):
+    """No ``__dict__``, as those of tasknet's."""
+
+    __slots__ = ()
+
+
+class Names(list[Any]):
+    __slots__ = ()
+
+
+class HoldsTasks(Ordered):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tasks = Tasks(first=Names([1]))
+        self.model.tasks = Names([Tasks()])
+
+
+@splits
+def test_containers_without_attributes(split: tuple[int, int]) -> None:
+    assert_exact(Case("tasknet", MLM, HoldsTasks), split)
+
+
+# --- masks of a time series -------------------------------------------------------------------------------------------
+
+
+class Series(nn.Module):
+    """granite-tsfm's: the values that were observed, selected by their mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.config = nn.Linear(6, 4).double(), PretrainedConfig()
+
+    def forward(
+        self, past_values: Tensor, future_values: Tensor, future_observed_mask: Tensor, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        outputs, observed = self.layer(past_values), future_observed_mask.bool()
+        return {"loss": F.mse_loss(outputs[observed], future_values[observed]), "outputs": outputs}
+
+
+class Weighted(Series):
+    def forward(
+        self, past_values: Tensor, future_values: Tensor, future_observed_mask: Tensor, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        outputs, observed = self.layer(past_values), future_observed_mask.to(past_values)
+        return {"loss": ((outputs - future_values).square() * observed).sum() / observed.sum(), "outputs": outputs}
+
+
+def series(dtype: torch.dtype) -> list[Sample]:
+    """Ragged, two of them without any value."""
+    g = torch.Generator().manual_seed(0)
+    found = []
+    for place in range(8):
+        observed = (torch.rand(4, generator=g) > 0.4) & (place not in (2, 5))
+        past, future = (torch.randn(size, generator=g, dtype=torch.float64) for size in (6, 4))
+        found.append({"past_values": past, "future_values": future, "future_observed_mask": observed.to(dtype)})
+    return found
+
+
+def stacked(samples: Sequence[Sample]) -> Batch:
+    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+@splits
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("model", [Series, Weighted])
+def test_masks_of_every_type(model: type[nn.Module], dtype: torch.dtype, split: tuple[int, int]) -> None:
+    """Micro-batches without any observed value among them."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return model()
+
+    head = replace(CLASSES, build=build, samples=series(dtype), collate=stacked)
+    assert_exact(Case("granite", head, Ordered, loss=lambda model, batch: model(**batch)["loss"]), split)
+
+
+# --- targets that are padding -----------------------------------------------------------------------------------------
+
+
+def padding_as_targets(samples: Sequence[Sample]) -> Batch:
+    """be-great's collator: labels are the padded tokens."""
+    ids = nn.utils.rnn.pad_sequence([sample["input_ids"] for sample in samples], batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(sample["input_ids"]) for sample in samples], batch_first=True)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
+
+
+@at((8, 1), (4, 2), (2, 4))
+def test_padding_among_the_targets_is_said_once(split: tuple[int, int]) -> None:
+    warnings = int(split[1] > 1)
+    head = replace(DROPS, samples=[{"input_ids": sample["input_ids"]} for sample in text()], collate=padding_as_targets)
+    case = Case("great", head, Ordered)
+    ours = run(case, split, "apply")
+    assert (ours.error(full_batch(case)) > 0.1) is bool(warnings)
+    assert not ours.exact and len(ours.warned) == warnings
+    assert all("padding is among its targets" in each for each in ours.warned)
+
+
+# --- a loss that is zero in the samples that are observed ------------------------------------------------------------
+
+
+class Hinge(Ordered):
+    """A custom loss by the outputs alone."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = hinge(outputs.logits, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+def hinge(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.relu(torch.where(labels == 0, -1.0, 1.0) * logits[:, 0]).mean()
+
+
+class Cosent(Hinge):
+    """AnglE's: every pair of samples whose labels differ; zero where all are alike."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        scores = outputs.logits[:, 0] * 20
+        apart = (scores[:, None] - scores)[labels[:, None] < labels]
+        loss = torch.logsumexp(torch.cat([scores.new_zeros(1) * scores.sum(), apart]), 0)
+        return (loss, outputs) if return_outputs else loss
+
+
+def labelled(*labels: int) -> Head:
+    samples = [{**sample, "labels": torch.tensor(label)} for sample, label in zip(CLASSES.samples, labels, strict=True)]
+    return replace(CLASSES, samples=samples)
+
+
+@splits
+def test_a_hinge_that_is_zero_for_most_samples(split: tuple[int, int]) -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return hinge(model(**{**batch, "labels": None}).logits, batch["labels"])
+
+    assert_exact(Case("hinge", labelled(0, 0, 0, 0, 1, 1, 1, 0), Hinge, loss=loss), split)
+
+
+@at((4, 2), (2, 4))
+def test_pairs_whose_labels_are_alike_at_first(split: tuple[int, int]) -> None:
+    """The mean over micro-batches of what stock adds up, said and not called exact."""
+    case = Case("cosent", labelled(1, 1, 1, 1, 0, 2, 2, 0), Cosent)
+    stock, ours = run(case, split, "stock"), run(case, split, "apply")
+    assert any(bool(change.any()) for change in stock.change.values())
+    assert ours.error({name: change / split[1] for name, change in stock.change.items()}) <= case.floor
+    assert not ours.exact and ours.warned
+
+
+# --- what stock would have trained ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bert-answers", "bert-mlm", "bert-classes", "drops-kwargs", "uses-tensor", "llama"])
+def test_what_stock_would_have_trained_is_said_as_it_is(name: str) -> None:
+    """To a third: the rest is that micro-batches are not alike."""
+    case = Case(name, HEADS[name], Ordered)
+    wanted = full_batch(case)
+    stock = run(case, (2, 4), "stock")
+    names = sorted(wanted)
+    found, full = (torch.cat([change[each].flatten() for each in names]) for change in (stock.change, wanted))
+    observations.clear()
+    run(case, (2, 4), "apply")
+    said = observations.recorded()[-1]["stock_gradient_factor"]
+    assert said == pytest.approx(float(found @ full / (full @ full)), rel=0.34)
+
+
+# --- rows in groups ---------------------------------------------------------------------------------------------------
+
+
+class Reranker(nn.Module):
+    """FlagEmbedding's: a query's passages are rows beside one another, told apart by a batch size of its own."""
+
+    def __init__(self, queries: int) -> None:
+        super().__init__()
+        self.model, self.queries = CLASSES.build(), queries
+        self.config = self.model.config
+
+    def forward(self, pair: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        scores = self.model(**pair).logits[:, 0]
+        grouped = scores.view(self.queries, -1)
+        return {"loss": F.cross_entropy(grouped, torch.zeros(self.queries, dtype=torch.long)), "scores": scores}
+
+
+def passages() -> list[Sample]:
+    g = torch.Generator().manual_seed(0)
+    return [{"ids": torch.randint(1, 40, (3, 5 + place % 3), generator=g)} for place in range(8)]
+
+
+def of_queries(samples: Sequence[Sample]) -> Batch:
+    width = max(sample["ids"].shape[1] for sample in samples)
+    ids = torch.cat([F.pad(sample["ids"], (0, width - sample["ids"].shape[1])) for sample in samples])
+    return {"pair": {"input_ids": ids, "attention_mask": (ids != 0).long()}}  # type: ignore[dict-item]
+
+
+def rerank(model: Any, batch: Batch) -> Tensor:
+    return F.cross_entropy(model.model(**batch["pair"]).logits[:, 0].view(-1, 3), torch.zeros(8, dtype=torch.long))
+
+
+@at((4, 2), (2, 4), (1, 8))
+def test_rows_in_groups_are_trained_right(split: tuple[int, int]) -> None:
+    """It is not called exact: the model takes one number of queries alone, so that nothing can be taken apart."""
+    head = replace(CLASSES, build=lambda: Reranker(split[0]), samples=passages(), collate=of_queries)
+    case = Case("reranker", head, Ordered, loss=rerank)
+    ours = run(case, split, "apply")
+    assert ours.error(full_batch(case)) <= case.floor
+    assert not ours.exact and len(ours.warned) == 1
+
+
+# --- a loader without a collate_fn ------------------------------------------------------------------------------------
+
+
+class Batches:
+    """tasknet's: it collates by itself."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from self.batches
+
+
+def batches_of(samples: Sequence[Sample], size: int) -> list[Batch]:
+    return [MLM.batch(samples[start : start + size]) for start in range(0, len(samples), size)]
+
+
+class LoadsBatches(Ordered):
+    def get_train_dataloader(self) -> Any:
+        return Batches(batches_of(self.train_dataset, self.args.per_device_train_batch_size))
+
+
+class LoadsByTorch(Ordered):
+    def get_train_dataloader(self) -> Any:
+        batches = batches_of(self.train_dataset, self.args.per_device_train_batch_size)
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("loads", [LoadsBatches, LoadsByTorch])
+def test_verify_takes_the_batches_of_a_loader_apart_that_collates_nothing(loads: type[Trainer], tmp_path: Path) -> None:
+    trainer = loads(
+        model=MLM.build(), args=training_arguments(tmp_path, 2, 4), train_dataset=list(MLM.samples), data_collator=None
+    )
+    report = verify(trainer)
+    by_mode = {mode: [each.error for each in report.results if each.mode == mode] for mode in ("stock", "apply()")}
+    assert max(by_mode["stock"]) > 1 and max(by_mode["apply()"]) <= 1e-14
+    assert len(by_mode["apply()"]) == 4 and any("collates nothing" in note for note in report.notes)
+
+
+def test_verify_runs_a_step_of_its_own(tmp_path: Path) -> None:
+    head = with_words(MLM)
+    trainer = SkippingStep(
+        model=head.build(),
+        args=training_arguments(tmp_path),
+        train_dataset=list(head.samples),
+        data_collator=head.batch,
+    )
+    report = verify(trainer)
+    assert all((each.error <= 1e-14) is (each.mode == "apply()" or each.steps == 1) for each in report.results)
+
+
+def test_verify_says_that_rows_may_stand_in_groups(tmp_path: Path) -> None:
+    trainer = Ordered(
+        model=Reranker(2), args=training_arguments(tmp_path), train_dataset=passages(), data_collator=of_queries
+    )
+    assert any("groups by a size of its own" in note for note in verify(trainer).notes)
