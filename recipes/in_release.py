@@ -1,4 +1,4 @@
-"""Run a command under several transformers releases, in environments made for them, one torch shared by all.
+"""Run a command under several transformers releases, in environments made for them, each torch shared by all.
 
     python recipes/in_release.py 5.23.0 -- pytest
     python recipes/in_release.py 4.49.0 5.23.0 -- accelerate launch --cpu --num_processes 4 recipes/llava_sweep.py \
@@ -9,6 +9,7 @@ The first call makes a virtual environment with torch, the newest release and th
 whole or not at all, and is made once: delete .environments/ to start again. The recipe shows its steps and their time;
 pip's output is in pip.log in its folder. ``{release}`` in the command is replaced by the release. "newest" stands
 for the newest that tests have run. Pin packages beside a release after an @: 4.46.3@accelerate==0.26.0@peft==0.13.2.
+A torch pinned so gets an environment too, shared by all releases beside it: 4.41.0@torch==2.2.2@numpy==1.26.4.
 
 Needs nothing but Python 3.10 or newer. Exit code: the first that is not 0; 1 where an environment can't be made; 2 for
 a wrong call.
@@ -87,16 +88,17 @@ def environment(release: str) -> Path:
     version, *pins = release.split("@")
     older = OLDER.get(version.rpartition(".")[0], ())
     wanted = [f"transformers=={version}", *BESIDE_TRANSFORMERS, *older, *pins]
-    return made(folder_of(release).name, wanted, shared=environment(NEWEST))
+    torch = [made(folder_of(pin).name, [pin]) for pin in pins if pin.startswith("torch==")]
+    return made(folder_of(release).name, wanted, shared=[*torch, environment(NEWEST)])
 
 
-def made(name: str, *installs: Sequence[str], shared: Path | None = None) -> Path:
+def made(name: str, *installs: Sequence[str], shared: Sequence[Path] = ()) -> Path:
     """The folder of an environment, made if it is not there: whole or not at all.
 
     Args:
         name: of its folder in .environments/.
         installs: requirements, installed one list after the other.
-        shared: an environment that provides everything else, pip included.
+        shared: environments that provide everything else, pip included; the first that has a package.
 
     Raises:
         NotMadeError: pip failed; the message has the end of its output, and the path of the rest.
@@ -107,11 +109,10 @@ def made(name: str, *installs: Sequence[str], shared: Path | None = None) -> Pat
     told, steps, started = folder.relative_to(ROOT), 1 + len(installs), time.monotonic()
     print(f"{told}, step 1 of {steps}: a virtual environment", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
-    venv.create(folder, with_pip=shared is None, symlinks=os.name != "nt")
-    if shared is not None:
-        link = _site_packages(folder) / "shared.pth"
-        link.write_text(f"import site; site.addsitedir({str(_site_packages(shared))!r})\n")
-    pip = [str((shared or folder) / BIN / "python"), "-m", "pip", "--python", str(folder / BIN / "python")]
+    venv.create(folder, with_pip=not shared, symlinks=os.name != "nt")
+    link = "".join(f"import site; site.addsitedir({str(_site_packages(each))!r})\n" for each in shared)
+    (_site_packages(folder) / "shared.pth").write_text(link)
+    pip = [str([*shared, folder][0] / BIN / "python"), "-m", "pip", "--python", str(folder / BIN / "python")]
     for step, requirements in enumerate(installs, 2):
         print(f"{told}, step {step} of {steps}: pip install {' '.join(requirements)}", flush=True)
         log = folder / "pip.log"

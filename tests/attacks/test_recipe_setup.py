@@ -41,7 +41,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_the_set_up_says_each_step_and_hides_what_pip_says(
     recipe: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder = recipe.made("5.4.0", ["torch==2"], ["transformers==5.4.0", "peft"], shared=tmp_path / "lender")
+    folder = recipe.made("5.4.0", ["torch==2"], ["transformers==5.4.0", "peft"], shared=[tmp_path / "lender"])
     assert folder == tmp_path / ".environments" / "5.4.0" and (folder / "complete").exists()
     shown, errors = capfd.readouterr()
     lines = shown.splitlines()
@@ -54,7 +54,7 @@ def test_the_set_up_says_each_step_and_hides_what_pip_says(
     assert "resolver" not in shown + errors and "ERROR" not in shown + errors
     log = (folder / "pip.log").read_text()
     assert log.count("dependency resolver") == 2 and "Successfully installed torch==2" in log
-    again = recipe.made("5.4.0", ["torch==2"], shared=tmp_path / "lender")
+    again = recipe.made("5.4.0", ["torch==2"], shared=[tmp_path / "lender"])
     assert again == folder and capfd.readouterr() == ("", "")
 
 
@@ -62,7 +62,7 @@ def test_a_long_step_says_every_minute_how_long_and_what(
     recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(recipe, "MINUTE", 0.2)
-    recipe.made("5.4.0", ["torch==2"], shared=tmp_path / "lender")
+    recipe.made("5.4.0", ["torch==2"], shared=[tmp_path / "lender"])
     lines = capfd.readouterr().out.splitlines()
     told = [line for line in lines if line.endswith("Downloading wheel-of-torch==2")]
     assert told and all(line.lstrip()[0].isdigit() and " s" in line for line in told)
@@ -72,7 +72,7 @@ def test_a_failed_install_ends_with_pips_reason_and_the_log(
     recipe: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        recipe.made("5.4.0", ["broken==1"], ["never"], shared=tmp_path / "lender")
+        recipe.made("5.4.0", ["broken==1"], ["never"], shared=[tmp_path / "lender"])
     folder = tmp_path / ".environments" / "5.4.0"
     assert not (folder / "complete").exists()
     message = str(ended.value)
@@ -92,7 +92,7 @@ def test_the_matrix_keeps_the_log_of_an_environment_that_failed(
     monkeypatch.setitem(sys.modules, spec.name, matrix)
     spec.loader.exec_module(matrix)
     monkeypatch.setattr(
-        recipe, "environment", lambda release: recipe.made(release, ["broken==1"], shared=tmp_path / "lender")
+        recipe, "environment", lambda release: recipe.made(release, ["broken==1"], shared=[tmp_path / "lender"])
     )
     why = matrix.run_release("5.4.0", tmp_path)
     log = tmp_path / ".environments" / "5.4.0" / "pip.log"

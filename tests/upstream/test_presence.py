@@ -35,6 +35,7 @@ from hf_accum_fix.upstream.seams import (
     SEAMS,
     STATE,
     STREAM_SHARD,
+    TESTED_RANGES,
     TRAINER,
     VERIFY,
     Attribute,
@@ -99,8 +100,11 @@ def objects(trainer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("row", [row for row in REFUSED if row.seen == "class"], ids=str)
 def test_apply_refuses_what_a_class_lacks(row: Attribute, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(defining(holder_of(row), row.name), row.name)
+    package = row.target.partition(".")[0]
+    first = row.since or TESTED_RANGES[package][0]
     with pytest.raises(
-        SeamError, match=rf"without {row}; expected it: hf-accum-fix uses it to {row.used_for}; use an older"
+        SeamError,
+        match=rf"without {row}; expected it: hf-accum-fix uses it to {row.used_for}; use {package} {first} to ",
     ):
         hf_accum_fix.apply()
     assert hf_accum_fix.active_handle() is None
