@@ -320,7 +320,9 @@ def _candidate(
     first = (terms[0][0], terms[1][0], terms[2][0])
     numbers = [None if setting.only_shows else each.number for each in readings]
     rule = next(listed_targets(readings[0].batch), None)
-    listed = None if rule is None else [max(float(rule.count(each.batch)), 1.0) for each in readings]
+    listed = None if rule is None else [float(rule.count(each.batch)) for each in readings]
+    targets = [each.total for each in first] if any(each.total for each in first) else None
+    guarded = [[max(n, 1.0) for n in each] for each in (listed, targets) if each is not None]
     own: list[int] = []
     handed: list[int] = []
     moving: list[int] = []
@@ -336,12 +338,15 @@ def _candidate(
             continue
         # A loss function's own count is one, though it may be the same in every micro-batch.
         same = is_near(values[0], values[1]) and is_near(values[0], values[2])
-        of_list = listed is not None and first[0].shape[2:][at][0] and list(values) == listed
-        if not same or of_list or (is_own and not setting.apart):
+        is_guarded = first[0].shape[2:][at][0] and list(values) in guarded
+        if not same or is_guarded or (is_own and not setting.apart):
             moving.append(at)
     counts = tuple(
         1 / each.product(moving) if moving and all(each.factors[at] for at in moving) else 0.0 for each in first
     )
+    if targets is not None and counts == tuple(max(n, 1.0) for n in targets):
+        # It divides by 1 where it has none.
+        counts = tuple(targets)
     if not own and not handed and (form := _form_of_number(counts, numbers)) is not None:
         # A mean times items / number: together they are the number.
         own, handed, whole = (moving, [], False) if form == "own" else ([], moving, form == "integer")

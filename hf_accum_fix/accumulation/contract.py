@@ -83,7 +83,7 @@ class TermSpec:
     @property
     def group(self) -> tuple[Any, ...]:
         """Terms of one group are divided by the same count in every micro-batch."""
-        return (self.how, self.own, self.as_stock, self.handed, self.rules[:1] or self.count)
+        return (self.how, self.own, self.number, self.as_stock, self.handed, self.rules[:1] or self.count)
 
 
 def router_loss(outputs: Any, kind: str) -> Tensor | None:

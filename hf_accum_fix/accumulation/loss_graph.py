@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_accum_fix.errors import ContractError
 
-#: What a node does to the number above it: "pass" hands it on, "sum", "mean" and "loss" reduce a tensor to it.
+#: What a node does to the number above it: "pass" hands it on, "sum" and "mean" reduce a
+#: tensor to it, "choose" takes elements by their values.
 ROWS: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -40,6 +41,7 @@ ROWS: Mapping[str, str] = MappingProxyType(
         **{name: name.lower() for name in ("Neg", "Mul", "Div", "Where", "Mean")},
         **dict.fromkeys(("Sum", "Nansum", "Dot"), "sum"),
         **dict.fromkeys(("Stack", "Cat"), "stack"),
+        **dict.fromkeys(("Topk", "Kthvalue"), "choose"),
     }
 )
 #: Losses that divide by rows, not by elements.
@@ -194,6 +196,21 @@ def _terms(
                 for each in stacked:
                     yield from walk(each, path.below(each[0]))
                 return
+            if _does(live[0][0]) == "choose":
+                # Which elements it holds depends on all of them.
+                name = type(live[0][0]).__name__
+                break
+            if does == "mean" and _adds_numbers(live[0][0]):
+                # mean(x + number) = mean(x) + number
+                below, signs = live[0][0], _signs(live[0][0], type(live[0][0]).__name__)
+                for each, sign in zip(below.next_functions, signs, strict=True):
+                    part = (path if sign == 1 else path.times(Factor(sign))).below(each[0])
+                    if _shape(each[0]) == ():
+                        yield from walk(each, part)
+                    else:
+                        own = _own_factors(node, name, 0, each, does, deep)
+                        yield Term(name, node, part.times(*own), divides=True, within=len(own) - 1)
+                return
             divides = reduction == 1 or does == "mean"
             own = _own_factors(node, name, reduction, live[0], does, deep)
             yield Term(name, node, path.times(*own), True, len(stacked), divides, len(own) - divides)
@@ -257,6 +274,12 @@ def _stacked(node: Any) -> list[Edge]:
         _shape(each) == () or (_does(each) == "pass" and _shape(each.next_functions[0][0]) == ()) for each, _ in live
     ]
     return live if all(numbers) else []
+
+
+def _adds_numbers(node: Any) -> bool:
+    """Whether a node adds a single number to every element of a tensor."""
+    live = [each for each, _ in node.next_functions if each is not None]
+    return _does(node) == "add" and len(live) == 2 and sorted(_shape(each) == () for each in live) == [False, True]
 
 
 def _own_factors(node: Any, name: str, reduction: int, below: Edge, does: str, deep: bool) -> list[Factor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_accum_fix.accumulation.window import Items
@@ -85,7 +86,7 @@ def ways_of_counting(inputs: Mapping[str, Any], ignored: Sequence[int] = (-100,)
     tokens = tensors.get("input_ids")
     if "start_positions" in tensors and tokens is not None and tokens.ndim > 1 and tokens.shape[1] in ignored:
         yield Items(("start_positions", "end_positions"), ignore_index=None, width_of="input_ids")
-    labels = [key for key in tensors if "label" in key]
+    labels = [key for key, value in tensors.items() if "label" in key or _has_ignored(value)]
     labels.sort(key=lambda key: (key != "shift_labels", key != "labels"))
     for key in labels:
         value = tensors[key]
@@ -110,6 +111,11 @@ def ways_of_counting(inputs: Mapping[str, Any], ignored: Sequence[int] = (-100,)
     yield from (Items((key,), ignore_index=0) for key in masks if key not in telling)
     positions = (key for key, value in tensors.items() if value.ndim > 1 and not value.is_floating_point())
     yield from (Items((key,), ignore_index=None) for key in positions)
+    # Chosen texts that stand before the rejected ones (ORPO, CPO, DPO with rpo_alpha).
+    for key in (*labels, *telling):
+        if tensors[key].ndim == 2 and not tensors[key].is_floating_point() and len(tensors[key]) % 2 == 0:
+            ignored_here = ignored if key in labels else (0,)
+            yield from (Items((key,), each, shift, first_half=True) for each in ignored_here for shift in (True, False))
 
 
 def listed_targets(inputs: Mapping[str, Any]) -> Iterator[Items]:
@@ -121,6 +127,11 @@ def listed_targets(inputs: Mapping[str, Any]) -> Iterator[Items]:
             yield Items((key,), None, entry="")
         elif isinstance(value[0], Mapping):
             yield from (Items((key,), None, entry=each) for each in value[0] if "label" in each)
+
+
+def _has_ignored(value: Tensor) -> bool:
+    """Whether an input marks what is no target as labels do, whatever its name."""
+    return not value.is_floating_point() and value.dtype is not torch.bool and bool((value == -100).any())
 
 
 def _is_mask(value: Tensor) -> bool:

@@ -30,14 +30,14 @@ class Values(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.ndim == 0 and out.grad_fn is not None:
+        if isinstance(out, Tensor) and out.grad_fn is not None and out.numel() == 1:
             self._kept[out.grad_fn] = (out, out._version)
         return out
 
     def of(self, node: Any) -> Tensor | None:
         """What a node returned, without its graph; None: it was not seen, or has changed since."""
         kept, version = self._kept.get(node, (None, 0))
-        return None if kept is None or kept._version != version else kept.detach()
+        return None if kept is None or kept._version != version else kept.detach().reshape(())
 
 
 @dataclass

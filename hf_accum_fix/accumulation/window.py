@@ -74,6 +74,7 @@ class Items:
             clamps answers outside the text to that width and ignores it).
         entry: the counted input is a list with an entry for each sample, and the items are the rows of those, or of
             what they hold under this name (the boxes of an image); "": of the entries themselves. None: it is a tensor.
+        first_half: those of the first half of the rows alone (chosen texts, beside rejected ones).
         per_sample: the items are the samples with a target, each of which weighs as much (see `per_sample`).
         mix: the items are weights: a sum of other counts, each times a factor (boxes, and queries without one).
     """
@@ -84,6 +85,7 @@ class Items:
     mask: str | None = None
     width_of: str | None = None
     entry: str | None = None
+    first_half: bool = False
     per_sample: bool = False
     mix: tuple[tuple[float, Items], ...] = ()
 
@@ -111,6 +113,8 @@ class Items:
         # Labels of one axis are one target a sample, and nothing of them is shifted.
         if self.shift and found.ndim > 1:
             found[..., 0] = False
+        if self.first_half:
+            found[len(found) // 2 :] = False
         return found
 
     def count(self, inputs: Mapping[str, Any], device: torch.device | None = None) -> Tensor:
@@ -203,6 +207,7 @@ class Items:
         words = ["shifted" if self.shift else "", f"{self.keys[0]!r}"]
         words.append("elements" if self.ignore_index is None else f"other than {self.ignore_index}")
         words.append(f"where {self.mask!r} is set" if self.mask else "")
+        words.append("of the first half of the rows" if self.first_half else "")
         words.append(f"inside the width of {self.width_of!r}" if self.width_of else "")
         return " ".join(word for word in words if word)
 
