@@ -40,11 +40,12 @@ MINUTE = 60.0
 DOING = re.compile(r"^ *((?:Collecting|Downloading|Using cached|Building|Installing) .*)", re.MULTILINE)
 #: Packages that a release may require in older versions than the newest environment holds.
 BESIDE_TRANSFORMERS = ("accelerate", "datasets", "peft")
-#: Packages that a minor release needs older than its metadata says: newer ones fail beside it.
+#: Packages that a release or a pin, named by how it begins, needs older than metadata says: newer ones fail beside it.
 OLDER = {
     "4.38": ("accelerate<1", "peft<0.12"),
     "4.41": ("peft<0.14",),
     "4.42": ("peft<0.14", "pyarrow<20"),
+    "numpy==1": ("pyarrow<20",),
 }
 
 
@@ -86,7 +87,7 @@ def environment(release: str) -> Path:
         # torch first and alone: a range would take the newest build, with its CUDA packages.
         return made(NEWEST, [TORCH], [f"transformers=={release}", "-e", f"{ROOT}[dev,recipes]"])
     version, *pins = release.split("@")
-    older = OLDER.get(version.rpartition(".")[0], ())
+    older = [each for name, old in OLDER.items() if any(map(re.compile(name).match, (version, *pins))) for each in old]
     wanted = [f"transformers=={version}", *BESIDE_TRANSFORMERS, *older, *pins]
     torch = [made(folder_of(pin).name, [pin]) for pin in pins if pin.startswith("torch==")]
     return made(folder_of(release).name, wanted, shared=[*torch, environment(NEWEST)])
