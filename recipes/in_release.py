@@ -27,6 +27,12 @@ import time
 import venv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
+
+try:
+    import fcntl
+except ImportError:  # Windows has none: there, make one environment at a time.
+    fcntl = None
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = ROOT / ".environments"
@@ -107,6 +113,17 @@ def made(name: str, *installs: Sequence[str], shared: Sequence[Path] = ()) -> Pa
     folder = ENVIRONMENTS / name
     if (folder / "complete").exists():
         return folder
+    ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
+    with (ENVIRONMENTS / f"{name}.lock").open("w") as lock:
+        if fcntl is not None:
+            # pip holds it too, and may go on where this recipe was killed.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "complete").exists():
+            _make(folder, installs, shared, lock)
+    return folder
+
+
+def _make(folder: Path, installs: Sequence[Sequence[str]], shared: Sequence[Path], lock: IO[str]) -> None:
     told, steps, started = folder.relative_to(ROOT), 1 + len(installs), time.monotonic()
     print(f"{told}, step 1 of {steps}: a virtual environment", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
@@ -117,22 +134,24 @@ def made(name: str, *installs: Sequence[str], shared: Sequence[Path] = ()) -> Pa
     for step, requirements in enumerate(installs, 2):
         print(f"{told}, step {step} of {steps}: pip install {' '.join(requirements)}", flush=True)
         log = folder / "pip.log"
-        code = _logged([*pip, "install", *requirements], log)
+        code = _logged([*pip, "install", *requirements], log, lock)
         if code:
             end = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
             raise NotMadeError(f"pip install {' '.join(requirements)}: exit code {code}\n{end}\nAll of it is in {log}")
     (folder / "complete").touch()
     print(f"{told} is made, in {_minutes(time.monotonic() - started)}", flush=True)
-    return folder
 
 
-def _logged(command: list[str], log: Path) -> int:
+def _logged(command: list[str], log: Path, lock: IO[str]) -> int:
     """The exit code of a command that writes into a log; show its time and pip's progress every minute.
 
     On a terminal every second, in one line that is overwritten.
     """
     started, terminal = time.monotonic(), sys.stdout.isatty()
-    with log.open("ab") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as running:
+    with (
+        log.open("ab") as file,
+        subprocess.Popen(command, stdin=lock, stdout=file, stderr=subprocess.STDOUT) as running,
+    ):
         while True:
             try:
                 code = running.wait(timeout=1 if terminal else MINUTE)

@@ -127,6 +127,8 @@ def run_release(release: str, output: Path) -> str | None:
     finally:
         # Keep one that could not be made: it holds pip's log.
         if made and release != in_release.NEWEST and (folder / "complete").exists():
+            # First what says that it is whole: this may be killed on its way.
+            (folder / "complete").unlink()
             shutil.rmtree(folder, ignore_errors=True)
     return None
 

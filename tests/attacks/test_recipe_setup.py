@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -82,6 +85,28 @@ def test_a_failed_install_ends_with_pips_reason_and_the_log(
     assert "never" not in capfd.readouterr().out
 
 
+def test_a_torch_of_its_own_is_shared_by_the_releases_beside_it(
+    recipe: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[str, tuple[Sequence[Sequence[str]], list[str]]] = {}
+
+    def remember(name: str, *installs: Sequence[str], shared: Sequence[Path] = ()) -> Path:
+        made[name] = installs, [each.name for each in shared]
+        return recipe.ENVIRONMENTS / name
+
+    monkeypatch.setattr(recipe, "made", remember)
+    for release in ("4.41.0", "4.45.2"):
+        recipe.environment(f"{release}@torch==2.2.2@numpy==1.26.4")
+    recipe.environment("4.42.0")
+    assert made["torch-2.2.2"] == ((["torch==2.2.2"],), [])
+    for release in ("4.41.0", "4.45.2"):
+        ((wanted,), shared) = made[f"{release}@torch-2.2.2@numpy-1.26.4"]
+        assert shared == ["torch-2.2.2", recipe.NEWEST]
+        assert {"torch==2.2.2", "numpy==1.26.4", "pyarrow<20", f"transformers=={release}"} <= {*wanted}
+    assert made["4.42.0"][1] == [recipe.NEWEST] and "peft<0.14" in made["4.42.0"][0][0]
+    assert len(made) == 5
+
+
 def test_the_matrix_keeps_the_log_of_an_environment_that_failed(
     recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +122,36 @@ def test_the_matrix_keeps_the_log_of_an_environment_that_failed(
     why = matrix.run_release("5.4.0", tmp_path)
     log = tmp_path / ".environments" / "5.4.0" / "pip.log"
     assert why is not None and str(log) in why and log.exists()
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT], ids=str)
+def test_what_a_killed_call_has_begun_is_made_again_once_its_pip_has_ended(
+    recipe: ModuleType, tmp_path: Path, end: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """pip outlives the recipe, and would go on to write into what the next call makes."""
+    lender = tmp_path / "lender"
+    pip = lender / recipe.BIN / "python"
+    pip.write_text('#!/bin/sh\nsleep 1.5\ntouch "${4%/*}/by-$$"\n')
+    calls = f"""
+import sys; from pathlib import Path; sys.path.insert(0, {str(RECIPES)!r}); import in_release
+in_release.ROOT, in_release.ENVIRONMENTS = Path({str(tmp_path)!r}), Path({str(recipe.ENVIRONMENTS)!r})
+in_release.made("5.4.0", ["torch==2"], shared=[Path({str(lender)!r})])
+"""
+    with subprocess.Popen([sys.executable, "-c", calls], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as killed:
+        assert killed.stdout is not None
+        while not (line := killed.stdout.readline()).endswith(b"pip install torch==2\n"):
+            assert line
+        # Until pip runs.
+        while not Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text():
+            time.sleep(0.01)
+        killed.send_signal(end)
+    folder = recipe.ENVIRONMENTS / "5.4.0"
+    assert not (folder / "complete").exists()
+    begun = time.monotonic()
+    recipe.made("5.4.0", ["torch==2"], shared=[lender])
+    assert time.monotonic() - begun > 2
+    time.sleep(1.5)
+    assert (folder / "complete").exists() and len([*folder.glob("*/by-*")]) == 1
 
 
 @pytest.mark.slow

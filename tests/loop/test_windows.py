@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_accum_fix
 from hf_accum_fix import ContractError, Items, LossContract, OptionsError, Reduction, SeamError, accumulation_windows
 from tests.loop.steps import OURS, accelerator, by_windows, own_batches, take_steps
-from tests.numerics.heads import HEADS, Head
+from tests.numerics.heads import HEADS, Head, before
 from tests.numerics.parity import Step, cut, reference_step, reference_windows
 
 #: The loss is not the Trainer's here, so heads that need its smoothing or its loss functions are left out.
@@ -200,7 +200,7 @@ def test_a_loss_of_ones_own(way: str, reduction: Reduction) -> None:
 @pytest.mark.parametrize("name", ["llama", "bert-mlm"])
 def test_a_contract_given_by_hand_is_not_observed(name: str) -> None:
     head = LOOPED[name]
-    model_divides = name == "llama"
+    model_divides = name == "llama" and not before("4.46")
     contract = LossContract(
         Reduction.NUMBER if model_divides else Reduction.MEAN, Items(("labels",), shift=model_divides)
     )
