@@ -93,10 +93,14 @@ def environment(release: str) -> Path:
         # torch first and alone: a range would take the newest build, with its CUDA packages.
         return made(NEWEST, [TORCH], [f"transformers=={release}", "-e", f"{ROOT}[dev,recipes]"])
     version, *pins = release.split("@")
-    older = [each for name, old in OLDER.items() if any(map(re.compile(name).match, (version, *pins))) for each in old]
-    wanted = [f"transformers=={version}", *BESIDE_TRANSFORMERS, *older, *pins]
+    wanted = [f"transformers=={version}", *BESIDE_TRANSFORMERS, *older(version, pins), *pins]
     torch = [made(folder_of(pin).name, [pin]) for pin in pins if pin.startswith("torch==")]
     return made(folder_of(release).name, wanted, shared=[*torch, environment(NEWEST)])
+
+
+def older(version: str, pins: Sequence[str]) -> list[str]:
+    """What `OLDER` says of a release and of the packages that are pinned beside it."""
+    return [each for name, old in OLDER.items() if any(map(re.compile(name).match, (version, *pins))) for each in old]
 
 
 def made(name: str, *installs: Sequence[str], shared: Sequence[Path] = ()) -> Path:

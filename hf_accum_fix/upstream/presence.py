@@ -17,6 +17,7 @@ from hf_accum_fix.upstream.seams import (
     ATTRIBUTES,
     ENGINE_STATE,
     PROCESSES,
+    SHOWS_SHAPES,
     STATE,
     TESTED_RANGES,
     TRAINER,
@@ -85,6 +86,13 @@ def require_accelerator(accelerator: Any) -> dict[str, str]:
     off |= require(PROCESSES, accelerator.state, "object") | require(ACCELERATOR, accelerator, "class")
     if accelerator.distributed_type == "DEEPSPEED":
         off |= require(ACCELERATOR, accelerator, "DeepSpeed") | require(ENGINE_STATE, accelerator.state, "DeepSpeed")
+    static = getattr(accelerator.ddp_handler, "static_graph", False)
+    torch, engine = _release("torch"), "static_graph" if static else str(accelerator.distributed_type.value)
+    if torch is not None and torch < Version(SHOWS_SHAPES) and engine in ("DEEPSPEED", "FSDP", "static_graph"):
+        raise SeamError(
+            f"got torch {torch} under {engine}; expected torch {SHOWS_SHAPES} or newer there, as reading a loss runs a "
+            f"part of its backward before; install torch>={SHOWS_SHAPES}"
+        )
     return off
 
 

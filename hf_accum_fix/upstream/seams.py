@@ -203,6 +203,7 @@ ATTRIBUTES: Final = (
     *_each(ACCELERATOR, "autocast", "run a forward as training does"),
     *_each(ACCELERATOR, "gradient_state", "find filled-up batches", seen="object"),
     *_each(ACCELERATOR, "dataloader_config", "change what cannot be dealt", seen="object", since="0.28.0"),
+    *_each(ACCELERATOR, "ddp_handler", "refuse a static graph before torch 2.5", seen="object"),
     *_each(ACCELERATOR, "has_lomo_optimizer", "refuse LOMO", seen="object", since="0.30.0"),
     *_each(ACCELERATOR, "deepspeed_engine_wrapped", "read what DeepSpeed divides by", seen="DeepSpeed"),
     *_each("accelerate.state", "AcceleratorState GradientState PartialState", "leave the process as it was"),
@@ -239,6 +240,9 @@ TESTED_RANGES: Final = MappingProxyType(
     }
 )
 """The oldest and the newest release of each package that our tests have run."""
+
+SHOWS_SHAPES: Final = "2.5"
+"""The first torch whose graph shows shapes. Before, reading a loss runs a part of its backward."""
 
 TESTED_BODIES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {name: frozenset(bodies) for name, bodies in _DATA["bodies"].items()}
