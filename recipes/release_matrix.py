@@ -134,7 +134,7 @@ def run_release(release: str, output: Path) -> str | None:
 
 
 def _quiet() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
+    return {"OMP_NUM_THREADS": "1", **os.environ, "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
 
 
 def cells_file(output: Path, release: str, ranks: int) -> Path:
