@@ -219,9 +219,9 @@ def with_rules(found: LossContract, alone: Reading | None) -> LossContract:
 
 
 NO_COUNT = "is neither a count nor a constant"
-_OTHER_TERMS = "in a batch and its parts"
+OTHER_TERMS = "in a batch and its parts"
 #: How a doubt ends that may come from rows that belong together, and were taken apart.
-OF_THE_SPLIT = (NO_COUNT, _OTHER_TERMS)
+OF_THE_SPLIT = (NO_COUNT, OTHER_TERMS)
 _NO_ITEMS = "none of its terms is divided by a count"
 _COUPLED = "the samples of a batch are coupled: its loss is no weighted mean of its parts' losses (in-batch negatives)"
 
@@ -296,10 +296,10 @@ def _matched(seen: Sequence[list[Seen]], readings: Sequence[Reading], setting: S
                 _candidate([[term] for term in terms], place, readings, setting)
                 for place, terms in enumerate(zip(*each, strict=True))
             ]
-        elif _are_rows(whole, one, other, readings):
+        elif _are_rows(whole, one, other, readings) and len({term.classes for terms in each for term in terms}) == 1:
             found.append(_candidate(each, None, readings, setting))
         else:
-            trouble = f"the loss has {whole}, {one} and {other} terms {shape[0]} {_OTHER_TERMS}"
+            trouble = f"the loss has {whole}, {one} and {other} terms {shape[0]} {OTHER_TERMS}"
             found += [
                 Candidate(TermSpec(shape, place, How.PLAIN), (term,) * 3, (), (term.value,) * 3)
                 for place, term in enumerate(each[0])
@@ -310,7 +310,7 @@ def _matched(seen: Sequence[list[Seen]], readings: Sequence[Reading], setting: S
 def _are_rows(whole: int, one: int, other: int, readings: Sequence[Reading]) -> bool:
     """Whether a loss has so many terms for every sample: they are the rows of one mean or sum."""
     rows = [sample_count(each.batch) for each in readings]
-    return whole == one + other and one * rows[0] == whole * rows[1] and bool(one and other)
+    return whole == one + other and bool(one and other) and one % rows[1] == 0 and one * rows[0] == whole * rows[1]
 
 
 def _candidate(

@@ -144,6 +144,12 @@ class Term:
         return self.path.factors
 
     @property
+    def classes(self) -> int:
+        """Of a cross entropy; 0: it is none, or has no gradient."""
+        below = self.leaf.next_functions[0][0] if self.name.startswith("NllLoss") else None
+        return 0 if below is None else _shape(below)[min(1, len(_shape(below)) - 1)]
+
+    @property
     def shape(self) -> tuple[Any, ...]:
         """What terms of two micro-batches have in common if they are the same: all but numbers."""
         return (self.name, self.readable, *((each.divides, each.learnt) for each in self.factors))

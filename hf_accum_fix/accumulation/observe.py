@@ -23,7 +23,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_accum_fix.accumulation.agreement import Gather, InStep
-from hf_accum_fix.accumulation.conclude import NUMBERS, OF_THE_SPLIT, OPAQUE, Setting, conclude, number_rule, with_rules
+from hf_accum_fix.accumulation.conclude import (
+    NUMBERS,
+    OF_THE_SPLIT,
+    OPAQUE,
+    OTHER_TERMS,
+    Setting,
+    conclude,
+    number_rule,
+    with_rules,
+)
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Coupling, How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.loss_graph import read
@@ -143,7 +152,8 @@ def observe(
                 was_guess = found is not None and found.is_guess
                 better = _better(found, latest)
                 found, whole = better, readings[0] if better is latest else whole
-                settled = sharded or was_guess or (_shows(found) and not found.is_guess)
+                other_tasks = split.tasks and found.doubt.endswith(OTHER_TERMS)
+                settled = sharded or was_guess or other_tasks or (_shows(found) and not found.is_guess)
             following = None if settled else next(search, None)
             settled = following is None or bool(found and not following.tells and _has_shown(found))
             split = split if settled or following is None else following

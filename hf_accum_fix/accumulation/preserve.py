@@ -12,6 +12,7 @@ What stays out of sight: globals and closures of the code that is run, and whate
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 import warnings
@@ -20,9 +21,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
-from itertools import tee
+from itertools import islice, tee
 from types import MemberDescriptorType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,6 +52,13 @@ _NOTED_ON = frozenset(
 )
 
 
+class Kept(NamedTuple):
+    """One piece of Python state: what puts it back, and whether it differs in what a loss may depend on."""
+
+    undo: Callable[[], object]
+    differs: Callable[[], bool] = bool
+
+
 class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside a ``with`` block state may change; `restore`, and the end of the block, put it back.
 
@@ -74,16 +82,12 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._numbers = [
-            (module, {name: value for name, value in vars(module).items() if isinstance(value, (int, float))})
-            for module in modules
-        ]
         self._sharded = sharded
         self._data = [] if sharded else [(parameter, parameter.data) for parameter in model.parameters()]
         self._grads = [] if sharded else [(parameter, parameter.grad) for parameter in model.parameters()]
         self._made_inside: set[int] = set()
         self._written: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._undo = _noted(others if sharded else (*modules, *others), leave, follow_modules=not sharded)
+        self._kept = _noted(others if sharded else (*modules, *others), leave, follow_modules=not sharded)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -106,15 +110,14 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def wrote(self) -> bool:
-        """Whether a tensor that was there before has been written to, or a number in a module has changed."""
+        """Whether a tensor that was there before has been written to, or a Python value that a loss may depend on.
+
+        A list that has grown by Python numbers is a log, and an integer counts.
+        """
         # A copy: comparing them is seen by this mode, too.
         if any(not torch.equal(*_as_bytes(storage, content)) for storage, content in [*self._written.values()]):
             return True
-        return any(
-            value is not module.__dict__.get(name) and value != module.__dict__.get(name)
-            for module, numbers in self._numbers
-            for name, value in numbers.items()
-        )
+        return any(each.differs() for each in self._kept)
 
     def restore(self) -> None:
         """Put everything back as it was when this was made."""
@@ -122,8 +125,8 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for storage, content in self._written.values():
                 if storage.nbytes() == content.nbytes():
                     storage.copy_(content, False)
-            for undo in self._undo:
-                undo()
+            for each in self._kept:
+                each.undo()
             for holder, name, buffer, before in self._buffers:
                 holder[name] = buffer
                 # BatchNorm changes its statistics by an operation that does not say so.
@@ -171,17 +174,15 @@ def _address(tensor: Tensor) -> int:
 def python_state_kept(*roots: object, leave: Iterable[object] = ()) -> ExitStack:
     """A context that puts back attributes and containers of some objects; tensors and modules are not looked at."""
     stack = ExitStack()
-    for undo in _noted(roots, leave, follow_modules=False):
-        stack.callback(undo)
+    for each in _noted(roots, leave, follow_modules=False):
+        stack.callback(each.undo)
     return stack
 
 
-def _noted(
-    roots: Iterable[object], leave: Iterable[object], *, follow_modules: bool = True
-) -> list[Callable[[], object]]:
+def _noted(roots: Iterable[object], leave: Iterable[object], *, follow_modules: bool = True) -> list[Kept]:
     """What puts back the state of everything reachable from the roots."""
     seen = {id(each) for each in leave}
-    undo: list[Callable[[], object]] = []
+    kept: list[Kept] = []
     pending = list(roots)
     rooted = {id(root) for root in pending}
     while pending:
@@ -192,37 +193,37 @@ def _noted(
         kind = type(each)
         if isinstance(each, Tensor):
             if kind is Tensor and each.layout is torch.strided and not each.is_nested:
-                undo.append(_data_kept(each))
+                kept.append(_data_kept(each))
         elif kind is np.ndarray:
             if each.size <= _MOST_NUMBERS and each.flags.writeable:
-                undo.append(_array_kept(each))
+                kept.append(_array_kept(each))
         elif kind in _DICTS or (isinstance(each, dict) and not _is_machinery(kind)):
             if kind not in _DICTS:
                 pending.append(vars(each))
             streams = _streams_kept(each)
-            undo.extend([_dict_kept(each), *streams])
+            kept.extend([_dict_kept(each), *streams])
             if len(each) <= _MOST_ELEMENTS:
                 pending.extend(each.values())
         elif kind in _SEQUENCES or (isinstance(each, _SEQUENCES) and not _is_machinery(kind)):
             if kind not in _SEQUENCES:
                 pending.append(vars(each))
-            undo.append(_sequence_kept(each))
+            kept.append(_sequence_kept(each))
             if len(each) <= _MOST_ELEMENTS:
                 pending.extend(each)
         elif kind is set:
-            undo.append(_set_kept(each))
+            kept.append(_set_kept(each))
         elif kind is tuple:
             pending.extend(each[:_MOST_ELEMENTS])
         elif isinstance(each, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
-            undo.append(_generator_kept(each))
+            kept.append(_generator_kept(each))
         elif id(each) in rooted or (follow_modules if isinstance(each, nn.Module) else _holds_state(each)):
             attributes = vars(each)
             streams = _streams_kept(attributes)
-            undo.extend([_dict_kept(attributes), *streams])
+            kept.extend([_dict_kept(attributes), *streams])
             pending.extend(attributes.values())
         if not (isinstance(each, type) or _is_machinery(kind)):
-            undo.extend(_slots_kept(each, pending))
-    return undo
+            kept.extend(_slots_kept(each, pending))
+    return kept
 
 
 def _is_machinery(kind: type) -> bool:
@@ -241,12 +242,12 @@ def _is_stream(value: object) -> bool:
     return known and isinstance(value, Iterator)
 
 
-def _streams_kept(holder: dict[Any, Any]) -> list[Callable[[], object]]:
+def _streams_kept(holder: dict[Any, Any]) -> list[Kept]:
     """Generators and iterators, a loader's too, that a dict holds: what is drawn from one is drawn again afterwards.
 
     One that was drawn from is replaced for good, by an iterator over the same values: it cannot be wound back.
     """
-    undo: list[Callable[[], object]] = []
+    undo: list[Kept] = []
     for name, stream in [(name, value) for name, value in holder.items() if _is_stream(value)]:
         drawn: list[bool] = []
 
@@ -261,12 +262,13 @@ def _streams_kept(holder: dict[Any, Any]) -> list[Callable[[], object]]:
         def put_back(name: Any = name, stream: Any = stream, drawn: list[bool] = drawn, kept: Any = kept) -> None:
             holder[name] = copy(kept) if drawn else stream
 
-        undo.append(put_back)
+        undo.append(Kept(put_back))
     return undo
 
 
-def _dict_kept(value: dict[Any, Any]) -> Callable[[], object]:
+def _dict_kept(value: dict[Any, Any]) -> Kept:
     before = dict(value)
+    telling = [(key, each) for key, each in before.items() if isinstance(each, (float, Tensor))]
 
     def undo() -> None:
         same = len(value) == len(before) and all(value.get(key, _ABSENT) is kept for key, kept in before.items())
@@ -276,10 +278,20 @@ def _dict_kept(value: dict[Any, Any]) -> Callable[[], object]:
             methods.clear(value)
             methods.update(value, before)
 
-    return undo
+    def differs() -> bool:
+        # A number that a class gave is an attribute from its first change on.
+        begun = any(isinstance(each, float) for key, each in value.items() if key not in before)
+        return begun or any(_is_other(value.get(key, _ABSENT), each) for key, each in telling)
+
+    return Kept(undo, differs)
 
 
-def _data_kept(value: Tensor) -> Callable[[], object]:
+def _is_other(now: object, before: object) -> bool:
+    """Whether a number or a tensor has been replaced by another."""
+    return now is not before and not (isinstance(now, float) and now == before)
+
+
+def _data_kept(value: Tensor) -> Kept:
     """What ``.data = ...`` puts elsewhere; what is written in place is seen by the dispatch mode."""
     data = value.data
 
@@ -287,17 +299,17 @@ def _data_kept(value: Tensor) -> Callable[[], object]:
         if value.data_ptr() != data.data_ptr():
             value.data = data
 
-    return undo
+    return Kept(undo)
 
 
-def _array_kept(value: np.ndarray[Any, Any]) -> Callable[[], object]:
+def _array_kept(value: np.ndarray[Any, Any]) -> Kept:
     before = value.copy()
-    return lambda: np.copyto(value, before)
+    return Kept(lambda: np.copyto(value, before), lambda: value.tobytes() != before.tobytes())
 
 
-def _slots_kept(value: object, pending: list[Any]) -> list[Callable[[], object]]:
+def _slots_kept(value: object, pending: list[Any]) -> list[Kept]:
     """What puts back the slots of an object; what they hold is followed."""
-    undo: list[Callable[[], object]] = []
+    undo: list[Kept] = []
     for kind in type(value).__mro__:
         slots = vars(kind).values() if "__slots__" in vars(kind) else ()
         for slot in (each for each in slots if isinstance(each, MemberDescriptorType)):
@@ -306,22 +318,26 @@ def _slots_kept(value: object, pending: list[Any]) -> list[Callable[[], object]]
             except AttributeError:
                 continue
             pending.append(before)
-            undo.append(partial(slot.__set__, value, before))
+            undo.append(Kept(partial(slot.__set__, value, before)))
     return undo
 
 
-def _sequence_kept(value: Any) -> Callable[[], object]:
+def _sequence_kept(value: Any) -> Kept:
     before = list(value)
 
+    def is_log() -> bool:
+        begins = len(value) >= len(before) and all(map(operator.is_, value, before))
+        return begins and all(isinstance(each, (int, float, str)) for each in islice(value, len(before), None))
+
     def undo() -> None:
-        if len(value) != len(before) or any(one is not other for one, other in zip(value, before, strict=True)):
+        if len(value) != len(before) or not all(map(operator.is_, value, before)):
             value.clear()
             value.extend(before)
 
-    return undo
+    return Kept(undo, lambda: not is_log())
 
 
-def _set_kept(value: set[Any]) -> Callable[[], object]:
+def _set_kept(value: set[Any]) -> Kept:
     before = set(value)
 
     def undo() -> None:
@@ -329,22 +345,22 @@ def _set_kept(value: set[Any]) -> Callable[[], object]:
             value.clear()
             value.update(before)
 
-    return undo
+    return Kept(undo)
 
 
-def _generator_kept(value: Any) -> Callable[[], object]:
+def _generator_kept(value: Any) -> Kept:
     if isinstance(value, torch.Generator):
         before = value.get_state()
-        return lambda: value.set_state(before)
+        return Kept(lambda: value.set_state(before))
     if isinstance(value, random.Random):
         state = value.getstate()
-        return lambda: value.setstate(state)
+        return Kept(lambda: value.setstate(state))
     if isinstance(value, np.random.RandomState):
         words = value.get_state(legacy=False)
-        return lambda: value.set_state(words)
+        return Kept(lambda: value.set_state(words))
     bits = value.bit_generator
     kept = bits.state
-    return lambda: setattr(bits, "state", kept)
+    return Kept(lambda: setattr(bits, "state", kept))
 
 
 def _without_fsdp_hooks(model: nn.Module) -> None:

@@ -40,6 +40,7 @@ class Seen:
         total: the weight of its targets, of a cross entropy; 0.0: the leaf does not show it.
         learnt: it is a function of single parameters, and of no data.
         outer: how many of the factors stand above the loss that the model itself returned.
+        classes: of a cross entropy; 0: it is none.
         shares_learnt: a factor with a gradient of its own is other terms', too.
     """
 
@@ -59,6 +60,7 @@ class Seen:
     total: float
     learnt: bool
     outer: int
+    classes: int
     shares_learnt: bool
 
     def is_own_count(self, place: int) -> bool:
@@ -174,6 +176,7 @@ def _seen(term: Term, heard: Heard, batch: Mapping[str, Any], alone: float | Non
         total,
         term.learnt,
         len(factors) if term.path.outer is None else term.path.outer,
+        term.classes,
         any(each.learnt for each in term.factors[: term.path.above]),
     )
     return seen if of_top is None else replace(seen, value=of_top * seen.product(range(term.path.above)))

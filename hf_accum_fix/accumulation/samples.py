@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ class Split(NamedTuple):
     Attributes:
         apart: the parts are parts of the whole.
         tells: coupled samples would show.
+        tasks: the parts are micro-batches that may be of two tasks.
     """
 
     whole: Batch
@@ -29,6 +31,7 @@ class Split(NamedTuple):
     other: Batch
     apart: bool = True
     tells: bool = True
+    tasks: bool = False
 
 
 def splits(window: Sequence[Batch]) -> Iterator[Split]:
@@ -41,13 +44,20 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     batch = ordered[0]
     # The one that is least like it, but has targets.
     others = [each for each in reversed(ordered[1:]) if _tells(each)[0]] or ordered[1:]
+    # Tasks that a column names are seen together.
+    unseen = _unseen(window, batch)
+    others.sort(key=lambda each: -len(unseen & _marks(each)))
     rows = sample_count(batch)
     by_row = _has_rows_alone(batch, rows)
+    if unseen and by_row and (both := _merged(batch, others[0])) is not None:
+        yield Split(both, batch, others[0], tasks=True)
     if by_row:
         least = _least_row(batch, rows)
         yield Split(batch, _rows(batch, [least]), _rows(batch, [row for row in range(rows) if row != least]))
-    if others and not by_row and (both := _merged(batch, others[0])) is not None:
-        yield Split(both, batch, others[0])
+    # The last is most alike: a sum of tasks has fewer terms there.
+    for other in () if by_row else others[:: max(len(others) - 1, 1)]:
+        if (both := _merged(batch, other)) is not None:
+            yield Split(both, batch, other, tasks=bool(unseen & _marks(other)))
     # Rows that belong together in groups.
     for size in (size for size in range(2, rows // 2 + 1) if by_row and rows % size == 0):
         yield Split(batch, _rows(batch, [*range(size)]), _rows(batch, [*range(size, rows)]))
@@ -55,7 +65,7 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     if not odd and half > 1 and all(_is_plain(value) and len(value) in (rows, half) for value in _sized(batch)):
         rest = [*range(1, half), *range(half + 1, rows)]
         yield Split(batch, _pairs(batch, [0, half], half), _pairs(batch, rest, half))
-    if others and by_row and (both := _merged(batch, others[0])) is not None:
+    if others and by_row and not unseen and (both := _merged(batch, others[0])) is not None:
         yield Split(both, batch, others[0])
     if others and by_row and not odd and (both := _merged(batch, others[0], interleaved=True)) is not None:
         yield Split(both, batch, others[0])
@@ -71,6 +81,24 @@ def _tells(batch: Batch) -> tuple[bool, bool, int, float]:
     """How much a micro-batch tells: ways of counting that differ in it, and its targets."""
     counts = [float(rule.count(batch)) for rule in ways_of_counting(batch)]
     return counts[0] > 0, sample_count(batch) > 1, len(set(counts)), counts[0]
+
+
+def _marks(batch: Batch) -> set[tuple[str, int]]:
+    """The values in columns of integers, which may name tasks."""
+    return {(key, each) for key, value in batch.items() if _is_column(key, value) for each in value.tolist()}
+
+
+def _unseen(window: Sequence[Batch], batch: Batch) -> set[tuple[str, int]]:
+    """Those that other micro-batches hold and one does not, of columns with few of them."""
+    marks = set[tuple[str, int]]().union(*map(_marks, window))
+    few = {
+        key for key, count in Counter(key for key, _ in marks).items() if 2 * count <= sum(map(sample_count, window))
+    }
+    return {(key, each) for key, each in marks - _marks(batch) if key in few}
+
+
+def _is_column(key: str, value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 1 and not value.is_floating_point() and "label" not in key
 
 
 def _has_rows_alone(batch: Batch, rows: int) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import How, LossContract, TermSpec
+from hf_accum_fix.accumulation.contract import How, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.loss_graph import Factor, Term, has_several_outputs, read
 from hf_accum_fix.accumulation.per_sample import sum_of_samples
 from hf_accum_fix.accumulation.share import Cut
@@ -190,6 +190,8 @@ def weigh(
             if counts is not None and (spec.handed or not spec.as_stock):
                 noted = (0.0, 0.0) if weightless else (counts.seen, counts.predicted)
                 check.note(place, *(noted if spec.times == 1.0 else (each / spec.times for each in noted)))
+                if found[0].rows and all(map(_on_host, noted)) and _differ(*noted):
+                    check.changed = f"{found[0].name} is a mean over what its samples have, not over the samples"
             if spec.how is How.ROUTER and spec.counts:
                 _check_padded(spec, found[0], inputs, check)
             plain = check.is_unpredicted(place)
@@ -211,6 +213,32 @@ def _note_number(
         total = getattr(term.leaf, "_saved_total_weight", predicted.get(spec.rules[0]) if spec.rules else None)
         if spec.handed and spec.shape == term.shape and total is not None and not term.divides:
             check.note(0, total, _product([term.factors[at] for at in (spec.number or spec.counts)]))
+
+
+def unlike_declared(loss: Tensor, contract: LossContract, items: Number | None, cut: Cut) -> str:
+    """What the graph of a loss shows against the contract that was given for it, in words; empty: nothing.
+
+    Args:
+        loss: of one number, with its graph.
+        contract: given by hand.
+        items: n of the micro-batch.
+        cut: of its global batch.
+    """
+    terms = read(loss)
+    if contract.reduction not in (Reduction.MEAN, Reduction.NUMBER) or not terms:
+        return ""
+    if len(terms) > 1:
+        return f"it is a sum of {len(terms)} terms"
+    term, count = terms[0], items if contract.reduction is Reduction.MEAN else cut.mean
+    if not term.readable:
+        # A function of the user's own is taken as it is declared.
+        is_own = isinstance(term.leaf, torch.autograd.function.BackwardCFunction)
+        return "" if is_own else f"{term.name} stands in it"
+    divisors = [each.value for each in term.factors if each.divides and _on_host(each.value)]
+    if count is None or not _on_host(count) or len(divisors) < sum(each.divides for each in term.factors):
+        return ""
+    shows = any(not _differ(each, count) for each in divisors)
+    return "" if shows else f"{term.name} divides by {', '.join(f'{float(each):g}' for each in divisors) or 'nothing'}"
 
 
 def _ready(loss: Tensor, weight: Number, cut: Cut, spec: TermSpec | None = None) -> Weighed:

@@ -17,7 +17,7 @@ from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
 from hf_accum_fix.accumulation.share import Cut, loss_among, of_window, run_by_rule, share_of
 from hf_accum_fix.accumulation.values import listening
-from hf_accum_fix.accumulation.weigh import WindowCheck, weigh
+from hf_accum_fix.accumulation.weigh import WindowCheck, unlike_declared, weigh
 from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules, count_dtype
 from hf_accum_fix.counting import count, note_empty, say_empty
 from hf_accum_fix.data.duplicates import WithoutDuplicates
@@ -136,6 +136,13 @@ class AccumulationWindow:
         contract, cut, _ = self._of(batch)
         batch, counts = self._counted(contract, batch)
         items = counts.get(contract.items) if contract.items is not None else None
+        if unlike := unlike_declared(loss, contract, items, cut):
+            self._windows._run.warn_once(
+                "declared",
+                f"scale(): got a loss whose graph shows that {unlike}; expected one that {contract}, as the contract "
+                "says: it gets the plain mean over micro-batches and is not exact; give the contract that it has",
+            )
+            return self._add(loss)
         share = share_of(contract, batch, items, cut, own_loss=True, rounded=self._windows._rounds)
         return self._add(share.of(loss))
 

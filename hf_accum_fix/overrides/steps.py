@@ -53,7 +53,16 @@ def compute_loss(
     """
     session = session_of(trainer, options)
     if not session.observing and session.micro_batch is None:
-        return wrapped(*args, **kwargs)
+        result = wrapped(*args, **kwargs)
+        loss = result[0] if isinstance(result, tuple) else result
+        if session.window is not None and isinstance(loss, Tensor) and loss.requires_grad:
+            session.windows.note_inexact()
+            session.warn_once(
+                "second loss",
+                f"{type(trainer).__name__} computes a loss with gradient beside Trainer.training_step: what it makes "
+                "of it is not weighed, so that the step is not called exact",
+            )
+        return result
 
     def bind(
         model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
