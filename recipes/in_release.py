@@ -51,7 +51,7 @@ OLDER = {
     "4.38": ("accelerate<1", "peft<0.12"),
     "4.41": ("peft<0.14",),
     "4.42": ("peft<0.14", "pyarrow<20"),
-    "numpy==1": ("pandas<3", "pyarrow<20"),
+    "numpy==1": ("datasets<4", "pandas<3", "pyarrow<20"),
 }
 
 
