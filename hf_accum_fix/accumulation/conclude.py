@@ -424,7 +424,7 @@ def _tested(
             kept = replace(spec, rules=rules, times=times) if setting.by_number and rules else None
             return replace(candidate, spec=kept or replace(spec, how=How.PLAIN, counts=()), trouble=_COUPLED)
         return replace(candidate, spec=replace(spec, rules=rules, times=times), trouble="" if known else _NOT_FOLLOWED)
-    if known and values[0] == values[1] == values[2] and batches[1] is not batches[2]:
+    if known and values[0] == values[1] == values[2] and batches[1] is not batches[2] and not whole.holds_data:
         # Zero says nothing, unless it is multiplied by zero.
         shows = bool(values[0]) or 0.0 in whole.factors
         return replace(candidate, spec=replace(spec, how=How.CONSTANT), shows=shows)
@@ -461,6 +461,8 @@ def _unreadable(
     name, values = candidate.seen[0].name, candidate.values
     spec = replace(candidate.spec, how=How.PLAIN, counts=())
     trouble = f"{name} stands in the loss: what is under it cannot be read"
+    if None not in values and all(values) and _adds_up([value or 0.0 for value in values], min(tolerance, 1e-3)):
+        return replace(candidate, spec=replace(spec, how=How.SUM), trouble=trouble)
     if not name.startswith(OPAQUE) or None in values or batches[1] is batches[2]:
         return replace(candidate, spec=spec, trouble=trouble)
     for rule in dict.fromkeys(ways_of_counting(batches[0], ignored)):

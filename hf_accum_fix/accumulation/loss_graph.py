@@ -52,6 +52,10 @@ _BY_ROW = ("MultiMarginLossBackward0", "MultilabelMarginLossBackward0")
 _SEVERAL_OUTPUTS = ("Unbind", "Split", "VarMean", "StdMean")
 #: The loss that was read last.
 _last: Callable[[], Tensor | None] = lambda: None  # noqa: E731
+#: Nodes through which data reach a loss.
+_LAYERS = ("Embedding", "Convolution", "Addmm", "Mm", "Bmm")
+#: So many nodes below one are looked at.
+_MOST_BELOW = 10_000
 #: A loss of more terms than this is not read.
 _MOST_TERMS = 512
 #: Nodes of a factor that has a gradient of its own (exp(-s)) at most.
@@ -355,6 +359,19 @@ def _learnt_side(edges: Any, does: str) -> int | None:
     if len(found) != 1 or (does == "div" and found[0] == 0):
         return None
     return found[0]
+
+
+def holds_layers(node: Any) -> bool:
+    """Whether a layer of a model stands below a node, as far as one looks."""
+    seen, pending = {node}, [node]
+    while pending and len(seen) < _MOST_BELOW:
+        below = pending.pop()
+        if type(below).__name__.startswith(_LAYERS):
+            return True
+        new = {each for each, _ in below.next_functions if each is not None} - seen
+        seen |= new
+        pending.extend(new)
+    return False
 
 
 def _is_learnt(node: Any, left: int = _MOST_NODES) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_accum_fix.accumulation.loss_graph import Term, read
+from hf_accum_fix.accumulation.loss_graph import Term, holds_layers, read
 from hf_accum_fix.accumulation.noise import WithoutNoise
 from hf_accum_fix.accumulation.rules import ways_of_counting
 from hf_accum_fix.accumulation.values import Heard, listening
@@ -40,6 +40,7 @@ class Seen:
         total: the weight of its targets, of a cross entropy; 0.0: the leaf does not show it.
         learnt: it is a function of single parameters, and of no data.
         outer: how many of the factors stand above the loss that the model itself returned.
+        holds_data: what cannot be read holds a layer of a model, so that its gradient depends on the data.
         classes: of a cross entropy; 0: it is none.
         shares_learnt: a factor with a gradient of its own is other terms', too.
     """
@@ -60,6 +61,7 @@ class Seen:
     total: float
     learnt: bool
     outer: int
+    holds_data: bool
     classes: int
     shares_learnt: bool
 
@@ -176,6 +178,7 @@ def _seen(term: Term, heard: Heard, batch: Mapping[str, Any], alone: float | Non
         total,
         term.learnt,
         len(factors) if term.path.outer is None else term.path.outer,
+        not term.readable and holds_layers(term.leaf),
         term.classes,
         any(each.learnt for each in term.factors[: term.path.above]),
     )

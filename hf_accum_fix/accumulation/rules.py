@@ -112,7 +112,7 @@ def ways_of_counting(inputs: Mapping[str, Any], ignored: Sequence[int] = (-100,)
     positions = (key for key, value in tensors.items() if value.ndim > 1 and not value.is_floating_point())
     yield from (Items((key,), ignore_index=None) for key in positions)
     # Chosen texts that stand before the rejected ones (ORPO, CPO, DPO with rpo_alpha).
-    for key in (*labels, *telling):
+    for key in (*(each for each in labels if each != "shift_labels"), *telling):
         if tensors[key].ndim == 2 and not tensors[key].is_floating_point() and len(tensors[key]) % 2 == 0:
             ignored_here = ignored if key in labels else (0,)
             yield from (Items((key,), each, shift, first_half=True) for each in ignored_here for shift in (True, False))

@@ -192,6 +192,8 @@ def weigh(
                 check.note(place, *(noted if spec.times == 1.0 else (each / spec.times for each in noted)))
                 if found[0].rows and all(map(_on_host, noted)) and _differ(*noted):
                     check.changed = f"{found[0].name} is a mean over what its samples have, not over the samples"
+            if counts is not None and counts.unclear:
+                check.changed = f"{found[0].name} is zero and divides by 1: it has one target, or none"
             if spec.how is How.ROUTER and spec.counts:
                 _check_padded(spec, found[0], inputs, check)
             plain = check.is_unpredicted(place)
@@ -299,12 +301,14 @@ class Counts:
         seen: the same, or the items under it where it divides by a number that it was handed.
         predicted: by its rule.
         by_hand: no loss function of torch divides: over nothing its gradient is 0 / 0.
+        unclear: a divisor of at least 1 hides whether it has one item or none.
     """
 
     divisor: Number
     seen: Number
     predicted: Number
     by_hand: bool
+    unclear: bool = False
 
 
 def _counts(
@@ -328,7 +332,7 @@ def _counts(
     if not is_function and isinstance(divisor, Tensor) and divisor.is_floating_point():
         # A loss over nothing, by which another is divided.
         divisor = divisor.nan_to_num(0.0)
-    seen = divisor
+    seen, unclear = divisor, False
     if spec.handed:
         seen = by_rule if spec.place is None else getattr(term.leaf, "_saved_total_weight", by_rule)
     if isinstance(seen, Tensor) and seen.dtype.itemsize < 4:
@@ -339,13 +343,15 @@ def _counts(
         seen = seen if float(rule.count(inputs)) else 0.0
     elif not is_function and spec.counts and not spec.handed:
         # So do masks whose sum is clamped.
-        nothing = value == 0
+        hidden = nothing = value == 0
         if rule is not None:
             counted = torch.as_tensor(by_rule, device=value.device)
             # One item may have a loss of zero.
+            hidden = nothing & (counted > 1)
             nothing = (counted == 0) | (nothing & (counted != 1))
+        unclear = _on_host(hidden) and _on_host(seen) and bool(hidden) and float(seen) == 1
         seen = seen * ~(nothing & (torch.as_tensor(seen, device=value.device) == 1))
-    return Counts(divisor, seen, by_rule, not is_function)
+    return Counts(divisor, seen, by_rule, not is_function, unclear)
 
 
 def _weight(

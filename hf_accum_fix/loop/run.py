@@ -90,8 +90,8 @@ class LoopRun(Known):
 
     @property
     def readable(self) -> bool:
-        # A loss of one count is corrected unread.
-        return self.device.type == "cpu" and any(each.groups > 1 for each in self.contracts)
+        # A loss of one term is corrected unread.
+        return self.device.type == "cpu" and any(len(each.terms) > 1 for each in self.contracts)
 
     @property
     def steps_in_backward(self) -> bool:

@@ -23,6 +23,10 @@ def tokens(*targets: int, width: int = 5, first: int = 0) -> dict[str, Any]:
     return {"input_ids": ids, "labels": labels}
 
 
+def of_task(task: int, *targets: int, first: int = 0) -> dict[str, Any]:
+    return {**tokens(*targets, first=first), "task": torch.full((len(targets),), task)}
+
+
 def images(*counts: int) -> dict[str, Any]:
     labels = [{"class_labels": torch.arange(count)} for count in counts]
     return {"pixel_values": torch.arange(len(counts))[:, None] * 1.0, "labels": labels}
@@ -65,6 +69,15 @@ SPLITS: dict[str, tuple[Sequence[Batch], list[tuple[list[int], ...]]]] = {
         [tokens(3), tokens(1, first=1)],
         [([0, 1], [0], [1]), ([0, 0], [0], [0])],
     ),
+    "two tasks": (
+        [of_task(0, 1, 2), of_task(1, 3, 2, first=2)],
+        [
+            ([2, 3, 0, 1], [2, 3], [0, 1]),
+            ([2, 3], [3], [2]),
+            ([2, 0, 3, 1], [2, 3], [0, 1]),
+            ([2, 3, 2, 3], [2, 3], [2, 3]),
+        ],
+    ),
     "one sample": ([tokens(3)], [([0, 0], [0], [0])]),
     "of images the one whose boxes differ most": (
         [images(2, 2, 5)],
@@ -91,7 +104,7 @@ def test_in_the_end_every_micro_batch_as_it_is(window: Sequence[Batch]) -> None:
 
 @pytest.mark.parametrize("window", [window for window, _ in SPLITS.values()], ids=SPLITS)
 def test_every_sample_of_the_whole_is_in_one_part(window: Sequence[Batch]) -> None:
-    for whole, one, other, apart, _ in splits(window):
+    for whole, one, other, apart, *_ in splits(window):
         if not apart:
             continue
         assert sorted(ids(whole)) == sorted(ids(one) + ids(other))
