@@ -1,4 +1,4 @@
-"""Run a command under several transformers releases, in environments made for them, one torch shared by all.
+"""Run a command under several transformers releases, in environments made for them, each torch shared by all.
 
     python recipes/in_release.py 5.23.0 -- pytest
     python recipes/in_release.py 4.49.0 5.23.0 -- accelerate launch --cpu --num_processes 4 recipes/llava_sweep.py \
@@ -9,6 +9,7 @@ The first call makes a virtual environment with torch, the newest release and th
 whole or not at all, and is made once: delete .environments/ to start again. The recipe shows its steps and their time;
 pip's output is in pip.log in its folder. ``{release}`` in the command is replaced by the release. "newest" stands
 for the newest that tests have run. Pin packages beside a release after an @: 4.46.3@accelerate==0.26.0@peft==0.13.2.
+A torch pinned so gets an environment too, shared by all releases beside it: 4.41.0@torch==2.2.2@numpy==1.26.4.
 
 Needs nothing but Python 3.10 or newer. Exit code: the first that is not 0; 1 where an environment can't be made; 2 for
 a wrong call.
@@ -26,6 +27,12 @@ import time
 import venv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
+
+try:
+    import fcntl
+except ImportError:  # Windows has none: there, make one environment at a time.
+    fcntl = None
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = ROOT / ".environments"
@@ -39,11 +46,12 @@ MINUTE = 60.0
 DOING = re.compile(r"^ *((?:Collecting|Downloading|Using cached|Building|Installing) .*)", re.MULTILINE)
 #: Packages that a release may require in older versions than the newest environment holds.
 BESIDE_TRANSFORMERS = ("accelerate", "datasets", "peft")
-#: Packages that a minor release needs older than its metadata says: newer ones fail beside it.
+#: Packages that a release or a pin, named by how it begins, needs older than metadata says: newer ones fail beside it.
 OLDER = {
     "4.38": ("accelerate<1", "peft<0.12"),
     "4.41": ("peft<0.14",),
     "4.42": ("peft<0.14", "pyarrow<20"),
+    "numpy==1": ("datasets<4", "pandas<3", "pyarrow<20"),
 }
 
 
@@ -85,18 +93,23 @@ def environment(release: str) -> Path:
         # torch first and alone: a range would take the newest build, with its CUDA packages.
         return made(NEWEST, [TORCH], [f"transformers=={release}", "-e", f"{ROOT}[dev,recipes]"])
     version, *pins = release.split("@")
-    older = OLDER.get(version.rpartition(".")[0], ())
-    wanted = [f"transformers=={version}", *BESIDE_TRANSFORMERS, *older, *pins]
-    return made(folder_of(release).name, wanted, shared=environment(NEWEST))
+    wanted = [f"transformers=={version}", *BESIDE_TRANSFORMERS, *older(version, pins), *pins]
+    torch = [made(folder_of(pin).name, [pin]) for pin in pins if pin.startswith("torch==")]
+    return made(folder_of(release).name, wanted, shared=[*torch, environment(NEWEST)])
 
 
-def made(name: str, *installs: Sequence[str], shared: Path | None = None) -> Path:
+def older(version: str, pins: Sequence[str]) -> list[str]:
+    """What `OLDER` says of a release and of the packages that are pinned beside it."""
+    return [each for name, old in OLDER.items() if any(map(re.compile(name).match, (version, *pins))) for each in old]
+
+
+def made(name: str, *installs: Sequence[str], shared: Sequence[Path] = ()) -> Path:
     """The folder of an environment, made if it is not there: whole or not at all.
 
     Args:
         name: of its folder in .environments/.
         installs: requirements, installed one list after the other.
-        shared: an environment that provides everything else, pip included.
+        shared: environments that provide everything else, pip included; the first that has a package.
 
     Raises:
         NotMadeError: pip failed; the message has the end of its output, and the path of the rest.
@@ -104,33 +117,45 @@ def made(name: str, *installs: Sequence[str], shared: Path | None = None) -> Pat
     folder = ENVIRONMENTS / name
     if (folder / "complete").exists():
         return folder
+    ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
+    with (ENVIRONMENTS / f"{name}.lock").open("w") as lock:
+        if fcntl is not None:
+            # pip holds it too, and may go on where this recipe was killed.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "complete").exists():
+            _make(folder, installs, shared, lock)
+    return folder
+
+
+def _make(folder: Path, installs: Sequence[Sequence[str]], shared: Sequence[Path], lock: IO[str]) -> None:
     told, steps, started = folder.relative_to(ROOT), 1 + len(installs), time.monotonic()
     print(f"{told}, step 1 of {steps}: a virtual environment", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
-    venv.create(folder, with_pip=shared is None, symlinks=os.name != "nt")
-    if shared is not None:
-        link = _site_packages(folder) / "shared.pth"
-        link.write_text(f"import site; site.addsitedir({str(_site_packages(shared))!r})\n")
-    pip = [str((shared or folder) / BIN / "python"), "-m", "pip", "--python", str(folder / BIN / "python")]
+    venv.create(folder, with_pip=not shared, symlinks=os.name != "nt")
+    link = "".join(f"import site; site.addsitedir({str(_site_packages(each))!r})\n" for each in shared)
+    (_site_packages(folder) / "shared.pth").write_text(link)
+    pip = [str([*shared, folder][0] / BIN / "python"), "-m", "pip", "--python", str(folder / BIN / "python")]
     for step, requirements in enumerate(installs, 2):
         print(f"{told}, step {step} of {steps}: pip install {' '.join(requirements)}", flush=True)
         log = folder / "pip.log"
-        code = _logged([*pip, "install", *requirements], log)
+        code = _logged([*pip, "install", *requirements], log, lock)
         if code:
             end = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
             raise NotMadeError(f"pip install {' '.join(requirements)}: exit code {code}\n{end}\nAll of it is in {log}")
     (folder / "complete").touch()
     print(f"{told} is made, in {_minutes(time.monotonic() - started)}", flush=True)
-    return folder
 
 
-def _logged(command: list[str], log: Path) -> int:
+def _logged(command: list[str], log: Path, lock: IO[str]) -> int:
     """The exit code of a command that writes into a log; show its time and pip's progress every minute.
 
     On a terminal every second, in one line that is overwritten.
     """
     started, terminal = time.monotonic(), sys.stdout.isatty()
-    with log.open("ab") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as running:
+    with (
+        log.open("ab") as file,
+        subprocess.Popen(command, stdin=lock, stdout=file, stderr=subprocess.STDOUT) as running,
+    ):
         while True:
             try:
                 code = running.wait(timeout=1 if terminal else MINUTE)

@@ -127,7 +127,8 @@ def trained(work: Path, python: Path, case: str, mode: str, ranks: int, size: in
     (work / f"{name}.yaml").write_text(json.dumps(config))
     scripts = python.parent
     environment = {**os.environ, "PATH": os.pathsep.join([str(scripts), os.environ.get("PATH", "")])}
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(work / "cache")}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(work / "cache")}
     if ranks > 1:
         environment |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(ranks)}
     run = [scripts / "hf-accum-fix", "run"] if mode == "mended" else []

@@ -127,12 +127,14 @@ def run_release(release: str, output: Path) -> str | None:
     finally:
         # Keep one that could not be made: it holds pip's log.
         if made and release != in_release.NEWEST and (folder / "complete").exists():
+            # First what says that it is whole: this may be killed on its way.
+            (folder / "complete").unlink()
             shutil.rmtree(folder, ignore_errors=True)
     return None
 
 
 def _quiet() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
+    return {"OMP_NUM_THREADS": "1", **os.environ, "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
 
 
 def cells_file(output: Path, release: str, ranks: int) -> Path:

@@ -78,7 +78,7 @@ def test_a_loss_that_no_window_has_shown_is_said_once(caplog: pytest.LogCaptureF
     ]
 
 
-@pytest.mark.parametrize("trouble", [ContractError("no loss"), torch.OutOfMemoryError("out of memory")], ids=repr)
+@pytest.mark.parametrize("trouble", [ContractError("no loss"), torch.cuda.OutOfMemoryError("out of memory")], ids=repr)
 def test_trouble_that_training_would_meet_is_raised(trouble: Exception) -> None:
     run = LoopRun(None, 2, Options())
     with pytest.raises(type(trouble), match=str(trouble)):

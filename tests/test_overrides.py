@@ -696,7 +696,7 @@ debug_launcher(trained, args=(sys.argv[1],), num_processes=2)
 @pytest.mark.slow
 def test_the_patch_reaches_a_notebook_launcher(tmp_path: Path) -> None:
     """A notebook's launcher forks; here from a fresh interpreter, since a fork must not follow a backward pass."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", LAUNCHED, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

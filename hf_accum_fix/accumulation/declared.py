@@ -65,7 +65,14 @@ def products_are_rounded(model: nn.Module) -> bool:
     in_tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     half = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
-    return bool(in_tf32) or half or torch.is_autocast_enabled(device)
+    # Before torch 2.4 is_autocast_enabled takes no device and asks for CUDA.
+    by_device = hasattr(torch, "get_autocast_dtype")
+    autocast = (
+        torch.is_autocast_enabled(device)
+        if by_device
+        else torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled()
+    )
+    return bool(in_tf32) or half or autocast
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -14,7 +14,8 @@ The nodes are rows of `ROWS`; names and attributes are the same from torch 2.2.2
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -23,6 +24,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_accum_fix.errors import ContractError
@@ -46,6 +49,9 @@ ROWS: Mapping[str, str] = MappingProxyType(
 )
 #: Losses that divide by rows, not by elements.
 _BY_ROW = ("MultiMarginLossBackward0", "MultilabelMarginLossBackward0")
+_SEVERAL_OUTPUTS = ("Unbind", "Split", "VarMean", "StdMean")
+#: The loss that was read last.
+_last: Callable[[], Tensor | None] = lambda: None  # noqa: E731
 #: Nodes through which data reach a loss.
 _LAYERS = ("Embedding", "Convolution", "Addmm", "Mm", "Bmm")
 #: So many nodes below one are looked at.
@@ -124,6 +130,7 @@ class Term:
         rows: how many single numbers the leaf has put together by stack or cat; 0: it reduces a tensor.
         divides: the last of the factors is the leaf's own count.
         within: how many of the factors stand inside of the leaf's sum.
+        learnt: the leaf is a function of single parameters, and no reduction.
     """
 
     name: str
@@ -133,6 +140,7 @@ class Term:
     rows: int = 0
     divides: bool = False
     within: int = 0
+    learnt: bool = False
 
     @property
     def factors(self) -> tuple[Factor, ...]:
@@ -170,6 +178,8 @@ def read(
     """
     if loss.grad_fn is None:
         return []
+    global _last
+    _last = weakref.ref(loss)
     # A dispatch mode hands on no Python number that autograd has wrapped.
     if torch._C._len_torch_dispatch_stack():
         with _disable_current_modes():
@@ -228,7 +238,7 @@ def _terms(
         if does == "pass":
             edge = edges[output] if name.startswith("_DDP") else live[0]
             # A node of several outputs belongs to others, too.
-            path = path if len(node._input_metadata) == 1 else path.below(edge[0])
+            path = path.below(edge[0]) if has_several_outputs(node) else path
         elif does == "neg":
             edge, path = live[0], path.times(Factor(-1.0))
         elif does == "add":
@@ -250,7 +260,7 @@ def _terms(
             edge, path = edges[1 - side], replace(path, learnt=(*path.learnt, node))
         else:
             break
-    yield Term(name, node, path, readable=False)
+    yield Term(name, node, path, readable=False, learnt=_is_learnt(node))
 
 
 def _does(node: Any) -> str:
@@ -258,7 +268,21 @@ def _does(node: Any) -> str:
 
 
 def _shape(node: Any) -> tuple[int, ...]:
-    return tuple(node._input_metadata[0].shape) if node._input_metadata else ()
+    """The shape of a node's output. torch before 2.5 shows it by a gradient alone."""
+    if hasattr(node, "_input_metadata"):
+        return tuple(node._input_metadata[0].shape) if node._input_metadata else ()
+    if hasattr(node, "variable"):
+        return tuple(node.variable.shape)
+    loss = _last()
+    assert loss is not None, "a node outlives its loss"
+    return tuple(torch.autograd.grad(loss, GradientEdge(node, 0), retain_graph=True)[0].shape)
+
+
+def has_several_outputs(node: Any) -> bool:
+    """Whether a node has several outputs; before torch 2.5 any custom function may."""
+    if hasattr(node, "_input_metadata"):
+        return len(node._input_metadata) > 1
+    return isinstance(node, BackwardCFunction) or type(node).__name__.startswith(_SEVERAL_OUTPUTS)
 
 
 def _signs(node: Any, name: str) -> tuple[float, float]:
@@ -298,8 +322,10 @@ def _own_factors(node: Any, name: str, reduction: int, below: Edge, does: str, d
         return []
     if reduction:
         total = getattr(node, "_saved_total_weight", None)
-        shape = _shape(below[0])
-        return [Factor(float(math.prod(shape[:1] if name in _BY_ROW else shape)) if total is None else total, True)]
+        if total is None:
+            shape = _shape(below[0])
+            total = float(math.prod(shape[:1] if name in _BY_ROW else shape))
+        return [Factor(total, True)]
     inner = list(_inner(below)) if deep else []
     return [*inner, Factor(float(node._saved_self_sym_numel), True)] if does == "mean" else inner
 
@@ -329,7 +355,7 @@ def _inner(edge: Edge) -> Iterator[Factor]:
 
 def _learnt_side(edges: Any, does: str) -> int | None:
     """Which of two factors is a function of parameters alone; None: neither, or both."""
-    found = [side for side in (0, 1) if is_learnt(edges[side][0])]
+    found = [side for side in (0, 1) if _is_learnt(edges[side][0])]
     if len(found) != 1 or (does == "div" and found[0] == 0):
         return None
     return found[0]
@@ -348,19 +374,19 @@ def holds_layers(node: Any) -> bool:
     return False
 
 
-def is_learnt(node: Any, left: int = _MOST_NODES) -> bool:
+def _is_learnt(node: Any, left: int = _MOST_NODES) -> bool:
     """Whether a number is a function of single parameters: no tensor stands between it and them."""
     if node is None or left == 0:
         return left > 0
     if type(node).__name__ == "AccumulateGrad":
         return True
-    if math.prod(_shape(node)) != 1:
+    if getattr(node, "_saved_reduction", 0) or math.prod(_shape(node)) != 1:
         return False
     picks = type(node).__name__.startswith(("Select", "Index", "Unbind"))
     for below, _ in node.next_functions:
         is_leaf = below is not None and type(below).__name__ == "AccumulateGrad"
         if is_leaf and not picks and math.prod(_shape(below)) != 1:
             return False
-        if not is_learnt(below, left - 1):
+        if not _is_learnt(below, left - 1):
             return False
     return True

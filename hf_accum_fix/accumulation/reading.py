@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_accum_fix.accumulation.loss_graph import Term, holds_layers, is_learnt, read
+from hf_accum_fix.accumulation.loss_graph import Term, holds_layers, read
 from hf_accum_fix.accumulation.noise import WithoutNoise
 from hf_accum_fix.accumulation.rules import ways_of_counting
 from hf_accum_fix.accumulation.values import Heard, listening
@@ -176,7 +176,7 @@ def _seen(term: Term, heard: Heard, batch: Mapping[str, Any], alone: float | Non
         term.within > 0,
         term.path.added,
         total,
-        not term.readable and is_learnt(term.leaf),
+        term.learnt,
         len(factors) if term.path.outer is None else term.path.outer,
         not term.readable and holds_layers(term.leaf),
         term.classes,

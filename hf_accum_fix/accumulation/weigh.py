@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction, TermSpec
-from hf_accum_fix.accumulation.loss_graph import Factor, Term, read
+from hf_accum_fix.accumulation.loss_graph import Factor, Term, has_several_outputs, read
 from hf_accum_fix.accumulation.per_sample import sum_of_samples
 from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.accumulation.values import Heard, Values
@@ -468,7 +468,7 @@ def _hooked(
 
 def _is_shared(node: Any) -> bool:
     """Whether a node also takes what others than one term send it: a parameter, or the parts of one."""
-    return type(node).__name__ == "AccumulateGrad" or len(node._input_metadata) > 1
+    return type(node).__name__ == "AccumulateGrad" or has_several_outputs(node)
 
 
 def _value(term: Term, values: Values | None) -> Tensor | None:

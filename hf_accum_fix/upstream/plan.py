@@ -12,7 +12,13 @@ from hf_accum_fix.options import Options
 from hf_accum_fix.upstream.defects import DEFECTS, OLDEST_READ, Defect
 from hf_accum_fix.upstream.environment import Environment, SeamState, parsed
 from hf_accum_fix.upstream.presence import refusal as absent
-from hf_accum_fix.upstream.seams import FIRST_RELEASE, TESTED_RELEASES, TRAINER_CLASS, TRAINER_MODULE
+from hf_accum_fix.upstream.seams import (
+    FIRST_RELEASE,
+    TESTED_RANGES,
+    TESTED_RELEASES,
+    TRAINER_CLASS,
+    TRAINER_MODULE,
+)
 
 _TESTED = f"{TESTED_RELEASES[0]} to {TESTED_RELEASES[-1]}"
 
@@ -142,4 +148,7 @@ def _untested(environment: Environment, release: Version | None) -> str | None:
     changed = [state.seam.name for state in environment.seams if not state.tested_body]
     if changed:
         return f"{', '.join(changed)} of {TRAINER_CLASS} differs from the releases that our tests have run"
-    return None
+    torch, (first, last) = parsed(environment.torch), TESTED_RANGES["torch"]
+    if torch is None or Version(first).release[:2] <= torch.release[:2] <= Version(last).release[:2]:
+        return None
+    return f"our tests have run torch {first} to {last}, not {torch}"

@@ -11,7 +11,19 @@ from packaging.version import InvalidVersion, Version
 
 from hf_accum_fix.errors import SeamError
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.upstream.seams import ACCELERATOR, ARGUMENTS, ATTRIBUTES, PROCESSES, STATE, TRAINER, Attribute, Seen
+from hf_accum_fix.upstream.seams import (
+    ACCELERATOR,
+    ARGUMENTS,
+    ATTRIBUTES,
+    ENGINE_STATE,
+    PROCESSES,
+    SHOWS_SHAPES,
+    STATE,
+    TESTED_RANGES,
+    TRAINER,
+    Attribute,
+    Seen,
+)
 
 
 def missing(target: str, holder: object, *seen: Seen) -> tuple[Attribute, ...]:
@@ -72,7 +84,16 @@ def require_accelerator(accelerator: Any) -> dict[str, str]:
     """The same for an ``accelerate.Accelerator``."""
     off = require(ACCELERATOR, accelerator, "object")
     off |= require(PROCESSES, accelerator.state, "object") | require(ACCELERATOR, accelerator, "class")
-    return off | (require(ACCELERATOR, accelerator, "DeepSpeed") if accelerator.distributed_type == "DEEPSPEED" else {})
+    if accelerator.distributed_type == "DEEPSPEED":
+        off |= require(ACCELERATOR, accelerator, "DeepSpeed") | require(ENGINE_STATE, accelerator.state, "DeepSpeed")
+    static = getattr(accelerator.ddp_handler, "static_graph", False)
+    torch, engine = _release("torch"), "static_graph" if static else str(accelerator.distributed_type.value)
+    if torch is not None and torch < Version(SHOWS_SHAPES) and engine in ("DEEPSPEED", "FSDP", "static_graph"):
+        raise SeamError(
+            f"got torch {torch} under {engine}; expected torch {SHOWS_SHAPES} or newer there, as reading a loss runs a "
+            f"part of its backward before; install torch>={SHOWS_SHAPES}"
+        )
+    return off
 
 
 def require_in_loop(trainer: TrainerLike) -> dict[str, str]:
@@ -84,7 +105,9 @@ def refusal(absent: Iterable[Attribute]) -> SeamError | None:
     """The error for the first row that has to be there; None without one."""
     for row in absent:
         if not row.off:
-            return SeamError(f"{_told(row)}; use an older {_package(row)} or a newer hf-accum-fix")
+            first, last = TESTED_RANGES[_package(row)]
+            until = f"to before {row.until}" if row.until else f"to {last}"
+            return SeamError(f"{_told(row)}; use {_package(row)} {row.since or first} {until}, or a newer hf-accum-fix")
     return None
 
 

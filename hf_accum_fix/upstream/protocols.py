@@ -51,6 +51,7 @@ class AcceleratorLike(Protocol):
     def state(self) -> Any: ...
 
     gradient_state: Any
+    ddp_handler: Any
     deepspeed_engine_wrapped: Any
 
     def backward(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -128,6 +128,7 @@ STATE: Final = "transformers.trainer_callback:TrainerState"
 ACCELERATOR: Final = "accelerate.accelerator:Accelerator"
 GRADIENT_STATE: Final = "accelerate.state:GradientState"
 PROCESSES: Final = "accelerate.state:PartialState"
+ENGINE_STATE: Final = "accelerate.state:AcceleratorState"
 BATCH_SHARD: Final = "accelerate.data_loader:BatchSamplerShard"
 STREAM_SHARD: Final = "accelerate.data_loader:IterableDatasetShard"
 DISPATCHER: Final = "accelerate.data_loader:DataLoaderDispatcher"
@@ -202,11 +203,12 @@ ATTRIBUTES: Final = (
     *_each(ACCELERATOR, "autocast", "run a forward as training does"),
     *_each(ACCELERATOR, "gradient_state", "find filled-up batches", seen="object"),
     *_each(ACCELERATOR, "dataloader_config", "change what cannot be dealt", seen="object", since="0.28.0"),
+    *_each(ACCELERATOR, "ddp_handler", "refuse a static graph before torch 2.5", seen="object"),
     *_each(ACCELERATOR, "has_lomo_optimizer", "refuse LOMO", seen="object", since="0.30.0"),
     *_each(ACCELERATOR, "deepspeed_engine_wrapped", "read what DeepSpeed divides by", seen="DeepSpeed"),
     *_each("accelerate.state", "AcceleratorState GradientState PartialState", "leave the process as it was"),
     *_each(GRADIENT_STATE, "end_of_dataloader remainder", "find filled-up batches"),
-    *_each("accelerate.state:AcceleratorState", "deepspeed_plugin", "see which ZeRO stage runs"),
+    *_each(ENGINE_STATE, "deepspeed_plugin", "see which ZeRO stage runs", seen="DeepSpeed"),
     *_each(PROCESSES, "_shared_state is_main_process", "count a head's own targets"),
     *_each(PROCESSES, "num_processes process_index distributed_type", "count a head's own targets", seen="object"),
     *_each("accelerate.utils", "DistributedType gather_object", "read the engine"),
@@ -229,6 +231,18 @@ PUBLISHED_RELEASES: Final[tuple[str, ...]] = tuple(_DATA["published"])
 
 TESTED_RELEASES: Final[tuple[str, ...]] = tuple(_DATA["tested"])
 """The first and last patch of every minor, yanked ones too, and releases between which something changed."""
+
+TESTED_RANGES: Final = MappingProxyType(
+    {
+        "accelerate": ("0.26.0", "1.15.0"),
+        "torch": ("2.2.2", "2.15.0"),
+        "transformers": (FIRST_RELEASE, TESTED_RELEASES[-1]),
+    }
+)
+"""The oldest and the newest release of each package that our tests have run."""
+
+SHOWS_SHAPES: Final = "2.5"
+"""The first torch whose graph shows shapes. Before, reading a loss runs a part of its backward."""
 
 TESTED_BODIES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {name: frozenset(bodies) for name, bodies in _DATA["bodies"].items()}

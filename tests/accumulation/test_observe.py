@@ -146,7 +146,9 @@ def test_how_a_loss_is_reduced(
     assert found.reduction is reduction, found.reason
     assert (str(found.items) if found.items else "") == rule
     assert found.exact == exact, found.doubt
-    assert runs == forwards
+    # torch before 2.5 shows a shape by a gradient, which needs a run that keeps something for one.
+    older = not hasattr(torch.ones((), requires_grad=True).neg().grad_fn, "_input_metadata")
+    assert runs == forwards or (older and runs == 2 * forwards)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TextIO
 
-#: Libraries read it as they are imported, in the workers too.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_ACCUM_FIX_QUIET", "1")
 
 from tests.attacks.compositions import Composition, compositions, installed_once, outcome, told

@@ -102,7 +102,7 @@ def _no_answer(words: str, composition: Composition) -> Answer:
 
 def _serve(rank: int, pipe: Connection, folder: Path, meeting: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", HF_ACCUM_FIX_QUIET="1", OMP_NUM_THREADS="1")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", HF_ACCUM_FIX_QUIET="1")
     import torch
     import torch.distributed as dist
 

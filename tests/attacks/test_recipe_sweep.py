@@ -154,7 +154,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm"}
+    return os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
 
 
 def test_a_log_file_says_what_is_run_and_where_it_was_written(logged: tuple[Path, str]) -> None:

@@ -20,7 +20,7 @@ def environment(*pythonpath: Path | str, **variables: str) -> dict[str, str]:
     for name in ("PYTHONPATH", "RANK", "LOCAL_RANK"):
         kept.pop(name, None)
     scripts = str(Path(sys.executable).parent)
-    kept |= {"OMP_NUM_THREADS": "1", "PATH": os.pathsep.join([scripts, kept.get("PATH", "")])}
+    kept |= {"PATH": os.pathsep.join([scripts, kept.get("PATH", "")])}
     if pythonpath:
         kept["PYTHONPATH"] = os.pathsep.join(map(str, pythonpath))
     return {**kept, **variables}

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_accum_fix
 from hf_accum_fix import ContractError, Items, LossContract, OptionsError, Reduction, SeamError, accumulation_windows
 from tests.loop.steps import OURS, accelerator, by_windows, own_batches, take_steps
-from tests.numerics.heads import HEADS, Head
+from tests.numerics.heads import HEADS, Head, before
 from tests.numerics.parity import Step, cut, reference_step, reference_windows
 
 #: The loss is not the Trainer's here, so heads that need its smoothing or its loss functions are left out.
@@ -110,7 +110,9 @@ def test_what_was_observed_is_kept_and_said_once(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, logger="hf_accum_fix"):
         for _ in range(3):
             list(by_windows(windows, model, optimizer, None))
-    assert calls.count(True) == 12 + 3 and not calls.count(False)
+    # torch before 2.5 shows a shape by a gradient, which needs a run that keeps something for one.
+    observes = 3 if hasattr(torch.ones((), requires_grad=True).neg().grad_fn, "_input_metadata") else 6
+    assert calls.count(True) == 12 + observes and not calls.count(False)
     assert [record.message for record in caplog.records if "the mean over its own items" in record.message] == [
         "BertForMaskedLM: the loss is the mean over its own items ('labels' other than -100); G=2, W=1."
     ]
@@ -200,7 +202,7 @@ def test_a_loss_of_ones_own(way: str, reduction: Reduction) -> None:
 @pytest.mark.parametrize("name", ["llama", "bert-mlm"])
 def test_a_contract_given_by_hand_is_not_observed(name: str) -> None:
     head = LOOPED[name]
-    model_divides = name == "llama"
+    model_divides = name == "llama" and not before("4.46")
     contract = LossContract(
         Reduction.NUMBER if model_divides else Reduction.MEAN, Items(("labels",), shift=model_divides)
     )

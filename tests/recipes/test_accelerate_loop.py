@@ -16,7 +16,7 @@ RECIPE = ROOT / "recipes" / "accelerate_loop.py"
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(RECIPE), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "recipes" / "convergence_monitor.py"), *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
 

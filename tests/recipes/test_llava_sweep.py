@@ -44,7 +44,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(*arguments: str, launched: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, *launched, str(RECIPE), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
 

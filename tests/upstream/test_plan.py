@@ -104,6 +104,16 @@ def test_a_newer_release_or_a_build_before_one_is_marked_untested(release: str |
     assert str(release) in str(plan(release, seams()).untested)
 
 
+@pytest.mark.parametrize(
+    ("torch", "said"),
+    [("2.2.0", False), ("2.13.0+cpu", False), ("2.15.1", False), ("2.16.0", True), ("3.0.0.dev0", True), (None, False)],
+)
+def test_a_torch_that_was_not_run_is_marked_untested(torch: str | None, said: bool) -> None:
+    untested = make_plan(Environment("5.23.0", "1.15.0", torch, "3.11.7"), Options()).untested
+    assert (untested is not None) == said
+    assert not said or untested == f"our tests have run torch 2.2.2 to 2.15.0, not {torch}"
+
+
 def test_a_patch_release_with_bodies_that_were_run_is_tested() -> None:
     assert plan("5.5.1", seams()).untested is None
     assert "compute_loss" in str(plan("5.5.1", seams(tested_body=False)).untested)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler
@@ -24,7 +25,7 @@ import hf_accum_fix
 from hf_accum_fix import GlobalBatchTrainer, SeamError, accumulation_windows, verify
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.upstream import protocols
-from hf_accum_fix.upstream.presence import missing_from_classes
+from hf_accum_fix.upstream.presence import missing_from_classes, require_accelerator
 from hf_accum_fix.upstream.seams import (
     ACCELERATOR,
     ARGUMENTS,
@@ -35,6 +36,7 @@ from hf_accum_fix.upstream.seams import (
     SEAMS,
     STATE,
     STREAM_SHARD,
+    TESTED_RANGES,
     TRAINER,
     VERIFY,
     Attribute,
@@ -99,8 +101,11 @@ def objects(trainer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("row", [row for row in REFUSED if row.seen == "class"], ids=str)
 def test_apply_refuses_what_a_class_lacks(row: Attribute, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(defining(holder_of(row), row.name), row.name)
+    package = row.target.partition(".")[0]
+    first = row.since or TESTED_RANGES[package][0]
     with pytest.raises(
-        SeamError, match=rf"without {row}; expected it: hf-accum-fix uses it to {row.used_for}; use an older"
+        SeamError,
+        match=rf"without {row}; expected it: hf-accum-fix uses it to {row.used_for}; use {package} {first} to ",
     ):
         hf_accum_fix.apply()
     assert hf_accum_fix.active_handle() is None
@@ -126,6 +131,36 @@ def test_training_refuses_an_accelerator_that_holds_no_engine(trainer: Any, monk
     monkeypatch.setattr(type(trainer.accelerator), "distributed_type", DistributedType.DEEPSPEED)
     with hf_accum_fix.apply(), pytest.raises(SeamError, match=r"without Accelerator\.deepspeed_engine_wrapped; "):
         trainer.train()
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED", "static_graph"])
+def test_an_engine_that_hooks_the_backward_needs_a_torch_that_shows_shapes(
+    engine: str, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = trainer.accelerator
+    live.deepspeed_engine_wrapped = None
+    if engine == "static_graph":
+        live.ddp_handler = DistributedDataParallelKwargs(static_graph=True)
+    else:
+        monkeypatch.setattr(type(live), "distributed_type", DistributedType[engine])
+        monkeypatch.setattr(type(live.state), "deepspeed_plugin", None, raising=False)
+    monkeypatch.setattr(torch, "__version__", "2.5.0")
+    require_accelerator(live)
+    monkeypatch.setattr(torch, "__version__", "2.4.1")
+    with pytest.raises(SeamError, match=rf"got torch 2\.4\.1 under {engine}; expected .* install torch>=2\.5"):
+        require_accelerator(live)
+
+
+def test_the_zero_stage_is_asked_for_under_deepspeed_alone(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate before 1.0 keeps it on the object, not on the class."""
+    monkeypatch.delattr(AcceleratorState, "deepspeed_plugin")
+    assert missing_from_classes() == () and require_accelerator(trainer.accelerator) == {}
+    trainer.accelerator.deepspeed_engine_wrapped = None
+    monkeypatch.setattr(type(trainer.accelerator), "distributed_type", DistributedType.DEEPSPEED)
+    with pytest.raises(SeamError, match=r"without AcceleratorState\.deepspeed_plugin; .* use accelerate 0\.26\.0 to "):
+        require_accelerator(trainer.accelerator)
+    trainer.accelerator.state.deepspeed_plugin = None
+    require_accelerator(trainer.accelerator)
 
 
 def test_the_subclass_and_the_loop_refuse_the_same(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
