@@ -21,9 +21,7 @@ from numpy import ndarray
 
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossReading, Moments
-from hf_accum_fix.monitor.loss_oscillation import LossOscillation
-from hf_accum_fix.monitor.loss_stall import LossStall
-from hf_accum_fix.monitor.loss_trend import LossTrend
+from hf_accum_fix.monitor.loss_over_time import LossOscillation, LossStall, LossTrend
 from hf_accum_fix.monitor.memory import MemoryMonitor
 from hf_accum_fix.monitor.rank_gradients import RankGradients, RankGradientsReading
 from hf_accum_fix.monitor.rank_loss import RankLoss

@@ -1,11 +1,7 @@
 """Is this distributed run healthy, and does its loss curve tell the truth? One symptom, one file.
 
     loss            a curve that shows every micro-batch, with its error
-    loss_trend      a loss that diverges
-    loss_oscillation  a loss that swings
-    loss_stall      a loss that stands where it began
-    first_loss      a first loss far above a guess
-    accuracy_trend  a loss that falls while the accuracy stands
+    loss_over_time  a loss that diverges, jumps, swings, stands or starts too high; an accuracy that stands
     batch_schedule  another global batch, and the learning rates of the old one
     rank_loss       a rank whose loss is off
     rank_gradients  a rank whose gradient is off, before it is averaged
@@ -33,7 +29,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_accum_fix.monitor.accuracy_trend import AccuracyTrend
     from hf_accum_fix.monitor.alarms import Alarm, Alarms, MonitorAlarmError
     from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers, convert_sync_batch_norm
     from hf_accum_fix.monitor.batch_schedule import BatchSchedule
@@ -50,12 +45,9 @@ if TYPE_CHECKING:
         SharedSamplesCallback,
         all_callbacks,
     )
-    from hf_accum_fix.monitor.first_loss import FirstLoss
     from hf_accum_fix.monitor.gradient_norm import GradientNorm
     from hf_accum_fix.monitor.loss import LossMeter
-    from hf_accum_fix.monitor.loss_oscillation import LossOscillation
-    from hf_accum_fix.monitor.loss_stall import LossStall
-    from hf_accum_fix.monitor.loss_trend import LossTrend
+    from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
     from hf_accum_fix.monitor.memory import MemoryMonitor
     from hf_accum_fix.monitor.monitor import Monitor
     from hf_accum_fix.monitor.noise_scale import NoiseScale
@@ -69,19 +61,19 @@ if TYPE_CHECKING:
     from hf_accum_fix.monitor.stage_balance import StageBalance
 
 _HOMES = {
-    "AccuracyTrend": "accuracy_trend",
+    "AccuracyTrend": "loss_over_time",
     "Alarm": "alarms",
     "Alarms": "alarms",
     "BatchNormCallback": "callbacks",
     "BatchSchedule": "batch_schedule",
-    "FirstLoss": "first_loss",
+    "FirstLoss": "loss_over_time",
     "GradientNorm": "gradient_norm",
     "GradientNormCallback": "callbacks",
     "LossCallback": "callbacks",
     "LossMeter": "loss",
-    "LossOscillation": "loss_oscillation",
-    "LossStall": "loss_stall",
-    "LossTrend": "loss_trend",
+    "LossOscillation": "loss_over_time",
+    "LossStall": "loss_over_time",
+    "LossTrend": "loss_over_time",
     "MemoryCallback": "callbacks",
     "MemoryMonitor": "memory",
     "Monitor": "monitor",

