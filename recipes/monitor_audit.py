@@ -111,7 +111,7 @@ PLANTED = {
 def logs(
     scenario: Scenario, runs: int, count: int, seed: int
 ) -> Iterator[list[tuple[LossReading, RankGradientsReading, list[tuple[float, float]]]]]:
-    """Log after log, for each run: readings of a LossMeter, gradient norms of every rank, of the average and its items."""
+    """Log after log, for each run: readings of a LossMeter, norms of every rank's gradient, of the mean, with items."""
     its, draw = scenario, numpy.random.default_rng(seed)
     lead = (runs, its.ranks)
     centres = draw.normal(size=(runs, 1, CLASSES, POINTS))
