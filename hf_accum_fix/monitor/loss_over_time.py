@@ -59,14 +59,13 @@ class LossTrend(OfLoss):
 
     def __init__(self) -> None:
         self._logs = deque[tuple[float, float]](maxlen=2 * _LOGS)
-        self._first, self._best, self._told, self._seen = math.nan, math.inf, math.inf, 0
+        self._first, self._best, self._jumped, self._diverged = math.nan, math.inf, math.inf, math.inf
 
     def add(self, loss: float, rate: float = math.nan) -> Alarm | None:
         """The alarm or observation that this loss completes, if any."""
         if not math.isfinite(loss):
             return None  # RankLoss tells
         self._logs.append((loss, rate))
-        self._seen += 1
         if math.isnan(self._first):
             self._first = loss
         logs = [its for its, _ in self._logs]
@@ -76,21 +75,22 @@ class LossTrend(OfLoss):
         now = fmean(last)
         self._best = best = min(self._best, now)
         if now < _BACK * best:
-            self._told = math.inf
-        if not now > _JUMP * best > 0 or min(last) < _BACK * best or (self._told < math.inf and now < 2 * self._told):
+            self._jumped = self._diverged = math.inf
+        if not now > _JUMP * best > 0 or min(last) < _BACK * best:
             return None
         levels = f"{now:.4g} over the last {_LOGS} logs, {best:.4g} at its best, {self._first:.4g} in the first log"
         learns = fmean(last[_LOGS // 2 :]) < fmean(last[: _LOGS // 2])
-        if now > max(_FAR * best, (self._first + best) / 2) and not learns:
-            self._told = now
+        far = now > max(_FAR * best, (self._first + best) / 2)
+        if far and not learns and not now / 2 < self._diverged < math.inf:
+            self._jumped = self._diverged = now
             return Alarm(
                 "loss-diverges",
                 f"the loss diverges: {levels}; look at the learning rate (a longer warm-up, a lower peak), the data "
                 "since then and the gradient norms before it rose",
             )
-        if len(earlier) < _LOGS or now < _JUMP * fmean(earlier):
+        if len(earlier) < _LOGS or now < _JUMP * fmean(earlier) or now / 2 < self._jumped < math.inf:
             return None
-        self._told = now
+        self._jumped = now
         rates = [its for _, its in self._logs]
         before, after = fmean(rates[:_LOGS]), max(rates[_LOGS:])
         rose = f"; the learning rate rose from {before:.3g} to {after:.3g}" if after > _RISE * before else ""
