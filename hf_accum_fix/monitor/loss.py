@@ -94,14 +94,7 @@ class Moments:
         )
 
     def _values(self) -> tuple[float, ...]:
-        return (
-            self.micro_batches,
-            self.items,
-            self.loss,
-            self.loss_squared,
-            self.loss_items,
-            self.items_squared,
-        )
+        return (self.micro_batches, self.items, self.loss, self.loss_squared, self.loss_items, self.items_squared)
 
 
 @dataclass(frozen=True)

@@ -77,10 +77,7 @@ class Trend:
 
 
 def trend(
-    steps: Sequence[float],
-    sizes: Sequence[float],
-    before: Sequence[tuple[float, float]] = (),
-    enough: int = ENOUGH,
+    steps: Sequence[float], sizes: Sequence[float], before: Sequence[tuple[float, float]] = (), enough: int = ENOUGH
 ) -> Trend:
     """Where memory is going: since the warm-up, else since a late start, else by steps up.
 

@@ -112,13 +112,7 @@ class NoiseScale:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        every: int = 10,
-        ranks: Ranks | None = None,
-        windows: int = 100,
-        *,
-        dealt: bool = False,
+        self, model: nn.Module, every: int = 10, ranks: Ranks | None = None, windows: int = 100, *, dealt: bool = False
     ) -> None:
         self._ranks = ranks or TorchRanks()
         if dealt:

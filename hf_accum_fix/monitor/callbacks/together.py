@@ -35,11 +35,7 @@ class MonitorsCallback(MonitorCallback):
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        ranks: Ranks | None = None,
-        on_alarm: OnAlarm = "log",
-        noise_scale_every: int | None = None,
+        self, trainer: Any, ranks: Ranks | None = None, on_alarm: OnAlarm = "log", noise_scale_every: int | None = None
     ) -> None:
         super().__init__(trainer, ranks)
         self._parts = all_callbacks(trainer, ranks)
