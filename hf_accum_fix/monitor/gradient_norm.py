@@ -26,6 +26,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hf_accum_fix.monitor.alarms import Alarm
+from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.robust import SIGMA_PER_MAD, median_and_sigma, noise_sigma
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class GradientNormReading:
     not_finite: float
 
 
-class GradientNorm:
+class GradientNorm(Gathered[GradientNormReading]):
     """Compare every step's gradient norm with a window of the steps before it.
 
     A spike is a norm whose logarithm is more than ``unusual`` times its noise above its median over the window, and at
@@ -179,6 +180,14 @@ class GradientNorm:
             clipped=None if max_norm is None or not norms else sum(norm > max_norm for norm in norms) / len(norms),
             not_finite=1 - sum(self._finite) / len(self._finite) if self._finite else 0.0,
         )
+
+    def logged(self, reading: GradientNormReading) -> dict[str, float]:
+        """Median and MAD of the last norms, spikes and share of clipped steps since the last log."""
+        if not reading.steps:
+            return {}
+        found = {"gradient_norm_median": reading.median, "gradient_norm_mad": reading.mad}
+        found["gradient_norm_spikes"] = float(len(reading.spikes))
+        return found if reading.clipped is None else {**found, "clipped_steps_share": reading.clipped}
 
     def state_dict(self) -> dict[str, list[float] | list[bool]]:
         """The window of norms, for JSON, without norms that were not read yet."""

@@ -51,9 +51,9 @@ _LOGS, _JUMP, _FAR, _BACK, _RISE = 30, 1.5, 2.0, 1.2, 1.05
 class LossTrend(OfLoss):
     """Detect a loss that is lost again (alarm), or has jumped and stays there (observation).
 
-    Means of 30 logs are compared. It diverges where it is twice its best and at least halfway back to the first log,
-    and its later half is no lower than its earlier: data that are new, or harder, are learned. It has jumped where it
-    is 1.5 times the 30 logs before. No log of the mean is near the best, so that no spikes and no hard
+    Means of 30 logs are compared. It has jumped where it is 1.5 times the 30 logs before. It diverges where it has
+    jumped to twice its best and at least halfway back to the first log, or is above that, and its later half is no
+    lower than its earlier: data that are new, or harder, are learned. No log of the mean is near the best, so that no spikes and no hard
     stretches of data count. Told once; again where the loss has doubled since, or has recovered in between.
     """
 
@@ -80,7 +80,8 @@ class LossTrend(OfLoss):
             return None
         levels = f"{now:.4g} over the last {_LOGS} logs, {best:.4g} at its best, {self._first:.4g} in the first log"
         learns = fmean(last[_LOGS // 2 :]) < fmean(last[: _LOGS // 2])
-        far = now > max(_FAR * best, (self._first + best) / 2)
+        jumped = len(earlier) == _LOGS and now > _JUMP * fmean(earlier)
+        far = now > max(_FAR * best, (self._first + best) / 2) and (jumped or now > self._first)
         if far and not learns and not now / 2 < self._diverged < math.inf:
             self._jumped = self._diverged = now
             return Alarm(
@@ -88,7 +89,7 @@ class LossTrend(OfLoss):
                 f"the loss diverges: {levels}; look at the learning rate (a longer warm-up, a lower peak), the data "
                 "since then and the gradient norms before it rose",
             )
-        if len(earlier) < _LOGS or now < _JUMP * fmean(earlier) or now / 2 < self._jumped < math.inf:
+        if not jumped or now / 2 < self._jumped < math.inf:
             return None
         self._jumped = now
         rates = [its for _, its in self._logs]

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.monitor.alarms import Alarm
-from hf_accum_fix.monitor.memory_trend import Trend, TrendKind, size_in_words, trend
-from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
+from hf_accum_fix.monitor.gathered import Gathered
+from hf_accum_fix.monitor.memory_trend import MIB, Trend, TrendKind, size_in_words, trend
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 
 #: Last samples kept; samples in a median that stands for them later on, and most of these medians.
 _LAST, _BLOCK, _BLOCKS = 1024, 32, 1024
@@ -88,7 +89,7 @@ class MemoryReading:
     ranks: tuple[RankMemory, ...]
 
 
-class MemoryMonitor:
+class MemoryMonitor(Gathered[MemoryReading]):
     """Sample memory at every step and distinguish warm-up, plateau and leak.
 
     Args:
@@ -129,12 +130,8 @@ class MemoryMonitor:
             self._before = [(step, max(size, level)) for (_, size), (step, level) in pairs]
             self._merged *= 2
 
-    def read(self) -> MemoryReading:
-        """The decision for every rank: no device sync, one collective of eleven numbers a rank."""
-        return self.reading(by_rank(self._ranks, self.row()))
-
     def row(self) -> Tensor:
-        """This rank's part of a reading: no device sync, no collective."""
+        """As in `Gathered`: no device sync."""
         used, reserved, peak = self._now()
         steps = range(self._step + 1 - len(self._sizes), self._step + 1)
         its = trend(list(map(float, steps)), list(self._sizes), self._before)
@@ -144,7 +141,7 @@ class MemoryMonitor:
         return torch.tensor(row, dtype=torch.float64)
 
     def reading(self, table: Tensor) -> MemoryReading:
-        """The reading, from the rows of all ranks."""
+        """As in `Gathered`."""
         kinds, rows = list(TrendKind), table.tolist()
         return MemoryReading(
             tuple(RankMemory(of[0], of[1], of[2], of[3], Trend(kinds[int(of[4])], *of[5:])) for of in rows)
@@ -167,6 +164,16 @@ class MemoryMonitor:
             f"rank {first}: memory {reading.ranks[first]}; look for what is kept from step to step: losses or outputs "
             "appended without detach().item(), caches, hooks that collect",
         )
+
+    def logged(self, reading: MemoryReading) -> dict[str, float]:
+        """Used, reserved and peak memory of the rank that uses most, and how fast the fastest grows [MiB]."""
+        slopes = [its.trend.slope for its in reading.ranks if not math.isnan(its.trend.slope)]
+        return {
+            "memory_mib": max(its.used for its in reading.ranks) / MIB,
+            "memory_reserved_mib": max(its.reserved for its in reading.ranks) / MIB,
+            "memory_peak_mib": max(its.peak for its in reading.ranks) / MIB,
+            "memory_growth_mib_per_step": max(slopes, default=math.nan) / MIB,
+        }
 
     def _is_due(self, rank: int, its: RankMemory) -> bool:
         seen, full = its.trend.samples, its.steps_until_full

@@ -27,12 +27,11 @@ from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
 from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
 from hf_accum_fix.monitor.memory import MemoryMonitor
-from hf_accum_fix.monitor.memory_trend import MIB
 from hf_accum_fix.monitor.noise_scale import NoiseScale
 from hf_accum_fix.monitor.pace import Pace
 from hf_accum_fix.monitor.rank_gradients import RankGradients
 from hf_accum_fix.monitor.rank_loss import RankLoss
-from hf_accum_fix.monitor.ranks import Gathered, Ranks, TorchRanks, on_every_rank, read_together
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, on_every_rank, read_together
 from hf_accum_fix.monitor.replicas import Replicas
 from hf_accum_fix.monitor.shared_samples import SharedSamples
 
@@ -185,57 +184,28 @@ class Monitor:
             MonitorAlarmError: for an alarm, where ``on_alarm`` is "raise".
         """
         self._agree()
-        gathered: list[Gathered] = [self._meter, self._memory, self._norms]
-        optional = (self._rank_gradients, self._pace, self._noise, self._samples)
-        gathered += [each for each in optional if each is not None]
-        readings = read_together(self._ranks, gathered)
-        reading, memory, norms = readings[self._meter], readings[self._memory], readings[self._norms]
-        found = {
-            "loss": reading.mean,
-            "loss_standard_error": reading.standard_error,
-            "gradient_norm_median": norms.median,
-            "gradient_norm_mad": norms.mad,
-            "gradient_norm_spikes": float(len(norms.spikes)),
-            "memory_mib": max(its.used for its in memory.ranks) / MIB,
-            "memory_peak_mib": max(its.peak for its in memory.ranks) / MIB,
-        }
-        if norms.clipped is not None:
-            found["clipped_steps_share"] = norms.clipped
-        if len(reading.ranks) > 1:
-            found["rank_loss_spread"] = reading.spread
-            found.update((f"rank_loss_{rank}", its.mean) for rank, its in enumerate(reading.ranks) if its.items)
+        optional = (self._norms, self._memory, self._samples, self._rank_gradients, self._pace, self._noise)
+        watching = [each for each in optional if each is not None]
+        readings = read_together(self._ranks, [self._meter, *watching])
+        reading = readings[self._meter]
+        found = self._meter.logged(reading)
         rate = float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else math.nan
         self._say(self._rank_loss.judge(reading))
         for judge in self._of_loss:
             self._say(judge.judge(reading, rate))
         self._say(self._first.judge(reading, self._guess))
-        self._say(self._norms.judge(norms))
-        self._say(self._memory.judge(memory))
         if accuracy is not None:
             self._say(self._accuracy.judge(reading.mean, accuracy))
+        for each in watching:
+            self._say(each.judge(readings[each]))
+            found |= each.logged(readings[each])
         steps, self._steps_logged = self._step - self._steps_logged, self._step
         if steps:
             found["items_per_step"] = reading.total.items / steps
             self._say(self._schedule.judge(found["items_per_step"], rate, self._ranks.size))
-        if self._samples is not None:
-            self._say(self._samples.judge(readings[self._samples]))
-        if self._rank_gradients is not None:
-            of_ranks = readings[self._rank_gradients]
-            found["rank_gradient_norm_jitter"] = of_ranks.jitter
-            self._say(self._rank_gradients.judge(of_ranks))
-        if self._pace is not None:
-            pace = readings[self._pace]
-            if pace.steps:
-                found |= {"slowest_rank": float(pace.slowest), "slowest_rank_lag_s": pace.lag(pace.slowest)}
-            self._say(self._pace.judge(pace))
-        if self._noise is not None:
-            noise = readings[self._noise]
-            if math.isfinite(noise.scale):
-                found |= {"noise_scale_items": noise.scale, "noise_scale_error": noise.error, "step_gain": noise.gain}
         found["alarms"] = float(self.alarms.count)
         # nan stands for a number that does not exist yet; a loss that is nan was measured.
-        measured = {"loss"} if reading.total.items else set()
-        return {name: value for name, value in found.items() if name in measured or not math.isnan(value)}
+        return {name: value for name, value in found.items() if name == "loss" or not math.isnan(value)}
 
     def _agree(self) -> None:
         """Leave out, once, what not every rank can watch: nobody must wait for it, nor add up rows of other lengths."""

@@ -49,7 +49,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
+from hf_accum_fix.monitor.gathered import Gathered
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class NoiseScaleReading:
         )
 
 
-class NoiseScale:
+class NoiseScale(Gathered[NoiseScaleReading]):
     """Gradient noise scale of ragged micro-batches over all ranks, one backward each.
 
     In every ``every``-th window, hooks on the parameters see the gradient of each micro-batch before it is added to
@@ -174,12 +175,8 @@ class NoiseScale:
         self._window += 1
         self._listen()
 
-    def read(self) -> NoiseScaleReading:
-        """The noise scale so far: one device sync, one collective of four numbers a window. Every rank reads."""
-        return self.reading(by_rank(self._ranks, self.row()))
-
     def row(self) -> Tensor:
-        """This rank's part of a reading: one device sync, no collective."""
+        """As in `Gathered`: one device sync."""
         rows = torch.zeros(self._windows, 4, dtype=torch.float64)
         if self._unread:
             found = torch.stack([torch.cat([sums, norm.reshape(1)]) for sums, norm in self._unread])
@@ -189,7 +186,7 @@ class NoiseScale:
         return rows.flatten()
 
     def reading(self, table: Tensor) -> NoiseScaleReading:
-        """The reading, from the rows of all ranks."""
+        """As in `Gathered`."""
         for shares, items, count, norm in table.sum(0).view(-1, 4).tolist():
             if count < 2:
                 continue
@@ -199,6 +196,12 @@ class NoiseScale:
             if math.isfinite(noise):
                 self._estimates.append((noise, norm**2 - noise / items, items))
         return _reading(self._estimates)
+
+    def logged(self, reading: NoiseScaleReading) -> dict[str, float]:
+        """The noise scale, its relative error, and what a step achieves."""
+        if not math.isfinite(reading.scale):
+            return {}
+        return {"noise_scale_items": reading.scale, "noise_scale_error": reading.error, "step_gain": reading.gain}
 
     def close(self) -> None:
         """Let go of the parameters: nothing is measured any more."""

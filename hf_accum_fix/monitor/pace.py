@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.monitor.alarms import Alarm
-from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
+from hf_accum_fix.monitor.gathered import Gathered
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 from hf_accum_fix.monitor.robust import normal_of_student
 
 #: Steps kept between two readings; fewest for a judgement; share of the longest that is left out.
@@ -62,7 +63,7 @@ class PaceReading:
         return self.own.index(max(self.own))
 
 
-class Pace:
+class Pace(Gathered[PaceReading]):
     """Time that each rank takes before all wait for it.
 
     A rank lags where its mean lag over the last 8, 16 or 32 readings is surely above what nobody would act upon
@@ -100,12 +101,8 @@ class Pace:
             self._whole.append(now - self._began)
         self._began = self._ready = now
 
-    def read(self) -> PaceReading:
-        """The times since the last reading: one collective of three numbers a rank."""
-        return self.reading(by_rank(self._ranks, self.row()))
-
     def row(self) -> Tensor:
-        """This rank's part of a reading: no device sync, no collective."""
+        """As in `Gathered`: no device sync."""
         kept = sorted(self._own)[: math.ceil((1 - _LEFT_OUT) * len(self._own))]
         row = [fmean(kept), median(self._whole), len(self._own)] if kept else [0.0, 0.0, 0]
         self._own.clear()
@@ -113,7 +110,7 @@ class Pace:
         return torch.tensor(row, dtype=torch.float64)
 
     def reading(self, table: Tensor) -> PaceReading:
-        """The reading, from the rows of all ranks."""
+        """As in `Gathered`."""
         own, whole, steps = table.T.tolist()
         return PaceReading(tuple(own), max(whole), int(min(steps)))
 
@@ -144,6 +141,12 @@ class Pace:
                     "its batches, its processor and who else uses it",
                 )
         return None
+
+    def logged(self, reading: PaceReading) -> dict[str, float]:
+        """The rank that is ready last, and how much later than the others [s]."""
+        if not reading.steps:
+            return {}
+        return {"slowest_rank": float(reading.slowest), "slowest_rank_lag_s": reading.lag(reading.slowest)}
 
     def _after_forward(self, module: nn.Module, *args: Any) -> None:
         if module.training and torch.is_grad_enabled():

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
-from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
+from hf_accum_fix.monitor.callbacks.callback import MonitorCallback
 from hf_accum_fix.monitor.callbacks.listening import listen, stop_listening
 from hf_accum_fix.monitor.pace import Pace
-from hf_accum_fix.monitor.ranks import Gathered, Ranks, alike
+from hf_accum_fix.monitor.ranks import Ranks, alike
 from hf_accum_fix.monitor.replicas import Replicas
 from hf_accum_fix.monitor.shared_samples import SharedSamples
 
@@ -88,7 +88,6 @@ class PaceCallback(MonitorCallback):
 
     def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
         super().__init__(trainer, ranks)
-        self._pace: Pace | None = None
         self._of: Any = None
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -96,26 +95,12 @@ class PaceCallback(MonitorCallback):
         super().on_train_begin()
         if self.ranks.size > 1 and self._of is not self.trainer.model_wrapped:
             self._of = self.trainer.model_wrapped
-            self._pace = Pace(self._of, self.ranks)
+            self.monitor = Pace(self._of, self.ranks)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """A step has ended."""
-        if self._pace is not None:
-            self._pace.step()
-
-    def gathered(self) -> Sequence[Gathered]:
-        """Every rank's times."""
-        return (self._pace,) if self._pace is not None else ()
-
-    def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
-        """The rank that is ready last, and how much later than the others [s]."""
-        if self._pace is None:
-            return {}
-        reading = readings[self._pace]
-        self.say(self._pace.judge(reading))
-        if not reading.steps:
-            return {}
-        return {"slowest_rank": reading.slowest, "slowest_rank_lag_s": reading.lag(reading.slowest)}
+        if isinstance(self.monitor, Pace):
+            self.monitor.step()
 
 
 class SharedSamplesCallback(MonitorCallback):
@@ -139,6 +124,7 @@ class SharedSamplesCallback(MonitorCallback):
     ) -> None:
         super().__init__(trainer, ranks)
         self._samples, self._samples_of = SharedSamples(self.ranks), samples or samples_of
+        self.monitor = self._samples if self.ranks.size > 1 else None
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Listen to ``Trainer.training_step`` too."""
@@ -151,16 +137,6 @@ class SharedSamplesCallback(MonitorCallback):
         super().on_train_end()
         if self.ranks.size > 1:
             stop_listening(self.trainer, "training_step", self._after_step)
-
-    def gathered(self) -> Sequence[Gathered]:
-        """Every rank's samples."""
-        return (self._samples,) if self.ranks.size > 1 else ()
-
-    def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
-        """Only the number of alarms."""
-        if self.ranks.size > 1:
-            self.say(self._samples.judge(readings[self._samples]))
-        return {}
 
     def _after_step(self, loss: Tensor, model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         samples = self._samples_of(inputs)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +15,7 @@ from hf_accum_fix.monitor.callbacks.loss import labels_counted
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.noise_scale import NoiseScale
 from hf_accum_fix.monitor.rank_gradients import RankGradients
-from hf_accum_fix.monitor.ranks import Gathered, Ranks
+from hf_accum_fix.monitor.ranks import Ranks
 
 
 class GradientNormCallback(MonitorCallback):
@@ -29,7 +28,7 @@ class GradientNormCallback(MonitorCallback):
 
     def __init__(self, trainer: Any, ranks: Ranks | None = None, norms: GradientNorm | None = None) -> None:
         super().__init__(trainer, ranks)
-        self._norms = norms or GradientNorm()
+        self.monitor = self._norms = norms or GradientNorm()
         self._clips = 0
         self._items: Tensor | int = 0
 
@@ -47,24 +46,12 @@ class GradientNormCallback(MonitorCallback):
         stop_listening(self.trainer, "training_step", self._after_step)
         stop_listening(self.trainer.accelerator, "clip_grad_norm_", self._after_clip)
 
-    def gathered(self) -> Sequence[Gathered]:
-        """The items of every rank's steps."""
-        return (self._norms,)
-
     def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
-        """Median and MAD of the last steps' norms, spikes and share of clipped steps since the last log."""
+        """As in `GradientNorm`; where no clipping was seen, of the norm that the Trainer logs."""
         clips, self._clips = self._clips, 0
         if clips == 0 and isinstance(logs.get("grad_norm"), (int, float)):
             self._norms.update(logs["grad_norm"])
-        reading = readings[self._norms] if clips else self._norms.read()
-        if not reading.steps:
-            return {}
-        self.say(self._norms.judge(reading))
-        found = {"gradient_norm_median": reading.median, "gradient_norm_mad": reading.mad}
-        found["gradient_norm_spikes"] = len(reading.spikes)
-        if reading.clipped is not None:
-            found["clipped_steps_share"] = reading.clipped
-        return found
+        return super().measured(logs, readings if clips else {self._norms: self._norms.read()})
 
     def _after_clip(self, norm: Any, *args: Any, **kwargs: Any) -> None:
         # Take the logged norm instead: a DTensor's norm is not reduced yet, and DeepSpeed's is sometimes None.
@@ -85,6 +72,7 @@ class RankGradientsCallback(MonitorCallback):
     def __init__(self, trainer: Any, ranks: Ranks | None = None, gradients: RankGradients | None = None) -> None:
         super().__init__(trainer, ranks)
         self._gradients = gradients or RankGradients(self.ranks)
+        self.monitor = self._gradients if self.ranks.size > 1 else None  # Of one process none is off.
         self._attached_to: Any = None
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -97,22 +85,6 @@ class RankGradientsCallback(MonitorCallback):
                 self._gradients.attach(model)
             except UnsupportedSetupError as error:
                 self.not_watched(error)
-
-    def gathered(self) -> Sequence[Gathered]:
-        """The norms of the ranks, of which none is off on one process."""
-        return (self._gradients,) if self.ranks.size > 1 else ()
-
-    def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
-        """Jitter of the norms over the ranks, and the most unusual rank."""
-        if self.ranks.size == 1:
-            return {}
-        reading = readings[self._gradients]
-        self.say(self._gradients.judge(reading))
-        found = {"rank_gradient_norm_jitter": reading.jitter}
-        if self._gradients.worst is not None:
-            found["rank_gradient_worst_rank"] = self._gradients.worst.rank
-            found["rank_gradient_worst_in_standard_errors"] = self._gradients.worst.unusual
-        return found
 
 
 class NoiseScaleCallback(MonitorCallback):
@@ -138,7 +110,7 @@ class NoiseScaleCallback(MonitorCallback):
     ) -> None:
         super().__init__(trainer, ranks)
         self._every, self._items, self._dealt = every, items or labels_counted, dealt
-        self._noise: NoiseScale | None = None
+        self.monitor: NoiseScale | None = None
         self._norm: Any = None
         self._ended = self._listens = False
 
@@ -151,7 +123,7 @@ class NoiseScaleCallback(MonitorCallback):
             if args.fp16:
                 raise UnsupportedSetupError("got a loss that is scaled (fp16); expected bfloat16 or float32")
             dealt = self._dealt or by_length
-            self._noise = NoiseScale(self.trainer.model_wrapped, self._every, self.ranks, dealt=dealt)
+            self.monitor = NoiseScale(self.trainer.model_wrapped, self._every, self.ranks, dealt=dealt)
         except UnsupportedSetupError as error:
             self.not_watched(error)
             return
@@ -161,19 +133,19 @@ class NoiseScaleCallback(MonitorCallback):
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """A window has ended."""
-        if self._noise is not None:
-            self._noise.step(self._norm)
+        if self.monitor is not None:
+            self.monitor.step(self._norm)
             self._norm, self._ended = None, True
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """The same in releases that do not announce the optimizer's step: only clipping has shown the norm there."""
-        if self._noise is not None and not self._ended:
+        if self.monitor is not None and not self._ended:
             if self._norm is None:
                 self.not_watched(UnsupportedSetupError("got no gradient norm; expected max_grad_norm above 0"))
-                self._noise.close()
-                self._noise = None
+                self.monitor.close()
+                self.monitor = None
             else:
-                self._noise.step(self._norm)
+                self.monitor.step(self._norm)
         self._norm, self._ended = None, False
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
@@ -183,24 +155,13 @@ class NoiseScaleCallback(MonitorCallback):
             stop_listening(self.trainer, "training_step", self._after_step)
             stop_listening(self.trainer.accelerator, "clip_grad_norm_", self._after_clip)
             self._listens = False
-        if self._noise is not None:
-            self._noise.close()
-            self._noise = None
-
-    def gathered(self) -> Sequence[Gathered]:
-        """The noise scale, where it can be measured."""
-        return (self._noise,) if self._noise is not None else ()
-
-    def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
-        """The noise scale, its relative error, and what a step achieves."""
-        reading = readings[self._noise] if self._noise is not None else None
-        if reading is None or not math.isfinite(reading.scale):
-            return {}
-        return {"noise_scale_items": reading.scale, "noise_scale_error": reading.error, "step_gain": reading.gain}
+        if self.monitor is not None:
+            self.monitor.close()
+            self.monitor = None
 
     def _after_step(self, loss: Tensor, model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        if self._noise is not None:
-            self._noise.micro_batch(self._items(inputs))
+        if self.monitor is not None:
+            self.monitor.micro_batch(self._items(inputs))
 
     def _after_clip(self, norm: Any, *args: Any, **kwargs: Any) -> None:
         self._norm = norm if type(norm) in (Tensor, float) else None

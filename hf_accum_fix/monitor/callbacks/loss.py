@@ -14,11 +14,12 @@ from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.batch_schedule import BatchSchedule
 from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
 from hf_accum_fix.monitor.callbacks.listening import listen, stop_listening
+from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.loss import LossMeter
 from hf_accum_fix.monitor.loss_check import LossCheck, Verdict
 from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
 from hf_accum_fix.monitor.rank_loss import RankLoss
-from hf_accum_fix.monitor.ranks import Gathered, Ranks
+from hf_accum_fix.monitor.ranks import Ranks
 from hf_accum_fix.monitor.run_logs import PREFIX
 
 logger = logging.getLogger("hf_accum_fix.monitor")
@@ -98,7 +99,7 @@ class LossCallback(MonitorCallback):
         if names:
             self.say(self._accuracy.judge(self._last, _number(metrics[names[0]])))
 
-    def gathered(self) -> Sequence[Gathered]:
+    def gathered(self) -> Sequence[Gathered[Any]]:
         """The check, and the loss as it would have the head's and the Trainer's."""
         return self._check, self._of_head, self._of_trainer
 
@@ -117,14 +118,9 @@ class LossCallback(MonitorCallback):
         self.say(self._first.judge(reading, verdict.guess))
         self._last = reading.mean
         found = self._batch(reading.total.items, logs)
-        found |= {"loss_standard_error": reading.standard_error, "loss_of_a_guess": verdict.guess}
-        if reading.total.items:
-            found["loss"] = reading.mean
+        found |= {**self._of_head.logged(reading), "loss_of_a_guess": verdict.guess}
         if not verdict.is_known:
             found["loss_repeats_the_trainers"] = 1.0
-        if self.ranks.size > 1:
-            found["rank_loss_spread"] = reading.spread
-            found.update((f"rank_loss_{rank}", its.mean) for rank, its in enumerate(reading.ranks) if its.items)
         if self._judge.worst is not None:
             found["rank_loss_worst_rank"] = self._judge.worst.rank
             found["rank_loss_worst_in_standard_errors"] = self._judge.worst.unusual
