@@ -53,8 +53,9 @@ class LossTrend(OfLoss):
 
     Means of 30 logs are compared. It has jumped where it is 1.5 times the 30 logs before. It diverges where it has
     jumped to twice its best and at least halfway back to the first log, or is above that, and its later half is no
-    lower than its earlier: data that are new, or harder, are learned. No log of the mean is near the best, so that no spikes and no hard
-    stretches of data count. Told once; again where the loss has doubled since, or has recovered in between.
+    lower than its earlier: data that are new, or harder, are learned. No log of the mean is near the best, so that no
+    spikes and no hard stretches of data count. Told once; again where the loss has doubled since, or has recovered in
+    between.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm, Alarms, OnAlarm
-from hf_accum_fix.monitor.batch_norm import check_batch_norm
+from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
 from hf_accum_fix.monitor.batch_schedule import BatchSchedule
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
@@ -36,6 +36,9 @@ from hf_accum_fix.monitor.replicas import Replicas
 from hf_accum_fix.monitor.shared_samples import SharedSamples
 
 logger = logging.getLogger("hf_accum_fix.monitor")
+
+#: Step at which running statistics have settled.
+_SETTLED = 100
 
 
 class Monitor:
@@ -164,6 +167,8 @@ class Monitor:
             self._pace.step()
         if self._replicas is not None:
             self._say(self._replicas.step())
+        if self._step == _SETTLED and self._per_device_batch is not None:
+            self._say(compare_buffers(self._model, self._ranks, self._accumulation_steps))
         if self._step == 2 and self._per_device_batch is not None:
             for alarm in check_batch_norm(
                 self._model,

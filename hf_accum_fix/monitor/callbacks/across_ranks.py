@@ -78,7 +78,8 @@ class BatchNormCallback(MonitorCallback):
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Check the statistics with which the model is evaluated."""
         super().on_train_end()
-        self.say(compare_buffers(self.trainer.model_wrapped, self.ranks))
+        steps = self.trainer.args.gradient_accumulation_steps
+        self.say(compare_buffers(self.trainer.model_wrapped, self.ranks, steps))
 
 
 class PaceCallback(MonitorCallback):
