@@ -38,27 +38,6 @@ class MonitorAlarmError(AccumFixError):
     """An alarm that ends the run; raised on every rank at the same log."""
 
 
-class Streak:
-    """Readings in a row in which the same rank is to blame.
-
-    Args:
-        wanted: so many make an alarm; then the count begins anew.
-    """
-
-    def __init__(self, wanted: int) -> None:
-        self._wanted = wanted
-        self._rank, self._times = -1, 0
-
-    def completed_by(self, rank: int, *, to_blame: bool) -> bool:
-        """Whether this reading, in which that rank stands out, is the last one wanted."""
-        self._times = (self._times + 1 if rank == self._rank else 1) if to_blame else 0
-        self._rank = rank
-        completed = self._times >= self._wanted
-        if completed:
-            self._times = 0
-        return completed
-
-
 class Alarms:
     """Log alarms as warnings, on rank 0, each kind at its 1st, 2nd, 4th, 8th ... time.
 

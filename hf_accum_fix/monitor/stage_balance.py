@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.monitor.alarms import Alarm, Streak
+from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 
@@ -69,7 +69,7 @@ class StageBalance(Gathered[StageBalanceReading]):
         self._now: Callable[[], Any] = clock or (_event if on_gpu else time.perf_counter)
         self._began: Any = None
         self._forwards: deque[tuple[Any, Any]] = deque(maxlen=_KEPT)
-        self._slow = Streak(_IN_A_ROW)
+        self._slow = deque[int](maxlen=_IN_A_ROW)
         stage.register_forward_pre_hook(self._before_forward)
         stage.register_forward_hook(self._after_forward)
 
@@ -90,8 +90,10 @@ class StageBalance(Gathered[StageBalanceReading]):
             return None
         slowest = max(reading.times)
         rank, mean = reading.times.index(slowest), fmean(reading.times)
-        if not self._slow.completed_by(rank, to_blame=slowest > (1 + self._tolerance) * mean):
+        self._slow.append(rank if slowest > (1 + self._tolerance) * mean else -1)
+        if set(self._slow) != {rank} or len(self._slow) < _IN_A_ROW:
             return None
+        self._slow.clear()
         return Alarm(
             f"stage-slow-{rank}",
             f"the pipeline stage of rank {rank} takes {slowest:.3g} s for a forward, {slowest / mean:.3g} times the "
