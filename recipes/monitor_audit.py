@@ -2,7 +2,7 @@
 
 A network of one hidden layer learns overlapping clouds of points on several ranks, ten steps a log, in numpy, several
 runs side by side. Every monitor gets the numbers that it would have measured. The settings of
-`hf_accum_fix.monitor.deviation` were chosen on seeds 22, 31, 41, 51 and 61; the audit runs on other ones.
+`hf_accum_fix.monitor.deviation` were chosen on seeds 11, 12, 22, 31, 41, 51 and 61; the audit runs on other ones.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def judged(scenario: Scenario, runs: int, count: int, seed: int) -> list[Judged]
 MONITORS = ("rank_loss", "rank_gradients", "gradient_norm", "loss_over_time")
 
 
-def rank_false_alarms(runs: int = 8, count: int = 500, seed: int = 71) -> Iterator[dict[str, Any]]:
+def rank_false_alarms(runs: int = 8, count: int = 500, seed: int = 8101) -> Iterator[dict[str, Any]]:
     """Each healthy kind of run: alarms of each monitor in 1,000 logs."""
     for name, scenario in HEALTHY.items():
         its = judged(scenario, runs, count, seed)
@@ -248,7 +248,7 @@ def rank_false_alarms(runs: int = 8, count: int = 500, seed: int = 71) -> Iterat
         yield {"healthy run": name, **found}
 
 
-def rank_delays(runs: int = 16, count: int = 250, seed: int = 72) -> Iterator[dict[str, Any]]:
+def rank_delays(runs: int = 16, count: int = 80, seed: int = 8102) -> Iterator[dict[str, Any]]:
     """Each fault of a rank: runs in which any monitor found it, and the median delay in logs."""
     for name, scenario in PLANTED.items():
         firsts = [min(each.rank_loss + each.rank_gradients, default=0) for each in judged(scenario, runs, count, seed)]
@@ -299,6 +299,7 @@ LEAKS: dict[str, tuple[int, Callable[[Draw, int], ndarray]]] = {
     "2 MiB a step from step 1,000": (1000, after(1000, 2 * MIB)),
     "2 MiB a step from step 3,000": (3000, after(3000, 2 * MIB)),
     "20 MiB a step from step 3,000": (3000, after(3000, 20 * MIB)),
+    "1 MiB a step from step 20,000": (20_000, after(20_000, MIB)),
     "500 MiB every 2,000 steps": (0, lambda draw, steps: 500 * MIB * (numpy.arange(steps) // 2000)),
     "40 MiB a step, 6 GiB free": (0, after(0, 40 * MIB)),
 }
@@ -329,9 +330,10 @@ def memory_false_alarms(steps: int = 20_000) -> Iterator[dict[str, Any]]:
         yield {"healthy memory": name, "alarms": 1000 * MEMORY_LOG / steps * len(alarms)}
 
 
-def leak_delays(runs: int = 3, steps: int = 9000) -> Iterator[dict[str, Any]]:
+def leak_delays(runs: int = 3, length: int = 6000) -> Iterator[dict[str, Any]]:
     """Each leak: runs that found it, median step of the first alarm, memory lost by then, step at which it is full."""
     for name, (start, curve) in LEAKS.items():
+        steps = start + length
         firsts, lost, full = [], [], steps
         for seed in range(runs):
             draw = numpy.random.default_rng(seed)
