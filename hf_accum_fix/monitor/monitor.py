@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -37,6 +38,7 @@ from hf_accum_fix.monitor.shared_samples import SharedSamples
 
 logger = logging.getLogger("hf_accum_fix.monitor")
 
+T = TypeVar("T")
 #: Step at which running statistics have settled.
 _SETTLED = 100
 
@@ -101,21 +103,11 @@ class Monitor:
         self._noise: NoiseScale | None = None
         self._pace = Pace(model, self._ranks) if self._ranks.size > 1 else None
         if noise_scale_every is not None:
-            try:
-                self._noise = NoiseScale(model, noise_scale_every, self._ranks)
-            except UnsupportedSetupError as error:
-                self._not_watched("gradient noise scale", error)
+            every = noise_scale_every
+            self._noise = self._made("gradient noise scale", lambda: NoiseScale(model, every, self._ranks))
         if self._ranks.size > 1:
-            try:
-                gradients = RankGradients(self._ranks)
-                gradients.attach(model)  # type: ignore[arg-type]
-                self._rank_gradients = gradients
-            except UnsupportedSetupError as error:
-                self._not_watched("gradients of single ranks", error)
-            try:
-                self._replicas = Replicas(model, optimizer, self._ranks, check_every)
-            except UnsupportedSetupError as error:
-                self._not_watched("replicas", error)
+            self._rank_gradients = self._made("gradients of single ranks", self._attached)
+            self._replicas = self._made("replicas", lambda: Replicas(model, optimizer, self._ranks, check_every))
 
     @property
     def stop(self) -> bool:
@@ -241,6 +233,16 @@ class Monitor:
     def _say(self, alarm: Alarm | None) -> None:
         self.alarms.say(alarm, self._step)
 
-    def _not_watched(self, what: str, error: UnsupportedSetupError) -> None:
-        if self._ranks.rank == 0:
-            logger.warning("%s not watched: %s", what, error)
+    def _attached(self) -> RankGradients:
+        gradients = RankGradients(self._ranks)
+        gradients.attach(self._model)  # type: ignore[arg-type]
+        return gradients
+
+    def _made(self, what: str, make: Callable[[], T]) -> T | None:
+        """A monitor; None, with one warning, where the setup does not allow it."""
+        try:
+            return make()
+        except UnsupportedSetupError as error:
+            if self._ranks.rank == 0:
+                logger.warning("%s not watched: %s", what, error)
+            return None

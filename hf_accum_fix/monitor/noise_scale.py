@@ -20,16 +20,8 @@ which is the gradient of the step,
 are unbiased for the trace S of the covariance of one item's gradient and for the square of the true gradient, whatever
 the sizes of the micro-batches. Where these differ, the usual formula for equal ones is off by any factor.
 
-What it does not tell:
-
-- B is derived for plain SGD with the best learning rate at each batch; for Adam these assumptions are strong, and only
-  trainings at several batches show what a larger one costs (arXiv 2505.23971).
-- The batch above which data are wasted rises quickly at first, then slowly (same source): a reading is about now.
-- A small batch is no fault. With settings to match it learns as much from the same data (arXiv 2507.07101): B says how
-  many steps a larger one saves.
-- Items of one micro-batch count as independent. Tokens of one document are not; B is then of the micro-batches as they
-  were cut. Micro-batches must be exchangeable: windows dealt by length are refused.
-- |G|^2 is a small difference of large numbers where N is far below B: look at the error.
+B is of plain SGD, of now, and of micro-batches that are exchangeable, whose items count as independent; the README says
+what it does not tell. |G|^2 is a small difference of large numbers where N is far below B: look at the error.
 
 Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv 1812.06162, appendix A.1, for two
 sizes of batch); here for one sample of unequal sizes, as a one-way analysis of variance.

@@ -60,25 +60,6 @@ class GradientNorms:
 
 
 @dataclass(frozen=True)
-class Accuracy:
-    """How fast an accuracy rose.
-
-    Attributes:
-        name: it was logged under.
-        first: first value.
-        last: last value.
-        near_step: step at which nine tenths of the gain were reached.
-        slope: over the second half [per step]; None where that is too short.
-    """
-
-    name: str
-    first: float
-    last: float
-    near_step: float
-    slope: Slope | None
-
-
-@dataclass(frozen=True)
 class Summary:
     """One run.
 
@@ -92,7 +73,7 @@ class Summary:
         not_finite: steps whose logged loss is nan or inf.
         sentinel: the number that was left out as "no loss"; None: none.
         gradients: None where no norm was logged.
-        accuracy: None where none was logged.
+        accuracy: the name that one was logged under; empty: none.
         alarms: by monitor: how many, and the step by which the first was logged.
         told: what the monitors find in these logs: alarms and observations.
         beside: learning rate, memory and the ranks' losses, in words, where they were logged.
@@ -109,7 +90,7 @@ class Summary:
     not_finite: tuple[float, ...]
     sentinel: Sentinel | None
     gradients: GradientNorms | None
-    accuracy: Accuracy | None
+    accuracy: str
     alarms: dict[str, tuple[int, float]]
     told: tuple[Alarm, ...] = ()
     beside: tuple[tuple[str, str], ...] = ()
@@ -141,7 +122,7 @@ def summarise(run: Run) -> Summary:
         not_finite=not_finite,
         sentinel=sentinel,
         gradients=_gradients(run),
-        accuracy=_accuracy(run),
+        accuracy=next(iter(_accuracies(run)), ""),
         alarms=dict(_alarms(run)),
         told=told,
         beside=tuple(_beside(run, memory)),
@@ -295,26 +276,36 @@ def _gradients(run: Run) -> GradientNorms | None:
 
 def _accuracies(run: Run) -> list[str]:
     """Names of accuracies, those of an evaluation first."""
-    found = [name for name in run.series if _ACCURACY.fullmatch(name)]
+    found = [
+        name for name, its in run.series.items() if _ACCURACY.fullmatch(name) and any(map(math.isfinite, its.values))
+    ]
     return sorted(found, key=lambda name: (not name.startswith("eval"), name))
 
 
-def _accuracy(run: Run) -> Accuracy | None:
-    """The accuracy of an evaluation, else of the training."""
-    names = _accuracies(run)
-    if not names:
-        return None
-    series = run.series[names[0]].where(math.isfinite)
-    if not len(series):
-        return None
-    first, best = series.values[0], max(series.values)
-    near = first + 0.9 * (best - first)
-    step = next(step for step, value in zip(series.steps, series.values, strict=True) if value >= near)
-    return Accuracy(names[0], first, series.values[-1], step, _slope_of_second_half(series))
+def _of_accuracies(run: Run) -> Iterator[tuple[str, str]]:
+    for name in _accuracies(run)[:1]:
+        series = run.series[name].where(math.isfinite)
+        first, best = series.values[0], max(series.values)
+        near = first + 0.9 * (best - first)
+        step = next(step for step, value in zip(series.steps, series.values, strict=True) if value >= near)
+        words = f"{name} {first:.4g} to {series.values[-1]:.4g}, nine tenths of the gain by step {step:.0f}"
+        slope = _slope_of_second_half(series)
+        yield "accuracy", words if slope is None else f"{words}; {in_words(slope)}"
+
+
+def in_words(slope: Slope) -> str:
+    """Whether it rises, falls or is flat, per 100 steps."""
+    verb = "rises" if slope.low > 0 else "falls" if slope.high < 0 else "flat"
+    low, high = slope.low * 100, slope.high * 100
+    if verb == "flat":
+        return f"flat ({low:+.3g} to {high:+.3g} per 100 steps)"
+    low, high = sorted((abs(low), abs(high)))
+    return f"{verb} by {abs(slope.value) * 100:.3g} per 100 steps ({low:.3g} to {high:.3g})"
 
 
 def _beside(run: Run, memory: Mapping[str, tuple[Trend, int]]) -> Iterator[tuple[str, str]]:
     """Learning rate, peaks of memory and the ranks' losses, where they were logged: a name and what to tell."""
+    yield from _of_accuracies(run)
     for name in ("learning_rate", *sorted(filter(_MEMORY.search, run.series))):
         series = run.series.get(name, Series((), ())).where(math.isfinite)
         if len(series):

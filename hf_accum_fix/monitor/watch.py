@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from hf_accum_fix.monitor.robust import Slope
 from hf_accum_fix.monitor.run_comparison import Comparison, compare
 from hf_accum_fix.monitor.run_logs import LogsError, Run
-from hf_accum_fix.monitor.run_summary import Summary, summarise
+from hf_accum_fix.monitor.run_summary import Summary, in_words, summarise
 
 #: Most letters of a run's name in a picture and a comparison.
 _LONGEST_NAME = 60
@@ -159,17 +158,13 @@ def _told(its: Summary, full_name: str) -> str:
             ("loss", f"{loss.values[0]:.4g} at step {loss.steps[0]:.0f}, {_with_error(its.last, its.last_error)} last")
         ]
     if its.slope is not None:
-        rows.append(("trend", f"{_direction(its.slope)} over the second half"))
+        rows.append(("trend", f"{in_words(its.slope)} over the second half"))
     if not math.isnan(its.noise):
         rows.append(("noise", f"{its.noise:.1%} of the loss from log to log"))
     if its.not_finite:
         rows.append(("not finite", f"{len(its.not_finite)} logged losses, first at step {its.not_finite[0]:.0f}"))
     if its.sentinel is not None:
         rows.append(("no loss", str(its.sentinel)))
-    if its.accuracy is not None:
-        got = its.accuracy
-        words = f"{got.name} {got.first:.4g} to {got.last:.4g}, nine tenths of the gain by step {got.near_step:.0f}"
-        rows.append(("accuracy", words if got.slope is None else f"{words}; {_direction(got.slope)}"))
     if its.gradients is not None:
         got_norms = its.gradients
         words = f"median {got_norms.median:.3g}, MAD {got_norms.mad:.2g}, {len(got_norms.spikes)} spikes"
@@ -201,15 +196,6 @@ def _compared(its: Comparison) -> str:
     if its.steady and abs(its.ratio - 1) > 0.2:
         words += "; one factor throughout points at how the loss is scaled or logged, not at what is learned"
     return words + broken
-
-
-def _direction(slope: Slope) -> str:
-    verb = "rises" if slope.low > 0 else "falls" if slope.high < 0 else "flat"
-    low, high = slope.low * 100, slope.high * 100
-    if verb == "flat":
-        return f"flat ({low:+.3g} to {high:+.3g} per 100 steps)"
-    low, high = sorted((abs(low), abs(high)))
-    return f"{verb} by {abs(slope.value) * 100:.3g} per 100 steps ({low:.3g} to {high:.3g})"
 
 
 def _with_error(value: float, error: float) -> str:

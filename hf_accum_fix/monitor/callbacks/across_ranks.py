@@ -21,8 +21,7 @@ class ReplicasCallback(MonitorCallback):
     """`Replicas`: parameters, buffers and optimizer state, compared over the ranks every ``every`` steps.
 
     Args:
-        trainer: as in `MonitorCallback`.
-        ranks: as in `MonitorCallback`.
+        trainer, ranks: as in `MonitorCallback`.
         every: steps from one check to the next.
     """
 
@@ -108,8 +107,7 @@ class SharedSamplesCallback(MonitorCallback):
     """`SharedSamples`: ranks that are given one another's samples. Nothing on one process.
 
     Args:
-        trainer: as in `MonitorCallback`.
-        ranks: as in `MonitorCallback`.
+        trainer, ranks: as in `MonitorCallback`.
         samples: of a micro-batch's inputs, what `SharedSamples.update` takes, or None. Default: rows of ``input_ids``
             without their padding on the right, else of the first tensor. Where samples are augmented, give indices,
             or ``lambda inputs: inputs["labels"][None]``.

@@ -93,8 +93,7 @@ class NoiseScaleCallback(MonitorCallback):
     Micro-batches must be weighted by their items, as with ``hf_accum_fix.apply()``, or hold as many each.
 
     Args:
-        trainer: as in `MonitorCallback`.
-        ranks: as in `MonitorCallback`.
+        trainer, ranks: as in `MonitorCallback`.
         every: steps from one that is measured to the next.
         items: counts the items of one micro-batch's inputs, 0-dim or int, without a device sync.
         dealt: whether samples are dealt into micro-batches by length; then nothing is measured.

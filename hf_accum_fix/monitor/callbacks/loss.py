@@ -44,8 +44,7 @@ class LossCallback(MonitorCallback):
     is an alarm.
 
     Args:
-        trainer: as in `MonitorCallback`.
-        ranks: as in `MonitorCallback`.
+        trainer, ranks: as in `MonitorCallback`.
         items: counts the items of one micro-batch's inputs, 0-dim or int, without a device sync; they weigh the ranks.
         judge: of the ranks; default: ``RankLoss()``.
     """

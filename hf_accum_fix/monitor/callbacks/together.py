@@ -25,8 +25,7 @@ class MonitorsCallback(MonitorCallback):
     ``hf_accum_fix/all_alarms`` counts the alarms of all.
 
     Args:
-        trainer: as in `MonitorCallback`.
-        ranks: as in `MonitorCallback`.
+        trainer, ranks: as in `MonitorCallback`.
         on_alarm: as in `Monitor`; "stop" ends training after the step.
         noise_scale_every: as in `Monitor`.
 
