@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
 from hf_accum_fix.monitor.alarms import Alarm
-from hf_accum_fix.monitor.gradient_norm import GradientNorm
+from hf_accum_fix.monitor.gradient_norm import LOOK_AT, GradientNorm
 from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
 from hf_accum_fix.monitor.memory_trend import MIB, Trend, TrendKind, trend
 from hf_accum_fix.monitor.pipeline import Sentinel, without_sentinels
@@ -110,8 +110,13 @@ def summarise(run: Run) -> Summary:
     last = fmean(tail) if tail else math.nan
     as_share = 1.0 if all_positive(loss.values) else abs(last) or math.nan
     not_finite = logged.where(lambda value: not math.isfinite(value)).steps
-    memory = dict(_memory(run))
-    told = (*_of_missing(not_finite, zeros, sentinel), *_of_loss(run, loss), *_of_norms(run), *_of_memory(memory))
+    memory, gradients = dict(_memory(run)), _gradients(run)
+    told = (
+        *_of_missing(not_finite, zeros, sentinel),
+        *_of_loss(run, loss),
+        *_of_norms(run, gradients),
+        *_of_memory(memory),
+    )
     return Summary(
         run=run.name,
         loss=loss,
@@ -121,7 +126,7 @@ def summarise(run: Run) -> Summary:
         noise=noise_sigma(scaled(loss.values)) / as_share,
         not_finite=not_finite,
         sentinel=sentinel,
-        gradients=_gradients(run),
+        gradients=gradients,
         accuracy=next(iter(_accuracies(run)), ""),
         alarms=dict(_alarms(run)),
         told=told,
@@ -210,18 +215,22 @@ def _of_accuracy(accuracy: Series, loss: Series) -> Iterator[Alarm]:
         yield found
 
 
-def _of_norms(run: Run) -> Iterator[Alarm]:
-    """What `GradientNorm` finds in the logged norms; a spike is an observation, as the step's items are not known."""
+def _of_norms(run: Run, gradients: GradientNorms | None) -> Iterator[Alarm]:
+    """What `GradientNorm` finds in the logged norms; spikes are observations: the items of a step are not known."""
     series = run.series.get("grad_norm", Series((), ()))
     every = (series.steps[-1] - series.steps[0]) / (len(series) - 1) if len(series) > 1 else 1.0
     norms, told = GradientNorm(every=every), set()
-    for step, norm in zip(series.steps, series.values, strict=True):
-        norms.add([norm], [math.nan])
-        alarm = norms.judge(norms.told([math.nan], math.nan))
+    for part in blocks(len(series), len(series) // _NEIGHBOURS + 1):
+        norms.add([series.values[place] for place in part], [math.nan] * len(part))
+        alarm = norms.judge(replace(norms.told((), math.nan), spikes=()))
         if alarm is not None and alarm.kind not in told:
             told.add(alarm.kind)
-            observed = alarm.kind == "gradient-norm-spike"
-            yield replace(alarm, message=f"by step {step:.0f}, {alarm.message}", observation=observed)
+            yield replace(alarm, message=f"by step {series.steps[part[-1]]:.0f}, {alarm.message}")
+    if gradients is not None and gradients.spikes:
+        where = ", ".join(f"{step:.0f}" for step in gradients.spikes[:5])
+        count = len(gradients.spikes)
+        words = f"{count} spike{'s' * (count > 1)} of the gradient norm, at step {where}; {LOOK_AT}"
+        yield Alarm("gradient-norm-spike", words, observation=True)
 
 
 def _memory(run: Run) -> Iterator[tuple[str, tuple[Trend, int]]]:

@@ -78,7 +78,7 @@ OBSERVED = {
     "a swing of which nothing is known": (Run("x", {"loss": swinging().series["loss"]}), "the loss swings"),
     "a norm that spikes": (
         a_run(falling(60), grad_norm=SPIKED),
-        "gradient norm 51.2",
+        "1 spike of the gradient norm, at step 510",
     ),
     "below zero from the start": (a_run([-0.4 - 0.3 * (k / 60) for k in range(60)]), "between -1 and 0 from the start"),
 }

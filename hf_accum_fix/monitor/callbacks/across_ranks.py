@@ -10,7 +10,6 @@ from torch import Tensor
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
 from hf_accum_fix.monitor.callbacks.callback import MonitorCallback
-from hf_accum_fix.monitor.callbacks.listening import listen, stop_listening
 from hf_accum_fix.monitor.pace import Pace
 from hf_accum_fix.monitor.ranks import Ranks, alike
 from hf_accum_fix.monitor.replicas import Replicas
@@ -129,13 +128,7 @@ class SharedSamplesCallback(MonitorCallback):
         """Listen to ``Trainer.training_step`` too."""
         super().on_train_begin()
         if self.ranks.size > 1:
-            listen(self.trainer, "training_step", self._after_step)
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Leave the Trainer as it was."""
-        super().on_train_end()
-        if self.ranks.size > 1:
-            stop_listening(self.trainer, "training_step", self._after_step)
+            self.listen(self.trainer, "training_step", self._after_step)
 
     def _after_step(self, loss: Tensor, model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         samples = self._samples_of(inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import TrainerCallback
@@ -43,6 +43,7 @@ class MonitorCallback(TrainerCallback):
         self.trainer = trainer
         self.ranks = ranks or TorchRanks()
         self.alarms = Alarms(self.ranks)
+        self._listening: list[tuple[Any, str, Callable[..., None]]] = []
 
     def gathered(self) -> Sequence[Gathered[Any]]:
         """What is read over the ranks at a log."""
@@ -67,9 +68,17 @@ class MonitorCallback(TrainerCallback):
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Leave the Trainer as it was."""
+        for each in self._listening:
+            stop_listening(*each)
+        self._listening.clear()
         log: _SharedLog | None = vars(self.trainer).get(_LOG)
         if log is not None and log.leave(self):
             del vars(self.trainer)[_LOG]
+
+    def listen(self, owner: Any, name: str, listener: Callable[..., None]) -> None:
+        """Call ``listener`` after every call of a method, until the training ends."""
+        listen(owner, name, listener)
+        self._listening.append((owner, name, listener))
 
     def say(self, alarm: Alarm | None) -> None:
         """Tell an alarm with its step."""

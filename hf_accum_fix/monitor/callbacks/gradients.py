@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
-from hf_accum_fix.monitor.callbacks.listening import listen, stop_listening
 from hf_accum_fix.monitor.callbacks.loss import labels_counted
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.noise_scale import NoiseScale
@@ -35,16 +34,10 @@ class GradientNormCallback(MonitorCallback):
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Listen to ``Trainer.training_step`` and ``Accelerator.clip_grad_norm_`` too."""
         super().on_train_begin()
-        listen(self.trainer, "training_step", self._after_step)
+        self.listen(self.trainer, "training_step", self._after_step)
         if self._norms.max_norm is None:
             self._norms.max_norm = self.trainer.args.max_grad_norm or None
-        listen(self.trainer.accelerator, "clip_grad_norm_", self._after_clip)
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Leave the Trainer as it was."""
-        super().on_train_end()
-        stop_listening(self.trainer, "training_step", self._after_step)
-        stop_listening(self.trainer.accelerator, "clip_grad_norm_", self._after_clip)
+        self.listen(self.trainer.accelerator, "clip_grad_norm_", self._after_clip)
 
     def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
         """As in `GradientNorm`; where no clipping was seen, of the norm that the Trainer logs."""
@@ -111,7 +104,7 @@ class NoiseScaleCallback(MonitorCallback):
         self._every, self._items, self._dealt = every, items or labels_counted, dealt
         self.monitor: NoiseScale | None = None
         self._norm: Any = None
-        self._ended = self._listens = False
+        self._ended = False
 
     def on_train_begin(self, args: Any, *others: Any, **kwargs: Any) -> None:
         """Listen to the micro-batches and to clipping; log where nothing can be measured."""
@@ -126,9 +119,8 @@ class NoiseScaleCallback(MonitorCallback):
         except UnsupportedSetupError as error:
             self.not_watched(error)
             return
-        self._listens = True
-        listen(self.trainer, "training_step", self._after_step)
-        listen(self.trainer.accelerator, "clip_grad_norm_", self._after_clip)
+        self.listen(self.trainer, "training_step", self._after_step)
+        self.listen(self.trainer.accelerator, "clip_grad_norm_", self._after_clip)
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """A window has ended."""
@@ -150,10 +142,6 @@ class NoiseScaleCallback(MonitorCallback):
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Leave the Trainer and the model as they were."""
         super().on_train_end()
-        if self._listens:
-            stop_listening(self.trainer, "training_step", self._after_step)
-            stop_listening(self.trainer.accelerator, "clip_grad_norm_", self._after_clip)
-            self._listens = False
         if self.monitor is not None:
             self.monitor.close()
             self.monitor = None

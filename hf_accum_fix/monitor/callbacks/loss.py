@@ -13,7 +13,6 @@ from torch import Tensor
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.batch_schedule import BatchSchedule
 from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
-from hf_accum_fix.monitor.callbacks.listening import listen, stop_listening
 from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.loss import LossMeter
 from hf_accum_fix.monitor.loss_check import LossCheck, Verdict
@@ -75,14 +74,13 @@ class LossCallback(MonitorCallback):
         self._logged_at = state.global_step
         if state.global_step:
             self._schedule.load_state_dict(_last_batches(state.log_history))
-        listen(self.trainer, "training_step", self._after_step)
+        self.listen(self.trainer, "training_step", self._after_step)
         if self._hook is None and not self.trainer.args.torch_compile:
             self._hook = self.trainer.model.register_forward_hook(self._after_forward, with_kwargs=True)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Leave the Trainer as it was."""
         super().on_train_end()
-        stop_listening(self.trainer, "training_step", self._after_step)
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
