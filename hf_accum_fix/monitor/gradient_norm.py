@@ -79,9 +79,9 @@ class GradientNorm(Gathered[GradientNormReading]):
     """Compare every step's gradient norm with a window of the steps before it.
 
     A spike is a norm whose logarithm is more than ``unusual`` times its noise above its median over the window, and at
-    least ``factor`` times as large, after what few items alone make of it: ``sqrt(usual items / items)`` at
-    most. Logarithms, because norms are skewed; the noise from step to step (`noise_sigma`)
-    and the median, because neither the trend of a run that learns nor the spikes themselves must raise the bar.
+    least ``factor`` times as large, after what few items alone make of it: ``sqrt(usual items / items)`` at most, and
+    as much more noise. Logarithms, because norms are skewed; the noise from step to step (`noise_sigma`) and the
+    median, because neither the trend of a run that learns nor the spikes themselves must raise the bar.
 
     Args:
         max_norm: norm that gradients are clipped to; None where they are not.
@@ -166,7 +166,8 @@ class GradientNorm(Gathered[GradientNormReading]):
         for its, candidate in zip(items, self._candidates, strict=False):
             share = min(its / usual, 1.0) if its > 0 and usual > 0 else 1.0
             few, far = -math.log(share) / 2, math.log(candidate.norm / candidate.usual)
-            unusual = candidate.unusual * (far - few) / far
+            # The noise of a norm of few items is larger by the same root.
+            unusual = candidate.unusual * (far - few) / far * math.sqrt(share)
             if far > math.log(self._factor) + few and unusual > self._unusual:
                 spikes.append(replace(candidate, unusual=unusual, items=share))
         self._norms, self._candidates = [], []

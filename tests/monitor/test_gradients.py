@@ -146,9 +146,9 @@ def test_the_short_step_at_the_end_of_an_epoch_is_no_spike() -> None:
         assert alarms <= 1
     for norm in (1.0, 1.1) * 30:
         norms.update(norm, 16)
-    norms.update(40.0, 2)
+    norms.update(100.0, 2)
     (spike,) = norms.read().spikes
-    assert spike.norm == 40.0 and spike.items == 2 / 16
+    assert spike.norm == 100.0 and spike.items == 2 / 16
     norms.update(40.0)
     assert norms.read().spikes[0].items == 1
 
