@@ -2,7 +2,7 @@
 
 A network of one hidden layer learns overlapping clouds of points on several ranks, ten steps a log, in numpy, several
 runs side by side. Every monitor gets the numbers that it would have measured. The settings of
-`hf_accum_fix.monitor.deviation` were chosen on seeds 22, 31, 41, 51 and 61; the audit runs on other ones.
+`hf_accum_fix.monitor.deviation` were chosen on seeds 11, 12, 22, 31, 41, 51 and 61; the audit runs on other ones.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from numpy import ndarray
 
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossReading, Moments
-from hf_accum_fix.monitor.loss_oscillation import LossOscillation
-from hf_accum_fix.monitor.loss_stall import LossStall
-from hf_accum_fix.monitor.loss_trend import LossTrend
+from hf_accum_fix.monitor.loss_over_time import LossOscillation, LossStall, LossTrend
 from hf_accum_fix.monitor.memory import MemoryMonitor
 from hf_accum_fix.monitor.rank_gradients import RankGradients, RankGradientsReading
 from hf_accum_fix.monitor.rank_loss import RankLoss
@@ -49,6 +47,8 @@ class Scenario:
         hard: share of micro-batches that are five times as noisy.
         curriculum: noise grows over the run.
         samples: points of a rank's fixed shard; 0 draws new ones for ever.
+        epoch: steps of an epoch, the last of which has 1 or 2 points a rank; 0: none.
+        domain: micro-batches over which a rank sees two classes alone; 0: none.
         fault: of the last rank.
         amount: size of the fault.
     """
@@ -63,6 +63,8 @@ class Scenario:
     hard: float = 0.0
     curriculum: bool = False
     samples: int = 0
+    epoch: int = 0
+    domain: int = 0
     fault: str = ""
     amount: float = 0.0
 
@@ -87,6 +89,8 @@ HEALTHY = {
     "for 100, strong": Scenario(4, persists=100, difficulty=0.4),
     "fixed shards, memorised": Scenario(4, samples=24),
     "fixed shards, memorised, 2 ranks": Scenario(2, samples=24),
+    "1 to 2 of 16 points at the end of an epoch": Scenario(4, epoch=32),
+    "domains that persist for 30": Scenario(4, domain=30),
 }
 PLANTED = {
     "shuffled labels on a rank": Scenario(fault="labels", amount=1.0),
@@ -97,25 +101,31 @@ PLANTED = {
     "a rank's gradient zero": Scenario(fault="gradient", amount=0.0),
     "a rank's gradient zero, 16 ranks": Scenario(16, fault="gradient", amount=0.0),
     "exact duplicates": Scenario(fault="duplicates"),
+    "shuffled labels, 2 ranks": Scenario(2, fault="labels", amount=1.0),
+    "a quarter shuffled, 2 ranks": Scenario(2, fault="labels", amount=0.25),
+    "inputs x1.5, 2 ranks": Scenario(2, fault="inputs", amount=1.5),
+    "gradient x1.5, 2 ranks": Scenario(2, fault="gradient", amount=1.5),
 }
 
 
 def logs(
     scenario: Scenario, runs: int, count: int, seed: int
-) -> Iterator[list[tuple[LossReading, RankGradientsReading, list[float]]]]:
-    """Log after log, for each run: readings of a LossMeter, gradient norms of every rank, and of the average."""
+) -> Iterator[list[tuple[LossReading, RankGradientsReading, list[tuple[float, float]]]]]:
+    """Log after log, for each run: readings of a LossMeter, norms of every rank's gradient, of the mean, with items."""
     its, draw = scenario, numpy.random.default_rng(seed)
     lead = (runs, its.ranks)
     centres = draw.normal(size=(runs, 1, CLASSES, POINTS))
     first = draw.normal(size=(runs, 1, POINTS, HIDDEN)) / math.sqrt(POINTS)
     second = draw.normal(size=(runs, 1, HIDDEN, CLASSES)) / math.sqrt(HIDDEN)
     level = its.difficulty * draw.normal(size=lead)
+    domain = draw.integers(CLASSES, size=lead)
     if its.samples:
         shard_labels = draw.integers(CLASSES, size=(*lead, its.samples))
         shard = take(centres, shard_labels) + 1.5 * draw.normal(size=(*lead, its.samples, POINTS))
     for log in range(count):
         table = numpy.zeros((*lead, 3, 3))
         norms, averaged = numpy.zeros((*lead, LOG_EVERY)), numpy.zeros((runs, LOG_EVERY))
+        counts = numpy.zeros((runs, LOG_EVERY))
         for place in range(LOG_EVERY):
             step = log * LOG_EVERY + place
             redrawn = draw.random(lead) < 1 / its.persists
@@ -137,15 +147,25 @@ def logs(
                     else draw.normal(size=(*lead, BATCH, POINTS))
                 )
                 points = take(centres, labels) + scale[..., None, None] * noise
+            if its.domain:
+                moved = draw.random(lead) < 1 / its.domain
+                domain = numpy.where(moved, draw.integers(CLASSES, size=lead), domain)
+                labels = (domain[..., None] + draw.integers(2, size=(*lead, BATCH))) % CLASSES
+                points = take(centres, labels) + 1.5 * draw.normal(size=(*lead, BATCH, POINTS))
             if its.fault == "duplicates":
                 labels[:, -1], points[:, -1] = labels[:, 0], points[:, 0]
+            if its.fault == "inputs":
+                points[:, -1] *= its.amount
             if its.fault == "labels":
                 wrong = draw.random((runs, BATCH)) < its.amount
                 labels[:, -1] = numpy.where(wrong, draw.integers(CLASSES, size=(runs, BATCH)), labels[:, -1])
             weights = numpy.ones((*lead, BATCH))
             if its.ragged:
                 weights = (numpy.arange(BATCH) < draw.integers(1, BATCH + 1, size=lead)[..., None]).astype(float)
+            if its.epoch and step % its.epoch == its.epoch - 1:
+                weights = (numpy.arange(BATCH) < draw.integers(1, 3, size=(runs, 1, 1))) * numpy.ones((*lead, 1))
             items = weights.sum(-1)
+            counts[:, place] = items.sum(1)
             inner = numpy.tanh(points @ first)
             logits = inner @ second
             logits -= logits.max(-1, keepdims=True)
@@ -170,7 +190,8 @@ def logs(
             table += row[..., :, None] * row[..., None, :]
         yield [
             (LossReading(tuple(moments(of_rank) for of_rank in table[run].tolist())),
-             RankGradientsReading(tuple(map(tuple, norms[run].tolist()))), averaged[run].tolist())
+             RankGradientsReading(tuple(map(tuple, norms[run].tolist()))),
+             list(zip(averaged[run].tolist(), counts[run].tolist(), strict=True)))
             for run in range(runs)
         ]  # fmt: skip
 
@@ -208,9 +229,10 @@ def judged(scenario: Scenario, runs: int, count: int, seed: int) -> list[Judged]
         ):
             its.rank_loss += [log] * (loss.judge(reading) is not None)
             its.rank_gradients += [log] * (gradients.judge(of_ranks) is not None)
-            for norm in averaged:
-                norms.update(norm)
-            its.loss_over_time += [log for trend in trends if trend.judge(reading) is not None]
+            for norm, items in averaged:
+                norms.update(norm, items)
+            told = [trend.judge(reading) for trend in trends]
+            its.loss_over_time += [log for alarm in told if alarm is not None and not alarm.observation]
             its.gradient_norm += [log] * (norms.judge(norms.read()) is not None)
     return found
 
@@ -218,7 +240,7 @@ def judged(scenario: Scenario, runs: int, count: int, seed: int) -> list[Judged]
 MONITORS = ("rank_loss", "rank_gradients", "gradient_norm", "loss_over_time")
 
 
-def rank_false_alarms(runs: int = 8, count: int = 500, seed: int = 71) -> Iterator[dict[str, Any]]:
+def rank_false_alarms(runs: int = 8, count: int = 500, seed: int = 8101) -> Iterator[dict[str, Any]]:
     """Each healthy kind of run: alarms of each monitor in 1,000 logs."""
     for name, scenario in HEALTHY.items():
         its = judged(scenario, runs, count, seed)
@@ -226,7 +248,7 @@ def rank_false_alarms(runs: int = 8, count: int = 500, seed: int = 71) -> Iterat
         yield {"healthy run": name, **found}
 
 
-def rank_delays(runs: int = 16, count: int = 250, seed: int = 72) -> Iterator[dict[str, Any]]:
+def rank_delays(runs: int = 16, count: int = 80, seed: int = 8102) -> Iterator[dict[str, Any]]:
     """Each fault of a rank: runs in which any monitor found it, and the median delay in logs."""
     for name, scenario in PLANTED.items():
         firsts = [min(each.rank_loss + each.rank_gradients, default=0) for each in judged(scenario, runs, count, seed)]
@@ -277,6 +299,7 @@ LEAKS: dict[str, tuple[int, Callable[[Draw, int], ndarray]]] = {
     "2 MiB a step from step 1,000": (1000, after(1000, 2 * MIB)),
     "2 MiB a step from step 3,000": (3000, after(3000, 2 * MIB)),
     "20 MiB a step from step 3,000": (3000, after(3000, 20 * MIB)),
+    "1 MiB a step from step 20,000": (20_000, after(20_000, MIB)),
     "500 MiB every 2,000 steps": (0, lambda draw, steps: 500 * MIB * (numpy.arange(steps) // 2000)),
     "40 MiB a step, 6 GiB free": (0, after(0, 40 * MIB)),
 }
@@ -307,9 +330,10 @@ def memory_false_alarms(steps: int = 20_000) -> Iterator[dict[str, Any]]:
         yield {"healthy memory": name, "alarms": 1000 * MEMORY_LOG / steps * len(alarms)}
 
 
-def leak_delays(runs: int = 3, steps: int = 9000) -> Iterator[dict[str, Any]]:
+def leak_delays(runs: int = 3, length: int = 6000) -> Iterator[dict[str, Any]]:
     """Each leak: runs that found it, median step of the first alarm, memory lost by then, step at which it is full."""
     for name, (start, curve) in LEAKS.items():
+        steps = start + length
         firsts, lost, full = [], [], steps
         for seed in range(runs):
             draw = numpy.random.default_rng(seed)

@@ -11,7 +11,10 @@ DESCRIPTION: Final = (
     "Print where a run's loss goes, how noisy it is, what its gradients do and which alarms there were, and draw it; "
     "of several runs, say whether their curves differ by more than noise."
 )
-EPILOG: Final = "exit code: 0 nothing wrong was found; 1 findings; 3 no logs could be read, or no picture written."
+EPILOG: Final = (
+    "exit code: 0 nothing wrong was found; 1 findings; 3 could not tell: some logs could not "
+    "be read or compared, or no picture could be written."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +48,7 @@ def execute(arguments: argparse.Namespace) -> int:
         LogsError: if there are no logs to read, the picture cannot be written, or rich is missing.
     """
     from hf_accum_fix.monitor.run_logs import LogsError, printable, read_runs
-    from hf_accum_fix.monitor.watch import report_and_findings
+    from hf_accum_fix.monitor.watch import look
 
     if arguments.follow is not None:
         from hf_accum_fix.monitor.follow import follow, followable
@@ -54,10 +57,11 @@ def execute(arguments: argparse.Namespace) -> int:
             raise LogsError("got --follow, and rich is not installed; pip install rich, or leave --follow out")
         if not arguments.follow > 0:
             raise LogsError(f"got --follow {arguments.follow:g}; expected seconds above zero")
-        return 1 if follow(arguments.logs, arguments.against, arguments.follow) else 0
-    runs = [run for path in arguments.logs for run in read_runs(path)]
-    told, found = report_and_findings(runs, arguments.against)
-    sys.stdout.write(told + "\n")
+        return follow(arguments.logs, arguments.against, arguments.follow).exit_code
+    unread: list[str] = []
+    runs = [run for path in arguments.logs for run in read_runs(path, unread)]
+    found = look(runs, arguments.against, unread)
+    sys.stdout.write(found.words + "\n")
     if not arguments.no_picture:
         from hf_accum_fix.monitor.picture import drawable, write_picture
 
@@ -66,4 +70,4 @@ def execute(arguments: argparse.Namespace) -> int:
             sys.stdout.write(f"\npicture: {printable(str(arguments.output))}\n")
         else:
             sys.stdout.write('\nno picture: matplotlib is not installed; pip install "hf-accum-fix[recipes]"\n')
-    return 1 if found else 0
+    return found.exit_code

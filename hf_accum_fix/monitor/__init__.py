@@ -1,11 +1,7 @@
 """Is this distributed run healthy, and does its loss curve tell the truth? One symptom, one file.
 
     loss            a curve that shows every micro-batch, with its error
-    loss_trend      a loss that diverges
-    loss_oscillation  a loss that swings
-    loss_stall      a loss that stands where it began
-    first_loss      a first loss far above a guess
-    accuracy_trend  a loss that falls while the accuracy stands
+    loss_over_time  a loss that diverges, jumps, swings, stands or starts too high; an accuracy that stands
     batch_schedule  another global batch, and the learning rates of the old one
     rank_loss       a rank whose loss is off
     rank_gradients  a rank whose gradient is off, before it is averaged
@@ -27,126 +23,67 @@ Each is a plain object for any PyTorch loop, each stands alone, and ``callbacks`
 Ranks are reached through ``ranks.Ranks``: one sum. Nothing here knows the rest of the package.
 """
 
+# ruff: noqa: I001 - several names a line
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_accum_fix.monitor.accuracy_trend import AccuracyTrend
-    from hf_accum_fix.monitor.alarms import Alarm, Alarms, MonitorAlarmError
-    from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers, convert_sync_batch_norm
-    from hf_accum_fix.monitor.batch_schedule import BatchSchedule
-    from hf_accum_fix.monitor.callbacks import (
-        BatchNormCallback,
-        GradientNormCallback,
-        LossCallback,
-        MemoryCallback,
-        MonitorsCallback,
-        NoiseScaleCallback,
-        PaceCallback,
-        RankGradientsCallback,
-        ReplicasCallback,
-        SharedSamplesCallback,
-        all_callbacks,
-    )
-    from hf_accum_fix.monitor.first_loss import FirstLoss
-    from hf_accum_fix.monitor.gradient_norm import GradientNorm
-    from hf_accum_fix.monitor.loss import LossMeter
-    from hf_accum_fix.monitor.loss_oscillation import LossOscillation
-    from hf_accum_fix.monitor.loss_stall import LossStall
-    from hf_accum_fix.monitor.loss_trend import LossTrend
-    from hf_accum_fix.monitor.memory import MemoryMonitor
-    from hf_accum_fix.monitor.monitor import Monitor
-    from hf_accum_fix.monitor.noise_scale import NoiseScale
-    from hf_accum_fix.monitor.pace import Pace
-    from hf_accum_fix.monitor.pipeline import without_sentinels
-    from hf_accum_fix.monitor.rank_gradients import RankGradients
-    from hf_accum_fix.monitor.rank_loss import RankLoss
-    from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
-    from hf_accum_fix.monitor.replicas import Replicas
-    from hf_accum_fix.monitor.shared_samples import SharedSamples
-    from hf_accum_fix.monitor.stage_balance import StageBalance
+    from hf_accum_fix.monitor.alarms import Alarm as Alarm, Alarms as Alarms, MonitorAlarmError as MonitorAlarmError
+    from hf_accum_fix.monitor.batch_norm import check_batch_norm as check_batch_norm, compare_buffers as compare_buffers
+    from hf_accum_fix.monitor.batch_norm import convert_sync_batch_norm as convert_sync_batch_norm
+    from hf_accum_fix.monitor.batch_schedule import BatchSchedule as BatchSchedule
+    from hf_accum_fix.monitor.callbacks import BatchNormCallback as BatchNormCallback
+    from hf_accum_fix.monitor.callbacks import GradientNormCallback as GradientNormCallback
+    from hf_accum_fix.monitor.callbacks import LossCallback as LossCallback, MemoryCallback as MemoryCallback
+    from hf_accum_fix.monitor.callbacks import MonitorsCallback as MonitorsCallback
+    from hf_accum_fix.monitor.callbacks import NoiseScaleCallback as NoiseScaleCallback, PaceCallback as PaceCallback
+    from hf_accum_fix.monitor.callbacks import RankGradientsCallback as RankGradientsCallback
+    from hf_accum_fix.monitor.callbacks import ReplicasCallback as ReplicasCallback
+    from hf_accum_fix.monitor.callbacks import SharedSamplesCallback as SharedSamplesCallback
+    from hf_accum_fix.monitor.callbacks import all_callbacks as all_callbacks
+    from hf_accum_fix.monitor.gradient_norm import GradientNorm as GradientNorm
+    from hf_accum_fix.monitor.loss import LossMeter as LossMeter
+    from hf_accum_fix.monitor.loss_over_time import AccuracyTrend as AccuracyTrend, FirstLoss as FirstLoss
+    from hf_accum_fix.monitor.loss_over_time import LossOscillation as LossOscillation, LossStall as LossStall
+    from hf_accum_fix.monitor.loss_over_time import LossTrend as LossTrend
+    from hf_accum_fix.monitor.memory import MemoryMonitor as MemoryMonitor
+    from hf_accum_fix.monitor.monitor import Monitor as Monitor
+    from hf_accum_fix.monitor.noise_scale import NoiseScale as NoiseScale
+    from hf_accum_fix.monitor.pace import Pace as Pace
+    from hf_accum_fix.monitor.pipeline import without_sentinels as without_sentinels
+    from hf_accum_fix.monitor.rank_gradients import RankGradients as RankGradients
+    from hf_accum_fix.monitor.rank_loss import RankLoss as RankLoss
+    from hf_accum_fix.monitor.ranks import Ranks as Ranks, TorchRanks as TorchRanks
+    from hf_accum_fix.monitor.replicas import Replicas as Replicas
+    from hf_accum_fix.monitor.shared_samples import SharedSamples as SharedSamples
+    from hf_accum_fix.monitor.stage_balance import StageBalance as StageBalance
 
-_HOMES = {
-    "AccuracyTrend": "accuracy_trend",
-    "Alarm": "alarms",
-    "Alarms": "alarms",
-    "BatchNormCallback": "callbacks",
-    "BatchSchedule": "batch_schedule",
-    "FirstLoss": "first_loss",
-    "GradientNorm": "gradient_norm",
-    "GradientNormCallback": "callbacks",
-    "LossCallback": "callbacks",
-    "LossMeter": "loss",
-    "LossOscillation": "loss_oscillation",
-    "LossStall": "loss_stall",
-    "LossTrend": "loss_trend",
-    "MemoryCallback": "callbacks",
-    "MemoryMonitor": "memory",
-    "Monitor": "monitor",
-    "MonitorAlarmError": "alarms",
-    "MonitorsCallback": "callbacks",
-    "NoiseScale": "noise_scale",
-    "NoiseScaleCallback": "callbacks",
-    "Pace": "pace",
-    "PaceCallback": "callbacks",
-    "RankGradients": "rank_gradients",
-    "RankGradientsCallback": "callbacks",
-    "RankLoss": "rank_loss",
-    "Ranks": "ranks",
-    "Replicas": "replicas",
-    "ReplicasCallback": "callbacks",
-    "SharedSamples": "shared_samples",
-    "SharedSamplesCallback": "callbacks",
-    "StageBalance": "stage_balance",
-    "TorchRanks": "ranks",
-    "all_callbacks": "callbacks",
-    "check_batch_norm": "batch_norm",
-    "compare_buffers": "batch_norm",
-    "convert_sync_batch_norm": "batch_norm",
-    "without_sentinels": "pipeline",
+#: Public names, by the module that holds them.
+_NAMES = {
+    "alarms": "Alarm Alarms MonitorAlarmError",
+    "batch_norm": "check_batch_norm compare_buffers convert_sync_batch_norm",
+    "batch_schedule": "BatchSchedule",
+    "callbacks": "BatchNormCallback GradientNormCallback LossCallback MemoryCallback MonitorsCallback "
+    "NoiseScaleCallback PaceCallback RankGradientsCallback ReplicasCallback SharedSamplesCallback all_callbacks",
+    "gradient_norm": "GradientNorm",
+    "loss": "LossMeter",
+    "loss_over_time": "AccuracyTrend FirstLoss LossOscillation LossStall LossTrend",
+    "memory": "MemoryMonitor",
+    "monitor": "Monitor",
+    "noise_scale": "NoiseScale",
+    "pace": "Pace",
+    "pipeline": "without_sentinels",
+    "rank_gradients": "RankGradients",
+    "rank_loss": "RankLoss",
+    "ranks": "Ranks TorchRanks",
+    "replicas": "Replicas",
+    "shared_samples": "SharedSamples",
+    "stage_balance": "StageBalance",
 }
-
-__all__ = [
-    "AccuracyTrend",
-    "Alarm",
-    "Alarms",
-    "BatchNormCallback",
-    "BatchSchedule",
-    "FirstLoss",
-    "GradientNorm",
-    "GradientNormCallback",
-    "LossCallback",
-    "LossMeter",
-    "LossOscillation",
-    "LossStall",
-    "LossTrend",
-    "MemoryCallback",
-    "MemoryMonitor",
-    "Monitor",
-    "MonitorAlarmError",
-    "MonitorsCallback",
-    "NoiseScale",
-    "NoiseScaleCallback",
-    "Pace",
-    "PaceCallback",
-    "RankGradients",
-    "RankGradientsCallback",
-    "RankLoss",
-    "Ranks",
-    "Replicas",
-    "ReplicasCallback",
-    "SharedSamples",
-    "SharedSamplesCallback",
-    "StageBalance",
-    "TorchRanks",
-    "all_callbacks",
-    "check_batch_norm",
-    "compare_buffers",
-    "convert_sync_batch_norm",
-    "without_sentinels",
-]
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

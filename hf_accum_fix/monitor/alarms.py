@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_accum_fix.errors import AccumFixError
@@ -18,15 +18,17 @@ logger = logging.getLogger("hf_accum_fix.monitor")
 
 @dataclass(frozen=True)
 class Alarm:
-    """Something is wrong with this run.
+    """Something is wrong with this run; or, an observation, is a fault or meant so, which only its owner knows.
 
     Attributes:
         kind: kebab-case name of the symptom and of the rank to blame, if any; alarms of one kind count as the same.
         message: what was found, where, and what to look at.
+        observation: it is logged, but neither counted nor handed to ``on_alarm``.
     """
 
     kind: str
     message: str
+    observation: bool = False
 
 
 OnAlarm = Callable[[Alarm], Any] | Literal["log", "stop", "raise"]
@@ -34,27 +36,6 @@ OnAlarm = Callable[[Alarm], Any] | Literal["log", "stop", "raise"]
 
 class MonitorAlarmError(AccumFixError):
     """An alarm that ends the run; raised on every rank at the same log."""
-
-
-class Streak:
-    """Readings in a row in which the same rank is to blame.
-
-    Args:
-        wanted: so many make an alarm; then the count begins anew.
-    """
-
-    def __init__(self, wanted: int) -> None:
-        self._wanted = wanted
-        self._rank, self._times = -1, 0
-
-    def completed_by(self, rank: int, *, to_blame: bool) -> bool:
-        """Whether this reading, in which that rank stands out, is the last one wanted."""
-        self._times = (self._times + 1 if rank == self._rank else 1) if to_blame else 0
-        self._rank = rank
-        completed = self._times >= self._wanted
-        if completed:
-            self._times = 0
-        return completed
 
 
 class Alarms:
@@ -77,7 +58,7 @@ class Alarms:
 
             ranks = TorchRanks()
         self._ranks, self.on_alarm = ranks, on_alarm
-        self._times: Counter[str] = Counter()
+        self._times, self._observed = Counter[str](), Counter[str]()
         self.stop = False
 
     @property
@@ -117,11 +98,15 @@ class Alarms:
         if alarm is None:
             return
         if step is not None:
-            alarm = Alarm(alarm.kind, f"step {step}: {alarm.message}")
-        self._times[alarm.kind] += 1
-        times = self._times[alarm.kind]
+            alarm = replace(alarm, message=f"step {step}: {alarm.message}")
+        counter = self._observed if alarm.observation else self._times
+        counter[alarm.kind] += 1
+        times = counter[alarm.kind]
         if self._ranks.rank == 0 and times & (times - 1) == 0:
-            logger.warning("%s: %s%s", alarm.kind, alarm.message, "" if times == 1 else f" (time {times})")
+            kind = f"observed, no alarm: {alarm.kind}" if alarm.observation else alarm.kind
+            logger.warning("%s: %s%s", kind, alarm.message, "" if times == 1 else f" (time {times})")
+        if alarm.observation:
+            return
         if callable(self._on_alarm):
             self._on_alarm(alarm)
         self.stop = self.stop or self._on_alarm == "stop"

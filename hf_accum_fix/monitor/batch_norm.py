@@ -31,6 +31,9 @@ from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, alike, by_rank
 
 #: Samples below which batch statistics cost accuracy. Source: Wu and He 2018, "Group Normalization", figure 1.
 SMALL_BATCH = 16
+#: Forwards after which running statistics are settled; standard deviations, or ratio of variances less one, that data
+#: of one kind do not differ by in a batch, however small.
+_SETTLED, _UNEVEN = 50, 3.0
 
 
 def check_batch_norm(
@@ -68,12 +71,13 @@ def check_batch_norm(
     return tuple(alarm for alarm in found if alarm is not None)
 
 
-def compare_buffers(model: nn.Module, ranks: Ranks | None = None) -> Alarm | None:
+def compare_buffers(model: nn.Module, ranks: Ranks | None = None, accumulation_steps: int = 1) -> Alarm | None:
     """The layer whose running statistics differ most over the ranks, if nothing synchronises them; else None.
 
     With DistributedDataParallel's defaults they differ between two forwards by design: the next one copies rank 0's.
-    Ranks that hold other layers (stages of a pipeline) are not compared. Three collectives at most: of one
-    number, of all running statistics, of two numbers a rank.
+    What a rank has added to them since then is its own data's: after 50 forwards, data of which the first layer has
+    other statistics are told. Ranks that hold other layers (stages of a pipeline) are not compared. Three collectives
+    at most: of one number, of all running statistics, of two numbers a rank.
     """
     ranks = ranks or TorchRanks()
     buffers = [
@@ -88,7 +92,7 @@ def compare_buffers(model: nn.Module, ranks: Ranks | None = None) -> Alarm | Non
     if ranks.size == 1 or not alike(ranks, [copied, *((name, buffer.shape) for name, buffer in buffers)]):
         return None
     if copied or not buffers:
-        return None
+        return _uneven(model, ranks, accumulation_steps) if buffers else None
     mine = torch.cat([buffer.flatten().cpu() for _, buffer in buffers])
     mean = ranks.sum(mine) / ranks.size
     places = torch.tensor([buffer.numel() for _, buffer in buffers]).cumsum(0)
@@ -104,6 +108,30 @@ def compare_buffers(model: nn.Module, ranks: Ranks | None = None) -> Alarm | Non
         f"the running statistics of the ranks differ, most in {name} (by {amount:.3g} from their mean): nothing brings "
         "them together, so that every rank evaluates with its own, and a checkpoint holds rank 0's alone; use "
         "SyncBatchNorm, or average the buffers over the ranks before evaluating",
+    )
+
+
+def _uneven(model: nn.Module, ranks: Ranks, accumulation_steps: int) -> Alarm | None:
+    """A rank whose samples have other statistics, by what it has added to those of rank 0 at the first layer."""
+    its = next(its for its in model.modules() if isinstance(its, _BatchNorm) and its.running_mean is not None)
+    assert its.running_mean is not None and its.running_var is not None and its.num_batches_tracked is not None
+    row = [its.running_mean, its.running_var, its.num_batches_tracked.expand_as(its.running_mean)]
+    mean, variance, forwards = by_rank(ranks, torch.stack([each.detach().double().cpu() for each in row])).unbind(1)
+    if isinstance(its, nn.SyncBatchNorm) or its.momentum is None or forwards.min() < _SETTLED:
+        return None
+    added = 1 - (1 - its.momentum) ** accumulation_steps
+    means = (mean - mean[0]).square().div(variance[0]).mean(1).sqrt() / added
+    variances = ((variance - variance[0]).abs() / variance[0]).median(1).values / added
+    apart = torch.maximum(means, variances)
+    rank = int(apart.argmax())
+    if not apart[rank] > _UNEVEN:
+        return None
+    return Alarm(
+        f"batch-norm-uneven-data-{rank}",
+        f"the samples of rank {rank} have other statistics than rank 0's at the first BatchNorm layer: their mean is "
+        f"{means[rank]:.2g} standard deviations apart, their variance by {variances[rank]:.2g} times rank 0's; the "
+        "running statistics, and so every evaluation, follow rank 0 alone; look at this rank's normalisation of its "
+        "inputs and at its shard",
     )
 
 

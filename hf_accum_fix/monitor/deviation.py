@@ -49,18 +49,22 @@ class Spread:
     does not settle as it should. So the ranks' differences, in their errors, are averaged over blocks
     of 1, 2, 4 ... 128 readings; a block mean times the root of its length has variance 1 if all is independent. Its
     variance is estimated for every rank from the others alone, so that a rank that is off does not hide itself: over
-    the ranks, and from how blocks change from one to the next (of two ranks, from that alone). A difference by design
-    shows in the first; a difficulty that persists for longer than was seen so far, in the second. The largest counts.
+    the ranks, and from how blocks change from one to the next. A difference by design shows in the first; a
+    difficulty that persists for longer than was seen so far, in the second. The largest counts. Of two ranks only the
+    second is known; in their first 12 readings it is taken from second differences, so that a fault that grows as
+    the model learns is not taken for ranks that wander.
 
     Source: batch means, Conway 1963; Alexopoulos and Seila 1998, "Output Data Analysis" (Handbook of Simulation, 7.3).
     """
 
-    def __init__(self) -> None:
-        self._levels = [_Level() for _ in range(_LEVELS)]
+    def __init__(self, ranks: int) -> None:
+        self._levels = [_Level(ranks) for _ in range(_LEVELS)]
+        self._of_two, self._count = ranks == 2, 0
 
     def add(self, differences: Sequence[float]) -> None:
         """Take one reading's differences of the ranks, in their errors, into account."""
         block = list(differences)
+        self._count += 1
         for number, level in enumerate(self._levels):
             merged = level.add(block, math.sqrt(2.0**number))
             if merged is None:
@@ -69,7 +73,8 @@ class Spread:
 
     def of(self, place: int) -> tuple[float, float]:
         """Factor, at least 1, by which the errors of the rank at this index are too small; its degrees of freedom."""
-        variance, freedom = max(level.variance(place) for level in self._levels)
+        early = self._of_two and self._count <= _EARLY
+        variance, freedom = max(level.variance(place, early) for level in self._levels)
         return (math.sqrt(variance), freedom) if variance > 1 else (1.0, math.inf)
 
 
@@ -81,22 +86,25 @@ _LEVELS, _BELIEF, _BELIEF_IN_CHANGES, _FORGETTING = 8, 4.0, 12.0, 1000.0
 class _Level:
     """Blocks of one length."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
         self._half: list[float] | None = None
         self._before: list[float] | None = None
-        self._over_ranks, self._over_time = _Variance(_BELIEF), _Variance(_BELIEF_IN_CHANGES)
+        self._change: float | None = None
+        self._of_two = ranks == 2
+        self._over_ranks, self._curved = _Variance(_BELIEF), _Variance(_BELIEF)
+        self._over_time = _Variance(_BELIEF_IN_CHANGES if ranks > 2 else _BELIEF)
 
     def add(self, block: list[float], scale: float) -> list[float] | None:
         """Take the mean of a block into account; the mean of two blocks where it completes a pair."""
-        if len(block) > 2:
+        if not self._of_two:
             self._over_ranks.add(_of_others([scale * value for value in block]), len(block) - 2)
         if self._before is not None:
             pairs = zip(block, self._before, strict=True)
             changes = [scale * (now - before) / math.sqrt(2.0) for now, before in pairs]
-            if len(block) > 2:
-                self._over_time.add(_of_others(changes), len(block) - 2)
-            else:
-                self._over_ranks.add([changes[0] ** 2] * 2, 1)
+            self._over_time.add([changes[0] ** 2] * 2 if self._of_two else _of_others(changes), max(len(block) - 2, 1))
+            if self._of_two and self._change is not None:
+                self._curved.add([(changes[0] - self._change) ** 2 / 3] * 2, 1)
+            self._change = changes[0]
         self._before = block
         if self._half is None:
             self._half = block
@@ -105,8 +113,10 @@ class _Level:
         self._half = None
         return merged
 
-    def variance(self, place: int) -> tuple[float, float]:
+    def variance(self, place: int, early: bool) -> tuple[float, float]:
         """Variance of a block mean, in units of its value for independent samples; its degrees of freedom."""
+        if self._of_two:
+            return (self._curved if early else self._over_time).of(place)
         return max(self._over_ranks.of(place), self._over_time.of(place))
 
 
@@ -137,6 +147,9 @@ def _of_others(differences: Sequence[float]) -> list[float]:
     return [sum(squares) - share * its for its in squares]
 
 
+#: Readings before which two ranks are not told apart: only from one to the next does it show how far they wander; first
+#: readings in which that is taken from second differences.
+_FEWEST_OF_TWO, _EARLY = 8, 12
 #: Readings kept; degrees of freedom of the prior variance of 1 over a stretch of them, where nothing shows that ranks
 #: wander; chance that the stretch of a healthy rank is odd.
 _PAST, _BELIEF_IN_STRETCH, _CHANCE = 256, 48.0, 1.8e-4
@@ -162,7 +175,7 @@ class Shifts:
     def __init__(self, readings_per_false_alarm: float) -> None:
         self._readings_per_false_alarm = readings_per_false_alarm
         self._cusums: dict[int, Cusum] = {}
-        self._spread, self._ranks = Spread(), list[int]()
+        self._spread, self._ranks = Spread(0), list[int]()
         self._past = deque[list[float]](maxlen=_PAST)
         self._named: dict[int, int] = {}
         self.worst: Deviation | None = None
@@ -179,7 +192,7 @@ class Shifts:
         """
         named = [each.rank for each in reading]
         if named != self._ranks:
-            self._spread, self._ranks = Spread(), named
+            self._spread, self._ranks = Spread(len(named)), named
             self._past.clear()
         if all(each.error for each in reading):
             self._past.append([each.difference / each.error for each in reading])
@@ -206,7 +219,8 @@ class Shifts:
         rows = list(self._past)[-self._cusums[its.rank].length :]
         if its.error == 0 or not rows:
             return True
-        if len(rows) < 2 * self._named.get(its.rank, 0):
+        wandering = len(rows[0]) == 2 and len(self._past) < _FEWEST_OF_TWO
+        if wandering or len(rows) < 2 * self._named.get(its.rank, 0):
             return False
         sums = [sum(column) / math.sqrt(len(rows)) for column in zip(*rows, strict=True)]
         others = sums[:place] + sums[place + 1 :]

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hf_accum_fix.monitor.run_logs import LogsError, Run, read_runs
-from hf_accum_fix.monitor.watch import report_and_findings
+from hf_accum_fix.monitor.watch import Report, look
 
 #: Letters of a curve, lowest to highest.
 _LEVELS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
@@ -25,25 +25,25 @@ def followable() -> bool:
 
 def follow(
     paths: Sequence[Path], against: str | None = None, seconds: float = 5.0, sleep: Callable[[float], None] = time.sleep
-) -> list[str]:
+) -> Report:
     """Show the report, and read the logs again every so many seconds, until it is interrupted.
 
     Logs that are not there yet, or are being written, are waited for.
 
     Args:
         paths: as `read_runs` takes them.
-        against: as in `report_and_findings`.
+        against: as in `look`.
         seconds: from one reading to the next.
         sleep: waits.
 
     Returns:
-        The findings of the last complete reading.
+        The last complete reading.
 
     Raises:
         LogsError: if it is interrupted before any logs could be read.
     """
-    found: list[str] = []
-    unread: LogsError | None = LogsError("interrupted before the logs were read; expected one complete reading")
+    found: Report | None = None
+    missing = LogsError("interrupted before the logs were read; expected one complete reading")
     try:
         from rich.live import Live
         from rich.text import Text
@@ -51,19 +51,19 @@ def follow(
         with Live(Text("reading"), auto_refresh=False) as live:
             while True:
                 try:
-                    runs = [run for path in paths for run in read_runs(path)]
-                    told, judged = report_and_findings(runs, against)
-                    told = "\n".join([*map(curve, runs), "", told])
-                    found, unread = judged, None
+                    unread: list[str] = []
+                    runs = [run for path in paths for run in read_runs(path, unread)]
+                    found = look(runs, against, unread)
+                    told = "\n".join([*map(curve, runs), "", found.words])
                 except LogsError as error:
-                    unread = unread and error
+                    missing = error
                     told = f"waiting: {error}"
                 told = f"{told}\n\n{time.strftime('%H:%M:%S')}, every {seconds:g} s; Ctrl-C ends"
                 live.update(Text(told), refresh=True)
                 sleep(seconds)
     except KeyboardInterrupt:
-        if unread is not None:
-            raise unread from None
+        if found is None:
+            raise missing from None
         return found
 
 

@@ -5,27 +5,32 @@ in ten, shows neither.
 
     norms = GradientNorm(max_norm=1.0)
     ...
-    norms.update(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))        # every step; no device sync
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norms.update(norm, items)                                                    # every step; no device sync
     reading = norms.read()                                                       # at every log: one device sync
     alarms.say(norms.judge(reading))
 
-The norm after the reduction is the same on every rank, so nothing is communicated.
+The norm after the reduction is the same on every rank, so `read` communicates nothing. The noise of a gradient falls
+with the root of its items: the short step at the end of an epoch is large by that, and no spike. Imports no torch by
+itself: `watch` judges logs by it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from hf_accum_fix.monitor.alarms import Alarm
+from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.robust import SIGMA_PER_MAD, median_and_sigma, noise_sigma
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOOK_AT = "look at the samples of that step, the learning rate (a longer warm-up) and the precision"
 
@@ -39,12 +44,14 @@ class Spike:
         norm: its size.
         usual: median of the steps before it.
         unusual: distance of its logarithm from the usual one's, in standard deviations of the noise.
+        items: of the step, as a share of the usual; 1 where they are not known.
     """
 
     steps_ago: int
     norm: float
     usual: float
     unusual: float
+    items: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -68,12 +75,13 @@ class GradientNormReading:
     not_finite: float
 
 
-class GradientNorm:
+class GradientNorm(Gathered[GradientNormReading]):
     """Compare every step's gradient norm with a window of the steps before it.
 
     A spike is a norm whose logarithm is more than ``unusual`` times its noise above its median over the window, and at
-    least ``factor`` times as large: logarithms, because norms are skewed; the noise from step to step (`noise_sigma`)
-    and the median, because neither the trend of a run that learns nor the spikes themselves must raise the bar.
+    least ``factor`` times as large, after what few items alone make of it: ``sqrt(usual items / items)`` at most, and
+    as much more noise. Logarithms, because norms are skewed; the noise from step to step (`noise_sigma`) and the
+    median, because neither the trend of a run that learns nor the spikes themselves must raise the bar.
 
     Args:
         max_norm: norm that gradients are clipped to; None where they are not.
@@ -81,45 +89,88 @@ class GradientNorm:
         unusual: standard deviations of the noise. At 9, log norms that follow Student's distribution of 5 degrees gave
             5 spikes in 60,000 simulated steps, normal ones none.
         factor: least ratio of a spike to the median.
+        every: steps from one norm to the next.
     """
 
     def __init__(
-        self, max_norm: float | None = None, window: int = 100, unusual: float = 9.0, factor: float = 3.0
+        self,
+        max_norm: float | None = None,
+        window: int = 100,
+        unusual: float = 9.0,
+        factor: float = 3.0,
+        every: float = 1,
     ) -> None:
-        self.max_norm = max_norm
+        self.max_norm, self._every = max_norm, every
         self._unusual, self._factor = unusual, factor
         self._usual: deque[float] = deque(maxlen=window)
+        self._items: deque[float] = deque(maxlen=window)
         self._finite: deque[bool] = deque(maxlen=window)
-        self._new: list[Any] = []
+        self._new: list[tuple[Any, Any]] = []
+        self._norms: list[float] = []
+        self._candidates: list[Spike] = []
         self._clipped = 0
         self._block: list[float] = []
         self._logs = deque[float](maxlen=_BLOCKS)
         self._told: dict[str, float] = {}
 
-    def update(self, norm: Tensor | float) -> None:
+    def update(self, norm: Tensor | float, items: Tensor | float = math.nan) -> None:
         """Take one step's norm into account, before clipping; no device sync.
 
         A norm whose parts lie on the ranks (fully_shard's) is reduced when it is read, by every rank.
+
+        Args:
+            norm: of the gradient, one number, the same on every rank.
+            items: of the step: all of them for `read`, this rank's for `row`; nan: not known.
         """
-        self._new.append(norm if hasattr(norm, "full_tensor") else torch.as_tensor(norm).detach())
+        self._new.append((norm.detach() if hasattr(norm, "detach") else norm, items))
 
     def read(self) -> GradientNormReading:
-        """The norms since the last reading: one device sync."""
-        new = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in self._new]
-        norms: list[float] = torch.stack([norm.float().reshape(()) for norm in new]).tolist() if new else []
+        """The norms since the last reading: one device sync, no collective."""
+        return self.reading(self.row()[None])
+
+    def row(self) -> Tensor:
+        """This rank's part of a reading: the items of steps that may be spikes, and the usual ones. One device sync."""
+        import torch
+
+        self.add(*_numbers(self._new))
         self._new.clear()
-        spikes = []
-        for place, norm in enumerate(norms):
+        row = torch.full((_CANDIDATES + 1,), math.nan, dtype=torch.float64)
+        row[: len(self._candidates)] = torch.tensor([its.items for its in self._candidates], dtype=torch.float64)
+        row[-1] = median(self._items) if self._items else math.nan
+        return row
+
+    def reading(self, table: Tensor) -> GradientNormReading:
+        """The reading, from the rows of all ranks."""
+        *items, usual = table.sum(0).tolist()
+        return self.told(items, usual)
+
+    def add(self, norms: Sequence[float], items: Sequence[float]) -> None:
+        """Take norms into account that are numbers already."""
+        self._norms = list(norms)
+        for place, (norm, its) in enumerate(zip(norms, items, strict=True)):
             self._finite.append(math.isfinite(norm))
             self._clipped = self._clipped + 1 if self.max_norm is not None and norm > self.max_norm else 0
             if math.isfinite(norm):
                 self._add(math.log(max(norm, _LEAST_NORM)))
             if not math.isfinite(norm) or norm <= 0:
                 continue
-            spike = self._spike(norm, len(norms) - 1 - place)
-            if spike is not None:
-                spikes.append(spike)
+            self._candidates += self._spike(norm, its, len(norms) - 1 - place)
             self._usual.append(norm)
+            if its > 0:
+                self._items.append(its)
+        self._candidates = sorted(self._candidates, key=lambda spike: -spike.unusual)[:_CANDIDATES]
+
+    def told(self, items: Sequence[float], usual: float) -> GradientNormReading:
+        """The reading of the norms that were added: items of the candidates over all ranks, and usual ones."""
+        norms, spikes = self._norms, []
+        for its, candidate in zip(items, self._candidates, strict=False):
+            share = min(its / usual, 1.0) if its > 0 and usual > 0 else 1.0
+            few, far = -math.log(share) / 2, math.log(candidate.norm / candidate.usual)
+            # The noise of a norm of few items is larger by the same root.
+            unusual = candidate.unusual * (far - few) / far * math.sqrt(share)
+            if far > math.log(self._factor) + few and unusual > self._unusual:
+                spikes.append(replace(candidate, unusual=unusual, items=share))
+        self._norms, self._candidates = [], []
         centre, sigma = median_and_sigma(self._usual) if self._usual else (math.nan, math.nan)
         max_norm = self.max_norm
         return GradientNormReading(
@@ -130,6 +181,14 @@ class GradientNorm:
             clipped=None if max_norm is None or not norms else sum(norm > max_norm for norm in norms) / len(norms),
             not_finite=1 - sum(self._finite) / len(self._finite) if self._finite else 0.0,
         )
+
+    def logged(self, reading: GradientNormReading) -> dict[str, float]:
+        """Median and MAD of the last norms, spikes and share of clipped steps since the last log."""
+        if not reading.steps:
+            return {}
+        found = {"gradient_norm_median": reading.median, "gradient_norm_mad": reading.mad}
+        found["gradient_norm_spikes"] = float(len(reading.spikes))
+        return found if reading.clipped is None else {**found, "clipped_steps_share": reading.clipped}
 
     def state_dict(self) -> dict[str, list[float] | list[bool]]:
         """The window of norms, for JSON, without norms that were not read yet."""
@@ -153,8 +212,9 @@ class GradientNorm:
         worst = max(reading.spikes, key=lambda spike: spike.unusual)
         return Alarm(
             "gradient-norm-spike",
-            f"gradient norm {worst.norm:.3g}, {worst.norm / worst.usual:.3g} times the usual {worst.usual:.3g}, "
-            f"{worst.steps_ago} steps before this log; {LOOK_AT}",
+            f"gradient norm {worst.norm:.3g}, {worst.norm / worst.usual:.3g} times the usual {worst.usual:.3g}"
+            f"{f', {worst.steps_ago} steps before this log' * (worst.steps_ago > 0)}"
+            f"{f', of a step with {worst.items:.2g} times the usual items' * (worst.items < _FEW)}; {LOOK_AT}",
         )
 
     def _always_clipped(self, reading: GradientNormReading) -> Alarm | None:
@@ -191,21 +251,34 @@ class GradientNorm:
             self._told[kind] = since[-1]
             return Alarm(
                 f"gradient-norm-{kind}",
-                f"the gradient norm {kind}: {math.exp(sign * since[0]):.3g} some {_BLOCK * len(since):,} steps ago, "
+                f"the gradient norm {kind}: {math.exp(sign * since[0]):.3g} some "
+                f"{_BLOCK * self._every * len(since):,.0f} steps ago, "
                 f"{math.exp(self._logs[-1]):.3g} now; look at the learning rate, weight decay and normalisation, and "
                 "for activations or a loss that grow or die",
             )
         return None
 
-    def _spike(self, norm: float, steps_ago: int) -> Spike | None:
-        if len(self._usual) < _ENOUGH:
-            return None
-        usual = median(self._usual)
+    def _spike(self, norm: float, items: float, steps_ago: int) -> list[Spike]:
+        """The candidate that this norm is, if any, with this rank's items."""
+        usual = median(self._usual) if len(self._usual) >= _ENOUGH else math.inf
         if norm <= self._factor * usual:
-            return None
+            return []
         sigma = noise_sigma([math.log(each) for each in self._usual])
         unusual = math.log(norm / usual) / max(sigma, _LEAST_SIGMA)
-        return Spike(steps_ago, norm, usual, unusual) if unusual > self._unusual else None
+        return [Spike(steps_ago, norm, usual, unusual, items)] if unusual > self._unusual else []
+
+
+def _numbers(new: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float]]:
+    """Norms and items on the host: one device sync."""
+    import torch
+
+    if not new:
+        return [], []
+    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm, _ in new]
+    columns = [torch.as_tensor(its).reshape(()) for its in (*norms, *(items for _, items in new))]
+    device = next((its.device for its in columns if its.device.type != "cpu"), torch.device("cpu"))
+    numbers = torch.stack([its.to(device, torch.float32, non_blocking=True) for its in columns]).tolist()
+    return numbers[: len(new)], numbers[len(new) :]
 
 
 #: Steps in a block of the drift, blocks kept, fewest that show one.
@@ -218,5 +291,7 @@ _LEAST_NORM = 1e-30
 _ALWAYS, _FAR_CLIPPED = 1000, 5.0
 #: Fewest norms that define a usual one.
 _ENOUGH = 30
+#: Most steps of a reading that may be spikes; share of the usual items that is told.
+_CANDIDATES, _FEW = 8, 0.9
 #: Least deviation of log norms that a window is assumed to have.
 _LEAST_SIGMA = 0.02

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
 
 
@@ -94,14 +95,7 @@ class Moments:
         )
 
     def _values(self) -> tuple[float, ...]:
-        return (
-            self.micro_batches,
-            self.items,
-            self.loss,
-            self.loss_squared,
-            self.loss_items,
-            self.items_squared,
-        )
+        return (self.micro_batches, self.items, self.loss, self.loss_squared, self.loss_items, self.items_squared)
 
 
 @dataclass(frozen=True)
@@ -141,7 +135,7 @@ class LossReading:
         return LossReading(tuple(moments.times(factor) for moments in self.ranks))
 
 
-class LossMeter:
+class LossMeter(Gathered[LossReading]):
     """Item-weighted mean of the loss of every micro-batch on every rank, kept on the device until it is read.
 
     Args:
@@ -205,6 +199,16 @@ class LossMeter:
                 for of_rank in table.view(-1, 3, 3).tolist()
             )
         )
+
+    def logged(self, reading: LossReading) -> dict[str, float]:
+        """Mean with its error; of several ranks each rank's, and their spread."""
+        found = {"loss_standard_error": reading.standard_error}
+        if reading.total.items:
+            found["loss"] = reading.mean
+        if len(reading.ranks) > 1:
+            found["rank_loss_spread"] = reading.spread
+            found.update((f"rank_loss_{rank}", its.mean) for rank, its in enumerate(reading.ranks) if its.items)
+        return found
 
     def clear(self) -> None:
         """Forget everything since the last reading, without communication."""

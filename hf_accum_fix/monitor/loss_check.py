@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
+from hf_accum_fix.monitor.gathered import Gathered
+
 #: Elements of float32 logits to process at a time: 64 MiB.
 _CHUNK = 2**24
 #: Relative difference of two losses that count as the same; of 16-bit ones.
@@ -57,7 +59,7 @@ class LossCheckReading:
     verdict: Verdict
 
 
-class LossCheck:
+class LossCheck(Gathered[LossCheckReading]):
     """Collect one micro-batch's numbers on the device, and judge them on demand."""
 
     def __init__(self) -> None:

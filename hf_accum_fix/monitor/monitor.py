@@ -15,31 +15,32 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.monitor.accuracy_trend import AccuracyTrend
 from hf_accum_fix.monitor.alarms import Alarm, Alarms, OnAlarm
-from hf_accum_fix.monitor.batch_norm import check_batch_norm
+from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
 from hf_accum_fix.monitor.batch_schedule import BatchSchedule
-from hf_accum_fix.monitor.first_loss import FirstLoss
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossMeter
-from hf_accum_fix.monitor.loss_oscillation import LossOscillation
-from hf_accum_fix.monitor.loss_stall import LossStall
-from hf_accum_fix.monitor.loss_trend import LossTrend
-from hf_accum_fix.monitor.memory import MIB, MemoryMonitor
+from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
+from hf_accum_fix.monitor.memory import MemoryMonitor
 from hf_accum_fix.monitor.noise_scale import NoiseScale
 from hf_accum_fix.monitor.pace import Pace
 from hf_accum_fix.monitor.rank_gradients import RankGradients
 from hf_accum_fix.monitor.rank_loss import RankLoss
-from hf_accum_fix.monitor.ranks import Gathered, Ranks, TorchRanks, on_every_rank, read_together
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, on_every_rank, read_together
 from hf_accum_fix.monitor.replicas import Replicas
 from hf_accum_fix.monitor.shared_samples import SharedSamples
 
 logger = logging.getLogger("hf_accum_fix.monitor")
+
+T = TypeVar("T")
+#: Step at which running statistics have settled.
+_SETTLED = 100
 
 
 class Monitor:
@@ -89,33 +90,24 @@ class Monitor:
         self._per_device_batch, self._accumulation_steps = per_device_batch, accumulation_steps
         self.alarms, self._step = Alarms(self._ranks, on_alarm), 0
         self._meter, self._schedule = LossMeter(self._ranks), BatchSchedule()
-        self._of_loss = (RankLoss(), LossTrend(), LossOscillation(), LossStall())
+        self._rank_loss, self._of_loss = RankLoss(), (LossTrend(), LossOscillation(), LossStall())
         self._first, self._accuracy = FirstLoss(), AccuracyTrend()
         self._guess = math.log(classes) if classes else math.nan
         self._norms, self._memory = GradientNorm(max_norm), MemoryMonitor(ranks=self._ranks)
         self._samples = SharedSamples(self._ranks) if self._ranks.size > 1 else None
         self._steps_logged, self._agreed = 0, False
+        self._items: Tensor | float = 0.0
         self._flat = any(type(parameter).__name__ == "FlatParameter" for parameter in model.parameters())
         self._rank_gradients: RankGradients | None = None
         self._replicas: Replicas | None = None
         self._noise: NoiseScale | None = None
         self._pace = Pace(model, self._ranks) if self._ranks.size > 1 else None
         if noise_scale_every is not None:
-            try:
-                self._noise = NoiseScale(model, noise_scale_every, self._ranks)
-            except UnsupportedSetupError as error:
-                self._not_watched("gradient noise scale", error)
+            every = noise_scale_every
+            self._noise = self._made("gradient noise scale", lambda: NoiseScale(model, every, self._ranks))
         if self._ranks.size > 1:
-            try:
-                gradients = RankGradients(self._ranks)
-                gradients.attach(model)  # type: ignore[arg-type]
-                self._rank_gradients = gradients
-            except UnsupportedSetupError as error:
-                self._not_watched("gradients of single ranks", error)
-            try:
-                self._replicas = Replicas(model, optimizer, self._ranks, check_every)
-            except UnsupportedSetupError as error:
-                self._not_watched("replicas", error)
+            self._rank_gradients = self._made("gradients of single ranks", self._attached)
+            self._replicas = self._made("replicas", lambda: Replicas(model, optimizer, self._ranks, check_every))
 
     @property
     def stop(self) -> bool:
@@ -135,6 +127,7 @@ class Monitor:
             items: how many.
         """
         self._meter.update(loss, items)
+        self._items = self._items + items
         if self._noise is not None:
             self._noise.micro_batch(items)
 
@@ -159,12 +152,15 @@ class Monitor:
             gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
             norm = nn.utils.get_total_norm(gradients) if gradients else None
         if norm is not None:
-            self._norms.update(norm)
+            self._norms.update(norm, self._items + items)
+        self._items = 0.0
         self._memory.sample()
         if self._pace is not None:
             self._pace.step()
         if self._replicas is not None:
             self._say(self._replicas.step())
+        if self._step == _SETTLED and self._per_device_batch is not None:
+            self._say(compare_buffers(self._model, self._ranks, self._accumulation_steps))
         if self._step == 2 and self._per_device_batch is not None:
             for alarm in check_batch_norm(
                 self._model,
@@ -185,56 +181,28 @@ class Monitor:
             MonitorAlarmError: for an alarm, where ``on_alarm`` is "raise".
         """
         self._agree()
-        gathered: list[Gathered] = [self._meter, self._memory]
-        optional = (self._rank_gradients, self._pace, self._noise, self._samples)
-        gathered += [each for each in optional if each is not None]
-        readings = read_together(self._ranks, gathered)
-        reading, memory, norms = readings[self._meter], readings[self._memory], self._norms.read()
-        found = {
-            "loss": reading.mean,
-            "loss_standard_error": reading.standard_error,
-            "gradient_norm_median": norms.median,
-            "gradient_norm_mad": norms.mad,
-            "gradient_norm_spikes": float(len(norms.spikes)),
-            "memory_mib": max(its.used for its in memory.ranks) / MIB,
-            "memory_peak_mib": max(its.peak for its in memory.ranks) / MIB,
-        }
-        if norms.clipped is not None:
-            found["clipped_steps_share"] = norms.clipped
-        if len(reading.ranks) > 1:
-            found["rank_loss_spread"] = reading.spread
-            found.update((f"rank_loss_{rank}", its.mean) for rank, its in enumerate(reading.ranks) if its.items)
+        optional = (self._norms, self._memory, self._samples, self._rank_gradients, self._pace, self._noise)
+        watching = [each for each in optional if each is not None]
+        readings = read_together(self._ranks, [self._meter, *watching])
+        reading = readings[self._meter]
+        found = self._meter.logged(reading)
+        rate = float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else math.nan
+        self._say(self._rank_loss.judge(reading))
         for judge in self._of_loss:
-            self._say(judge.judge(reading))
+            self._say(judge.judge(reading, rate))
         self._say(self._first.judge(reading, self._guess))
-        self._say(self._norms.judge(norms))
-        self._say(self._memory.judge(memory))
         if accuracy is not None:
             self._say(self._accuracy.judge(reading.mean, accuracy))
+        for each in watching:
+            self._say(each.judge(readings[each]))
+            found |= each.logged(readings[each])
         steps, self._steps_logged = self._step - self._steps_logged, self._step
         if steps:
             found["items_per_step"] = reading.total.items / steps
-            rate = float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else math.nan
             self._say(self._schedule.judge(found["items_per_step"], rate, self._ranks.size))
-        if self._samples is not None:
-            self._say(self._samples.judge(readings[self._samples]))
-        if self._rank_gradients is not None:
-            of_ranks = readings[self._rank_gradients]
-            found["rank_gradient_norm_jitter"] = of_ranks.jitter
-            self._say(self._rank_gradients.judge(of_ranks))
-        if self._pace is not None:
-            pace = readings[self._pace]
-            if pace.steps:
-                found |= {"slowest_rank": float(pace.slowest), "slowest_rank_lag_s": pace.lag(pace.slowest)}
-            self._say(self._pace.judge(pace))
-        if self._noise is not None:
-            noise = readings[self._noise]
-            if math.isfinite(noise.scale):
-                found |= {"noise_scale_items": noise.scale, "noise_scale_error": noise.error, "step_gain": noise.gain}
         found["alarms"] = float(self.alarms.count)
         # nan stands for a number that does not exist yet; a loss that is nan was measured.
-        measured = {"loss"} if reading.total.items else set()
-        return {name: value for name, value in found.items() if name in measured or not math.isnan(value)}
+        return {name: value for name, value in found.items() if name == "loss" or not math.isnan(value)}
 
     def _agree(self) -> None:
         """Leave out, once, what not every rank can watch: nobody must wait for it, nor add up rows of other lengths."""
@@ -265,6 +233,16 @@ class Monitor:
     def _say(self, alarm: Alarm | None) -> None:
         self.alarms.say(alarm, self._step)
 
-    def _not_watched(self, what: str, error: UnsupportedSetupError) -> None:
-        if self._ranks.rank == 0:
-            logger.warning("%s not watched: %s", what, error)
+    def _attached(self) -> RankGradients:
+        gradients = RankGradients(self._ranks)
+        gradients.attach(self._model)  # type: ignore[arg-type]
+        return gradients
+
+    def _made(self, what: str, make: Callable[[], T]) -> T | None:
+        """A monitor; None, with one warning, where the setup does not allow it."""
+        try:
+            return make()
+        except UnsupportedSetupError as error:
+            if self._ranks.rank == 0:
+                logger.warning("%s not watched: %s", what, error)
+            return None

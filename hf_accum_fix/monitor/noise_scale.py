@@ -20,16 +20,8 @@ which is the gradient of the step,
 are unbiased for the trace S of the covariance of one item's gradient and for the square of the true gradient, whatever
 the sizes of the micro-batches. Where these differ, the usual formula for equal ones is off by any factor.
 
-What it does not tell:
-
-- B is derived for plain SGD with the best learning rate at each batch; for Adam these assumptions are strong, and only
-  trainings at several batches show what a larger one costs (arXiv 2505.23971).
-- The batch above which data are wasted rises quickly at first, then slowly (same source): a reading is about now.
-- A small batch is no fault. With settings to match it learns as much from the same data (arXiv 2507.07101): B says how
-  many steps a larger one saves.
-- Items of one micro-batch count as independent. Tokens of one document are not; B is then of the micro-batches as they
-  were cut. Micro-batches must be exchangeable: windows dealt by length are refused.
-- |G|^2 is a small difference of large numbers where N is far below B: look at the error.
+B is of plain SGD, of now, and of micro-batches that are exchangeable, whose items count as independent; the README says
+what it does not tell. |G|^2 is a small difference of large numbers where N is far below B: look at the error.
 
 Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv 1812.06162, appendix A.1, for two
 sizes of batch); here for one sample of unequal sizes, as a one-way analysis of variance.
@@ -49,7 +41,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
+from hf_accum_fix.monitor.gathered import Gathered
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,7 @@ class NoiseScaleReading:
         )
 
 
-class NoiseScale:
+class NoiseScale(Gathered[NoiseScaleReading]):
     """Gradient noise scale of ragged micro-batches over all ranks, one backward each.
 
     In every ``every``-th window, hooks on the parameters see the gradient of each micro-batch before it is added to
@@ -112,13 +105,7 @@ class NoiseScale:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        every: int = 10,
-        ranks: Ranks | None = None,
-        windows: int = 100,
-        *,
-        dealt: bool = False,
+        self, model: nn.Module, every: int = 10, ranks: Ranks | None = None, windows: int = 100, *, dealt: bool = False
     ) -> None:
         self._ranks = ranks or TorchRanks()
         if dealt:
@@ -180,12 +167,8 @@ class NoiseScale:
         self._window += 1
         self._listen()
 
-    def read(self) -> NoiseScaleReading:
-        """The noise scale so far: one device sync, one collective of four numbers a window. Every rank reads."""
-        return self.reading(by_rank(self._ranks, self.row()))
-
     def row(self) -> Tensor:
-        """This rank's part of a reading: one device sync, no collective."""
+        """As in `Gathered`: one device sync."""
         rows = torch.zeros(self._windows, 4, dtype=torch.float64)
         if self._unread:
             found = torch.stack([torch.cat([sums, norm.reshape(1)]) for sums, norm in self._unread])
@@ -195,7 +178,7 @@ class NoiseScale:
         return rows.flatten()
 
     def reading(self, table: Tensor) -> NoiseScaleReading:
-        """The reading, from the rows of all ranks."""
+        """As in `Gathered`."""
         for shares, items, count, norm in table.sum(0).view(-1, 4).tolist():
             if count < 2:
                 continue
@@ -205,6 +188,12 @@ class NoiseScale:
             if math.isfinite(noise):
                 self._estimates.append((noise, norm**2 - noise / items, items))
         return _reading(self._estimates)
+
+    def logged(self, reading: NoiseScaleReading) -> dict[str, float]:
+        """The noise scale, its relative error, and what a step achieves."""
+        if not math.isfinite(reading.scale):
+            return {}
+        return {"noise_scale_items": reading.scale, "noise_scale_error": reading.error, "step_gain": reading.gain}
 
     def close(self) -> None:
         """Let go of the parameters: nothing is measured any more."""

@@ -14,30 +14,37 @@ of a step is spent together. A GPU that is slow while its host runs ahead is not
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from itertools import pairwise
+from statistics import NormalDist, fmean, median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.monitor.alarms import Alarm, Streak
-from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
+from hf_accum_fix.monitor.alarms import Alarm
+from hf_accum_fix.monitor.gathered import Gathered
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
+from hf_accum_fix.monitor.robust import normal_of_student
 
-#: Steps kept between two readings; fewest for a judgement; readings in a row in which a rank lags.
-_KEPT, _ENOUGH, _IN_A_ROW = 256, 5, 5
+#: Steps kept between two readings; fewest for a judgement; share of the longest that is left out.
+_KEPT, _ENOUGH, _LEFT_OUT = 256, 5, 0.2
+#: Last readings that a lag is judged over, and the chance that a healthy rank of these looks late (Bonferroni).
+_READINGS, _CHANCE = (8, 16, 32), 1e-3
 
 
 @dataclass(frozen=True)
 class PaceReading:
-    """Medians over the steps since the last reading, so that no single evaluation or checkpoint counts.
+    """Times since the last reading.
 
     Attributes:
-        own: [s] that each rank took before the reduction.
-        whole: [s] that a step took on the slowest rank.
+        own: [s] that each rank took before the reduction: the mean without its longest fifth, so that no evaluation and
+            no checkpoint counts.
+        whole: [s] that a step took on the slowest rank, the median.
         steps: fewest steps of a rank.
     """
 
@@ -56,8 +63,11 @@ class PaceReading:
         return self.own.index(max(self.own))
 
 
-class Pace:
+class Pace(Gathered[PaceReading]):
     """Time that each rank takes before all wait for it.
+
+    A rank lags where its mean lag over the last 8, 16 or 32 readings is surely above what nobody would act upon
+    (Student, Bonferroni over the ranks). A lag that comes and goes needs more of them.
 
     Args:
         model: the one in training, as it is called in the loop.
@@ -80,7 +90,7 @@ class Pace:
         self._began = self._ready = clock()
         self._own: deque[float] = deque(maxlen=_KEPT)
         self._whole: deque[float] = deque(maxlen=_KEPT)
-        self._lagging = Streak(_IN_A_ROW)
+        self._lags = deque[tuple[float, list[float]]](maxlen=_READINGS[-1])
         model.register_forward_hook(self._after_forward)
 
     def step(self) -> None:
@@ -91,37 +101,52 @@ class Pace:
             self._whole.append(now - self._began)
         self._began = self._ready = now
 
-    def read(self) -> PaceReading:
-        """The times since the last reading: one collective of three numbers a rank."""
-        return self.reading(by_rank(self._ranks, self.row()))
-
     def row(self) -> Tensor:
-        """This rank's part of a reading: no device sync, no collective."""
-        row = [median(self._own), median(self._whole), len(self._own)] if self._own else [0.0, 0.0, 0]
+        """As in `Gathered`: no device sync."""
+        kept = sorted(self._own)[: math.ceil((1 - _LEFT_OUT) * len(self._own))]
+        row = [fmean(kept), median(self._whole), len(self._own)] if kept else [0.0, 0.0, 0]
         self._own.clear()
         self._whole.clear()
         return torch.tensor(row, dtype=torch.float64)
 
     def reading(self, table: Tensor) -> PaceReading:
-        """The reading, from the rows of all ranks."""
+        """As in `Gathered`."""
         own, whole, steps = table.T.tolist()
         return PaceReading(tuple(own), max(whole), int(min(steps)))
 
     def judge(self, reading: PaceReading) -> Alarm | None:
-        """An alarm where the same rank lags in five readings in a row. Every rank judges alike."""
+        """An alarm where a rank lags, told again after eight readings or more. Every rank judges alike."""
         if len(reading.own) < 2 or reading.steps < _ENOUGH:
             return None
-        rank = reading.slowest
-        lag = reading.lag(rank)
         tolerance = max(self._tolerance * reading.whole, self._tolerance_in_seconds)
-        if not self._lagging.completed_by(rank, to_blame=lag > tolerance):
-            return None
-        return Alarm(
-            f"rank-lags-{rank}",
-            f"rank {rank}: ready {lag:.3g} s later than the others in a step of {reading.whole:.3g} s, in "
-            f"{_IN_A_ROW} logs in a row; all wait for it; look at its data loading, the length of its batches, its "
-            "processor and who else uses it",
-        )
+        self._lags.append((tolerance, [reading.lag(rank) for rank in range(len(reading.own))]))
+        far = NormalDist().inv_cdf(1 - _CHANCE / len(reading.own))
+        for count in _READINGS:
+            last = list(self._lags)[-count:]
+            means = [fmean(column) for column in zip(*(lags for _, lags in last), strict=True)]
+            rank = means.index(max(means))
+            beyond = means[rank] - fmean(tolerance for tolerance, _ in last)
+            if len(last) < count or beyond <= 0:
+                continue
+            apart = [lags[rank] - means[rank] for _, lags in last]
+            together = sum(one * other for one, other in pairwise(apart))
+            squares = sum(its * its for its in apart) + 2 * max(together, 0.0)
+            error = math.sqrt(squares / (count - 1) / count)
+            if normal_of_student(beyond / max(error, 1e-9), count - 1) > far:
+                self._lags.clear()
+                return Alarm(
+                    f"rank-lags-{rank}",
+                    f"rank {rank}: ready {means[rank]:.3g} s later than the others in a step of {reading.whole:.3g} s, "
+                    f"in the mean of the last {count} logs; all wait for it; look at its data loading, the length of "
+                    "its batches, its processor and who else uses it",
+                )
+        return None
+
+    def logged(self, reading: PaceReading) -> dict[str, float]:
+        """The rank that is ready last, and how much later than the others [s]."""
+        if not reading.steps:
+            return {}
+        return {"slowest_rank": float(reading.slowest), "slowest_rank_lag_s": reading.lag(reading.slowest)}
 
     def _after_forward(self, module: nn.Module, *args: Any) -> None:
         if module.training and torch.is_grad_enabled():

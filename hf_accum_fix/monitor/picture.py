@@ -55,8 +55,8 @@ def write_picture(runs: Sequence[Run], path: Path) -> None:
         if its.gradients is not None:
             norms = run.series["grad_norm"]
             axes["gradient norm"].plot(norms.steps, norms.values, color=colour, linewidth=1)
-        if its.accuracy is not None:
-            series = run.series[its.accuracy.name]
+        if its.accuracy:
+            series = run.series[its.accuracy]
             axes["accuracy"].plot(series.steps, series.values, color=colour, marker=".")
     for name, panel in axes.items():
         panel.set_ylabel(name)

@@ -46,22 +46,25 @@ class Sentinel:
                 "stage before the last); read the log of a rank of the last stage, the highest rank as a rule, or let "
                 "a LossMeter bring its loss to rank 0"
             )
+        verb = "is" if len(self.places) == 1 else "are"
         return (
-            f"{len(self.places)} of {self.count} losses are {self.value:g}, which stands for a rank without a loss (a "
-            "pipeline stage before the last); they are left out"
+            f"{len(self.places)} of {self.count} losses {verb} {self.value:g}, which stands for a rank without a loss "
+            "(a pipeline stage before the last); left out here"
         )
 
 
 def without_sentinels(losses: Sequence[float]) -> tuple[list[float], Sentinel | None]:
     """The real losses, and the sentinel that was left out; None where there was none.
 
-    A sentinel is -1 twice, or another negative whole number three times, digit for digit, that no other value is near:
-    losses that may be negative do not repeat themselves exactly.
+    A sentinel is -1, once where all others are above zero, else twice, or another negative whole number three times,
+    digit for digit, that no other value is near: losses that may be negative do not repeat themselves exactly.
     """
     repeated = Counter(loss for loss in losses if loss < 0 and float(loss).is_integer())
     for value, times in repeated.most_common(1):
         near = any(0 < abs(loss - value) < 0.5 for loss in losses)
-        if times >= (_LEAST_TIMES_OF_MINUS_ONE if value == -1 else _LEAST_TIMES) and not near:
+        alone = len(losses) > 1 and all(loss > 0 or loss == value for loss in losses)
+        least = _LEAST_TIMES if value != -1 else 1 if alone else _LEAST_TIMES_OF_MINUS_ONE
+        if times >= least and not near:
             places = tuple(place for place, loss in enumerate(losses) if loss == value)
             kept = [loss for loss in losses if loss != value]
             return kept, Sentinel(value, places, len(losses))

@@ -48,7 +48,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.deviation import OF_TWO, Deviation, Shifts
-from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
+from hf_accum_fix.monitor.gathered import Gathered
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -78,7 +79,7 @@ class RankGradientsReading:
         return median(shares) if shares else math.nan
 
 
-class RankGradients:
+class RankGradients(Gathered[RankGradientsReading]):
     """Norm of each rank's gradient before the reduction, and whether one rank's is off for good.
 
     Args:
@@ -162,12 +163,8 @@ class RankGradients:
             self._squares.clear()
         self._step += 1
 
-    def read(self) -> RankGradientsReading:
-        """The norms since the last reading, the last 64 of them: one device sync, one collective."""
-        return self.reading(by_rank(self._ranks, self.row()))
-
     def row(self) -> Tensor:
-        """This rank's part of a reading: one device sync, no collective."""
+        """As in `Gathered`: one device sync."""
         norms = torch.zeros(_KEPT + 1, dtype=torch.float64)
         norms[-1] = len(self._norms)
         if self._norms:
@@ -176,7 +173,7 @@ class RankGradients:
         return norms
 
     def reading(self, table: Tensor) -> RankGradientsReading:
-        """The reading, from the rows of all ranks."""
+        """As in `Gathered`."""
         steps = int(table[:, -1].min())
         return RankGradientsReading(tuple(map(tuple, table[:, :steps].tolist())))
 
@@ -233,6 +230,14 @@ class RankGradients:
             f"{OF_TWO if len(reading.norms) == 2 else ''}; look at this rank's data shard and item counts, its seed "
             "and its precision",
         )
+
+    def logged(self, reading: RankGradientsReading) -> dict[str, float]:
+        """Jitter of the norms over the ranks, and the most unusual rank."""
+        found = {"rank_gradient_norm_jitter": reading.jitter}
+        if self.worst is not None:
+            found["rank_gradient_worst_rank"] = float(self.worst.rank)
+            found["rank_gradient_worst_in_standard_errors"] = self.worst.unusual
+        return found
 
 
 def deviations(steps: list[tuple[float, ...]], tolerance: float = 0.0) -> list[Deviation]:

@@ -63,11 +63,15 @@ class RankLoss:
             if others:
                 return Alarm(
                     f"rank-loss-not-finite-{broken[0]}",
-                    f"the losses of rank {_listed(broken)} are not finite, those of rank {_listed(others)} are; "
+                    f"the loss of rank {_listed(broken)} is not finite, that of rank {_listed(others)} is; "
                     "look at its data (an empty micro-batch, an outlier) and its precision",
                 )
-            of_all = "" if len(reading.ranks) == 1 else f" (of rank {_listed(broken)}, the only ones with a loss)"
-            return Alarm("loss-not-finite", f"the loss is not finite{of_all}; look at learning rate and precision")
+            words = "the loss is not finite"
+            if len(reading.ranks) > len(broken):
+                words += f" on rank {_listed(broken)}, and the other ranks report none"
+            elif len(broken) > 1:
+                words += " on any rank"
+            return Alarm("loss-not-finite", f"{words}; look at the learning rate and the precision")
         if len(reading.ranks) < 2:
             return None
         self._carried = (

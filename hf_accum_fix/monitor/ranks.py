@@ -88,20 +88,8 @@ def by_rank(ranks: Ranks, row: Tensor) -> Tensor:
     return ranks.sum(table)
 
 
-class Gathered(Protocol):
-    """A monitor whose reading is made of one row of numbers from each rank."""
-
-    def row(self) -> Tensor:
-        """This rank's numbers since the last reading, [numbers], float64 on the CPU: as many on every rank."""
-        ...
-
-    def reading(self, table: Tensor) -> Any:
-        """The reading, from the rows of all ranks: [ranks, numbers]."""
-        ...
-
-
-def read_together(ranks: Ranks, monitors: Sequence[Gathered]) -> dict[Gathered, Any]:
-    """The reading of each of several monitors, from one sum."""
+def read_together(ranks: Ranks, monitors: Sequence[Any]) -> dict[Any, Any]:
+    """The reading of each of several monitors (`Gathered`), from one sum."""
     if not monitors:
         return {}
     rows = [each.row() for each in monitors]

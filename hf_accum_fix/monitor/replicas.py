@@ -136,8 +136,8 @@ class Replicas:
         odd = ", ".join(str(rank) for rank, value in enumerate(column) if value != most)
         return Alarm(
             "replicas-not-alike",
-            f"rank {odd} holds another tensor where rank {self._ranks.rank} has {here}"
-            f": names, shapes or types differ, and nothing is compared; {_OTHER_PARTS}",
+            f"rank {odd} and the others hold different tensors in the same place (rank {self._ranks.rank}: {here}): "
+            f"names, shapes or types differ, and nothing is compared; {_OTHER_PARTS}",
         )
 
     def _find(self, names: list[str], prints: list[int]) -> Difference:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ PREFIX = "hf_accum_fix/"
 #: Name of the loss of a guess with all classes equally likely, ln(classes).
 GUESS = f"{PREFIX}loss_of_a_guess"
 #: Keys that hold the optimizer step of a line.
-_STEP_KEYS = ("step", "_step", "current_steps", "global_step", "iteration", "trainer/global_step", "epoch")
+_STEP_KEYS: tuple[str, ...] = ("step", "_step", "Step", "current_steps", "global_step", "iteration")
+_STEP_KEYS += ("trainer/global_step", "train/global_step", "epoch")
 #: Whole columns in a line of a sweep's results (recipes/llava_sweep.py), and their names here.
 _WHOLE_COLUMNS = {"losses": "loss", "grad_norms": "grad_norm"}
 _IGNORED = {"total_flos", *_STEP_KEYS}
@@ -28,6 +31,20 @@ _ALIASES = {
     "learning_rate": ("lr", "learning rate"),
 }
 _KINDS = ("*.jsonl", "*.csv", "*.log", "*.txt")
+#: A column of a chart that W&B exports: run, metric, and which of the three columns it has.
+_CHART = re.compile(r"(.+) - (.+?)(__MIN|__MAX)?")
+#: Accumulation steps and ranks, as the rows of a sweep name them, and as consoles and files beside a log do.
+_SETTINGS = {
+    "accumulation": ("accumulation", "gradient_accumulation_steps", "accumulation_steps"),
+    "ranks": ("processes", "num_processes", "world_size", "ranks"),
+}
+_SETTING = {
+    name: re.compile(rf"\b(?:{'|'.join(words)})[\"']?\s*[:=]\s*(\d+)", re.IGNORECASE)
+    for name, words in {
+        "accumulation": ("gradient[_ ]accumulation[_ ]steps",),
+        "ranks": ("num_processes", "world_size"),
+    }.items()
+}
 
 
 class LogsError(AccumFixError):
@@ -70,14 +87,22 @@ class Run:
     Attributes:
         name: where they were found, and which line of a sweep; printable.
         series: by the name they were logged under (TensorBoard's ``train/`` taken off); printable.
+        settings: "accumulation" steps and "ranks", where they are known.
+        left_out: the lines that could not be read, in words; empty: none.
     """
 
     name: str
     series: Mapping[str, Series]
+    settings: Mapping[str, int] = field(default_factory=dict)
+    left_out: str = ""
 
 
-def read_runs(path: Path) -> list[Run]:
+def read_runs(path: Path, unread: list[str] | None = None) -> list[Run]:
     """The runs in a file or a folder; a folder without logs of its own is looked through for folders with some.
+
+    Args:
+        path: of the file or the folder.
+        unread: takes in words what could not be read beside others; None: that is an error.
 
     Raises:
         LogsError: if there is none.
@@ -87,35 +112,46 @@ def read_runs(path: Path) -> list[Run]:
     if not (path.is_file() or path.is_dir()):
         # Reading a pipe or a device may wait for ever.
         raise LogsError(f"{path} is no regular file; expected a folder of logs, a trainer_state.json or a .jsonl file")
-    runs = _runs_of_file(path) if path.is_file() else _runs_of_folder(path)
-    if not runs and path.is_dir():
-        runs = [run for folder in sorted(path.iterdir()) if folder.is_dir() for run in _runs_of_folder(folder)]
-    runs = [run for run in runs if "loss" in run.series]
+    broken: list[LogsError] = []
+    found = _runs_of_file(path) if path.is_file() else _runs_of_folder(path, broken)
+    if not found and path.is_dir():
+        found = [run for folder in sorted(path.iterdir()) if folder.is_dir() for run in _runs_of_folder(folder, broken)]
+    runs = [run for run in found if "loss" in run.series]
+    if broken and (unread is None or not runs):
+        raise broken[0]
     if not runs:
+        columns = ", ".join(sorted({name for run in found for name in run.series})) or "none"
         raise LogsError(
-            f"no loss was found in {path}; expected a trainer_state.json (here or in checkpoint-*), a .jsonl or "
-            ".csv file with `step` and `loss`, TensorBoard event files, or what a trainer printed (.log, .txt); of W&B "
-            "the exported history"
+            f"no loss was found in {path} (columns found: {columns}); expected a trainer_state.json (here or in "
+            "checkpoint-*), a .jsonl or .csv file with `step` and `loss`, TensorBoard event files, what a trainer "
+            "printed (.log, .txt), or W&B's exported history or chart; rename the column to `loss`"
         )
+    if unread is not None:
+        unread += map(str, broken)
     return runs
 
 
-def _runs_of_folder(folder: Path) -> list[Run]:
+def _runs_of_folder(folder: Path, broken: list[LogsError]) -> list[Run]:
     """Runs from one kind of logs only: the same run may be logged in several."""
     state = _latest_state(folder)
-    if state is not None:
-        return _runs_of_file(state)
-    for kind in _KINDS:
-        runs = [run for file in sorted(folder.glob(kind)) if file.is_file() for run in _runs_of_file(file)]
-        runs = [run for run in runs if "loss" in run.series]
-        if runs:
-            return runs
+    files = [[state]] if state is not None else [sorted(filter(Path.is_file, folder.glob(kind))) for kind in _KINDS]
+    seen: list[Run] = []
+    for of_kind in files:
+        runs: list[Run] = []
+        for file in of_kind:
+            try:
+                runs += _runs_of_file(file)
+            except LogsError as error:
+                broken.append(error)
+        seen += runs
+        if any("loss" in run.series for run in runs):
+            return [run for run in runs if "loss" in run.series]
     events = sorted(folder.glob("**/*tfevents*"))
     for event in events:
         if not event.is_file():
             # TensorBoard's reader opens everything in the folder, and waits at a pipe for ever.
             raise LogsError(f"{event} is no regular file; expected TensorBoard event files; move it elsewhere")
-    return [_from_events(place) for place in sorted({event.parent for event in events})]
+    return [_from_events(place) for place in sorted({event.parent for event in events})] or seen
 
 
 def _latest_state(folder: Path) -> Path | None:
@@ -134,31 +170,48 @@ def _number(checkpoint: Path) -> int | None:
 def _runs_of_file(file: Path) -> list[Run]:
     name = str(file.parent if file.name == "trainer_state.json" else file)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig", errors="replace")
         if file.suffix == ".jsonl":
-            return _from_lines(name, _lines(text))
-        if file.suffix == ".csv":
-            return [_from_rows(name, rows_of_csv(text))]
-        if file.suffix in (".log", ".txt", ".out"):
-            return [_from_rows(name, rows_of_console(text))]
-        return [_with_guess(_from_rows(name, json.loads(text)["log_history"]), file.parent)]
+            runs = _from_lines(name, list(_rows_of_lines(text)))
+        elif file.suffix == ".csv":
+            runs = _from_csv(name, rows_of_csv(text))
+        elif file.suffix in (".log", ".txt", ".out"):
+            runs = [_from_rows(name, rows_of_console(text))]
+        else:
+            runs = [_with_guess(_from_rows(name, json.loads(text)["log_history"]), file.parent)]
+        beside = _settings_beside(file, text) if len(runs) == 1 else {}
+        return [replace(run, settings={**beside, **run.settings}) for run in runs]
     except (OSError, ValueError, OverflowError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise LogsError(
             f"{file} could not be read ({type(error).__name__}: {error}); expected a trainer_state.json with a "
-            "log_history, or a .jsonl file with an object a line"
+            "log_history, a .jsonl file with an object a line, or a .csv file with a header"
         ) from error
 
 
-def _lines(text: str) -> list[dict[str, Any]]:
-    """The objects of the lines, without a last line that is half written."""
-    *whole, last = text.split("\n")
-    rows = [json.loads(line) for line in whole if line.strip()]
-    try:
-        return [*rows, json.loads(last)] if last.strip() else rows
-    except ValueError:
-        if not rows:
-            raise
-        return rows
+def _rows_of_lines(text: str) -> Iterator[dict[str, Any]]:
+    """The objects of the lines, empty where one could not be read, without a last line that is half written."""
+    lines = text.split("\n")
+    for place, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            if place == len(lines) > 1:
+                return
+            row = {}
+        yield row if isinstance(row, dict) else {}
+
+
+def _settings_beside(file: Path, text: str) -> dict[str, int]:
+    """Accumulation steps and ranks, from a console or from the settings that lie beside a log, where they are alike."""
+    texts = [text] if file.suffix in (".log", ".txt", ".out") else []
+    for pattern in ("*args*.json", "*args*.yaml", "config.yaml"):
+        texts += [
+            its.read_text(encoding="utf-8", errors="replace") for its in file.parent.glob(pattern) if its.is_file()
+        ]
+    found = {name: {int(its) for text in texts for its in known.findall(text)} for name, known in _SETTING.items()}
+    return {name: its.pop() for name, its in found.items() if len(its) == 1}
 
 
 def _with_guess(run: Run, folder: Path) -> Run:
@@ -178,14 +231,28 @@ def _with_guess(run: Run, folder: Path) -> Run:
         classes = 0
     if classes < 2:
         return run
-    return Run(run.name, {**run.series, GUESS: Series((0.0,), (math.log(classes),))})
+    return replace(run, series={**run.series, GUESS: Series((0.0,), (math.log(classes),))})
 
 
 def _from_lines(name: str, rows: list[dict[str, Any]]) -> list[Run]:
     whole = [row for row in rows if "losses" in row]
     if not whole:
         return [_from_rows(name, rows)] if rows else []
-    return [Run(printable(f"{name}: {_label(row)}"), dict(_columns(row))) for row in whole]
+    return [Run(printable(f"{name}: {_label(row)}"), dict(_columns(row)), dict(_settings(row))) for row in whole]
+
+
+def _from_csv(name: str, rows: list[dict[str, float]]) -> list[Run]:
+    """One run, or those of a chart that W&B exported."""
+    charts: dict[str, list[dict[str, float]]] = {}
+    for row in rows:
+        steps = {key: value for key, value in row.items() if key in _STEP_KEYS}
+        of_row: dict[str, dict[str, float]] = {}
+        for key, value in row.items():
+            if (its := _CHART.fullmatch(key)) and not its[3]:
+                of_row.setdefault(its[1], dict(steps))[its[2]] = value
+        for run, its_row in of_row.items():
+            charts.setdefault(run, []).append(its_row)
+    return [_from_rows(f"{name}: {run}", its) for run, its in charts.items()] or [_from_rows(name, rows)]
 
 
 def _columns(row: Mapping[str, Any]) -> Iterator[tuple[str, Series]]:
@@ -193,6 +260,13 @@ def _columns(row: Mapping[str, Any]) -> Iterator[tuple[str, Series]]:
         values = row.get(column, ())
         if values:
             yield meaning, Series(tuple(map(float, range(1, len(values) + 1))), tuple(map(_number_of, values)))
+
+
+def _settings(row: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for name, keys in _SETTINGS.items():
+        value = next((row[key] for key in keys if key in row), None)
+        if isinstance(value, int) and value > 0:
+            yield name, value
 
 
 def _label(row: Mapping[str, Any]) -> str:
@@ -203,16 +277,31 @@ def _label(row: Mapping[str, Any]) -> str:
 
 def _from_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> Run:
     columns: dict[str, tuple[list[float], list[float]]] = {}
+    bad: list[int] = []
+    rows = list(rows)
     for place, row in enumerate(rows, start=1):
-        step = next((float(row[key]) for key in _STEP_KEYS if key in row), float(place))
-        if not math.isfinite(step):
-            raise ValueError(f"got step {step}; expected a number")
+        at = next((row[key] for key in _STEP_KEYS if key in row), place)
+        step = _number_of(at) if isinstance(at, (int, float)) else math.nan
+        if not row or not math.isfinite(step):
+            bad.append(place)
+            continue
         for key, value in row.items():
             if key not in _IGNORED and isinstance(value, (int, float)) and not isinstance(value, bool):
                 steps, values = columns.setdefault(printable(key.removeprefix("train/")), ([], []))
                 steps.append(step)
                 values.append(_number_of(value))
-    return _named(name, {key: Series(tuple(steps), tuple(values)) for key, (steps, values) in columns.items()})
+    if 2 * len(bad) > len(rows):
+        raise ValueError(f"{len(bad)} of {len(rows)} lines could not be read, the first is number {bad[0]}")
+    run = _named(name, {key: _in_order(*of_key) for key, of_key in columns.items()})
+    return replace(run, left_out=f"{len(bad)} of {len(rows)} lines, the first is number {bad[0]}") if bad else run
+
+
+def _in_order(steps: Sequence[float], values: Sequence[float]) -> Series:
+    """By the steps; of a run that went back to a checkpoint, what came last."""
+    if all(before <= after for before, after in pairwise(steps)):
+        return Series(tuple(steps), tuple(values))
+    last = dict(zip(steps, values, strict=True))
+    return Series(tuple(sorted(last)), tuple(last[step] for step in sorted(last)))
 
 
 def _named(name: str, series: dict[str, Series]) -> Run:
@@ -246,5 +335,5 @@ def _from_events(folder: Path) -> Run:
     for tag in events.Tags()["scalars"]:
         scalars = events.Scalars(tag)
         key = printable(tag.removeprefix("train/").replace("eval/", "eval_"))
-        series[key] = Series(tuple(float(s.step) for s in scalars), tuple(float(s.value) for s in scalars))
+        series[key] = _in_order([float(s.step) for s in scalars], [float(s.value) for s in scalars])
     return _named(str(folder), series)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
-from hf_accum_fix.monitor.accuracy_trend import in_words, stands
+from hf_accum_fix.monitor.alarms import Alarm
+from hf_accum_fix.monitor.gradient_norm import LOOK_AT, GradientNorm
+from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
+from hf_accum_fix.monitor.memory_trend import MIB, Trend, TrendKind, trend
 from hf_accum_fix.monitor.pipeline import Sentinel, without_sentinels
 from hf_accum_fix.monitor.robust import (
     SIGMA_PER_MAD,
@@ -28,8 +31,16 @@ _POINTS = 60
 #: A gradient norm is a spike if its logarithm is this many times the noise above the median of so many neighbours on
 #: either side, and if it is at least this many times as large.
 _SPIKE, _NEIGHBOURS, _SPIKE_TIMES = 9.0, 20, 3.0
-#: Names that memory, and one rank's loss, are logged under.
-_MEMORY = re.compile(r"memory_(peak_)?(mib|gib)$|^memory/max_(active|reserved)\(GiB\)$")
+#: A loss of exactly zero after one above this is no loss: a Trainer logs nan so.
+_NOT_ZERO = 0.01
+#: Ratio of the last tenth of the losses to the best that is divergence, where it is halfway back to the first.
+_OVER_THE_BEST = 1.5
+#: Fewest logs, and steps, that show a leak.
+_LOGS_OF_A_LEAK, _STEPS_OF_A_LEAK = 16, 250
+#: Names that memory (not its peak since the start, which can only grow), an accuracy, and one rank's loss, are logged
+#: under.
+_MEMORY = re.compile(r"memory_(?:peak_)?(mib|gib)$|^memory/max_(?:active|reserved)\((GiB)\)$")
+_ACCURACY = re.compile(r".*(accuracy|_acc|top1|top5)|acc")
 _OF_A_RANK = re.compile(rf"(?:{PREFIX})?(?:rank_loss_|loss_rank_?|loss/rank_?)(\d+)")
 
 
@@ -49,27 +60,6 @@ class GradientNorms:
 
 
 @dataclass(frozen=True)
-class Accuracy:
-    """How fast an accuracy rose.
-
-    Attributes:
-        name: it was logged under.
-        first: first value.
-        last: last value.
-        near_step: step at which nine tenths of the gain were reached.
-        slope: over the second half [per step]; None where that is too short.
-        stands: that it does while the loss falls, in words; empty where it does not.
-    """
-
-    name: str
-    first: float
-    last: float
-    near_step: float
-    slope: Slope | None
-    stands: str = ""
-
-
-@dataclass(frozen=True)
 class Summary:
     """One run.
 
@@ -83,10 +73,12 @@ class Summary:
         not_finite: steps whose logged loss is nan or inf.
         sentinel: the number that was left out as "no loss"; None: none.
         gradients: None where no norm was logged.
-        accuracy: None where none was logged.
+        accuracy: the name that one was logged under; empty: none.
         alarms: by monitor: how many, and the step by which the first was logged.
-        guess: loss of a guess, ln(classes), where the log or the model beside it has it; else nan.
+        told: what the monitors find in these logs: alarms and observations.
         beside: learning rate, memory and the ranks' losses, in words, where they were logged.
+        settings: as in `Run`.
+        left_out: as in `Run`.
     """
 
     run: str
@@ -98,20 +90,33 @@ class Summary:
     not_finite: tuple[float, ...]
     sentinel: Sentinel | None
     gradients: GradientNorms | None
-    accuracy: Accuracy | None
+    accuracy: str
     alarms: dict[str, tuple[int, float]]
-    guess: float = math.nan
+    told: tuple[Alarm, ...] = ()
     beside: tuple[tuple[str, str], ...] = ()
+    settings: Mapping[str, int] = field(default_factory=dict)
+    left_out: str = ""
 
 
 def summarise(run: Run) -> Summary:
     """What a run's logs say."""
     logged = run.series["loss"]
     _, sentinel = without_sentinels([value for value in logged.values if math.isfinite(value)])
-    loss = logged.where(lambda value: math.isfinite(value) and (sentinel is None or value != sentinel.value))
+    zeros = _zeros(logged)
+    dropped = {0.0} if zeros else set()
+    loss = logged.where(lambda value: math.isfinite(value) and value not in dropped)
+    loss = loss if sentinel is None else loss.where(lambda value: value != sentinel.value)
     tail = loss.values[-max(len(loss) // 10, 1) :]
     last = fmean(tail) if tail else math.nan
-    as_share = 1.0 if all_positive(loss.values) else abs(last)
+    as_share = 1.0 if all_positive(loss.values) else abs(last) or math.nan
+    not_finite = logged.where(lambda value: not math.isfinite(value)).steps
+    memory, gradients = dict(_memory(run)), _gradients(run)
+    told = (
+        *_of_missing(not_finite, zeros, sentinel),
+        *_of_loss(run, loss),
+        *_of_norms(run, gradients),
+        *_of_memory(memory),
+    )
     return Summary(
         run=run.name,
         loss=loss,
@@ -119,14 +124,134 @@ def summarise(run: Run) -> Summary:
         last_error=noise_of_means(scaled(loss.values)) / as_share * abs(last) / math.sqrt(max(len(tail), 1)),
         slope=_slope_of_second_half(loss),
         noise=noise_sigma(scaled(loss.values)) / as_share,
-        not_finite=logged.where(lambda value: not math.isfinite(value)).steps,
+        not_finite=not_finite,
         sentinel=sentinel,
-        gradients=_gradients(run),
-        accuracy=_accuracy(run, loss),
+        gradients=gradients,
+        accuracy=next(iter(_accuracies(run)), ""),
         alarms=dict(_alarms(run)),
-        guess=run.series[GUESS].values[0] if GUESS in run.series else math.nan,
-        beside=tuple(_beside(run)),
+        told=told,
+        beside=tuple(_beside(run, memory)),
+        settings=run.settings,
+        left_out=run.left_out,
     )
+
+
+def _zeros(loss: Series) -> tuple[float, ...]:
+    """Steps whose loss is exactly zero though the one before was not near it."""
+    found, before = [], math.inf
+    for step, value in zip(loss.steps, loss.values, strict=True):
+        if value == 0 and before > _NOT_ZERO:
+            found.append(step)
+        elif value != 0 and math.isfinite(value):
+            before = abs(value)
+    return tuple(found)
+
+
+def _of_missing(not_finite: Sequence[float], zeros: Sequence[float], sentinel: Sentinel | None) -> Iterator[Alarm]:
+    if not_finite:
+        words = f"{len(not_finite)} logged losses are not finite, the first at step {not_finite[0]:.0f}"
+        yield Alarm("loss-not-finite", words)
+    if zeros:
+        words = f"{len(zeros)} logged losses are exactly 0, the first at step {zeros[0]:.0f}: a Trainer logs nan as 0 "
+        yield Alarm("loss-zero", f"{words}(logging_nan_inf_filter), and a batch without targets has no loss")
+    if sentinel is not None:
+        yield Alarm("no-loss", str(sentinel))
+
+
+def _of_loss(run: Run, loss: Series) -> Iterator[Alarm]:
+    """What the monitors find in the losses, log by log; and in a run too short for them, by its tenths."""
+    rates = run.series.get("learning_rate", Series((), ()))
+    rate_at = dict(zip(rates.steps, rates.values, strict=True))
+    judges, seen = (LossTrend(), LossOscillation(), LossStall()), set()
+    for step, value in zip(loss.steps, loss.values, strict=True):
+        for judge in judges:
+            alarm = judge.add(value, rate_at.get(step, math.nan))
+            if alarm is not None:
+                seen.add(alarm.kind)
+                yield replace(alarm, message=f"by step {step:.0f}, {alarm.message}")
+    guess = run.series[GUESS].values[0] if GUESS in run.series else math.nan
+    first = FirstLoss().add(loss.values[0], guess) if len(loss) else None
+    if first is not None:
+        yield first
+    names = _accuracies(run)
+    if names:
+        yield from _of_accuracy(run.series[names[0]].where(math.isfinite), loss)
+    if len(loss) < ENOUGH:
+        return
+    means = [fmean(loss.values[place] for place in part) for part in blocks(len(loss), 10)]
+    best, noise = min(means), noise_sigma(scaled(loss.values))
+    if not seen & {"loss-diverges", "loss-jumped"} and best > 0 and means[-1] > _OVER_THE_BEST * best * (1 + 4 * noise):
+        at = loss.steps[blocks(len(loss), 10)[means.index(best)].start]
+        words = f"{means[-1]:.4g} at the end, {best:.4g} at its best, around step {at:.0f}"
+        far = means[-1] > (best + loss.values[0]) / 2
+        kind, verb = ("loss-diverges", "diverges") if far else ("loss-jumped", "ends above its best")
+        yield Alarm(kind, f"the loss {verb}: {words}", observation=not far)
+    if loss.values[0] > 0 and -1 < min(means) < 0:
+        yield Alarm("loss-of-stages", f"the loss goes below zero and stays above -1: {_MEAN_OVER_STAGES}")
+    elif min(loss.values) > -1 and max(loss.values) < 0:
+        words = f"the loss is between -1 and 0 from the start: {_MEAN_OVER_STAGES}"
+        yield Alarm(
+            "loss-of-stages", f"{words}; so do losses that may be negative", observation=_TITAN not in run.series
+        )
+
+
+#: A loss that torchtitan logs; what such a loss may be.
+_TITAN = "loss_metrics/global_avg_loss"
+_MEAN_OVER_STAGES = (
+    "a mean over the stages of a pipeline, of which all but the last report -1, looks like this; read the log of a "
+    "rank of the last stage"
+)
+
+
+def _of_accuracy(accuracy: Series, loss: Series) -> Iterator[Alarm]:
+    """Whether an accuracy stands while the loss falls, by the losses logged since the evaluation before each."""
+    judge, found = AccuracyTrend(), None
+    percent = 100.0 if max(accuracy.values, default=0.0) > 1 else 1.0
+    for before, step, value in zip((-math.inf, *accuracy.steps), accuracy.steps, accuracy.values, strict=False):
+        since = [its for at, its in zip(loss.steps, loss.values, strict=True) if before < at <= step]
+        alarm = judge.judge(fmean(since), value / percent) if since else None
+        found = alarm or found
+    if found is not None:
+        yield found
+
+
+def _of_norms(run: Run, gradients: GradientNorms | None) -> Iterator[Alarm]:
+    """What `GradientNorm` finds in the logged norms; spikes are observations: the items of a step are not known."""
+    series = run.series.get("grad_norm", Series((), ()))
+    every = (series.steps[-1] - series.steps[0]) / (len(series) - 1) if len(series) > 1 else 1.0
+    norms, told = GradientNorm(every=every), set()
+    for part in blocks(len(series), len(series) // _NEIGHBOURS + 1):
+        norms.add([series.values[place] for place in part], [math.nan] * len(part))
+        alarm = norms.judge(replace(norms.told((), math.nan), spikes=()))
+        if alarm is not None and alarm.kind not in told:
+            told.add(alarm.kind)
+            yield replace(alarm, message=f"by step {series.steps[part[-1]]:.0f}, {alarm.message}")
+    if gradients is not None and gradients.spikes:
+        where = ", ".join(f"{step:.0f}" for step in gradients.spikes[:5])
+        count = len(gradients.spikes)
+        words = f"{count} spike{'s' * (count > 1)} of the gradient norm, at step {where}; {LOOK_AT}"
+        yield Alarm("gradient-norm-spike", words, observation=True)
+
+
+def _memory(run: Run) -> Iterator[tuple[str, tuple[Trend, int]]]:
+    """Where memory goes, by the name it was logged under, and in how many logs."""
+    for name, series in sorted(run.series.items()):
+        unit = _MEMORY.search(name)
+        kept = series.where(math.isfinite)
+        if unit and len(kept) and "peak" not in name:
+            scale = MIB * (1024 if "gib" in (unit[1] or unit[2]).lower() else 1)
+            found = trend(kept.steps, [scale * value for value in kept.values], enough=ENOUGH)
+            yield name.removeprefix(PREFIX), (found, len(kept))
+
+
+def _of_memory(memory: Mapping[str, tuple[Trend, int]]) -> Iterator[Alarm]:
+    for name, (its, logs) in memory.items():
+        if its.kind is TrendKind.GROWS and logs >= _LOGS_OF_A_LEAK and its.samples >= _STEPS_OF_A_LEAK:
+            yield Alarm(
+                "memory-grows",
+                f"{name} {its}; look for what is kept from step to step: losses or outputs appended without "
+                "detach().item(), caches, hooks that collect",
+            )
 
 
 def _slope_of_second_half(series: Series) -> Slope | None:
@@ -158,43 +283,46 @@ def _gradients(run: Run) -> GradientNorms | None:
     return GradientNorms(centre, sigma / SIGMA_PER_MAD, tuple(spikes))
 
 
-def _accuracy(run: Run, loss: Series) -> Accuracy | None:
-    """The accuracy of an evaluation, else of the training."""
-    names = sorted(
-        (name for name in run.series if name.endswith(("accuracy", "_acc")) or name == "acc"),
-        key=lambda name: (not name.startswith("eval"), name),
-    )
-    if not names:
-        return None
-    series = run.series[names[0]].where(math.isfinite)
-    if not len(series):
-        return None
-    first, best = series.values[0], max(series.values)
-    near = first + 0.9 * (best - first)
-    step = next(step for step, value in zip(series.steps, series.values, strict=True) if value >= near)
-    return Accuracy(names[0], first, series.values[-1], step, _slope_of_second_half(series), _stands(series, loss))
+def _accuracies(run: Run) -> list[str]:
+    """Names of accuracies, those of an evaluation first."""
+    found = [
+        name for name, its in run.series.items() if _ACCURACY.fullmatch(name) and any(map(math.isfinite, its.values))
+    ]
+    return sorted(found, key=lambda name: (not name.startswith("eval"), name))
 
 
-def _stands(accuracy: Series, loss: Series) -> str:
-    """Whether an accuracy stands while the loss falls, by the losses logged since the evaluation before each."""
-    losses, accuracies = [], []
-    for before, step, value in zip((-math.inf, *accuracy.steps), accuracy.steps, accuracy.values, strict=False):
-        since = [its for at, its in zip(loss.steps, loss.values, strict=True) if before < at <= step]
-        if since:
-            losses.append(fmean(since))
-            accuracies.append(value)
-    return in_words(losses, accuracies) if stands(losses, accuracies) else ""
+def _of_accuracies(run: Run) -> Iterator[tuple[str, str]]:
+    for name in _accuracies(run)[:1]:
+        series = run.series[name].where(math.isfinite)
+        first, best = series.values[0], max(series.values)
+        near = first + 0.9 * (best - first)
+        step = next(step for step, value in zip(series.steps, series.values, strict=True) if value >= near)
+        words = f"{name} {first:.4g} to {series.values[-1]:.4g}, nine tenths of the gain by step {step:.0f}"
+        slope = _slope_of_second_half(series)
+        yield "accuracy", words if slope is None else f"{words}; {in_words(slope)}"
 
 
-def _beside(run: Run) -> Iterator[tuple[str, str]]:
-    """Learning rate, memory and the ranks' losses, where they were logged: a name and what to tell."""
-    for name, key in (("learning rate", "learning_rate"), *((name, name) for name in sorted(run.series))):
-        series = run.series.get(key, Series((), ())).where(math.isfinite)
-        if len(series) and (key == "learning_rate" or _MEMORY.search(name)):
+def in_words(slope: Slope) -> str:
+    """Whether it rises, falls or is flat, per 100 steps."""
+    verb = "rises" if slope.low > 0 else "falls" if slope.high < 0 else "flat"
+    low, high = slope.low * 100, slope.high * 100
+    if verb == "flat":
+        return f"flat ({low:+.3g} to {high:+.3g} per 100 steps)"
+    low, high = sorted((abs(low), abs(high)))
+    return f"{verb} by {abs(slope.value) * 100:.3g} per 100 steps ({low:.3g} to {high:.3g})"
+
+
+def _beside(run: Run, memory: Mapping[str, tuple[Trend, int]]) -> Iterator[tuple[str, str]]:
+    """Learning rate, peaks of memory and the ranks' losses, where they were logged: a name and what to tell."""
+    yield from _of_accuracies(run)
+    for name in ("learning_rate", *sorted(filter(_MEMORY.search, run.series))):
+        series = run.series.get(name, Series((), ())).where(math.isfinite)
+        if len(series):
             highest = max(series.values)
             at = series.steps[series.values.index(highest)]
-            first, last = series.values[0], series.values[-1]
-            yield name.removeprefix(PREFIX), f"{first:.3g} at first, {highest:.3g} at step {at:.0f}, {last:.3g} last"
+            words = f"{series.values[0]:.3g} at first, {highest:.3g} at step {at:.0f}, {series.values[-1]:.3g} last"
+            name = name.removeprefix(PREFIX)
+            yield name.replace("_", " "), f"{words}; {memory[name][0]}" if name in memory else words
     of_ranks = {match[1]: run.series[key] for key in run.series if (match := _OF_A_RANK.fullmatch(key))}
     values = [series.where(math.isfinite).values for series in of_ranks.values()]
     if len(values) > 1 and all(values):

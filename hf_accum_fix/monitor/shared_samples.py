@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.monitor.alarms import Alarm
-from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
+from hf_accum_fix.monitor.gathered import Gathered
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 
 #: Hashes kept; fewest for a judgement; share of them that two ranks must not have in common; readings in a row.
 _KEPT, _ENOUGH, _SHARE, _IN_A_ROW = 64, 16, 0.5, 2
@@ -58,7 +59,7 @@ class SharedSamplesReading:
         return len(set(seen)) < 0.95 * len(seen)
 
 
-class SharedSamples:
+class SharedSamples(Gathered[SharedSamplesReading]):
     """Compare the ranks' samples of the last two readings.
 
     Args:
@@ -91,12 +92,8 @@ class SharedSamples:
         hashes = hashes if self._now is None else torch.cat([self._now.to(hashes.device), hashes])
         self._now = hashes.topk(min(_KEPT, len(hashes)), largest=False, sorted=False).values
 
-    def read(self) -> SharedSamplesReading:
-        """The samples of the last two readings: one device sync, one collective of 128 numbers a rank."""
-        return self.reading(by_rank(self._ranks, self.row()))
-
     def row(self) -> Tensor:
-        """This rank's part of a reading: one device sync, no collective."""
+        """As in `Gathered`: one device sync."""
         now = torch.full((_KEPT,), _NONE, dtype=torch.float64)
         if self._now is not None:
             now[: len(self._now)] = self._now.cpu()
@@ -105,7 +102,7 @@ class SharedSamples:
         return row
 
     def reading(self, table: Tensor) -> SharedSamplesReading:
-        """The reading, from the rows of all ranks."""
+        """As in `Gathered`."""
         halves = table.view(-1, 2, _KEPT).tolist()
         kept = [[tuple(int(value) for value in half if value != _NONE) for half in of_rank] for of_rank in halves]
         return SharedSamplesReading(tuple(its[0] for its in kept), tuple(its[1] for its in kept))

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.monitor.alarms import Alarm, Streak
-from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
+from hf_accum_fix.monitor.alarms import Alarm
+from hf_accum_fix.monitor.gathered import Gathered
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 
 #: Forwards kept between two readings; fewest for a judgement; readings in a row in which a stage is slow.
 _KEPT, _ENOUGH, _IN_A_ROW = 256, 5, 5
@@ -46,7 +47,7 @@ class StageBalanceReading:
         return fmean(self.times) / max(self.times) if max(self.times) > 0 else 1.0
 
 
-class StageBalance:
+class StageBalance(Gathered[StageBalanceReading]):
     """Compare the time that every pipeline stage takes for a micro-batch.
 
     Args:
@@ -68,22 +69,18 @@ class StageBalance:
         self._now: Callable[[], Any] = clock or (_event if on_gpu else time.perf_counter)
         self._began: Any = None
         self._forwards: deque[tuple[Any, Any]] = deque(maxlen=_KEPT)
-        self._slow = Streak(_IN_A_ROW)
+        self._slow = deque[int](maxlen=_IN_A_ROW)
         stage.register_forward_pre_hook(self._before_forward)
         stage.register_forward_hook(self._after_forward)
 
-    def read(self) -> StageBalanceReading:
-        """The times since the last reading: one device sync, one collective of two numbers a rank."""
-        return self.reading(by_rank(self._ranks, self.row()))
-
     def row(self) -> Tensor:
-        """This rank's part of a reading: one device sync, no collective."""
+        """As in `Gathered`: one device sync."""
         times = [_seconds(began, ended) for began, ended in self._forwards]
         self._forwards.clear()
         return torch.tensor([median(times) if times else 0.0, len(times)], dtype=torch.float64)
 
     def reading(self, table: Tensor) -> StageBalanceReading:
-        """The reading, from the rows of all ranks."""
+        """As in `Gathered`."""
         times, forwards = table.T.tolist()
         return StageBalanceReading(tuple(times), int(min(forwards)))
 
@@ -93,8 +90,10 @@ class StageBalance:
             return None
         slowest = max(reading.times)
         rank, mean = reading.times.index(slowest), fmean(reading.times)
-        if not self._slow.completed_by(rank, to_blame=slowest > (1 + self._tolerance) * mean):
+        self._slow.append(rank if slowest > (1 + self._tolerance) * mean else -1)
+        if set(self._slow) != {rank} or len(self._slow) < _IN_A_ROW:
             return None
+        self._slow.clear()
         return Alarm(
             f"stage-slow-{rank}",
             f"the pipeline stage of rank {rank} takes {slowest:.3g} s for a forward, {slowest / mean:.3g} times the "

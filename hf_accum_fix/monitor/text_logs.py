@@ -23,14 +23,19 @@ _BESIDE = {
 
 
 def rows_of_csv(text: str) -> list[dict[str, float]]:
-    """One row a line, without cells that are empty or no number."""
+    """One row a line, without cells that are empty or no number; empty where a line could not be read."""
     lines = text.split("\n")
-    whole = lines if text.endswith("\n") else lines[:-1]  # The last line may be half written.
-    rows = []
-    for line in csv.DictReader(whole):
-        numbers = {key: _value(value) for key, value in line.items() if isinstance(key, str) and isinstance(value, str)}
-        rows.append({key: value for key, value in numbers.items() if value is not None})
-    return rows
+    whole = csv.DictReader(lines if text.endswith("\n") else lines[:-1])  # The last line may be half written.
+    rows: list[dict[str, float]] = []
+    while True:
+        try:
+            line = next(whole, None)
+        except csv.Error:
+            rows.append({})
+            continue
+        if line is None:
+            return rows
+        rows.append(_numbers([pair for pair in line.items() if all(isinstance(its, str) for its in pair)]))
 
 
 def rows_of_console(text: str) -> list[dict[str, float]]:

@@ -10,46 +10,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
-from statistics import fmean
 
-from hf_accum_fix.monitor.first_loss import OVER_A_GUESS, too_large
-from hf_accum_fix.monitor.robust import Slope, blocks
 from hf_accum_fix.monitor.run_comparison import Comparison, compare
 from hf_accum_fix.monitor.run_logs import LogsError, Run
-from hf_accum_fix.monitor.run_summary import ENOUGH, Summary, summarise
+from hf_accum_fix.monitor.run_summary import Summary, in_words, summarise
 
 #: Most letters of a run's name in a picture and a comparison.
 _LONGEST_NAME = 60
-#: Ratio of the last loss to the best that is divergence.
-_OVER_THE_BEST = 1.5
+#: Ratio of two losses that no other model or data make throughout.
+_A_FACTOR = 1.8
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is told of some runs.
+
+    Attributes:
+        words: all of it.
+        findings: what is wrong with any of them.
+        undecided: what could not be read or compared.
+    """
+
+    words: str
+    findings: tuple[str, ...]
+    undecided: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """1 where something is wrong, else 3 where something could not be told, else 0."""
+        return 1 if self.findings else 3 if self.undecided else 0
 
 
 def findings(its: Summary) -> list[str]:
     """What is wrong with a run; empty where nothing is."""
-    loss, found = its.loss, []
-    if its.not_finite:
-        found.append(f"{len(its.not_finite)} logged losses are not finite, the first at step {its.not_finite[0]:.0f}")
-    if its.sentinel is not None:
-        found.append(str(its.sentinel))
-    if len(loss) and loss.values[0] > OVER_A_GUESS * its.guess:
-        found.append(too_large(loss.values[0], its.guess))
-    if len(loss) >= ENOUGH:
-        means = [fmean(loss.values[place] for place in part) for part in blocks(len(loss), 10)]
-        best = min(means)
-        if best > 0 and means[-1] > _OVER_THE_BEST * best and means[-1] - best > 6 * its.noise * best:
-            at = loss.steps[blocks(len(loss), 10)[means.index(best)].start]
-            found.append(f"the loss diverges: {means[-1]:.4g} at the end, {best:.4g} at its best, around step {at:.0f}")
-        if loss.values[0] > 0 and -1 < min(means) < 0:
-            found.append(
-                "the loss goes below zero and stays above -1: a mean over the stages of a pipeline, of which all but "
-                "the last report -1, looks like this; read the log of a rank of the last stage"
-            )
-    if its.accuracy is not None and its.accuracy.stands:
-        found.append(its.accuracy.stands)
-    found += [f"{name}: {count} alarms, the first by step {step:.0f}" for name, (count, step) in its.alarms.items()]
-    return found
+    found = [alarm.message for alarm in its.told if not alarm.observation]
+    return found + [
+        f"{name}: {count} alarms, the first by step {step:.0f}" for name, (count, step) in its.alarms.items()
+    ]
 
 
 def findings_between(its: Comparison) -> list[str]:
@@ -58,28 +57,27 @@ def findings_between(its: Comparison) -> list[str]:
     if not math.isnan(its.not_finite):
         found.append(f"{its.run} against {its.other}: one of the two is not finite from step {its.not_finite:.0f} on")
     whole = max(its.ratio, 1 / its.ratio) if its.ratio and its.ratio > 0 else 1.0
-    if its.differ and its.steady and round(whole) >= 2 and abs(whole / round(whole) - 1) < 0.05:
+    if its.differ and whole > _A_FACTOR and (its.steady or its.cause):
         norms = max(its.norms, 1 / its.norms) if its.norms > 0 else math.nan
         also = "; the gradient norm is off by the same factor" if abs(norms / whole - 1) < 0.1 else ""
-        found.append(
-            f"{its.run} against {its.other}: {its.ratio:.3g} times the loss throughout, as if it were not divided, or "
-            f"divided twice, by {round(whole)} accumulation steps or ranks{also}"
-        )
+        cause = its.cause or "one of the two is scaled or logged otherwise (accumulation steps, ranks)"
+        found.append(f"{its.run} against {its.other}: {its.ratio:.3g} times the loss throughout: {cause}{also}")
     return found
 
 
 def report(runs: Sequence[Run], against: str | None = None) -> str:
-    """The words of `report_and_findings`."""
-    return report_and_findings(runs, against)[0]
+    """The words of `look`."""
+    return look(runs, against).words
 
 
-def report_and_findings(runs: Sequence[Run], against: str | None = None) -> tuple[str, list[str]]:
+def look(runs: Sequence[Run], against: str | None = None, unread: Sequence[str] = ()) -> Report:
     """Each run in words, and compared with the reference run; and what is wrong with any, with which the words end.
 
     Args:
         runs: that were read.
         against: name of the reference run, in full or shortened; None: the run from which most others differ by no more
             than noise, the first of them.
+        unread: what could not be read, in words.
 
     Raises:
         LogsError: if there is no such run.
@@ -88,15 +86,20 @@ def report_and_findings(runs: Sequence[Run], against: str | None = None) -> tupl
     compared = [compare(its, summaries[reference]) for place, its in enumerate(summaries) if place != reference]
     found = [f"{its.run}: {line}" for its in summaries for line in findings(its)]
     found += [line for its in compared for line in findings_between(its)]
+    observed = [f"{its.run}: {alarm.message}" for its in summaries for alarm in its.told if alarm.observation]
+    undecided = [f"could not read: {line}" for line in unread]
+    undecided += [f"could not compare: {_compared(its)}" for its in compared if math.isnan(its.worst)]
     told = [_told(its, run.name) for its, run in zip(summaries, runs, strict=True)]
     if len(runs) > 2 and against is None:
         told.append(
             f"{summaries[reference].run}: the others are compared with it, since most agree with it (--against)"
         )
     told += map(_compared, compared)
+    told += ["\n".join(["observed, which may be meant so:", *(f"  {line}" for line in observed)])] if observed else []
     count = f"{len(found)} finding{'s' * (len(found) > 1)}" if found else "nothing wrong was found"
-    told.append("\n".join([count, *(f"  {line}" for line in found)]))
-    return "\n\n".join(told), found
+    count += ", but not all could be told" if undecided and not found else ""
+    told.append("\n".join([count, *(f"  {line}" for line in (*found, *undecided))]))
+    return Report("\n\n".join(told), tuple(found), tuple(undecided))
 
 
 def _held_against(runs: Sequence[Run], against: str | None) -> tuple[list[Summary], int]:
@@ -155,22 +158,19 @@ def _told(its: Summary, full_name: str) -> str:
             ("loss", f"{loss.values[0]:.4g} at step {loss.steps[0]:.0f}, {_with_error(its.last, its.last_error)} last")
         ]
     if its.slope is not None:
-        rows.append(("trend", f"{_direction(its.slope)} over the second half"))
+        rows.append(("trend", f"{in_words(its.slope)} over the second half"))
     if not math.isnan(its.noise):
         rows.append(("noise", f"{its.noise:.1%} of the loss from log to log"))
     if its.not_finite:
         rows.append(("not finite", f"{len(its.not_finite)} logged losses, first at step {its.not_finite[0]:.0f}"))
     if its.sentinel is not None:
         rows.append(("no loss", str(its.sentinel)))
-    if its.accuracy is not None:
-        got = its.accuracy
-        words = f"{got.name} {got.first:.4g} to {got.last:.4g}, nine tenths of the gain by step {got.near_step:.0f}"
-        rows.append(("accuracy", words if got.slope is None else f"{words}; {_direction(got.slope)}"))
     if its.gradients is not None:
         got_norms = its.gradients
         words = f"median {got_norms.median:.3g}, MAD {got_norms.mad:.2g}, {len(got_norms.spikes)} spikes"
         where = ", ".join(f"{step:.0f}" for step in got_norms.spikes[:5])
         rows.append(("gradient norm", f"{words} (steps {where})" if where else words))
+    rows += [("left out", its.left_out)] if its.left_out else []
     rows += [*its.beside, ("alarms", _counted(its.alarms) or "none logged")]
     width = max(len(name) for name, _ in rows)
     head = f"{its.run}: {len(loss)} logged losses" + (f" ({full_name})" if full_name != its.run else "")
@@ -185,21 +185,17 @@ def _compared(its: Comparison) -> str:
     broken = "" if math.isnan(its.not_finite) else f"; one of the two is not finite from step {its.not_finite:.0f} on"
     if not its.differ:
         return f"{head}no more than noise ({abs(its.worst):.1f} standard errors at most; {factor}){broken}"
-    words = f"{head}more than noise: {abs(its.worst):.1f} standard errors around step {its.at:.0f}; {factor}"
+    errors = (
+        f"{abs(its.worst):.1f} standard errors around step {its.at:.0f}"
+        if math.isfinite(its.worst)
+        else "at every step"
+    )
+    words = f"{head}more than noise: {errors}; {factor}"
     if not its.steady:
         words += f", {its.furthest:.2g} times at its furthest"
     if its.steady and abs(its.ratio - 1) > 0.2:
         words += "; one factor throughout points at how the loss is scaled or logged, not at what is learned"
     return words + broken
-
-
-def _direction(slope: Slope) -> str:
-    verb = "rises" if slope.low > 0 else "falls" if slope.high < 0 else "flat"
-    low, high = slope.low * 100, slope.high * 100
-    if verb == "flat":
-        return f"flat ({low:+.3g} to {high:+.3g} per 100 steps)"
-    low, high = sorted((abs(low), abs(high)))
-    return f"{verb} by {abs(slope.value) * 100:.3g} per 100 steps ({low:.3g} to {high:.3g})"
 
 
 def _with_error(value: float, error: float) -> str:

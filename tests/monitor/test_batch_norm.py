@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.monitor.batch_norm import check_batch_norm, convert_sync_batch_norm
+from hf_accum_fix.monitor.batch_norm import _uneven, check_batch_norm, convert_sync_batch_norm
+from tests.monitor.side_by_side import OneOf, side_by_side
 
 
 class FusedBatchNorm(nn.BatchNorm2d):
@@ -140,3 +141,31 @@ def test_a_model_that_is_one_layer() -> None:
     converted = convert_sync_batch_norm(layer)
     assert isinstance(converted, nn.SyncBatchNorm) and converted.weight is layer.weight
     assert convert_sync_batch_norm(converted) is converted
+
+
+def uneven(batch: int, accumulation: int, shift: bool, seed: int) -> bool:
+    """Whether the ranks' data are told apart after 60 steps in which DDP copies rank 0's buffers, once a step."""
+
+    def work(its: OneOf) -> str | None:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+        draw = torch.Generator().manual_seed(100 * seed + its.rank)
+        for _ in range(60):
+            for buffer in model.buffers():
+                zero = torch.zeros_like(buffer)
+                buffer.copy_(its.sum(buffer.clone() if its.rank == 0 else zero))
+            for _ in range(accumulation):
+                samples = torch.randn(batch, 3, 6, 6, generator=draw)
+                model(3 * samples + 2 if shift and its.rank == 1 else samples)
+        alarm = _uneven(model, its, accumulation)
+        return None if alarm is None else alarm.kind
+
+    found = side_by_side(work)
+    assert found[0] == found[1] and found[0] in (None, "batch-norm-uneven-data-1")
+    return found[0] is not None
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(1, 1), (2, 1), (2, 8), (16, 1), (16, 4)])
+def test_data_of_other_statistics_on_a_rank_are_told_and_others_are_not(batch: int, accumulation: int) -> None:
+    assert [uneven(batch, accumulation, True, seed) for seed in (1, 2, 3)] == [True] * 3
+    assert not any(uneven(batch, accumulation, False, seed) for seed in range(4, 10))

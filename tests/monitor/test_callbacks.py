@@ -342,3 +342,18 @@ def test_items_of_a_micro_batch() -> None:
     assert labels_counted({"labels": torch.zeros(4), "points": torch.zeros(4, 3)}) == 4
     assert labels_counted({"mask": 3, "points": torch.zeros(5, 3)}) == 5
     assert labels_counted({}) == 1
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_the_short_step_at_the_end_of_an_epoch_is_no_spike(steps: int, tmp_path: Path) -> None:
+    """One sample in the last step, where the others have 16 and 64."""
+    its = trainer(
+        tmp_path, per_device_train_batch_size=16, gradient_accumulation_steps=steps, max_steps=180, logging_steps=10,
+        learning_rate=1e-3,
+    )  # fmt: skip
+    its.train_dataset = [{**row, "labels": row["input_ids"].clone()} for row in samples(8 * 16 * steps + 1)]
+    callback, told = GradientNormCallback(its), list[Any]()
+    callback.alarms.on_alarm = told.append
+    its.add_callback(callback)
+    its.train()
+    assert told == []

@@ -34,7 +34,7 @@ def test_logs_are_waited_for_read_again_and_judged_at_the_end(
             file.write(lines[times])
 
     found = follow([tmp_path], seconds=0.5, sleep=write)
-    assert times == 4 and len(found) == 1 and "not finite" in found[0]
+    assert times == 4 and len(found.findings) == 1 and "not finite" in found.findings[0]
     assert "log.jsonl" in capsys.readouterr().out
 
 
@@ -119,5 +119,5 @@ def test_learning_rate_memory_and_ranks_are_told(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     told = report(read_runs(tmp_path))
     assert "learning rate  0.0002 at first, 0.001 at step 5, 0.001 last" in told
-    assert "memory_mib     101 at first, 120 at step 20, 120 last" in told
+    assert "memory mib     101 at first, 120 at step 20, 120 last; grows 1 MiB/step" in told
     assert "loss of ranks  1 on rank 0 to 2 on rank 1, means of the second half" in told

@@ -131,3 +131,31 @@ def test_norms_that_are_not_finite_are_counted_and_told() -> None:
 def test_a_reading_of_nothing() -> None:
     reading = GradientNorm(max_norm=1.0).read()
     assert math.isnan(reading.median) and reading.clipped is None and reading.not_finite == 0
+
+
+def test_the_short_step_at_the_end_of_an_epoch_is_no_spike() -> None:
+    """One or two samples of 16: the noise of a gradient is larger by the root, with or without many ranks."""
+    for ranks in (1, 4):
+        draw, norms, alarms = numpy.random.default_rng(5), GradientNorm(), 0
+        for step in range(1, 10_001):
+            items = int(draw.integers(1, 3)) if step % 50 == 0 else 16
+            gradient = 0.05 + draw.normal(size=(items, 30)).mean(0)
+            norms.update(float(numpy.linalg.norm(gradient)), items / ranks)
+            if step % 10 == 0:
+                alarms += norms.judge(norms.reading(torch.stack([norms.row()] * ranks))) is not None
+        assert alarms <= 1
+    for norm in (1.0, 1.1) * 30:
+        norms.update(norm, 16)
+    norms.update(100.0, 2)
+    (spike,) = norms.read().spikes
+    assert spike.norm == 100.0 and spike.items == 2 / 16
+    norms.update(40.0)
+    assert norms.read().spikes[0].items == 1
+
+
+def test_a_short_step_whose_items_are_not_known_still_spikes() -> None:
+    norms = GradientNorm()
+    for norm in (1.0, 1.1) * 30:
+        norms.update(norm)
+    norms.update(4.0)
+    assert len(norms.read().spikes) == 1

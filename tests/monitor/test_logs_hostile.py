@@ -84,10 +84,22 @@ def test_odd_lines_are_read_or_refused(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_bytes(b'{"loss": 1, "name": "\xff\xfe"}\n')
-    with pytest.raises(LogsError, match="could not be read"):
-        read_runs(tmp_path)
+def test_an_odd_byte_a_bad_line_and_a_mark_at_the_start_leave_the_rest_readable(tmp_path: Path) -> None:
+    (tmp_path / "bytes.jsonl").write_bytes(
+        b'\xef\xbb\xbf{"step": 1, "loss": 2, "name": "caf\xe9"}\n{"step": 2, "loss": 1}\n'
+    )
+    (tmp_path / "torn.jsonl").write_text('{"step": 1, "lo\n{"step": 2, "loss": 1}\n{"step": 3, "loss": 1}\n')
+    (tmp_path / "table.csv").write_bytes(
+        b'\xef\xbb\xbfstep,loss,note\n1,2,"' + b"x" * 200_000 + b'"\n2,1,\n3,1,caf\xe9\n'
+    )
+    bytes_, torn, table = (read_runs(tmp_path / name)[0] for name in ("bytes.jsonl", "torn.jsonl", "table.csv"))
+    assert bytes_.series["loss"].values == (2.0, 1.0) and bytes_.left_out == ""
+    assert torn.series["loss"].steps == (2.0, 3.0) and torn.left_out == "1 of 3 lines, the first is number 1"
+    assert table.series["loss"].values[-1] == 1.0 and "1 of" in table.left_out
+    assert "  left out  1 of 3 lines, the first is number 1" in report([torn])
+    (tmp_path / "torn.jsonl").write_text("{\n{\n" + '{"step": 3, "loss": 1}\n')
+    with pytest.raises(LogsError, match="2 of 3 lines could not be read, the first is number 1"):
+        read_runs(tmp_path / "torn.jsonl")
 
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2Jx\r\x9b31m\u202e"

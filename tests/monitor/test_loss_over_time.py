@@ -8,11 +8,9 @@ from typing import Any
 import numpy
 import pytest
 
-from hf_accum_fix.monitor.accuracy_trend import AccuracyTrend
-from hf_accum_fix.monitor.first_loss import FirstLoss
+from hf_accum_fix.monitor.alarms import Alarm, Alarms
 from hf_accum_fix.monitor.loss import LossReading, Moments
-from hf_accum_fix.monitor.loss_oscillation import LossOscillation
-from hf_accum_fix.monitor.loss_stall import LossStall
+from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
 from hf_accum_fix.monitor.run_logs import Run, Series
 from hf_accum_fix.monitor.run_summary import summarise
 from hf_accum_fix.monitor.watch import findings
@@ -126,3 +124,65 @@ def test_an_accuracy_that_stands_while_the_loss_falls(name: str) -> None:
         "eval_accuracy": Series(steps[9::10], tuple(accuracies.tolist())),
     }
     assert sum("accuracy stands" in line for line in findings(summarise(Run("run", series)))) == alarms
+
+
+STEPS = numpy.arange(600)
+COSINE = 1e-3 * (1 - STEPS / 600)
+LEARNT = 0.5 + 2 * numpy.exp(-STEPS / 60)
+SWINGS = 1e-3 * (0.5 + 0.5 * numpy.cos(math.pi * (STEPS % 16) / 16))
+BY_DESIGN = {
+    "restarts": (LEARNT * (1 + 250 * SWINGS), SWINGS),
+    "a curriculum": (LEARNT * numpy.where(STEPS < 450, 1, 1.5), COSINE),
+    "a second stage": (numpy.where(STEPS < 300, LEARNT, 0.6 + 1.8 * numpy.exp(-(STEPS - 300) / 150)), COSINE),
+    "learnt late": (numpy.where(STEPS < 400, 2.0, 0.01 + 2 * numpy.exp(-(STEPS - 400) / 30)), COSINE),
+    "a fine-tune that gains 3 %": (1.5 - 0.045 * (1 - numpy.exp(-STEPS / 20)), COSINE),
+}
+
+
+def said(losses: numpy.ndarray, rates: numpy.ndarray | None, seed: int) -> list[tuple[int, str, bool]]:
+    """Logs, kinds, and whether it is an observation, of all that judge the loss over time."""
+    judges, found = (LossTrend(), LossOscillation(), LossStall()), []
+    noisy = losses * noise(len(losses), 0.05, seed)
+    for log, loss in enumerate(noisy.tolist(), start=1):
+        rate = math.nan if rates is None else float(rates[log - 1])
+        its = [judge.add(loss, rate) for judge in judges]
+        found += [(log, alarm.kind, alarm.observation) for alarm in its if alarm is not None]
+    return found
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["rate known", "rate unknown"])
+@pytest.mark.parametrize("name", BY_DESIGN)
+def test_what_is_meant_so_is_no_alarm(name: str, known: bool) -> None:
+    losses, rates = BY_DESIGN[name]
+    found = [its for seed in range(401, 409) for its in said(losses, rates if known else None, seed)]
+    assert all(observation for *_, observation in found)
+    assert not (known and name == "restarts" and found)
+
+
+FAULTS = {
+    "20 % of period 6": (LEARNT * (1 + 0.2 * numpy.sin(2 * math.pi * STEPS / 6)), COSINE, "loss-oscillates", 96, False),
+    "12 % of period 2": (LEARNT * (1 + 0.12 * (-1.0) ** STEPS), COSINE, "loss-oscillates", 96, False),
+    "30 % of period 40": (LEARNT * (1 + 0.3 * numpy.sin(STEPS * math.pi / 20)), COSINE, "loss-oscillates", 384, False),
+    "twice as high for good": (LEARNT * numpy.where(STEPS < 300, 1, 2), COSINE, "loss-jumped", 335, True),
+    "a rate too high for a while": (
+        LEARNT * numpy.where((STEPS < 200) | (STEPS > 280), 1, 2.2),
+        numpy.where((STEPS < 200) | (STEPS > 280), 1e-3, 1e-2), "loss-jumped", 235, True,
+    ),
+    "divergence": (LEARNT + 2.2 * (STEPS > 300), COSINE, "loss-diverges", 350, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_swing_a_jump_and_divergence_are_told(name: str) -> None:
+    losses, rates, kind, by, observation = FAULTS[name]
+    for seed in range(411, 415):
+        first = next(its for its in said(losses, rates, seed) if its[1] == kind)
+        assert first[0] <= by and first[2] == observation
+
+
+def test_an_observation_is_logged_and_neither_counted_nor_an_end(caplog: pytest.LogCaptureFixture) -> None:
+    alarms = Alarms(on_alarm="raise")
+    with caplog.at_level("WARNING", logger="hf_accum_fix.monitor"):
+        alarms.say(Alarm("loss-jumped", "the loss has jumped", observation=True), 7)
+    assert [its.message for its in caplog.records] == ["observed, no alarm: loss-jumped: step 7: the loss has jumped"]
+    assert alarms.count == 0 and not alarms.stop

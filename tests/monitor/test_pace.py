@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy
 import pytest
 import torch
@@ -18,14 +20,17 @@ class Clock:
         return self.now
 
 
-def lags(ranks: int, extra: float, logs: int = 40, usual: float = 0.1) -> list[tuple[int, str]]:
+def lags(
+    ranks: int, extra: float | Callable[[int], float], logs: int = 40, usual: float = 0.1, ragged: bool = False
+) -> list[tuple[int, str]]:
     """Logs and kinds of the alarms where the last rank takes so much longer; every rank's own time is skewed noise.
 
     Args:
         ranks: how many.
-        extra: [s] of the last rank.
+        extra: [s] of the last rank, by step where it comes and goes.
         logs: of ten steps.
         usual: [s] that a rank takes by itself, and that the last backward takes.
+        ragged: 1 to 16 samples a rank and step.
     """
 
     def work(its: OneOf) -> list[tuple[int, str]]:
@@ -35,7 +40,9 @@ def lags(ranks: int, extra: float, logs: int = 40, usual: float = 0.1) -> list[t
         found = []
         for step in range(1, 10 * logs + 1):
             own = usual * draw.lognormal(0, 0.3, size=ranks)
-            own[-1] += extra
+            if ragged:
+                own = usual * draw.integers(1, 17, size=ranks) / 8
+            own[-1] += extra(step) if callable(extra) else extra
             own[0] += 5.0 * (step % 10 == 0)  # it saves, it evaluates
             clock.now += own[its.rank]
             model(torch.ones(1, 1))
@@ -57,13 +64,30 @@ def lags(ranks: int, extra: float, logs: int = 40, usual: float = 0.1) -> list[t
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_that_lags_is_named_and_a_healthy_run_is_not(ranks: int) -> None:
     found = lags(ranks, 0.1)
-    assert found[0] == (5, f"rank-lags-{ranks - 1}") and {kind for _, kind in found} == {f"rank-lags-{ranks - 1}"}
+    assert found[0] == (8, f"rank-lags-{ranks - 1}") and {kind for _, kind in found} == {f"rank-lags-{ranks - 1}"}
     assert lags(ranks, 0.0, logs=150) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("extra", "by"),
+    [(lambda step: 0.3 * ((step - 1) // 10 % 3 < 2), 32), (lambda step: 0.5 * (step % 3 == 0), 20)],
+    ids=["in two of three logs", "at every third step"],
+)
+def test_a_lag_that_comes_and_goes_is_named(extra: Callable[[int], float], by: int, ranks: int) -> None:
+    log, kind = lags(ranks, extra)[0]
+    assert log <= by and kind == f"rank-lags-{ranks - 1}"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ragged_samples_and_a_little_work_of_rank_0_are_no_lag(ranks: int) -> None:
+    assert lags(ranks, 0.0, logs=400, ragged=True) == []
+    assert lags(ranks, -0.012, logs=400) == []
 
 
 def test_milliseconds_are_no_lag_however_short_the_steps() -> None:
     assert lags(2, 0.003, usual=0.003) == []
-    assert lags(2, 0.015, usual=0.003)[0] == (5, "rank-lags-1")
+    assert lags(2, 0.015, usual=0.003)[0] == (8, "rank-lags-1")
 
 
 def test_one_process_and_a_run_without_forwards_say_nothing() -> None:

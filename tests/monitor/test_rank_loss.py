@@ -96,7 +96,7 @@ def test_a_rank_whose_loss_is_not_finite_is_named_at_once() -> None:
     ranks = [Moments(10, 100, 200, 4000, 2000, 1000)] * 3
     ranks[1] = replace(ranks[1], loss=math.nan)
     alarm = RankLoss().judge(LossReading(tuple(ranks)))
-    assert alarm is not None and alarm.kind == "rank-loss-not-finite-1" and "those of rank 0, 2 are" in alarm.message
+    assert alarm is not None and alarm.kind == "rank-loss-not-finite-1" and "that of rank 0, 2 is" in alarm.message
 
 
 def test_one_rank_and_ranks_without_a_loss_are_not_judged() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
 from hf_accum_fix.monitor.loss import LossReading, Moments
-from hf_accum_fix.monitor.loss_trend import LossTrend
+from hf_accum_fix.monitor.loss_over_time import LossTrend
 
 
 def told(losses: numpy.ndarray) -> list[int]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.batch_norm import check_batch_norm, compare_buffers
-from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
-from hf_accum_fix.monitor.callbacks.listening import listen, stop_listening
+from hf_accum_fix.monitor.callbacks.callback import MonitorCallback
 from hf_accum_fix.monitor.pace import Pace
-from hf_accum_fix.monitor.ranks import Gathered, Ranks, alike
+from hf_accum_fix.monitor.ranks import Ranks, alike
 from hf_accum_fix.monitor.replicas import Replicas
 from hf_accum_fix.monitor.shared_samples import SharedSamples
 
@@ -21,8 +20,7 @@ class ReplicasCallback(MonitorCallback):
     """`Replicas`: parameters, buffers and optimizer state, compared over the ranks every ``every`` steps.
 
     Args:
-        trainer: as in `MonitorCallback`.
-        ranks: as in `MonitorCallback`.
+        trainer, ranks: as in `MonitorCallback`.
         every: steps from one check to the next.
     """
 
@@ -78,7 +76,8 @@ class BatchNormCallback(MonitorCallback):
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Check the statistics with which the model is evaluated."""
         super().on_train_end()
-        self.say(compare_buffers(self.trainer.model_wrapped, self.ranks))
+        steps = self.trainer.args.gradient_accumulation_steps
+        self.say(compare_buffers(self.trainer.model_wrapped, self.ranks, steps))
 
 
 class PaceCallback(MonitorCallback):
@@ -88,7 +87,6 @@ class PaceCallback(MonitorCallback):
 
     def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
         super().__init__(trainer, ranks)
-        self._pace: Pace | None = None
         self._of: Any = None
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -96,34 +94,19 @@ class PaceCallback(MonitorCallback):
         super().on_train_begin()
         if self.ranks.size > 1 and self._of is not self.trainer.model_wrapped:
             self._of = self.trainer.model_wrapped
-            self._pace = Pace(self._of, self.ranks)
+            self.monitor = Pace(self._of, self.ranks)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """A step has ended."""
-        if self._pace is not None:
-            self._pace.step()
-
-    def gathered(self) -> Sequence[Gathered]:
-        """Every rank's times."""
-        return (self._pace,) if self._pace is not None else ()
-
-    def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
-        """The rank that is ready last, and how much later than the others [s]."""
-        if self._pace is None:
-            return {}
-        reading = readings[self._pace]
-        self.say(self._pace.judge(reading))
-        if not reading.steps:
-            return {}
-        return {"slowest_rank": reading.slowest, "slowest_rank_lag_s": reading.lag(reading.slowest)}
+        if isinstance(self.monitor, Pace):
+            self.monitor.step()
 
 
 class SharedSamplesCallback(MonitorCallback):
     """`SharedSamples`: ranks that are given one another's samples. Nothing on one process.
 
     Args:
-        trainer: as in `MonitorCallback`.
-        ranks: as in `MonitorCallback`.
+        trainer, ranks: as in `MonitorCallback`.
         samples: of a micro-batch's inputs, what `SharedSamples.update` takes, or None. Default: rows of ``input_ids``
             without their padding on the right, else of the first tensor. Where samples are augmented, give indices,
             or ``lambda inputs: inputs["labels"][None]``.
@@ -139,28 +122,13 @@ class SharedSamplesCallback(MonitorCallback):
     ) -> None:
         super().__init__(trainer, ranks)
         self._samples, self._samples_of = SharedSamples(self.ranks), samples or samples_of
+        self.monitor = self._samples if self.ranks.size > 1 else None
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Listen to ``Trainer.training_step`` too."""
         super().on_train_begin()
         if self.ranks.size > 1:
-            listen(self.trainer, "training_step", self._after_step)
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Leave the Trainer as it was."""
-        super().on_train_end()
-        if self.ranks.size > 1:
-            stop_listening(self.trainer, "training_step", self._after_step)
-
-    def gathered(self) -> Sequence[Gathered]:
-        """Every rank's samples."""
-        return (self._samples,) if self.ranks.size > 1 else ()
-
-    def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
-        """Only the number of alarms."""
-        if self.ranks.size > 1:
-            self.say(self._samples.judge(readings[self._samples]))
-        return {}
+            self.listen(self.trainer, "training_step", self._after_step)
 
     def _after_step(self, loss: Tensor, model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         samples = self._samples_of(inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import TrainerCallback
@@ -12,12 +12,13 @@ from transformers import TrainerCallback
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.alarms import Alarm, Alarms
 from hf_accum_fix.monitor.callbacks.listening import listen, stop_listening
-from hf_accum_fix.monitor.ranks import Gathered, Ranks, TorchRanks, on_every_rank, read_together
+from hf_accum_fix.monitor.gathered import Gathered
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, on_every_rank, read_together
 from hf_accum_fix.monitor.run_logs import PREFIX
 
 logger = logging.getLogger("hf_accum_fix.monitor")
 
-Readings = Mapping[Gathered, Any]
+Readings = Mapping[Gathered[Any], Any]
 """The reading of each monitor, from the rows of all ranks."""
 
 
@@ -35,15 +36,18 @@ class MonitorCallback(TrainerCallback):
 
     #: Key of the number of alarms in the log.
     alarms_name = ""
+    #: What is read over the ranks; None: nothing.
+    monitor: Gathered[Any] | None = None
 
     def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
         self.trainer = trainer
         self.ranks = ranks or TorchRanks()
         self.alarms = Alarms(self.ranks)
+        self._listening: list[tuple[Any, str, Callable[..., None]]] = []
 
-    def gathered(self) -> Sequence[Gathered]:
+    def gathered(self) -> Sequence[Gathered[Any]]:
         """What is read over the ranks at a log."""
-        return ()
+        return () if self.monitor is None else (self.monitor,)
 
     def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
         """What to log now.
@@ -52,7 +56,10 @@ class MonitorCallback(TrainerCallback):
             logs: of the Trainer.
             readings: of what is `gathered`; empty where another rank cannot watch it.
         """
-        return {}
+        if self.monitor is None:
+            return {}
+        self.say(self.monitor.judge(readings[self.monitor]))
+        return self.monitor.logged(readings[self.monitor])
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Take part in the Trainer's logs."""
@@ -61,9 +68,17 @@ class MonitorCallback(TrainerCallback):
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Leave the Trainer as it was."""
+        for each in self._listening:
+            stop_listening(*each)
+        self._listening.clear()
         log: _SharedLog | None = vars(self.trainer).get(_LOG)
         if log is not None and log.leave(self):
             del vars(self.trainer)[_LOG]
+
+    def listen(self, owner: Any, name: str, listener: Callable[..., None]) -> None:
+        """Call ``listener`` after every call of a method, until the training ends."""
+        listen(owner, name, listener)
+        self._listening.append((owner, name, listener))
 
     def say(self, alarm: Alarm | None) -> None:
         """Tell an alarm with its step."""
@@ -102,7 +117,7 @@ class _SharedLog:
             return
         if self._groups is None:
             self._groups = [_watched(*group) for group in _by_ranks(self._parts)]
-        readings: dict[Gathered, Any] = {}
+        readings: dict[Gathered[Any], Any] = {}
         for ranks, parts in self._groups:
             readings |= read_together(ranks, [monitor for part in parts for monitor in part.gathered()])
         for part in self._parts:

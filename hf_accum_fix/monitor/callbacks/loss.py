@@ -10,19 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_accum_fix.monitor.accuracy_trend import AccuracyTrend
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.batch_schedule import BatchSchedule
 from hf_accum_fix.monitor.callbacks.callback import MonitorCallback, Readings
-from hf_accum_fix.monitor.callbacks.listening import listen, stop_listening
-from hf_accum_fix.monitor.first_loss import FirstLoss
+from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.loss import LossMeter
 from hf_accum_fix.monitor.loss_check import LossCheck, Verdict
-from hf_accum_fix.monitor.loss_oscillation import LossOscillation
-from hf_accum_fix.monitor.loss_stall import LossStall
-from hf_accum_fix.monitor.loss_trend import LossTrend
+from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
 from hf_accum_fix.monitor.rank_loss import RankLoss
-from hf_accum_fix.monitor.ranks import Gathered, Ranks
+from hf_accum_fix.monitor.ranks import Ranks
 from hf_accum_fix.monitor.run_logs import PREFIX
 
 logger = logging.getLogger("hf_accum_fix.monitor")
@@ -47,8 +43,7 @@ class LossCallback(MonitorCallback):
     is an alarm.
 
     Args:
-        trainer: as in `MonitorCallback`.
-        ranks: as in `MonitorCallback`.
+        trainer, ranks: as in `MonitorCallback`.
         items: counts the items of one micro-batch's inputs, 0-dim or int, without a device sync; they weigh the ranks.
         judge: of the ranks; default: ``RankLoss()``.
     """
@@ -79,14 +74,13 @@ class LossCallback(MonitorCallback):
         self._logged_at = state.global_step
         if state.global_step:
             self._schedule.load_state_dict(_last_batches(state.log_history))
-        listen(self.trainer, "training_step", self._after_step)
+        self.listen(self.trainer, "training_step", self._after_step)
         if self._hook is None and not self.trainer.args.torch_compile:
             self._hook = self.trainer.model.register_forward_hook(self._after_forward, with_kwargs=True)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Leave the Trainer as it was."""
         super().on_train_end()
-        stop_listening(self.trainer, "training_step", self._after_step)
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -102,7 +96,7 @@ class LossCallback(MonitorCallback):
         if names:
             self.say(self._accuracy.judge(self._last, _number(metrics[names[0]])))
 
-    def gathered(self) -> Sequence[Gathered]:
+    def gathered(self) -> Sequence[Gathered[Any]]:
         """The check, and the loss as it would have the head's and the Trainer's."""
         return self._check, self._of_head, self._of_trainer
 
@@ -117,18 +111,13 @@ class LossCallback(MonitorCallback):
         self._say_scale(verdict, reading.mean)
         self.say(self._judge.judge(reading))
         for trend in self._trends:
-            self.say(trend.judge(reading))
+            self.say(trend.judge(reading, _number(logs.get("learning_rate"))))
         self.say(self._first.judge(reading, verdict.guess))
         self._last = reading.mean
         found = self._batch(reading.total.items, logs)
-        found |= {"loss_standard_error": reading.standard_error, "loss_of_a_guess": verdict.guess}
-        if reading.total.items:
-            found["loss"] = reading.mean
+        found |= {**self._of_head.logged(reading), "loss_of_a_guess": verdict.guess}
         if not verdict.is_known:
             found["loss_repeats_the_trainers"] = 1.0
-        if self.ranks.size > 1:
-            found["rank_loss_spread"] = reading.spread
-            found.update((f"rank_loss_{rank}", its.mean) for rank, its in enumerate(reading.ranks) if its.items)
         if self._judge.worst is not None:
             found["rank_loss_worst_rank"] = self._judge.worst.rank
             found["rank_loss_worst_in_standard_errors"] = self._judge.worst.unusual

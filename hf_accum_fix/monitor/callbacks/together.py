@@ -25,8 +25,7 @@ class MonitorsCallback(MonitorCallback):
     ``hf_accum_fix/all_alarms`` counts the alarms of all.
 
     Args:
-        trainer: as in `MonitorCallback`.
-        ranks: as in `MonitorCallback`.
+        trainer, ranks: as in `MonitorCallback`.
         on_alarm: as in `Monitor`; "stop" ends training after the step.
         noise_scale_every: as in `Monitor`.
 
@@ -35,11 +34,7 @@ class MonitorsCallback(MonitorCallback):
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        ranks: Ranks | None = None,
-        on_alarm: OnAlarm = "log",
-        noise_scale_every: int | None = None,
+        self, trainer: Any, ranks: Ranks | None = None, on_alarm: OnAlarm = "log", noise_scale_every: int | None = None
     ) -> None:
         super().__init__(trainer, ranks)
         self._parts = all_callbacks(trainer, ranks)

@@ -1,0 +1,231 @@
+"""`watch` as its third audit asked for it: every finding, what could not be told, and the cause of a factor."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy
+import pytest
+
+from hf_accum_fix.cli import main
+from hf_accum_fix.monitor.run_logs import LogsError, Run, Series, read_runs
+from hf_accum_fix.monitor.run_summary import summarise
+from hf_accum_fix.monitor.watch import findings, look
+
+
+def written(folder: Path, losses: list[float], **columns: list[float]) -> Path:
+    """A file of lines, a log every tenth step."""
+    rows = [{"step": 10 * place, "loss": loss} for place, loss in enumerate(losses, start=1)]
+    for key, values in columns.items():
+        for row, value in zip(rows, values, strict=True):
+            row[key] = value
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def a_run(losses: list[float], **columns: list[float]) -> Run:
+    steps = tuple(float(10 * place) for place in range(1, len(losses) + 1))
+    return Run("x", {key: Series(steps, tuple(its)) for key, its in {"loss": losses, **columns}.items()})
+
+
+def falling(logs: int, noise: float = 0.03, seed: int = 0) -> list[float]:
+    draw = numpy.random.default_rng(seed)
+    return ((0.5 + 2 * numpy.exp(-5 * numpy.arange(logs) / logs)) * numpy.exp(noise * draw.normal(size=logs))).tolist()
+
+
+# ---- what is a finding, and what an observation ----------------------------------------------------------------------
+
+
+def swinging() -> Run:
+    swing = 1 + 0.3 * numpy.sin(2 * math.pi * numpy.arange(200) / 6)
+    return a_run((numpy.array(falling(200)) * swing).tolist(), learning_rate=[1e-3] * 200)
+
+
+FOUND = {
+    "a nan that a Trainer logs as 0": (a_run([*falling(40), *[0.0] * 6]), "6 logged losses are exactly 0"),
+    "all losses 0": (a_run([0.0] * 12), "12 logged losses are exactly 0"),
+    "a swing at a steady rate": (swinging(), "the loss swings by"),
+    "a rate of 0": (a_run([2.0 + 0.01 * (k % 7) for k in range(320)], learning_rate=[0.0] * 320), "learning rate is 0"),
+    "memory that grows": (
+        a_run(falling(60), memory_gib=[3.0 + 0.05 * k for k in range(60)]), "memory_gib grows 5.12 MiB/step"
+    ),
+    "norms that vanish": (
+        a_run(falling(900), grad_norm=[math.exp(-k / 50) for k in range(900)]), "the gradient norm vanishes"
+    ),
+    "norms that are nan": (a_run(falling(60), grad_norm=[1.0] * 40 + [math.nan] * 20), "gradient norms are inf or nan"),
+    "one -1": (a_run([*falling(20), -1.0, *falling(20)]), "1 of 41 losses is -1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_every_finding_of_the_monitors_is_one_of_watch(name: str) -> None:
+    run, told = FOUND[name]
+    found = look([run])
+    assert found.exit_code == 1 and any(told in line for line in found.findings), found.findings
+
+
+def stalls() -> list[float]:
+    return [2.0 + 0.05 * math.sin(its) for its in range(320)]
+
+
+SPIKED = [1 + 0.1 * (k % 3) + 50 * (k == 50) for k in range(60)]
+OBSERVED = {
+    "a stall": (a_run(stalls()), "the loss stands where it began"),
+    "a jump for good": (a_run([*falling(200), *[2 * its for its in falling(800)[-100:]]]), "the loss has jumped"),
+    "a swing of which nothing is known": (Run("x", {"loss": swinging().series["loss"]}), "the loss swings"),
+    "a norm that spikes": (
+        a_run(falling(60), grad_norm=SPIKED),
+        "1 spike of the gradient norm, at step 510",
+    ),
+    "below zero from the start": (a_run([-0.4 - 0.3 * (k / 60) for k in range(60)]), "between -1 and 0 from the start"),
+}
+
+
+@pytest.mark.parametrize("name", OBSERVED)
+def test_what_may_be_meant_so_is_an_observation(name: str) -> None:
+    run, told = OBSERVED[name]
+    found = look([run])
+    assert found.exit_code == 0 and told in found.words.split("observed, which may be meant so:")[1]
+
+
+def test_a_memorised_loss_of_zero_and_a_swing_of_the_schedule_are_none() -> None:
+    memorised = [2.0 * math.exp(-its / 4) for its in range(60)]
+    assert findings(summarise(a_run([its if its > 5e-5 else 0.0 for its in memorised]))) == []
+    restarts = [1e-3 * (1 - (k % 6) / 6) for k in range(200)]
+    run = Run("x", {**swinging().series, "learning_rate": a_run(restarts).series["loss"]})
+    assert "swings" not in look([run]).words
+
+
+def test_memory_has_a_verdict_where_it_is_logged(tmp_path: Path) -> None:
+    plateau = written(tmp_path / "a", falling(30), **{"memory/max_active(GiB)": [3.2, *[8.2] * 29]})
+    assert (
+        "warm-up ended, later steps will not grow: plateau at 8.20 GiB since step 20" in look(read_runs(plateau)).words
+    )
+    short = written(tmp_path / "b", falling(4), **{"memory/max_active(GiB)": [3.2, 8.2, 8.2, 8.2]})
+    assert "cannot tell plateau from leak before step 80" in look(read_runs(short)).words
+
+
+# ---- what could not be told ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("logs", "every"), [(3, 1), (5, 1), (40, 7)])
+def test_what_could_not_be_compared_is_said_and_exits_3(
+    logs: int, every: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path / "a", falling(logs))
+    rows = [{"step": 10 * every * place + every - 1, "loss": its} for place, its in enumerate(falling(logs), start=1)]
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["watch", str(tmp_path), "--no-picture"]) == 3
+    assert "could not compare: b/log.jsonl against a/log.jsonl: " in capsys.readouterr().out
+
+
+def test_a_broken_run_of_a_sweep_is_named_and_the_others_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "abc":
+        written(tmp_path / name, falling(40, seed=ord(name)))
+    (tmp_path / "b" / "log.jsonl").write_text("not json\n")
+    assert main(["watch", str(tmp_path), "--no-picture"]) == 3
+    printed = capsys.readouterr().out
+    assert "c/log.jsonl against a/log.jsonl: no more than noise" in printed
+    assert "could not read" in printed and str(tmp_path / "b" / "log.jsonl") in printed
+    with pytest.raises(LogsError, match=r"log\.jsonl"):
+        read_runs(tmp_path)
+
+
+def test_columns_that_were_found_are_named(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("step,Verlust,lr\n1,2,3\n")
+    for place in (tmp_path, tmp_path / "x.csv"):
+        with pytest.raises(LogsError, match=r"columns found: Verlust, learning_rate, lr"):
+            read_runs(place)
+
+
+# ---- what people have ------------------------------------------------------------------------------------------------
+
+
+def test_timms_accuracies_are_read_in_percent(tmp_path: Path) -> None:
+    header = "epoch,train_loss,eval_loss,eval_top1,eval_top5,lr\n"
+    rows = [f"{k},{2 * 0.9**k},{2.1 * 0.9**k},{0.1 + 0.01 * (k % 2)},0.5,0.1\n" for k in range(20)]
+    (tmp_path / "summary.csv").write_text(header + "".join(rows))
+    found = look(read_runs(tmp_path))
+    assert "eval_top1 0.1 to 0.11" in found.words and any("accuracy stands" in line for line in found.findings)
+    rows = [f"{k},{2 * 0.9**k},2,{20 + 3 * k},{50 + k},0.1\n" for k in range(20)]
+    (tmp_path / "summary.csv").write_text(header + "".join(rows))
+    assert look(read_runs(tmp_path)).findings == ()
+
+
+def test_a_chart_exported_by_wandb_is_its_runs(tmp_path: Path) -> None:
+    columns = [f"{run} - train/loss{kind}" for run in ("run - one", "two") for kind in ("", "__MIN", "__MAX")]
+    lines = [",".join(f'"{its}"' for its in ["Step", *columns])]
+    lines += [f"{step},{2 / step},0,9,{3 / step},0,9" for step in range(1, 13)]
+    (tmp_path / "chart.csv").write_text("\n".join(lines) + "\n")
+    one, two = read_runs(tmp_path)
+    assert one.name.endswith("chart.csv: run - one") and two.name.endswith("chart.csv: two")
+    assert one.series["loss"].values[:2] == (2.0, 1.0) and two.series["loss"].steps == tuple(range(1, 13))
+
+
+def test_steps_that_go_down_or_back_are_put_in_order(tmp_path: Path) -> None:
+    rows = [{"step": step, "loss": loss} for step, loss in enumerate(falling(60), start=1)]
+    (tmp_path / "down.jsonl").write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
+    (run,) = read_runs(tmp_path / "down.jsonl")
+    assert findings(summarise(run)) == [] and run.series["loss"].steps[0] == 1
+    resumed = [*({**row, "loss": 9.0} for row in rows), *rows[30:]]
+    (tmp_path / "back.jsonl").write_text("".join(json.dumps(row) + "\n" for row in resumed))
+    (run,) = read_runs(tmp_path / "back.jsonl")
+    assert run.series["loss"].values[29:32] == (9.0, rows[30]["loss"], rows[31]["loss"])
+
+
+def test_the_learning_rate_is_told_once() -> None:
+    words = look([a_run(falling(20), learning_rate=[1e-3] * 20)]).words
+    assert words.count("learning rate") == 1
+
+
+# ---- the cause of a factor -------------------------------------------------------------------------------------------
+
+#: Samples on a device, accumulation steps: first and last loss of the published sweep (LLaMA-Factory, issue 7443) and
+#: of ours on 4.49.0 (recipes/README.md).
+PUBLISHED = {(16, 2): (6.4, 1.8), (8, 4): (13.65, 3.6), (1, 32): (138.0, 33.13)}
+OURS = {(16, 2): (5.8264, 0.7796), (8, 4): (12.0621, 1.7173), (1, 32): (125.3957, 20.9865)}
+
+
+def swept(path: Path, logs: int, cells: dict[tuple[int, int], tuple[float, float]], told: bool = True) -> None:
+    draw, rows = numpy.random.default_rng(7), []
+    for (per_device, accumulation), (first, last) in cells.items():
+        curve = last + (first - last) * numpy.exp(-5 * numpy.arange(logs) / max(logs - 1, 1))
+        settings = {"processes": 4, "per_device": per_device, "accumulation": accumulation} if told else {}
+        losses = (curve * numpy.exp(0.02 * draw.normal(size=logs))).tolist()
+        rows.append({"mode": f"stock {per_device}", **settings, "losses": losses})
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+
+
+@pytest.mark.parametrize("logs", [3, 8, 100])
+@pytest.mark.parametrize("cells", [PUBLISHED, OURS], ids=["published", "ours"])
+def test_the_cause_of_a_factor_is_the_runs_own_accumulation(
+    cells: dict[tuple[int, int], tuple[float, float]], logs: int, tmp_path: Path
+) -> None:
+    swept(tmp_path / "results.jsonl", logs, cells)
+    runs = read_runs(tmp_path)
+    found = look(runs, against=runs[0].name).findings
+    assert len(found) == 2 and all("as if the loss were not divided by them" in line for line in found), found
+    assert "their accumulation steps, 4 and 2, are 2 times apart" in found[0]
+    assert "their accumulation steps, 32 and 2, are 16 times apart" in found[1] and "times are left" in found[1]
+
+
+def test_without_settings_the_factor_stands_alone(tmp_path: Path) -> None:
+    swept(tmp_path / "results.jsonl", 100, PUBLISHED, told=False)
+    runs = read_runs(tmp_path)
+    found = look(runs, against=runs[0].name).findings
+    assert len(found) == 2 and all("scaled or logged otherwise" in line for line in found), found
+    assert not any("20" in line or "16 times" in line for line in found)
+
+
+def test_settings_are_read_from_beside_a_log(tmp_path: Path) -> None:
+    for name, steps, times in (("a", 1, 1.0), ("b", 8, 8.0)):
+        written(tmp_path / name, [times * its for its in falling(40, seed=steps)])
+        (tmp_path / name / "training_args.yaml").write_text(f"gradient_accumulation_steps: {steps}\nseed: 1\n")
+    found = look(read_runs(tmp_path))
+    assert len(found.findings) == 1 and "their accumulation steps, 8 and 1, are 8 times apart" in found.findings[0]
