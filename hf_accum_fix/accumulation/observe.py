@@ -143,7 +143,7 @@ def observe(
             if ranks.any(not wrote and bool(readings) and norm is None and not sharded and state.wrote()):
                 wrote = True
                 again = run(split.other, readings[2].number if readings else None)
-                writes = writes or bool(readings and again.loss != readings[2].loss)
+                writes = writes or bool(readings and again.numbers != readings[2].numbers)
             put_back()
             if by_number is not None:
                 divides = _divides_unseen(readings[2].loss, by_number)

@@ -99,6 +99,11 @@ class Reading:
     inside: list[Seen]
     drew: bool
 
+    @property
+    def numbers(self) -> list[Any]:
+        """All that it shows of the loss."""
+        return [self.loss, *((each.shape, each.factors, each.value) for each in self.terms)]
+
 
 class ForgottenError(ContractError):
     """A loss takes a gradient itself, in a forward that kept nothing for one."""

@@ -52,10 +52,10 @@ def get_batch_samples(
             session.deferred.append(upstream_number)
             return fetched, upstream_number
         window = open_window(trainer, session, without_blanks(fetched), upstream_number, options, trouble)
-    return fetched, _number_of(trainer, window, upstream_number)
+    return fetched, _number_of(trainer, window, upstream_number, options)
 
 
-def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> Any:
+def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any, options: Options) -> Any:
     """What a ``compute_loss`` is handed as the number of items."""
     contract = window.contract
     if contract.items is None or not (contract.by_number if contract.custom else upstream_number is not None):
@@ -68,7 +68,11 @@ def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> An
     multiplies = contract.takes_world_size
     if multiplies is None:
         multiplies = getattr(trainer.args, "average_tokens_across_devices", False)
-    return window.total.long() if multiplies else window.total / window.cut.world_size
+    # What the loss was written for; samples that are left out are counted in it.
+    as_upstream = window.upstream_number is not None and not (contract.items.per_sample or options.drop_duplicates)
+    total = window.upstream_number if as_upstream else window.total
+    assert total is not None
+    return total.long() if multiplies else total / window.cut.world_size
 
 
 @contextmanager
@@ -93,7 +97,7 @@ def counted_as_returned(trainer: TrainerLike, options: Options) -> Iterator[None
         fetched, number = result
         window = open_window(trainer, session, without_blanks(fetched), reached[-1], options)
         # A number of the trainer's own stays.
-        return fetched, _number_of(trainer, window, number) if number is reached[-1] else number
+        return fetched, _number_of(trainer, window, number, options) if number is reached[-1] else number
 
     with shadow(trainer, "get_batch_samples", get_batch_samples):
         yield
