@@ -116,7 +116,8 @@ def observe(
                     put_back()
                 readings.append(run(batch, number))
             hidden = any(each.name.startswith(OPAQUE) for each in readings[2].terms)
-            if not setting.only_shows or not (hidden or len(readings[2].terms) != len(readings[1].terms)):
+            other_terms = len({(len(each.terms), len(each.inside)) for each in readings}) > 1
+            if not setting.only_shows or not (hidden or other_terms):
                 return readings, None
             by_number = readings[2].loss
             put_back()

@@ -376,7 +376,7 @@ def _weight(
         # It was divided by the items of the global batch: the engine's mean over ranks is all that follows.
         return cut.left / cut.micro_batches / own
     if counts is None or (spec.as_stock and not spec.handed):
-        items = cut.micro_batches * cut.world_size if spec.how is How.SUM else 1
+        items = cut.micro_batches * cut.world_size if spec.how is How.SUM and not spec.as_stock else 1
         return cut.left / items / own
     mean: Number = spec.count * cut.left
     if plain:
