@@ -376,8 +376,9 @@ def _weight(
         # It was divided by the items of the global batch: the engine's mean over ranks is all that follows.
         return cut.left / cut.micro_batches / own
     if counts is None or (spec.as_stock and not spec.handed):
-        items = cut.micro_batches * cut.world_size if spec.how is How.SUM and not spec.as_stock else 1
-        return cut.left / items / own
+        # What stock hands over is divided for the window already, or not.
+        steps = 1 if spec.as_stock else cut.micro_batches
+        return cut.left / (steps * cut.world_size if spec.how is How.SUM else 1) / own
     mean: Number = spec.count * cut.left
     if plain:
         mean = counts.seen * cut.left
