@@ -221,6 +221,89 @@ FOUND = {
         uneven=True,
         loop=True,
     ),
+    "a zero that divides by 1, where labels go on the way": Composition(
+        "hinge", "masked-in-step", "wide", ("ragged", "whole", "alike"), seed=28317
+    ),
+    "the same where no rule counts them": Composition(
+        "hinge",
+        "masked-in-loss",
+        "wide",
+        ("alike", "whole", "ragged"),
+        declares_false=True,
+        seed=49045,
+        even=True,
+        uneven=True,
+    ),
+    "a sample without a target, by itself": Composition(
+        "first-target",
+        "masked-in-step",
+        "no-mask",
+        ("rare", "whole", "alike"),
+        declares_false=True,
+        seed=44674,
+        uneven=True,
+    ),
+    "a constant that a layer stands under, in a loop": Composition(
+        "over-itself",
+        "super-and-teacher-flooded",
+        "other-labels",
+        ("alike",),
+        missing=1,
+        declares_false=True,
+        seed=8412,
+        loop=True,
+    ),
+    "several terms of one weight, in a loop": Composition(
+        "weighted-elements",
+        "teacher",
+        "narrow-labels",
+        ("whole", "ragged", "rare", "ragged"),
+        cut=(1, 8),
+        missing=1,
+        declares_false=True,
+        seed=2124,
+        even=True,
+        loop=True,
+    ),
+    "a term scheduled in a loop": Composition(
+        "weighted-elements",
+        "super-and-teacher-scheduled",
+        "right",
+        ("alike", "ragged", "rare", "rare"),
+        cut=(4, 2),
+        declares_false=True,
+        seed=15306,
+        loop=True,
+    ),
+    "labels that tell a task, in a loop": Composition(
+        "kind-where-labelled",
+        "none",
+        "other-labels",
+        ("rare", "empty", "alike", "empty"),
+        declares_false=True,
+        seed=49026,
+        uneven=True,
+        loop=True,
+    ),
+    "tasks that a column names, one each": Composition(
+        "tasks",
+        "super-and-teacher-uncertain",
+        "other-labels",
+        ("rare", "rare", "ragged", "ragged"),
+        cut=(1, 8),
+        missing=4,
+        declares_false=True,
+        seed=4798,
+    ),
+    "a sum under a maximum": Composition(
+        "sum-of-classes",
+        "super-and-teacher-greatest",
+        "right",
+        ("empty", "alike", "ragged"),
+        cut=(3, 3),
+        missing=4,
+        seed=4599,
+    ),
     "one sample whose loss is zero, in a loop": Composition(
         "hinge", "models-own", "narrow-labels", ("whole",), seed=36789, uneven=True, loop=True
     ),
@@ -242,6 +325,18 @@ EXACT = {
 
 #: The same of two ranks.
 FOUND_ON_TWO = {
+    "a number that another rule counts at first": Composition(
+        "mean-of-tokens", "own-number", "wide", ("rare", "rare", "whole", "alike"), cut=(2, 2), seed=50940, ranks=2
+    ),
+    "state under a loss over itself": Composition(
+        "centre", "super-over-itself", "names", ("alike", "ragged", "whole"), cut=(2, 2), seed=12884, ranks=2
+    ),
+    "other terms in the parts of one rank": Composition(
+        "class-by-class", "masked-in-step", "narrow-labels", ("empty", "whole"), cut=(2, 3), seed=2244, ranks=2
+    ),
+    "a sum of half the loss": Composition(
+        "sum-of-classes", "half", "no-mask", ("alike", "whole", "whole"), cut=(2, 2), seed=62481, ranks=2
+    ),
     "a term under dropout that no rule fits, and that a later look takes for another": Composition(
         "weights-column", "r-drop", "narrow-labels", ("whole",), (4, 1), seed=54150, ranks=2
     ),
