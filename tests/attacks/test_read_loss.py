@@ -17,7 +17,7 @@ def cells(attacks: Sequence[Attack]) -> Any:
     return pytest.mark.parametrize(("attack", "cut"), found, ids=ids)
 
 
-#: Two thousand trainings, some of which the core does not meet yet: tests/README.md says which.
+#: Two thousand trainings; six are not met yet: tests/README.md says which.
 pytestmark = pytest.mark.thorough
 
 TRAINED = [attack for attack in ATTACKS if attack.trainer is not None]
