@@ -1,14 +1,10 @@
 """Read a loss from its autograd graph: the reductions it is made of, and what each is divided by.
 
-A loss begins with nodes whose outputs are single numbers. Nearly all of them are linear (sums, products with numbers);
-below them stand the reductions, and autograd has kept what each divides by. So a loss is
-
     loss = sum over terms of  (product of the term's factors) * (sum over the elements of the term's leaf)
 
-and reading it takes no forward, no operation on a tensor and no wait for the device. What is no such sum (a root, a
-product of two terms, compiled code) becomes a term whose leaf is the node that says so.
-
-The nodes are rows of `ROWS`; names and attributes are the same from torch 2.2.2 to 2.15.0, where they were probed.
+Reading it takes no forward, no operation on a tensor and no wait for the device. What is no such sum (a root, a product
+of two terms, compiled code) becomes a term whose leaf is the node that says so. The nodes are rows of `ROWS`; names and
+attributes are the same from torch 2.2.2 to 2.15.0, where they were probed.
 """
 
 from __future__ import annotations
@@ -57,12 +53,9 @@ _MOST_NODES = 32
 
 
 class Factor(NamedTuple):
-    """A number that a term is multiplied by, or divided by.
+    """A number that a term is multiplied by, or divided by; a tensor has one element, and is on the device.
 
-    Attributes:
-        value: a Python number, or a tensor of one element on the device.
-        divides: whether the term is divided by it.
-        learnt: it has a gradient of its own: a parameter, or a function of parameters.
+    ``learnt``: it has a gradient of its own: a parameter, or a function of parameters.
     """
 
     value: Tensor | float
@@ -175,9 +168,9 @@ def read(
         with _disable_current_modes():
             terms = read(loss, stops, inside=inside, deep=deep, returned=returned)
             return [replace(each, path=each.path.on_host()) for each in terms]
-    walk = partial(_terms, stops=stops, returned=returned, inside=inside, deep=deep)
     path = Path(loss.grad_fn)
-    terms = list(islice(walk((loss.grad_fn, loss.output_nr), path), _MOST_TERMS + 1))
+    walk = _terms((loss.grad_fn, loss.output_nr), path, stops=stops, returned=returned, inside=inside, deep=deep)
+    terms = list(islice(walk, _MOST_TERMS + 1))
     return terms if len(terms) <= _MOST_TERMS else [Term("too many terms", loss.grad_fn, path, readable=False)]
 
 
@@ -330,9 +323,7 @@ def _inner(edge: Edge) -> Iterator[Factor]:
 def _learnt_side(edges: Any, does: str) -> int | None:
     """Which of two factors is a function of parameters alone; None: neither, or both."""
     found = [side for side in (0, 1) if is_learnt(edges[side][0])]
-    if len(found) != 1 or (does == "div" and found[0] == 0):
-        return None
-    return found[0]
+    return found[0] if len(found) == 1 and (does, found[0]) != ("div", 0) else None
 
 
 def holds_layers(node: Any) -> bool:
@@ -356,11 +347,9 @@ def is_learnt(node: Any, left: int = _MOST_NODES) -> bool:
         return True
     if math.prod(_shape(node)) != 1:
         return False
+    below = [each for each, _ in node.next_functions]
+    leaves = [each for each in below if type(each).__name__ == "AccumulateGrad"]
     picks = type(node).__name__.startswith(("Select", "Index", "Unbind"))
-    for below, _ in node.next_functions:
-        is_leaf = below is not None and type(below).__name__ == "AccumulateGrad"
-        if is_leaf and not picks and math.prod(_shape(below)) != 1:
-            return False
-        if not is_learnt(below, left - 1):
-            return False
-    return True
+    if not picks and any(math.prod(_shape(each)) != 1 for each in leaves):
+        return False
+    return all(is_learnt(each, left - 1) for each in below)
