@@ -212,10 +212,8 @@ def _is_machinery(kind: type) -> bool:
 
 
 def _holds_state(value: object) -> bool:
-    kind = type(value)
-    if isinstance(value, type) or not hasattr(value, "__dict__") or callable(getattr(kind, "__get__", None)):
-        return False
-    return not _is_machinery(kind)
+    is_code = isinstance(value, type) or callable(getattr(type(value), "__get__", None))
+    return hasattr(value, "__dict__") and not is_code and not _is_machinery(type(value))
 
 
 def _is_stream(value: object) -> bool:
@@ -253,8 +251,7 @@ def _dict_kept(value: dict[Any, Any]) -> list[Kept]:
     telling = [(key, each) for key, each in before.items() if isinstance(each, (float, Tensor))]
 
     def undo() -> None:
-        same = len(value) == len(before) and all(value.get(key, _ABSENT) is kept for key, kept in before.items())
-        if not same:
+        if len(value) != len(before) or any(value.get(key, _ABSENT) is not kept for key, kept in before.items()):
             # Whatever a class of its own makes of them.
             methods: Any = OrderedDict if isinstance(value, OrderedDict) else dict
             methods.clear(value)

@@ -4,9 +4,9 @@ The loss that is about to be trained is read from its graph (`loss_graph`). A te
 
     d / n_mean        n_mean = N / (G W)    of the items that this term counts (`window`)
 
-whatever d is: the number that the loss was handed, its integer, or the items of the micro-batch. Terms that all have
-one weight are weighed by scaling the loss, others by a hook on the node of each term. A weight is kept as what to
-divide by, n_mean / d: where all micro-batches are alike that is G, and the division is upstream's to the last bit.
+whatever d is. Terms that all have one weight are weighed by scaling the loss, others by a hook on the node of each. A
+weight is kept as what to divide by, n_mean / d: where all micro-batches are alike that is G, and the division is
+upstream's to the last bit.
 """
 
 from __future__ import annotations
