@@ -73,7 +73,6 @@ class Path:
 
     Attributes:
         top: the highest node that belongs to this term alone; a hook there weighs the whole term.
-        factors: from the loss down.
         learnt: the products, or quotients, with factors that have a gradient of their own.
         above: how many of the factors stand above that node.
         added: something without a gradient is added on the way.
@@ -110,8 +109,7 @@ class Term:
     """One reduction inside a loss.
 
     Attributes:
-        name: of the leaf's node.
-        leaf: the node that reduces, or the one that could not be read.
+        leaf: the node that reduces, or the one that could not be read; ``name`` is its.
         path: from the loss to it; the leaf's own count is the last of its factors.
         readable: False: the leaf is no reduction, so that nothing is known below it.
         rows: how many single numbers the leaf has put together by stack or cat; 0: it reduces a tensor.
@@ -155,7 +153,7 @@ def read(
     """The terms of a loss; none: it has no gradient.
 
     Args:
-        loss: of one element, with its graph.
+        loss: of one element.
         stops: nodes that are terms whatever stands below them, such as a router's loss.
         inside: look into means and sums of stacked numbers; else they are leaves, and their numbers rows.
         deep: look for numbers inside of a sum, too; this unpacks tensors that autograd has kept.

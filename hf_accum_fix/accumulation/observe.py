@@ -171,14 +171,13 @@ def observe(
         rule = number_rule(whole.batch, window, setting)
         found = replace(found, reduction=Reduction.NUMBER, items=rule, terms=())
         setting = replace(setting, hands_number=True)
+    doubt = found.doubt
     if writes:
-        reason = "its forward writes state that the loss depends on, and so on the order of micro-batches"
-        found = replace(found, doubt=found.doubt or reason)
+        doubt = doubt or "its forward writes state that the loss depends on, and so on the order of micro-batches"
     if found.items is not None and any(targets_padding(found.items, batch) for batch in window):
-        reason = (
-            "padding is among its targets (labels are not -100 where attention_mask is 0), and moves with the split"
-        )
-        found = replace(found, doubt=found.doubt or reason)
+        padding = "padding is among its targets (labels are not -100 where attention_mask is 0)"
+        doubt = doubt or f"{padding}, and moves with the split"
+    found = replace(found, doubt=doubt)
     if norm is not None:
         found = _with_batch_norm(found, norm, setting)
     if found.items is None and setting.hands_number:

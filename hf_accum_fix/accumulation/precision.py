@@ -121,12 +121,10 @@ class WindowGradient:
 
     @contextmanager
     def micro_batch(self, leaves: Callable[[], Iterable[Leaf]], *, first: bool, last: bool) -> Iterator[None]:
-        """Around one forward and backward.
+        """Around one forward and backward; ``leaves`` are where the 16-bit gradients of the model arrive.
 
-        Args:
-            leaves: where the 16-bit gradients of the model arrive.
-            first: of its window; what an earlier window left is dropped.
-            last: of its window; on leaving it ``.grad`` is the window's gradient, and nothing else is kept.
+        On entering the first of a window what an earlier one left is dropped; on leaving the last ``.grad`` is the
+        window's gradient, and nothing else is kept.
         """
         if first:
             self.drop()

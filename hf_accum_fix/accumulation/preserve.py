@@ -83,8 +83,8 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
             held = [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
             self._kept += [_buffer_kept(module._buffers, name, buffer) for name, buffer in held]
         for parameter in () if sharded else model.parameters():
-            self._kept += [_data_kept(parameter), _grad_kept(parameter)]
-        self._kept += [Kept(partial(setattr, module, "training", module.training)) for module in modules]
+            self._kept += [_data_kept(parameter), _attribute_kept(parameter, "grad")]
+        self._kept += [_attribute_kept(module, "training") for module in modules]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -266,25 +266,19 @@ def _dict_kept(value: dict[Any, Any]) -> list[Kept]:
     return [Kept(undo, differs), *streams]
 
 
+def _attribute_kept(value: Any, name: str, is_same: Callable[[Any, Any], bool] = operator.is_) -> Kept:
+    before = getattr(value, name)
+
+    def undo() -> None:
+        if not is_same(getattr(value, name), before):
+            setattr(value, name, before)
+
+    return Kept(undo)
+
+
 def _data_kept(value: Tensor) -> Kept:
     """What ``.data = ...`` puts elsewhere; what is written in place is seen by the dispatch mode."""
-    data = value.data
-
-    def undo() -> None:
-        if value.data_ptr() != data.data_ptr():
-            value.data = data
-
-    return Kept(undo)
-
-
-def _grad_kept(value: Tensor) -> Kept:
-    grad = value.grad
-
-    def undo() -> None:
-        if value.grad is not grad:
-            value.grad = grad
-
-    return Kept(undo)
+    return _attribute_kept(value, "data", lambda now, before: now.data_ptr() == before.data_ptr())
 
 
 def _buffer_kept(holder: dict[str, Tensor | None], name: str, buffer: Tensor) -> Kept:

@@ -85,13 +85,9 @@ def _tells(batch: Batch) -> tuple[bool, bool, int, float]:
 
 def _marks(batch: Batch) -> set[tuple[str, int]]:
     """The values in columns of integers, which may name tasks."""
-    columns = {key: value for key, value in batch.items() if isinstance(value, Tensor) and "label" not in key}
-    return {
-        (key, each)
-        for key, value in columns.items()
-        if value.ndim == 1 and not value.is_floating_point()
-        for each in value.tolist()
-    }
+    vectors = [(key, value) for key, value in batch.items() if isinstance(value, Tensor) and value.ndim == 1]
+    columns = [(key, value) for key, value in vectors if not value.is_floating_point() and "label" not in key]
+    return {(key, each) for key, value in columns for each in value.tolist()}
 
 
 def _unseen(window: Sequence[Batch], batch: Batch) -> set[tuple[str, int]]:

@@ -153,11 +153,11 @@ def weigh(
     Args:
         loss: of one number, as it was computed.
         contract: how its terms are reduced.
-        cut: n_mean of every rule, G and W.
+        cut: of its global batch.
         check: takes what the terms divide by.
-        inputs: of the forward that was ``heard``.
+        inputs: of the forward that was heard.
         predicted: items of the micro-batch by every rule.
-        heard: of the forward.
+        heard: what was heard of the forward.
         weightless: the micro-batch counts nothing.
     """
     if (rule := contract.items) is not None and rule.per_sample:
