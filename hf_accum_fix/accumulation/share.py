@@ -138,13 +138,13 @@ def run_by_rule(
     items: Tensor | None,
     cut: Cut,
     run: Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]],
-    **of_engine: bool,
+    **of_share: bool,
 ) -> tuple[Tensor, Any]:
     """Run a micro-batch whose loss is not read (a contract given, compiled code), and weigh it by its rule.
 
     ``run`` is its forward, (inputs, number or None) -> (loss, outputs); the others are as for `share_of`.
     """
-    share = share_of(contract, inputs, items, cut, **of_engine)
+    share = share_of(contract, inputs, items, cut, **of_share)
     loss, outputs = run(share.inputs, share.number)
     carried = contract.carried(outputs) if share.ratio is not None else None
     return share.of(loss, None if carried is None else carried.to(loss.device)), outputs
