@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction
-from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.errors import ContractError
 
 #: Makes one list of the ranks' lists, in their order: a collective.
@@ -17,8 +16,7 @@ Gather: TypeAlias = "Callable[[list[Any]], list[Any]]"
 class InStep:
     """Ranks that go on as long as any of them has to; on leaving, each waits for all to have left.
 
-    Args:
-        gather: of all ranks; None: this rank goes on by itself.
+    Without ``gather`` this rank goes on by itself.
     """
 
     def __init__(self, gather: Gather | None) -> None:
@@ -39,8 +37,7 @@ class InStep:
 def agree(ranks: Sequence[LossContract]) -> LossContract:
     """The first contract of a rank that saw something, with the rules that count right on every such rank.
 
-    Args:
-        ranks: what each rank observed, in the order of ranks; empty: nobody had a micro-batch.
+    ``ranks``: what each observed, in their order; empty: nobody had a micro-batch.
 
     Raises:
         ContractError: if ranks observed losses that are reduced in different ways.
@@ -61,9 +58,11 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
             )
         reason = f"the ranks train different losses ({told})"
         return replace(first, reduction=Reduction.PLAIN, items=None, terms=(), doubt=reason, reason=reason)
+    # The rules that every rank found; none: every window is corrected.
+    common = [set.intersection(*(set(each.terms[place].rules) for each in pool)) for place in range(len(first.terms))]
     terms = tuple(
-        replace(term, rules=_common([each.terms[place].rules for each in pool]))
-        for place, term in enumerate(first.terms)
+        replace(term, rules=tuple(rule for rule in term.rules if rule in shared))
+        for term, shared in zip(first.terms, common, strict=True)
     )
     items = first.items
     counted = next((each.rules[0] for each in terms if each.how is How.MEAN and each.rules), None)
@@ -77,8 +76,3 @@ def _are_one_loss(one: LossContract, other: LossContract) -> bool:
     if (one.reduction, one.custom) != (other.reduction, other.custom) or len(one.terms) != len(other.terms):
         return False
     return all(a.shape == b.shape and a.how is b.how for a, b in zip(one.terms, other.terms, strict=True))
-
-
-def _common(rules: Sequence[tuple[Items, ...]]) -> tuple[Items, ...]:
-    """The rules that every rank found; none: every window is corrected."""
-    return tuple(rule for rule in rules[0] if all(rule in each for each in rules))

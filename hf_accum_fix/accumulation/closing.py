@@ -48,16 +48,13 @@ class Closing:
     def end(self, run: Run, checks: Sequence[WindowCheck], left_out: int = 0) -> Tensor | float | None:
         """What gradient and logged loss of a window are to be multiplied by; None: they are right, or cannot be.
 
-        Args:
-            run: the training.
-            checks: of the window, one for each loss.
-            left_out: micro-batches of it that this rank did not run.
+        ``checks``: of the window, one for each loss; ``left_out``: micro-batches of it that this rank did not run.
         """
-        self._flag, self.was_other = None, False
+        self._flag, self.was_other = None, any(check.changed for check in checks)
         # Counts first: a window warns once, and they give the more telling words.
         times = self._times(run, checks, left_out)
         for check in checks:
-            self._hold(run, check, readable=run.readable)
+            self._hold(run, check)
         if self._flag is not None:
             self.unread = self._flag.long() if self.unread is None else self.unread + self._flag
         return times
@@ -112,19 +109,16 @@ class Closing:
     def _read_later(self, flag: Tensor) -> None:
         self._flag = flag if self._flag is None else self._flag | flag
 
-    def _hold(self, run: Run, check: WindowCheck, *, readable: bool) -> None:
+    def _hold(self, run: Run, check: WindowCheck) -> None:
         """Hold a window against what was observed."""
-        broken = check.broken(run.device)
-        self.was_other = self.was_other or bool(check.changed)
         if check.changed:
             run.tell(check.changed)
-        elif broken is None:
-            return
-        elif not readable:
-            self._read_later(broken)
-        elif bool(broken):
-            self.was_other = True
-            run.tell(_OTHER)
+        elif (broken := check.broken(run.device)) is not None:
+            if not run.readable:
+                self._read_later(broken)
+            elif bool(broken):
+                self.was_other = True
+                run.tell(_OTHER)
 
 
 def scale_gradients(model: nn.Module, times: Tensor | float) -> None:

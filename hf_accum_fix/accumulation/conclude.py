@@ -5,20 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from hf_accum_fix.accumulation.contract import (
-    NO_TARGET_SEEN,
-    Coupling,
-    How,
-    LossContract,
-    Reduction,
-    TermSpec,
-)
-from hf_accum_fix.accumulation.reading import Reading, Seen, is_near
-from hf_accum_fix.accumulation.rules import is_padded, listed_targets, matching_rules, ways_of_counting
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Coupling, How, LossContract, Reduction, TermSpec
+from hf_accum_fix.accumulation.reading import Reading, Seen
+from hf_accum_fix.accumulation.rules import is_near, is_padded, listed_targets, matching_rules, ways_of_counting
 from hf_accum_fix.accumulation.window import Items, sample_count
 
 #: What the three forwards are handed: no sums, multiples or counts of one another, with a fraction.
@@ -45,8 +39,6 @@ class Setting:
         custom: a trainer's own ``compute_loss`` makes the loss.
         func: a function of the user's makes it of the model's outputs.
         multiplies: a custom loss that divides by the number may multiply by the number of ranks.
-        steps: G.
-        world_size: W.
         upstream_number: the items of this rank's window as the release counts them; None: it does not.
         rounded: matrix products keep fewer than float32's digits.
         alone: the loss has one term.
@@ -82,15 +74,17 @@ class Candidate:
     trouble: str = ""
     shows: bool = True
 
+    def judged(self, trouble: str = "", *, shows: bool = True, **spec: Any) -> Candidate:
+        """The same with what its values have shown."""
+        return replace(self, spec=replace(self.spec, **spec), trouble=trouble, shows=shows)
+
+    def doubted(self, trouble: str, *, shows: bool = True) -> Candidate:
+        """The same as a term that is averaged over micro-batches."""
+        return self.judged(trouble, shows=shows, how=How.PLAIN, counts=())
+
 
 def conclude(readings: Sequence[Reading], window: Sequence[Mapping[str, Any]], setting: Setting) -> LossContract:
-    """The contract that three forwards show.
-
-    Args:
-        readings: of a batch and its two parts.
-        window: the micro-batches of this rank.
-        setting: of the training.
-    """
+    """The contract that the forwards of a batch and its two parts show; ``window``: the micro-batches of this rank."""
     whole = readings[0]
     rules = list(ways_of_counting(whole.batch))
     listed = next(listed_targets(whole.batch), None)
@@ -130,10 +124,9 @@ def _concluded(
     setting = replace(setting, alone=len(candidates) == 1)
     tested = [_tested(each, batches, ignored, math.inf if whole.drew else tolerance, setting) for each in candidates]
     specs = tuple(each.spec for each in tested)
-    troubles = list(dict.fromkeys(each.trouble for each in tested if each.trouble))
-    doubt = trouble or next(iter(troubles), "")
-    added = any(each.added for each in seen[0]) and not _adds_a_mean(tested, readings, tolerance)
-    if added and not _adds_a_constant(candidates, readings, tolerance):
+    doubt = trouble or next((each.trouble for each in tested if each.trouble), "")
+    adds = _added(tested, readings, tolerance) if any(each.added for each in seen[0]) else How.MEAN
+    if adds is How.PLAIN:
         doubt = doubt or "what has no gradient is added to it, and is averaged over micro-batches in the log"
     if not setting.apart and not doubt and sample_count(whole.batch) > 1:
         doubt = "its micro-batches cannot be taken apart, so that coupled samples would not show"
@@ -145,20 +138,26 @@ def _concluded(
     if len({each.group for each in specs}) > 1 and not all(each.rules for each in means if not each.handed):
         # No one number corrects several terms.
         doubt = doubt or "no rule counts the items of one of its terms beforehand"
-        specs = tuple(each if each.rules or each.handed else _uncounted(each) for each in specs)
-    common: dict[str, Any] = {
-        "terms": specs,
-        "dtype": dtype,
-        "doubt": doubt,
-        "coupling": Coupling.COUPLED if coupled else Coupling.UNKNOWN,
+        specs = tuple(
+            replace(each, how=How.PLAIN, counts=())
+            if each.how is How.MEAN and not (each.rules or each.handed)
+            else each
+            for each in specs
+        )
+    contract = partial(
+        LossContract,
+        terms=specs,
+        dtype=dtype,
+        doubt=doubt,
+        coupling=Coupling.COUPLED if coupled else Coupling.UNKNOWN,
         # What a trainer adds itself is no part of the model's loss.
-        "router_coefficient": 0.0 if setting.custom else _coefficient(tested, "aux_loss"),
-        "router_z_coefficient": 0.0 if setting.custom else _coefficient(tested, "z_loss"),
-        "inside": inside,
-        "added": added,
-        "deep": any(each.within for terms in seen for each in terms),
-        "shift": next((each.shift for each in seen[0] if each.shift is not None), None),
-    }
+        router_coefficient=0.0 if setting.custom else _coefficient(tested, "aux_loss"),
+        router_z_coefficient=0.0 if setting.custom else _coefficient(tested, "z_loss"),
+        inside=inside,
+        added=adds is not How.MEAN,
+        deep=any(each.within for terms in seen for each in terms),
+        shift=next((each.shift for each in seen[0] if each.shift is not None), None),
+    )
     if handed:
         items = next((each.rules[0] for each in (*handed, *means) if each.rules), None)
         items = items or number_rule(whole.batch, window, setting)
@@ -167,8 +166,8 @@ def _concluded(
             is_near(value, setting.world_size) for each in tested if each.spec.handed for value in each.seen[0].factors
         )
         takes_world_size = takes and setting.multiplies if setting.custom and setting.world_size > 1 else None
-        return LossContract(
-            kind, items, takes_world_size=takes_world_size, reason="its graph divides by the number handed in", **common
+        return contract(
+            kind, items, takes_world_size=takes_world_size, reason="its graph divides by the number handed in"
         )
     if means:
         empty = means[0].count == 0.0 or not all(each.shows for each in tested)
@@ -176,26 +175,19 @@ def _concluded(
         near = next((each.named[0] for each in seen[0] if each.named), rules[0])
         rule = means[0].rules[0] if means[0].rules else near
         if coupled:
-            return LossContract(Reduction.PLAIN, reason=_COUPLED, **common)
+            return contract(Reduction.PLAIN, reason=_COUPLED)
         kind = Reduction.NUMBER if by_number else Reduction.MEAN
-        return LossContract(
-            kind, rule, conclusive=not empty, reason=f"its graph divides {means[0].shape[0]} by them", **common
-        )
+        return contract(kind, rule, conclusive=not empty, reason=f"its graph divides {means[0].shape[0]} by them")
     if specs and all(each.how is How.SUM for each in specs):
-        return LossContract(
-            Reduction.SUM, reason="its graph divides by nothing, and the losses of two parts add up", **common
-        )
-    shows = all(each.shows for each in tested)
-    common["doubt"] = doubt or _NO_ITEMS
-    return LossContract(Reduction.PLAIN, conclusive=shows, reason=doubt or _NO_ITEMS, **common)
+        return contract(Reduction.SUM, reason="its graph divides by nothing, and the losses of two parts add up")
+    doubt = doubt or "none of its terms is divided by a count"
+    return contract(Reduction.PLAIN, conclusive=all(each.shows for each in tested), doubt=doubt, reason=doubt)
 
 
 def with_rules(found: LossContract, alone: Reading | None) -> LossContract:
     """The same with a rule for every term that divides by the number it is handed.
 
-    Args:
-        found: the contract.
-        alone: a forward without the number, in which the head divides by its own items; None: the number's own rule.
+    ``alone`` is a forward without it, in which the head divides by its own items; None: the number's own rule.
     """
     terms = list(found.terms)
     for at, spec in enumerate(terms):
@@ -222,7 +214,6 @@ NO_COUNT = "is neither a count nor a constant"
 OTHER_TERMS = "in a batch and its parts"
 #: How a doubt ends that may come from rows that belong together, and were taken apart.
 OF_THE_SPLIT = (NO_COUNT, OTHER_TERMS)
-_NO_ITEMS = "none of its terms is divided by a count"
 _COUPLED = "the samples of a batch are coupled: its loss is no weighted mean of its parts' losses (in-batch negatives)"
 
 
@@ -233,27 +224,18 @@ def _rests(candidates: Sequence[Candidate], readings: Sequence[Reading]) -> tupl
     )
 
 
-def _adds_a_constant(candidates: Sequence[Candidate], readings: Sequence[Reading], tolerance: float) -> bool:
-    """Whether what is added to the terms without a gradient is the same for every batch."""
+def _added(candidates: Sequence[Candidate], readings: Sequence[Reading], tolerance: float) -> How:
+    """What is added to the terms without a gradient: a mean over the items of them all, a constant, or neither."""
     if any(None in each.values for each in candidates):
-        return False
-    rests = _rests(candidates, readings)
-    return max(rests) - min(rests) <= tolerance * max(abs(reading.loss) for reading in readings)
-
-
-def _adds_a_mean(candidates: Sequence[Candidate], readings: Sequence[Reading], tolerance: float) -> bool:
-    """Whether what is added to the terms without a gradient is a mean over the items of them all."""
-    if len({each.spec.group for each in candidates}) > 1 or any(None in each.values for each in candidates):
-        return False
-    counts = candidates[0].counts
-    if candidates[0].spec.how is not How.MEAN or len(counts) < len(readings):
-        return False
-    sums = [n * rest for n, rest in zip(counts, _rests(candidates, readings), strict=True)]
-    return abs(sums[0] - sums[1] - sums[2]) <= tolerance * abs(counts[0] * readings[0].loss)
-
-
-def _uncounted(spec: TermSpec) -> TermSpec:
-    return replace(spec, how=How.PLAIN, counts=()) if spec.how is How.MEAN else spec
+        return How.PLAIN
+    rests, counts = _rests(candidates, readings), candidates[0].counts
+    is_mean = candidates[0].spec.how is How.MEAN and len({each.spec.group for each in candidates}) == 1
+    if is_mean and len(counts) == len(readings):
+        sums = [n * rest for n, rest in zip(counts, rests, strict=True)]
+        if abs(sums[0] - sums[1] - sums[2]) <= tolerance * abs(counts[0] * readings[0].loss):
+            return How.MEAN
+    is_same = max(rests) - min(rests) <= tolerance * max(abs(reading.loss) for reading in readings)
+    return How.CONSTANT if is_same else How.PLAIN
 
 
 def _nothing_seen(whole: Reading, rules: Sequence[Items]) -> LossContract:
@@ -383,9 +365,9 @@ def _tested(
     spec, values, n = candidate.spec, candidate.values, candidate.counts
     whole = candidate.seen[0]
     if whole.router:
-        return replace(candidate, spec=replace(spec, how=How.ROUTER, counts=(), rules=()))
+        return candidate.judged(how=How.ROUTER, counts=(), rules=())
     if whole.learnt:
-        return replace(candidate, spec=replace(spec, how=How.CONSTANT, counts=()))
+        return candidate.judged(how=How.CONSTANT, counts=())
     known = None not in values
     named = [rule for rule in whole.named if all(rule in each.named for each in candidate.seen)]
     if not setting.apart:
@@ -393,54 +375,43 @@ def _tested(
     if spec.handed:
         places = spec.number or spec.counts
         sums = [(value or 0.0) / seen.product(places) for value, seen in zip(values, candidate.seen, strict=True)]
-        rules: tuple[Items, ...] = ()
-        if whole.total:
-            rules, _ = _rules_of([each.total for each in candidate.seen], batches, ignored, named)
-        trouble = "" if not known or _adds_up(sums, tolerance) else _COUPLED
-        return replace(candidate, spec=replace(spec, rules=rules), trouble=trouble)
+        totals = [each.total for each in candidate.seen]
+        rules = _rules_of(totals, batches, ignored, named)[0] if whole.total else ()
+        return candidate.judged("" if not known or _adds_up(sums, tolerance) else _COUPLED, rules=rules)
     if spec.counts:
         rules, times = _rules_of(n, batches, ignored, named)
         if rules and all(is_padded(rule, batches[0]) for rule in rules) and not setting.alone:
             # Over padding, too: a mean per micro-batch whatever the batch, as a router's is (Bamba's z-loss).
-            return replace(candidate, spec=replace(spec, how=How.ROUTER, rules=rules[:1], times=times))
+            return candidate.judged(how=How.ROUTER, rules=rules[:1], times=times)
         if not setting.apart and whole.readable and (rules or whole.divides):
-            return replace(candidate, spec=replace(spec, rules=rules, times=times))
-        rows = [sample_count(batch) for batch in batches]
-        if whole.rows and any(
-            each.rows * rows[0] != whole.rows * n for each, n in zip(candidate.seen, rows, strict=True)
-        ):
-            why = "it is a mean over what its samples have, not over the samples"
-            return replace(candidate, spec=replace(spec, how=How.PLAIN, counts=()), trouble=why)
+            return candidate.judged(rules=rules, times=times)
+        samples = [sample_count(batch) for batch in batches]
+        by_sample = {each.rows * samples[0] == whole.rows * m for each, m in zip(candidate.seen, samples, strict=True)}
+        if whole.rows and False in by_sample:
+            return candidate.doubted("it is a mean over what its samples have, not over the samples")
         # Lists of targets are divided by 1 where they are empty.
         listed = bool(rules) and rules[0].entry is not None
         if not setting.apart or not (listed or is_near(n[0], n[1] + n[2], 1e-5)):
-            why = f"a factor of {whole.name} {NO_COUNT}"
-            return replace(candidate, spec=replace(spec, how=How.PLAIN, counts=()), trouble=why)
+            return candidate.doubted(f"a factor of {whole.name} {NO_COUNT}")
         if not whole.readable:
             return _unreadable(candidate, batches, ignored, tolerance)
         sums = [(value or 0.0) * count if count else 0.0 for value, count in zip(values, n, strict=True)]
         if known and not _adds_up(sums, tolerance):
             # One that stock divides by the number is weighed by its items all the same.
-            kept = replace(spec, rules=rules, times=times) if setting.by_number and rules else None
-            return replace(candidate, spec=kept or replace(spec, how=How.PLAIN, counts=()), trouble=_COUPLED)
-        return replace(candidate, spec=replace(spec, rules=rules, times=times), trouble="" if known else _NOT_FOLLOWED)
+            keeps = setting.by_number and rules
+            return candidate.judged(_COUPLED, rules=rules, times=times) if keeps else candidate.doubted(_COUPLED)
+        untold = "the values of two of its terms could not be told from each other"
+        return candidate.judged("" if known else untold, rules=rules, times=times)
     if known and values[0] == values[1] == values[2] and batches[1] is not batches[2] and not whole.holds_data:
         # Zero says nothing, unless it is multiplied by zero.
-        shows = bool(values[0]) or 0.0 in whole.factors
-        return replace(candidate, spec=replace(spec, how=How.CONSTANT), shows=shows)
+        return candidate.judged(how=How.CONSTANT, shows=bool(values[0]) or 0.0 in whole.factors)
     if not whole.readable:
         return _unreadable(candidate, batches, ignored, tolerance)
     # A forward that draws at random has no parts: its sum adds up but for the noise.
-    if (
-        known
-        and setting.apart
-        and not whole.rows
-        and all(values)
-        and _adds_up([value or 0.0 for value in values], min(tolerance, 0.2))
-    ):
-        return replace(candidate, spec=replace(spec, how=How.SUM))
+    if setting.apart and not whole.rows and _makes_the_whole(values, min(tolerance, 0.2)):
+        return candidate.judged(how=How.SUM)
     # A part of zero adds up to anything.
-    return replace(candidate, trouble=f"{whole.name} is {How.PLAIN.value}", shows=0.0 not in values)
+    return candidate.judged(f"{whole.name} is {How.PLAIN.value}", shows=0.0 not in values)
 
 
 def _rules_of(
@@ -451,28 +422,29 @@ def _rules_of(
     return tuple(rule for rule in rules if rule in named) or rules, times
 
 
-_NOT_FOLLOWED = "the values of two of its terms could not be told from each other"
-
-
 def _unreadable(
     candidate: Candidate, batches: Sequence[Mapping[str, Any]], ignored: Sequence[int], tolerance: float
 ) -> Candidate:
     """A term that hides what it divides by: it is weighed by the first rule by which its parts make the whole."""
     name, values = candidate.seen[0].name, candidate.values
-    spec = replace(candidate.spec, how=How.PLAIN, counts=())
     trouble = f"{name} stands in the loss: what is under it cannot be read"
-    if None not in values and all(values) and _adds_up([value or 0.0 for value in values], min(tolerance, 1e-3)):
-        return replace(candidate, spec=replace(spec, how=How.SUM), trouble=trouble)
-    if not name.startswith(OPAQUE) or None in values or batches[1] is batches[2]:
-        return replace(candidate, spec=spec, trouble=trouble)
-    for rule in dict.fromkeys(ways_of_counting(batches[0], ignored)):
+    if _makes_the_whole(values, min(tolerance, 1e-3)):
+        return candidate.judged(trouble, how=How.SUM, counts=())
+    is_opaque = name.startswith(OPAQUE) and None not in values and batches[1] is not batches[2]
+    for rule in dict.fromkeys(ways_of_counting(batches[0], ignored)) if is_opaque else ():
         n = [float(rule.count(batch)) for batch in batches if rule.has_targets(batch)]
         if len(n) == 3 and all(n) and is_near(n[0], n[1] + n[2]):
             sums = [(value or 0.0) * count for value, count in zip(values, n, strict=True)]
             if _adds_up(sums, tolerance):
-                spec = replace(spec, how=How.MEAN, rules=(rule,), count=n[0])
-                return replace(candidate, spec=spec, trouble="" if name.startswith(DECLARED) else trouble)
-    return replace(candidate, spec=spec, trouble=trouble)
+                trouble = "" if name.startswith(DECLARED) else trouble
+                return candidate.judged(trouble, how=How.MEAN, counts=(), rules=(rule,), count=n[0])
+    return candidate.doubted(trouble)
+
+
+def _makes_the_whole(values: Sequence[float | None], tolerance: float) -> bool:
+    """Whether the values of two parts, none of them zero, add up to the whole's."""
+    known = [value for value in values if value]
+    return len(known) == len(values) and _adds_up(known, tolerance)
 
 
 def _adds_up(sums: Sequence[float], tolerance: float) -> bool:
@@ -504,13 +476,7 @@ def _coefficient(candidates: Sequence[Candidate], kind: str) -> float:
 
 
 def number_rule(batch: Mapping[str, Any], window: Sequence[Mapping[str, Any]], setting: Setting) -> Items:
-    """The rule that counts a window as the installed release does, whose number the loss was written for.
-
-    Args:
-        batch: one of the window's.
-        window: the micro-batches of this rank.
-        setting: of the training.
-    """
+    """The rule that counts a window as the installed release does, whose number the loss was written for."""
     rules = list(ways_of_counting(batch))
     for rule in rules if setting.upstream_number else ():
         counted = [float(rule.count(batch)) for batch in window if rule.has_targets(batch)]

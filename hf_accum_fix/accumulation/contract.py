@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,15 +46,13 @@ class TermSpec:
     Attributes:
         shape: what the term has in common with the same term of another micro-batch (`loss_graph.Term.shape`).
         place: which of the terms of that shape it is; None: all of them, the rows of one mean or sum.
-        how: it is reduced.
         counts: the places of the factors whose product it is divided by, for `How.MEAN`.
         own: the places of factors by which a trainer has divided it for the accumulation window already.
         number: the places of the number that a custom ``compute_loss`` was handed, which counts the global batch.
-        rules: every rule that predicts the count; the first is in use. Empty: none does.
+        rules: every rule that predicts the count; the first is in use.
         times: the count is so many times what the rules count.
         count: in the batch that was observed.
-        handed: the loss divides by the number that it is handed.
-        whole: by its integer.
+        handed: the loss divides by the number that it is handed; ``whole``: by its integer.
         as_stock: a constant may be the trainer's own 1/G or 1/W: the term keeps the scale that stock hands over.
     """
 
@@ -89,14 +88,10 @@ class TermSpec:
 def router_loss(outputs: Any, kind: str) -> Tensor | None:
     """The router loss of one kind that a model's outputs carry, encoder's and decoder's together; None: none.
 
-    Args:
-        outputs: what the model returned.
-        kind: "aux_loss" (load balancing) or "z_loss", as the library's output classes name them.
+    ``kind`` is "aux_loss" (load balancing) or "z_loss", as the library's output classes name them.
     """
-    if not isinstance(outputs, Mapping):
-        return None
-    parts = [value for key, value in outputs.items() if key == kind or key.endswith(f"_{kind}")]
-    tensors = [part for part in parts if isinstance(part, Tensor)]
+    parts = outputs.items() if isinstance(outputs, Mapping) else ()
+    tensors = [part for key, part in parts if f"_{key}".endswith(f"_{kind}") and isinstance(part, Tensor)]
     return torch.stack([part.to(tensors[0]) for part in tensors]).sum() if tensors else None
 
 
@@ -142,10 +137,8 @@ class LossContract:
     doubt: str = ""
     conclusive: bool = True
     reason: str = "given by hand"
-    _groups: int = field(init=False, compare=False, repr=False, default=0)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_groups", len({each.group for each in self.terms}))
         if not isinstance(self.reduction, Reduction):
             known = ", ".join(f"Reduction.{each.name}" for each in Reduction)
             raise ContractError(f"got reduction={self.reduction!r}; expected one of {known}")
@@ -158,19 +151,17 @@ class LossContract:
         Raises:
             ContractError: if the outputs do not carry a router loss that the contract names.
         """
-        total: Tensor | None = None
-        for kind, coefficient in (("aux_loss", self.router_coefficient), ("z_loss", self.router_z_coefficient)):
-            if not coefficient:
-                continue
-            term = router_loss(outputs, kind)
+        named = {"aux_loss": self.router_coefficient, "z_loss": self.router_z_coefficient}
+        terms = [(kind, factor, router_loss(outputs, kind)) for kind, factor in named.items() if factor]
+        for kind, factor, term in terms:
             if term is None:
                 found = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
                 raise ContractError(
-                    f"the contract names {coefficient:g} x {kind} inside the loss, but the outputs hold {found}; every "
+                    f"the contract names {factor:g} x {kind} inside the loss, but the outputs hold {found}; every "
                     "micro-batch's outputs need it: let the model return its router loss"
                 )
-            total = coefficient * term if total is None else total + coefficient * term
-        return total
+        weighed = [factor * term for _, factor, term in terms if term is not None]
+        return sum(weighed[1:], start=weighed[0]) if weighed else None
 
     def as_number(self, value: Tensor) -> Tensor:
         """A number as the loss is handed it, which knows float64 only where it is in float64 itself."""
@@ -186,8 +177,8 @@ class LossContract:
     @property
     def rules(self) -> tuple[Items, ...]:
         """Every way of counting that its terms need, ``items`` first."""
-        main = () if self.items is None else (self.items,)
-        return tuple(dict.fromkeys((*main, *(rule for each in self.terms for rule in self._rules_of(each)))))
+        rules = (self.items, *(rule for each in self.terms for rule in self._rules_of(each)))
+        return tuple(dict.fromkeys(rule for rule in rules if rule is not None))
 
     def _rules_of(self, term: TermSpec) -> tuple[Items, ...]:
         """Those that may count one term; a loss with one count is corrected, so that the first will do."""
@@ -201,11 +192,7 @@ class LossContract:
         return any(len(self._rules_of(each)) > 1 for each in self.terms)
 
     def is_ambiguous(self, totals: Mapping[Items, float]) -> bool:
-        """Whether two rules fit one term so far, and count a window differently.
-
-        Args:
-            totals: N by each of `rules`.
-        """
+        """Whether two rules fit one term so far, and count a window differently; ``totals``: N by each of `rules`."""
         counted = ([totals[rule] for rule in self._rules_of(each)] for each in self.terms)
         return any(max(each) - min(each) > 1e-6 * max(each) for each in counted if len(each) > 1)
 
@@ -213,10 +200,9 @@ class LossContract:
         """The same with the rules that fit both now and ``before``, where any do."""
         if before is None or [each.form for each in self.terms] != [each.form for each in before.terms]:
             return self
-        pairs = zip(self.terms, before.terms, strict=True)
         terms = [
             replace(now, rules=tuple(rule for rule in now.rules if rule in then.rules) or now.rules)
-            for now, then in pairs
+            for now, then in zip(self.terms, before.terms, strict=True)
         ]
         counted = next((each.rules[0] for each in terms if each.how is How.MEAN and each.rules), self.items)
         return replace(self, terms=tuple(terms), items=None if self.items is None else counted)
@@ -231,10 +217,10 @@ class LossContract:
         """Whether its terms are read from the graph in every micro-batch; else it is weighed by its rule."""
         return bool(self.terms)
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """How many different weights the terms of a micro-batch have."""
-        return self._groups
+        return len({each.group for each in self.terms})
 
     @property
     def is_counted(self) -> bool:

@@ -1,14 +1,10 @@
 """Read a loss from its autograd graph: the reductions it is made of, and what each is divided by.
 
-A loss begins with nodes whose outputs are single numbers. Nearly all of them are linear (sums, products with numbers);
-below them stand the reductions, and autograd has kept what each divides by. So a loss is
-
     loss = sum over terms of  (product of the term's factors) * (sum over the elements of the term's leaf)
 
-and reading it takes no forward, no operation on a tensor and no wait for the device. What is no such sum (a root, a
-product of two terms, compiled code) becomes a term whose leaf is the node that says so.
-
-The nodes are rows of `ROWS`; names and attributes are the same from torch 2.2.2 to 2.15.0, where they were probed.
+Reading it takes no forward, no operation on a tensor and no wait for the device. What is no such sum (a root, a product
+of two terms, compiled code) becomes a term whose leaf is the node that says so. The nodes are rows of `ROWS`; names and
+attributes are the same from torch 2.2.2 to 2.15.0, where they were probed.
 """
 
 from __future__ import annotations
@@ -63,12 +59,9 @@ _MOST_NODES = 32
 
 
 class Factor(NamedTuple):
-    """A number that a term is multiplied by, or divided by.
+    """A number that a term is multiplied by, or divided by; a tensor has one element, and is on the device.
 
-    Attributes:
-        value: a Python number, or a tensor of one element on the device.
-        divides: whether the term is divided by it.
-        learnt: it has a gradient of its own: a parameter, or a function of parameters.
+    ``learnt``: it has a gradient of its own: a parameter, or a function of parameters.
     """
 
     value: Tensor | float
@@ -86,7 +79,6 @@ class Path:
 
     Attributes:
         top: the highest node that belongs to this term alone; a hook there weighs the whole term.
-        factors: from the loss down.
         learnt: the products, or quotients, with factors that have a gradient of their own.
         above: how many of the factors stand above that node.
         added: something without a gradient is added on the way.
@@ -123,8 +115,7 @@ class Term:
     """One reduction inside a loss.
 
     Attributes:
-        name: of the leaf's node.
-        leaf: the node that reduces, or the one that could not be read.
+        leaf: the node that reduces, or the one that could not be read; ``name`` is its.
         path: from the loss to it; the leaf's own count is the last of its factors.
         readable: False: the leaf is no reduction, so that nothing is known below it.
         rows: how many single numbers the leaf has put together by stack or cat; 0: it reduces a tensor.
@@ -170,7 +161,7 @@ def read(
     """The terms of a loss; none: it has no gradient.
 
     Args:
-        loss: of one element, with its graph.
+        loss: of one element.
         stops: nodes that are terms whatever stands below them, such as a router's loss.
         inside: look into means and sums of stacked numbers; else they are leaves, and their numbers rows.
         deep: look for numbers inside of a sum, too; this unpacks tensors that autograd has kept.
@@ -185,9 +176,9 @@ def read(
         with _disable_current_modes():
             terms = read(loss, stops, inside=inside, deep=deep, returned=returned)
             return [replace(each, path=each.path.on_host()) for each in terms]
-    walk = partial(_terms, stops=stops, returned=returned, inside=inside, deep=deep)
     path = Path(loss.grad_fn)
-    terms = list(islice(walk((loss.grad_fn, loss.output_nr), path), _MOST_TERMS + 1))
+    walk = _terms((loss.grad_fn, loss.output_nr), path, stops=stops, returned=returned, inside=inside, deep=deep)
+    terms = list(islice(walk, _MOST_TERMS + 1))
     return terms if len(terms) <= _MOST_TERMS else [Term("too many terms", loss.grad_fn, path, readable=False)]
 
 
@@ -356,9 +347,7 @@ def _inner(edge: Edge) -> Iterator[Factor]:
 def _learnt_side(edges: Any, does: str) -> int | None:
     """Which of two factors is a function of parameters alone; None: neither, or both."""
     found = [side for side in (0, 1) if _is_learnt(edges[side][0])]
-    if len(found) != 1 or (does == "div" and found[0] == 0):
-        return None
-    return found[0]
+    return found[0] if len(found) == 1 and (does, found[0]) != ("div", 0) else None
 
 
 def holds_layers(node: Any) -> bool:
@@ -382,11 +371,9 @@ def _is_learnt(node: Any, left: int = _MOST_NODES) -> bool:
         return True
     if getattr(node, "_saved_reduction", 0) or math.prod(_shape(node)) != 1:
         return False
+    below = [each for each, _ in node.next_functions]
+    leaves = [each for each in below if type(each).__name__ == "AccumulateGrad"]
     picks = type(node).__name__.startswith(("Select", "Index", "Unbind"))
-    for below, _ in node.next_functions:
-        is_leaf = below is not None and type(below).__name__ == "AccumulateGrad"
-        if is_leaf and not picks and math.prod(_shape(below)) != 1:
-            return False
-        if not _is_learnt(below, left - 1):
-            return False
-    return True
+    if not picks and any(math.prod(_shape(each)) != 1 for each in leaves):
+        return False
+    return all(_is_learnt(each, left - 1) for each in below)

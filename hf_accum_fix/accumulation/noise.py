@@ -1,15 +1,17 @@
-"""A forward that is a function of its inputs: no dropout, one noise for all rows."""
+"""Random numbers: a forward without them, and one that draws them as if it had not been run."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-
-from hf_accum_fix.accumulation.random_states import random_states_kept
 
 _DROPOUTS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
@@ -21,45 +23,51 @@ _RANDOM = {torch.rand, torch.randn, torch.rand_like, torch.randn_like}
 _RANDOM_IN_PLACE = {Tensor.uniform_, Tensor.normal_, Tensor.bernoulli_}
 
 
+@contextmanager
+def random_states_kept(devices: Sequence[int] | None = None, device_type: str = "cuda") -> Iterator[None]:
+    """Put back, also after an error, the random states of Python, numpy, torch on the CPU and on devices.
+
+    Args:
+        devices: their indices; None: every CUDA device there is.
+        device_type: of the devices.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    used = list(range(torch.cuda.device_count())) if devices is None else list(devices)
+    try:
+        with torch.random.fork_rng(used, device_type=device_type):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
 class WithoutNoise(TorchFunctionMode):
     """Make the forward a function of its inputs: no dropout, one noise for all rows.
 
-    Args:
-        dropout: let it drop, the same of every row: a term that is zero without it (R-Drop's) is then seen.
-        alike: noise is a function of its shape, so that a row meets the same in every batch (points in a mask).
+    ``alike``: noise is a function of its shape, so that a row meets the same in every batch (points in a mask).
     """
 
-    def __init__(self, *, dropout: bool = False, alike: bool = False) -> None:
+    def __init__(self, *, alike: bool) -> None:
         super().__init__()
-        self.dropout, self.alike = dropout, alike
+        self._alike = alike
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if self.dropout and func is F.dropout and args[0].ndim > 1:
-            kept = func(torch.ones_like(args[0][:1]), *args[1:], **{**kwargs, "inplace": False})
-            return args[0] * kept
-        if func in _DROPOUTS:
-            args, kwargs = _without_dropout(args, kwargs, position=1, name="p")
-        elif func is F.scaled_dot_product_attention:
-            args, kwargs = _without_dropout(args, kwargs, position=4, name="dropout_p")
-        if self.alike and (func in _RANDOM or func in _RANDOM_IN_PLACE):
-            with random_states_kept():
+        if func in _DROPOUTS or func is F.scaled_dot_product_attention:
+            position, name = (1, "p") if func in _DROPOUTS else (4, "dropout_p")
+            if len(args) > position:
+                args = (*args[:position], 0.0, *args[position + 1 :])
+            else:
+                kwargs[name] = 0.0
+        draws_alike = self._alike and (func in _RANDOM or func in _RANDOM_IN_PLACE)
+        with random_states_kept() if draws_alike else nullcontext():
+            if draws_alike:
                 torch.manual_seed(0)
-                out = func(*args, **kwargs)
-        else:
             out = func(*args, **kwargs)
         if func in _RANDOM and isinstance(out, Tensor) and out.ndim > 1:
             out = out[:1].expand_as(out).clone()
         elif func in _RANDOM_IN_PLACE and out.ndim > 1:
             out.copy_(out[:1].expand_as(out).clone())
         return out
-
-
-def _without_dropout(
-    args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if len(args) > position:
-        return (*args[:position], 0.0, *args[position + 1 :]), kwargs
-    return args, {**kwargs, name: 0.0}

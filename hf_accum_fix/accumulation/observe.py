@@ -1,13 +1,4 @@
-"""Observe a loss once: what it is divided by is read from its graph, and what is a count is seen by three forwards.
-
-One batch is run whole and in two parts. A factor that adds up over the parts is a count, one that is the same in all
-three a constant. For every count the rules that count so from the inputs predict it in later windows; a wrong
-prediction costs a correction at the window's end, never a wrong gradient. One equation finds coupled samples,
-
-    L(AB) n(AB) = L(A) n(A) + L(B) n(B),
-
-which holds for a weighted mean over the items of a batch, whatever they are.
-"""
+"""Observe a loss once: what it is divided by is read from its graph, and what is a count is seen by three forwards."""
 
 from __future__ import annotations
 
@@ -72,7 +63,7 @@ def observe(
     Args:
         call: one forward of the training's own loss.
         window: the micro-batches, as the loader gave them.
-        model: the model whose modes, buffers, parameters and BatchNorm layers are looked after.
+        model: whose modes, buffers, parameters and BatchNorm layers are looked after.
         setting: of the training.
         device: where the number is put.
         head: the model whose outputs carry a router's loss; None: there is none.
@@ -154,7 +145,8 @@ def observe(
                 better = _better(found, latest)
                 found, whole = better, readings[0] if better is latest else whole
                 other_tasks = split.tasks and found.doubt.endswith(OTHER_TERMS)
-                settled = sharded or was_guess or other_tasks or (_shows(found) and not found.is_guess)
+                shows = _has_shown(found) and not _may_be_the_split(found) and not found.is_guess
+                settled = sharded or was_guess or other_tasks or shows
             following = None if settled else next(search, None)
             settled = following is None or bool(found and not following.tells and _has_shown(found))
             split = split if settled or following is None else following
@@ -180,14 +172,13 @@ def observe(
         rule = number_rule(whole.batch, window, setting)
         found = replace(found, reduction=Reduction.NUMBER, items=rule, terms=())
         setting = replace(setting, hands_number=True)
+    doubt = found.doubt
     if writes:
-        reason = "its forward writes state that the loss depends on, and so on the order of micro-batches"
-        found = replace(found, doubt=found.doubt or reason)
+        doubt = doubt or "its forward writes state that the loss depends on, and so on the order of micro-batches"
     if found.items is not None and any(targets_padding(found.items, batch) for batch in window):
-        reason = (
-            "padding is among its targets (labels are not -100 where attention_mask is 0), and moves with the split"
-        )
-        found = replace(found, doubt=found.doubt or reason)
+        padding = "padding is among its targets (labels are not -100 where attention_mask is 0)"
+        doubt = doubt or f"{padding}, and moves with the split"
+    found = replace(found, doubt=doubt)
     if norm is not None:
         found = _with_batch_norm(found, norm, setting)
     if found.items is None and setting.hands_number:
@@ -218,10 +209,6 @@ def _has_shown(found: LossContract) -> bool:
     return found.conclusive or found.reason == NO_TARGET_SEEN
 
 
-def _shows(found: LossContract) -> bool:
-    return _has_shown(found) and not _may_be_the_split(found)
-
-
 def _with_batch_norm(found: LossContract, norm: str, setting: Setting) -> LossContract:
     """A contract of a model whose statistics come from one micro-batch."""
     reason = f"BatchNorm in training mode ({norm}): its statistics come from one micro-batch"
@@ -246,14 +233,7 @@ def _doubted(found: LossContract) -> LossContract:
 
 
 def shift_of(call: Forward, window: Sequence[Mapping[str, Any]], model: nn.Module, *, sharded: bool) -> bool | None:
-    """Whether a model's own loss drops position 0 of its labels; None: its graph does not show it.
-
-    Args:
-        call: one forward of the model's own loss.
-        window: the micro-batches.
-        model: that is run.
-        sharded: as for `undisturbed`.
-    """
+    """Whether a model's own loss, one forward of it a ``call``, drops position 0 of its labels; None: not shown."""
     batch = max(window, key=lambda each: float(next(ways_of_counting(each)).count(each)))
     with undisturbed(model, sharded=sharded), torch.enable_grad(), saved_tensors_hooks(kept_small, unpacked):
         shown = [is_shifted(term, batch) for term in read(call(dict(batch), None))]

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.reading import Reading, Seen, is_near
+from hf_accum_fix.accumulation.reading import Reading, Seen
+from hf_accum_fix.accumulation.rules import is_near
 
 
 def suspects(found: LossContract, whole: Reading, setting: Setting) -> list[tuple[int, int]]:
@@ -60,16 +61,12 @@ def own_division(
             doubt = doubt or "it is scaled by the accumulation steps in a way that is not recognised, and stays so"
         elif still and either and not own and not (spec.handed and found.takes_world_size):
             terms[at] = replace(spec, as_stock=True)
-            doubt = doubt or _either(either[0])
+            doubt = doubt or (
+                f"the constant {either[0]:g} in it may be a coefficient, or the trainer's own division for the window; "
+                "it keeps the scale that the stock Trainer hands to the engine"
+            )
     return replace(found, terms=tuple(terms), doubt=doubt)
 
 
 def _times(divides: bool, before: float, after: float) -> float:
     return after / before if divides else before / after
-
-
-def _either(value: float) -> str:
-    return (
-        f"the constant {value:g} in it may be a coefficient, or the trainer's own division for the window; "
-        "it keeps the scale that the stock Trainer hands to the engine"
-    )

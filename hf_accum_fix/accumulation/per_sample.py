@@ -43,12 +43,7 @@ def by_sample(found: LossContract) -> LossContract:
 
 
 def sum_of_samples(loss: Tensor, rule: Items, inputs: Mapping[str, Any]) -> Tensor:
-    """The sum of the sample means of a micro-batch, 0-dim, with gradient.
-
-    Args:
-        loss: one cross entropy, perhaps times numbers, with its graph.
-        rule: counts samples with a target.
-        inputs: of the forward.
+    """The sum of the sample means of a micro-batch, 0-dim, with gradient; its samples are counted by the ``rule``.
 
     Raises:
         ContractError: if the loss is something else, or has other targets than the inputs.

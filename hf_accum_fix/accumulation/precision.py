@@ -1,10 +1,8 @@
 """Add the gradients of a window in more than the 16 bits of its parameters.
 
-autograd adds every micro-batch into ``.grad``, which has the parameter's dtype: in bfloat16 each addition rounds to 8
-bits, so that a window of 1,024 micro-batches loses a seventh of its gradient. Here a micro-batch's gradient is taken
-off ``.grad`` as it arrives and added to a sum of its own; in the last micro-batch the sum, rounded once, is what
-autograd is handed in the place of the last gradient, so that whatever looks at ``.grad`` from then on (the reduction
-over ranks, clipping, the optimizer) sees it. The sum lives from the first micro-batch of a window to its last.
+A micro-batch's gradient is taken off ``.grad`` as it arrives and added to a sum of its own; in the last micro-batch the
+sum, rounded once, is what autograd is handed in the place of the last gradient, so that whatever looks at ``.grad``
+from then on (the reduction over ranks, clipping, the optimizer) sees it.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any, Final
@@ -45,8 +43,7 @@ class Arrival(Enum):
 class Leaf:
     """A tensor that gradients arrive at; of a sharded model the one that its engine adds them up in.
 
-    Attributes:
-        views: parameters whose ``.grad`` is a part of the tensor's.
+    ``views``: parameters whose ``.grad`` is a part of the tensor's.
     """
 
     tensor: Any
@@ -58,8 +55,7 @@ class _InFloat32:
     """A sum in float32, 4 bytes an element."""
 
     def __init__(self, first: Tensor) -> None:
-        self._sum = first.float()
-        self._dtype = first.dtype
+        self._sum, self._dtype = first.float(), first.dtype
 
     def add(self, gradient: Tensor) -> None:
         self._sum.add_(gradient)
@@ -75,8 +71,7 @@ class _Compensated:
     """
 
     def __init__(self, first: Tensor) -> None:
-        self._sum = first
-        self._rest = torch.zeros_like(first)
+        self._sum, self._rest = first, torch.zeros_like(first)
 
     def add(self, gradient: Tensor) -> None:
         more = self._rest.add_(gradient)
@@ -126,12 +121,10 @@ class WindowGradient:
 
     @contextmanager
     def micro_batch(self, leaves: Callable[[], Iterable[Leaf]], *, first: bool, last: bool) -> Iterator[None]:
-        """Around one forward and backward.
+        """Around one forward and backward; ``leaves`` are where the 16-bit gradients of the model arrive.
 
-        Args:
-            leaves: where the 16-bit gradients of the model arrive.
-            first: of its window; what an earlier window left is dropped.
-            last: of its window; on leaving it ``.grad`` is the window's gradient, and nothing else is kept.
+        On entering the first of a window what an earlier one left is dropped; on leaving the last ``.grad`` is the
+        window's gradient, and nothing else is kept.
         """
         if first:
             self.drop()
@@ -154,7 +147,7 @@ class WindowGradient:
                 self.finish()
             raise
         if last:
-            if self._estimate is not None and self._estimate.looked:
+            if self._estimate is not None and self._estimate.sums:
                 self.lost, self.matters = self._estimate.read()
                 self._estimate = None
             self.drop()
@@ -250,8 +243,8 @@ class WindowGradient:
         """Take what has come past the hooks."""
         if self._kind is None:
             return
-        for leaf, arrival in ((each, known.arrival) for each, known in self._leaves.items()):
-            reduced = arrival is Arrival.REDUCED
+        for leaf, known in self._leaves.items():
+            arrival, reduced = known.arrival, known.arrival is Arrival.REDUCED
             if leaf.grad is not None and (reduced or not self._last):
                 # DDP may have put a view of a bucket there.
                 self._add(leaf, leaf.grad.clone() if arrival is Arrival.HELD else leaf.grad)
@@ -264,48 +257,43 @@ class WindowGradient:
                 )
 
 
-@dataclass
 class _Rounding:
     """What adding a window's gradients in 16 bits loses, estimated on up to 1,024 elements of every parameter.
 
     Both sums are made anew of the same arriving gradients, so that nothing of the training is touched.
     """
 
-    _sums: dict[Tensor, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    @property
-    def looked(self) -> bool:
-        """Whether a gradient arrived."""
-        return bool(self._sums)
+    def __init__(self) -> None:
+        self.sums: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
     def add(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Add a gradient of a parameter to both."""
-        flat = _local(_dense(gradient)).reshape(-1)
+        dense = _dense(gradient)
+        # This rank's part of a distributed tensor.
+        flat = (dense.to_local() if hasattr(dense, "to_local") else dense).reshape(-1)
         # Odd, so that it does not follow the columns of a matrix.
         some = flat[:: max(flat.numel() // _LOOKED_AT, 1) | 1]
-        if leaf in self._sums:
-            narrow, wide = self._sums[leaf]
+        if leaf in self.sums:
+            narrow, wide = self.sums[leaf]
             narrow.add_(some)
             wide.add_(some)
         else:
-            self._sums[leaf] = (some.clone(), some.float())
+            self.sums[leaf] = (some.clone(), some.float())
 
     def read(self) -> tuple[float | None, bool]:
-        """The relative error of the 16-bit sum, and whether it is more than one unit in the last place.
+        """The relative error of the 16-bit sum, and whether it is more than one unit in the last place; waits.
 
-        Returns:
-            Without an error where the gradient is zero or not finite. Waits for the device.
+        None: the gradient is zero or not finite.
         """
         error, norm = 0.0, 0.0
-        for leaf, (narrow, wide) in self._sums.items():
+        for leaf, (narrow, wide) in self.sums.items():
             weight = leaf.numel() / max(wide.numel(), 1)
             error += weight * (narrow - wide).square().sum().item()
             norm += weight * wide.square().sum().item()
         if not (norm > 0 and math.isfinite(error)):
             return None, False
         lost = math.sqrt(error / norm)
-        return lost, lost > max(torch.finfo(narrow.dtype).eps for narrow, _ in self._sums.values())
+        return lost, lost > max(torch.finfo(narrow.dtype).eps for narrow, _ in self.sums.values())
 
 
 def rounding_words(lost: float, micro_batches: int) -> str:
@@ -315,11 +303,6 @@ def rounding_words(lost: float, micro_batches: int) -> str:
         f"{lost:.1%} (measured in the first window; more with more micro-batches): take accumulate_in='float32' "
         "(4 bytes more a parameter) or 'compensated' (2)"
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a distributed tensor, which shares its memory."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_accum_fix.accumulation.random_states import random_states_kept
+from hf_accum_fix.accumulation.noise import random_states_kept
 
 #: Containers with more elements than this hold data: their elements are not followed.
 _MOST_ELEMENTS = 1000
@@ -75,19 +75,16 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module, *others: object, leave: Iterable[object] = (), sharded: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         modules = list(model.modules())
-        self._modes = [(module, module.training) for module in modules]
-        self._buffers = [
-            (module._buffers, name, buffer, buffer.detach().clone())
-            for module in modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
         self._sharded = sharded
-        self._data = [] if sharded else [(parameter, parameter.data) for parameter in model.parameters()]
-        self._grads = [] if sharded else [(parameter, parameter.grad) for parameter in model.parameters()]
         self._made_inside: set[int] = set()
         self._written: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._kept = _noted(others if sharded else (*modules, *others), leave, follow_modules=not sharded)
+        for module in modules:
+            held = [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
+            self._kept += [_buffer_kept(module._buffers, name, buffer) for name, buffer in held]
+        for parameter in () if sharded else model.parameters():
+            self._kept += [_data_kept(parameter), _attribute_kept(parameter, "grad")]
+        self._kept += [_attribute_kept(module, "training") for module in modules]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -127,19 +124,6 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     storage.copy_(content, False)
             for each in self._kept:
                 each.undo()
-            for holder, name, buffer, before in self._buffers:
-                holder[name] = buffer
-                # BatchNorm changes its statistics by an operation that does not say so.
-                if buffer.layout is not torch.strided or not torch.equal(buffer, before):
-                    buffer.copy_(before)
-            for parameter, data in self._data:
-                if parameter.data_ptr() != data.data_ptr():
-                    parameter.data = data
-            for parameter, grad in self._grads:
-                if parameter.grad is not grad:
-                    parameter.grad = grad
-        for module, training in self._modes:
-            module.training = training
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         """Restore, also after an error."""
@@ -200,8 +184,7 @@ def _noted(roots: Iterable[object], leave: Iterable[object], *, follow_modules: 
         elif kind in _DICTS or (isinstance(each, dict) and not _is_machinery(kind)):
             if kind not in _DICTS:
                 pending.append(getattr(each, "__dict__", None))
-            streams = _streams_kept(each)
-            kept.extend([_dict_kept(each), *streams])
+            kept += _dict_kept(each)
             if len(each) <= _MOST_ELEMENTS:
                 pending.extend(each.values())
         elif kind in _SEQUENCES or (isinstance(each, _SEQUENCES) and not _is_machinery(kind)):
@@ -217,12 +200,10 @@ def _noted(roots: Iterable[object], leave: Iterable[object], *, follow_modules: 
         elif isinstance(each, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
             kept.append(_generator_kept(each))
         elif id(each) in rooted or (follow_modules if isinstance(each, nn.Module) else _holds_state(each)):
-            attributes = vars(each)
-            streams = _streams_kept(attributes)
-            kept.extend([_dict_kept(attributes), *streams])
-            pending.extend(attributes.values())
+            kept += _dict_kept(vars(each))
+            pending.extend(vars(each).values())
         if not (isinstance(each, type) or _is_machinery(kind)):
-            kept.extend(_slots_kept(each, pending))
+            kept += _slots_kept(each, pending)
     return kept
 
 
@@ -231,10 +212,8 @@ def _is_machinery(kind: type) -> bool:
 
 
 def _holds_state(value: object) -> bool:
-    kind = type(value)
-    if isinstance(value, type) or not hasattr(value, "__dict__") or callable(getattr(kind, "__get__", None)):
-        return False
-    return not _is_machinery(kind)
+    is_code = isinstance(value, type) or callable(getattr(type(value), "__get__", None))
+    return hasattr(value, "__dict__") and not is_code and not _is_machinery(type(value))
 
 
 def _is_stream(value: object) -> bool:
@@ -266,13 +245,13 @@ def _streams_kept(holder: dict[Any, Any]) -> list[Kept]:
     return undo
 
 
-def _dict_kept(value: dict[Any, Any]) -> Kept:
+def _dict_kept(value: dict[Any, Any]) -> list[Kept]:
+    streams = _streams_kept(value)
     before = dict(value)
     telling = [(key, each) for key, each in before.items() if isinstance(each, (float, Tensor))]
 
     def undo() -> None:
-        same = len(value) == len(before) and all(value.get(key, _ABSENT) is kept for key, kept in before.items())
-        if not same:
+        if len(value) != len(before) or any(value.get(key, _ABSENT) is not kept for key, kept in before.items()):
             # Whatever a class of its own makes of them.
             methods: Any = OrderedDict if isinstance(value, OrderedDict) else dict
             methods.clear(value)
@@ -281,23 +260,35 @@ def _dict_kept(value: dict[Any, Any]) -> Kept:
     def differs() -> bool:
         # A number that a class gave is an attribute from its first change on.
         begun = any(isinstance(each, float) for key, each in value.items() if key not in before)
-        return begun or any(_is_other(value.get(key, _ABSENT), each) for key, each in telling)
+        now = ((value.get(key, _ABSENT), each) for key, each in telling)
+        return begun or any(new is not old and not (isinstance(new, float) and new == old) for new, old in now)
 
-    return Kept(undo, differs)
+    return [Kept(undo, differs), *streams]
 
 
-def _is_other(now: object, before: object) -> bool:
-    """Whether a number or a tensor has been replaced by another."""
-    return now is not before and not (isinstance(now, float) and now == before)
+def _attribute_kept(value: Any, name: str, is_same: Callable[[Any, Any], bool] = operator.is_) -> Kept:
+    before = getattr(value, name)
+
+    def undo() -> None:
+        if not is_same(getattr(value, name), before):
+            setattr(value, name, before)
+
+    return Kept(undo)
 
 
 def _data_kept(value: Tensor) -> Kept:
     """What ``.data = ...`` puts elsewhere; what is written in place is seen by the dispatch mode."""
-    data = value.data
+    return _attribute_kept(value, "data", lambda now, before: now.data_ptr() == before.data_ptr())
+
+
+def _buffer_kept(holder: dict[str, Tensor | None], name: str, buffer: Tensor) -> Kept:
+    before = buffer.detach().clone()
 
     def undo() -> None:
-        if value.data_ptr() != data.data_ptr():
-            value.data = data
+        holder[name] = buffer
+        # BatchNorm changes its statistics by an operation that does not say so.
+        if buffer.layout is not torch.strided or not torch.equal(buffer, before):
+            buffer.copy_(before)
 
     return Kept(undo)
 
@@ -350,17 +341,12 @@ def _set_kept(value: set[Any]) -> Kept:
 
 def _generator_kept(value: Any) -> Kept:
     if isinstance(value, torch.Generator):
-        before = value.get_state()
-        return Kept(lambda: value.set_state(before))
+        return Kept(partial(value.set_state, value.get_state()))
     if isinstance(value, random.Random):
-        state = value.getstate()
-        return Kept(lambda: value.setstate(state))
+        return Kept(partial(value.setstate, value.getstate()))
     if isinstance(value, np.random.RandomState):
-        words = value.get_state(legacy=False)
-        return Kept(lambda: value.set_state(words))
-    bits = value.bit_generator
-    kept = bits.state
-    return Kept(lambda: setattr(bits, "state", kept))
+        return Kept(partial(value.set_state, value.get_state(legacy=False)))
+    return Kept(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
 
 
 def _without_fsdp_hooks(model: nn.Module) -> None:

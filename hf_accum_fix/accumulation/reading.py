@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,19 +29,15 @@ Forward = Callable[[Mapping[str, Any], Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class Seen:
-    """One term in one forward; attributes as those of `loss_graph.Term`.
+    """One term in one forward, as numbers; what is not named here is as in `loss_graph`.
 
     Attributes:
         value: its part of the loss; None: it could not be followed.
         named: the rules whose targets are those that the leaf has kept.
         shift: the loss drops position 0 of the labels; None: the leaf does not show it.
-        within: numbers stand inside of the leaf's sum.
-        added: something without a gradient is added to it.
         total: the weight of its targets, of a cross entropy; 0.0: the leaf does not show it.
         learnt: it is a function of single parameters, and of no data.
-        outer: how many of the factors stand above the loss that the model itself returned.
         holds_data: what cannot be read holds a layer of a model, so that its gradient depends on the data.
-        classes: of a cross entropy; 0: it is none.
         shares_learnt: a factor with a gradient of its own is other terms', too.
     """
 
@@ -83,9 +79,7 @@ class Reading:
     """One forward.
 
     Attributes:
-        batch: its inputs.
         number: that it was handed; None: none.
-        loss, dtype: of the loss.
         terms: stacked numbers taken for rows.
         inside: stacked numbers taken for terms.
         drew: it drew at random, dropout aside.
@@ -138,11 +132,11 @@ def read_batch(
         raise ContractError(f"got {type(loss).__name__} as the loss of a micro-batch; expected a tensor of one number")
     total = float(loss.detach())
     shown = partial(read, loss, heard.routers, deep=True, returned=heard.returned)
-    read_terms = [
-        _filled([_seen(term, heard, batch, total if _is_alone(terms) else None) for term in terms], total)
+    rows, inside = (
+        _filled([_seen(term, heard, batch) for term in terms], total)
         for terms in (shown(inside=False), shown(inside=True))
-    ]
-    return Reading(batch, number, total, loss.dtype, read_terms[0], read_terms[1], _random_state() != before)
+    )
+    return Reading(batch, number, total, loss.dtype, rows, inside, _random_state() != before)
 
 
 def kept_small(tensor: Tensor) -> Tensor | None:
@@ -159,10 +153,11 @@ def unpacked(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _seen(term: Term, heard: Heard, batch: Mapping[str, Any], alone: float | None) -> Seen:
+def _seen(term: Term, heard: Heard, batch: Mapping[str, Any]) -> Seen:
     with _disable_current_modes():
-        factors = tuple(_float(each.value) for each in term.factors)
-        kept = heard.values.of(term.path.top) if alone is None and heard.values is not None else None
+        values = [each.value.detach() if isinstance(each.value, Tensor) else each.value for each in term.factors]
+        factors = tuple(map(float, values))
+        kept = None if heard.values is None else heard.values.of(term.path.top)
         of_top = None if kept is None else float(kept)
         ignored, named = _targets(term, batch)
         total = float(getattr(term.leaf, "_saved_total_weight", 0.0))
@@ -170,7 +165,7 @@ def _seen(term: Term, heard: Heard, batch: Mapping[str, Any], alone: float | Non
         term.name,
         term.shape,
         factors,
-        alone,
+        None,
         term.readable,
         term.divides,
         term.rows,
@@ -190,20 +185,13 @@ def _seen(term: Term, heard: Heard, batch: Mapping[str, Any], alone: float | Non
     return seen if of_top is None else replace(seen, value=of_top * seen.product(range(term.path.above)))
 
 
-def _is_alone(terms: Sequence[Term]) -> bool:
-    return len(terms) == 1 and not terms[0].path.added
-
-
-def _float(value: Tensor | float) -> float:
-    return float(value.detach() if isinstance(value, Tensor) else value)
-
-
 def _filled(terms: list[Seen], loss: float) -> list[Seen]:
-    """Give what is left of a loss to the only term without a value."""
-    if sum(each.value is None for each in terms) != 1 or any(each.added for each in terms):
+    """Give what is left of a loss to its only term, or to the only one without a value."""
+    blank = terms if len(terms) == 1 else [each for each in terms if each.value is None]
+    if len(blank) != 1 or any(each.added for each in terms):
         return terms
-    rest = loss - math.fsum(each.value or 0.0 for each in terms)
-    return [replace(each, value=rest) if each.value is None else each for each in terms]
+    rest = loss - math.fsum(each.value or 0.0 for each in terms if each is not blank[0])
+    return [replace(each, value=rest) if each is blank[0] else each for each in terms]
 
 
 def _targets(term: Term, batch: Mapping[str, Any]) -> tuple[int | None, tuple[Items, ...]]:
@@ -244,8 +232,3 @@ def is_shifted(term: Term, batch: Mapping[str, Any]) -> bool | None:
 def _random_state() -> tuple[Any, ...]:
     words = np.random.get_state(legacy=True)
     return random.getstate(), words[1].tobytes(), words[2], torch.get_rng_state().numpy().tobytes()  # type: ignore[index]
-
-
-def is_near(a: float, b: float | None, tolerance: float = 1e-6) -> bool:
-    """Whether two numbers are the same but for a relative ``tolerance``."""
-    return b is not None and abs(a - b) <= tolerance * max(abs(a), abs(b))

@@ -10,8 +10,15 @@ from torch import Tensor
 
 from hf_accum_fix.accumulation.window import Items
 
-#: Relative difference of two counts that are the same: sums of weights round.
-_ROUNDING = 1e-5
+
+def is_near(a: float, b: float | None, tolerance: float = 1e-6) -> bool:
+    """Whether two numbers are the same but for a relative ``tolerance``."""
+    return b is not None and abs(a - b) <= tolerance * max(abs(a), abs(b))
+
+
+def _is_close(a: float, b: float) -> bool:
+    """Whether two counts are the same: sums of weights round."""
+    return is_near(a, b, 1e-5)
 
 
 def matching_rules(
@@ -22,11 +29,7 @@ def matching_rules(
 ) -> tuple[tuple[Items, ...], float]:
     """The rules that count so in every batch, and how many a loss counts for each item of theirs.
 
-    Args:
-        counts: what a loss divides by in each of the batches.
-        batches: their inputs.
-        ignored: values of labels that are no targets.
-        named: rules whose targets are the loss's own, which come first.
+    ``named``: rules whose targets are the loss's own, which come first; ``ignored`` as for `ways_of_counting`.
     """
     in_proportion: dict[Items, float] = {}
     for rule in dict.fromkeys((*named, *ways_of_counting(batches[0], ignored))):
@@ -80,17 +83,8 @@ def targets_padding(rule: Items, batch: Mapping[str, Any]) -> bool:
     return alike and bool((rule.targets(batch) & (mask == 0) & (labels == tokens)).any())
 
 
-def _is_close(a: float, b: float) -> bool:
-    return abs(a - b) <= _ROUNDING * max(abs(a), abs(b))
-
-
 def ways_of_counting(inputs: Mapping[str, Any], ignored: Sequence[int] = (-100,)) -> Iterator[Items]:
-    """Every way of counting that the inputs offer, the more telling first.
-
-    Args:
-        inputs: of a forward.
-        ignored: values of labels that are no targets.
-    """
+    """Every way of counting that the inputs offer, the more telling first; ``ignored``: labels that are no targets."""
     tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor) and value.ndim > 0}
     tokens = tensors.get("input_ids")
     if "start_positions" in tensors and tokens is not None and tokens.ndim > 1 and tokens.shape[1] in ignored:

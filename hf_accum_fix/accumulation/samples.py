@@ -85,7 +85,9 @@ def _tells(batch: Batch) -> tuple[bool, bool, int, float]:
 
 def _marks(batch: Batch) -> set[tuple[str, int]]:
     """The values in columns of integers, which may name tasks."""
-    return {(key, each) for key, value in batch.items() if _is_column(key, value) for each in value.tolist()}
+    vectors = [(key, value) for key, value in batch.items() if isinstance(value, Tensor) and value.ndim == 1]
+    columns = [(key, value) for key, value in vectors if not value.is_floating_point() and "label" not in key]
+    return {(key, each) for key, value in columns for each in value.tolist()}
 
 
 def _unseen(window: Sequence[Batch], batch: Batch) -> set[tuple[str, int]]:
@@ -95,10 +97,6 @@ def _unseen(window: Sequence[Batch], batch: Batch) -> set[tuple[str, int]]:
         key for key, count in Counter(key for key, _ in marks).items() if 2 * count <= sum(map(sample_count, window))
     }
     return {(key, each) for key, each in marks - _marks(batch) if key in few}
-
-
-def _is_column(key: str, value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 1 and not value.is_floating_point() and "label" not in key
 
 
 def _has_rows_alone(batch: Batch, rows: int) -> bool:

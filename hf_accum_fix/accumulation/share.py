@@ -21,8 +21,6 @@ class Cut:
         mean: n_mean, 0-dim.
         number: the same, as a loss is handed it.
         micro_batches: G, of this rank's window; 1 where it has none.
-        world_size: W.
-        means: n_mean by each of the contract's rules.
         is_corrected: the gradient is divided in the end by what the loss divided by more than predicted; else a mean
             is weighed by its rule's items.
         engine_divisor: what the engine divides a loss by.
@@ -33,7 +31,6 @@ class Cut:
     number: Tensor
     micro_batches: int
     world_size: int
-    means: Mapping[Items, Tensor] = field(default_factory=dict)
     is_corrected: bool = True
     engine_divisor: int = 1
     left_means: Mapping[Items, Tensor] = field(default_factory=dict)
@@ -56,26 +53,20 @@ class Cut:
         is_corrected: bool = True,
         engine_divisor: int = 1,
     ) -> Cut:
-        """A global batch of N items.
+        """A global batch of N items (``total``), counted ``beside`` by each rule of the contract but the first.
 
-        Args:
-            contract: how the loss is reduced.
-            total: N, 0-dim.
-            micro_batches: G.
-            world_size: W.
-            beside: N by each rule of the contract but the first.
-            part: of the global batch's samples, those whose loss is reduced so (see `kinds`); None: all.
-            is_corrected: as above.
-            engine_divisor: what the engine divides a loss by.
+        ``part``: of the global batch's samples, those whose loss is reduced so (see `kinds`); None: all.
         """
         steps = max(micro_batches, 1)
         means = [mean_item_count(each, steps, world_size) for each in (total, *beside)]
         means = means if part is None else [mean / part for mean in means]
-        by_rule = dict(zip(contract.rules, means, strict=bool(beside)))
         left = steps / engine_divisor
+        left_means = {
+            rule: contract.as_number(mean if left == 1 else mean * left)
+            for rule, mean in zip(contract.rules, means, strict=bool(beside))
+        }
         number = contract.as_number(means[0])
-        left_means = {rule: contract.as_number(mean if left == 1 else mean * left) for rule, mean in by_rule.items()}
-        return cls(means[0], number, steps, world_size, by_rule, is_corrected, engine_divisor, left_means)
+        return cls(means[0], number, steps, world_size, is_corrected, engine_divisor, left_means)
 
     @property
     def left(self) -> float:
@@ -111,15 +102,15 @@ def share_of(
     own_loss: bool = False,
     rounded: bool = False,
 ) -> Share:
-    """The share of one micro-batch by its rule; of a `Weightless` one it is zero, but for router terms.
+    """The share of one micro-batch of n ``items`` by its rule; of a `Weightless` one it is zero, but for router terms.
 
     Args:
         contract: how its loss is reduced.
         inputs: of its forward.
-        items: n, 0-dim; None counts them.
+        items: 0-dim; None counts them.
         cut: of its global batch.
-        own_loss: the loss is a function of the user's own, which may return a constant without a graph where it
-            finds no target: it is always given one.
+        own_loss: a function of the user's own, which may return a constant without a graph where it finds no target:
+            it is always given one.
         rounded: the engine rounds floating-point inputs to 16 bits: the number goes past it as an integer.
     """
     if isinstance(inputs, Weightless):
@@ -147,22 +138,13 @@ def run_by_rule(
     items: Tensor | None,
     cut: Cut,
     run: Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]],
-    *,
-    own_loss: bool = False,
-    rounded: bool = False,
+    **of_share: bool,
 ) -> tuple[Tensor, Any]:
     """Run a micro-batch whose loss is not read (a contract given, compiled code), and weigh it by its rule.
 
-    Args:
-        contract: how its loss is reduced.
-        inputs: of its forward.
-        items: as for `share_of`.
-        cut: of its global batch.
-        run: the forward: (inputs, number or None) -> (loss, outputs).
-        own_loss: as for `share_of`.
-        rounded: as for `share_of`.
+    ``run`` is its forward, (inputs, number or None) -> (loss, outputs); the others are as for `share_of`.
     """
-    share = share_of(contract, inputs, items, cut, own_loss=own_loss, rounded=rounded)
+    share = share_of(contract, inputs, items, cut, **of_share)
     loss, outputs = run(share.inputs, share.number)
     carried = contract.carried(outputs) if share.ratio is not None else None
     return share.of(loss, None if carried is None else carried.to(loss.device)), outputs
@@ -171,10 +153,7 @@ def run_by_rule(
 def of_window(share: Tensor, micro_batches: int, divided: int = 1) -> Tensor:
     """What a share adds to its window's loss, which is the mean over its micro-batches; a tensor of its own.
 
-    Args:
-        share: 0-dim.
-        micro_batches: G of the window.
-        divided: what the share was divided by already, or the engine is about to; to the bit as it is where that is G.
+    ``divided``: by what the share was divided already, or the engine is about to; to the bit as it is where that is G.
     """
     # Never the model's output itself: DeepSpeed hangs hooks on that, which divide once more (stage 0).
     return share * 1.0 if divided == micro_batches else share * divided / micro_batches

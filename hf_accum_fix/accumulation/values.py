@@ -45,7 +45,7 @@ class Heard:
     """What was heard of one forward.
 
     Attributes:
-        values: of single numbers; None: they were not listened to.
+        values: None: they were not listened to.
         routers: the nodes of router losses, with their kinds ("aux_loss", "z_loss").
         returned: the nodes of losses that the model itself returned.
     """
@@ -57,11 +57,9 @@ class Heard:
 
 @contextmanager
 def listening(contract: LossContract | None, head: nn.Module | None) -> Iterator[Heard]:
-    """Around the forward of a loss.
+    """Around the forward of a loss; without a contract it is observed, and everything is listened to.
 
-    Args:
-        contract: how it is reduced; None: it is observed, and everything is listened to.
-        head: the model whose outputs carry a router's loss; None: there is none.
+    ``head`` is the model whose outputs carry a router's loss; None: there is none.
     """
     several = contract is None or contract.groups > 1 or contract.added
     heard = Heard(Values() if several else None)
@@ -69,11 +67,13 @@ def listening(contract: LossContract | None, head: nn.Module | None) -> Iterator
     def note(module: nn.Module, given: Any, outputs: Any) -> None:
         named = outputs if isinstance(outputs, Mapping) else {"loss": outputs[0]} if isinstance(outputs, tuple) else {}
         for key, value in named.items():
-            if key == "loss" and isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None:
+            if not isinstance(value, Tensor) or value.grad_fn is None:
+                continue
+            if key == "loss" and value.numel() == 1:
                 heard.returned.add(value.grad_fn)
-            kind = next((kind for kind in ("aux_loss", "z_loss") if key == kind or key.endswith(f"_{kind}")), "")
-            if kind and isinstance(value, Tensor) and value.grad_fn is not None:
-                heard.routers[value.grad_fn] = kind
+            for kind in ("aux_loss", "z_loss"):
+                if f"_{key}".endswith(f"_{kind}"):
+                    heard.routers[value.grad_fn] = kind
 
     carried = contract is None or any(each.how is How.ROUTER for each in contract.terms)
     handle = head.register_forward_hook(note) if head is not None and carried else None

@@ -4,14 +4,15 @@ The loss that is about to be trained is read from its graph (`loss_graph`). A te
 
     d / n_mean        n_mean = N / (G W)    of the items that this term counts (`window`)
 
-whatever d is: the number that the loss was handed, its integer, or the items of the micro-batch. Terms that all have
-one weight are weighed by scaling the loss, others by a hook on the node of each term. A weight is kept as what to
-divide by, n_mean / d: where all micro-batches are alike that is G, and the division is upstream's to the last bit.
+whatever d is. Terms that all have one weight are weighed by scaling the loss, others by a hook on the node of each. A
+weight is kept as what to divide by, n_mean / d: where all micro-batches are alike that is G, and the division is
+upstream's to the last bit.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction, TermSpec
-from hf_accum_fix.accumulation.loss_graph import Factor, Term, has_several_outputs, read
+from hf_accum_fix.accumulation.loss_graph import Term, has_several_outputs, read
 from hf_accum_fix.accumulation.per_sample import sum_of_samples
 from hf_accum_fix.accumulation.share import Cut
 from hf_accum_fix.accumulation.values import Heard, Values
@@ -35,7 +36,7 @@ class WindowCheck:
     """What the micro-batches of one window on one rank divided by, beside what was predicted.
 
     Attributes:
-        contract: how their loss is reduced.
+        contract: of their loss.
         is_corrected: the gradient is corrected by their sum, so that each need not be as predicted.
         changed: what a micro-batch did that the observation did not show, in words; empty: nothing.
     """
@@ -49,9 +50,9 @@ class WindowCheck:
 
     def note(self, place: int, seen: Number, predicted: Number) -> None:
         """Take what one term of a micro-batch divided by, and what was predicted; ``place``: of its `TermSpec`."""
-        if self.contract.groups > 1 and place not in self._seen and _on_host(seen) and _on_host(predicted):
+        if self.contract.groups > 1 and place not in self._seen and _differ(seen, predicted):
             # No one number corrects several terms: the window's first micro-batch shows whether its rule holds.
-            self._unpredicted |= {place} if _differ(seen, predicted) else set()
+            self._unpredicted.add(place)
         self._seen.setdefault(place, []).append(seen)
         self._predicted.setdefault(place, []).append(predicted)
 
@@ -78,18 +79,15 @@ class WindowCheck:
     def broken(self, device: torch.device) -> Tensor | None:
         """Whether terms divided by other items than predicted, 0-dim on the device; None: one count, or no sign."""
         corrected = self.counted and self.is_corrected
-        places = [*self._seen][1:] if corrected else [*self._seen]
-        if not places:
-            return None
         flags = []
-        for place in places:
+        for place in [*self._seen][int(corrected) :]:
             seen = _stacked(self._seen[place], device)
             # Terms of one weight divide by the same, or no one number corrects them.
             wanted = _stacked(next(iter(self._seen.values())) if corrected else self._predicted[place], device)
             if self.is_corrected:
                 seen, wanted = seen.sum(), wanted.sum()
             flags.append(((seen - wanted).abs() > 1e-6 * wanted).any())
-        return torch.stack(flags).any()
+        return torch.stack(flags).any() if flags else None
 
 
 def _on_host(number: Number) -> bool:
@@ -97,8 +95,9 @@ def _on_host(number: Number) -> bool:
 
 
 def _differ(seen: Number, predicted: Number) -> bool:
-    """Whether two counts on the host are not the same; sums of weights round."""
-    return abs(float(seen) - float(predicted)) > 1e-6 * abs(float(predicted))
+    """Whether two counts are known not to be the same: numbers on a device are not read. Sums of weights round."""
+    on_host = _on_host(seen) and _on_host(predicted)
+    return on_host and abs(float(seen) - float(predicted)) > 1e-6 * abs(float(predicted))
 
 
 def _stacked(counts: Sequence[Number], device: torch.device) -> Tensor:
@@ -129,12 +128,7 @@ class Weighed:
     stock: list[float] | None = None
 
     def scaled(self, stock: float, micro_batches: int) -> tuple[Tensor, Tensor]:
-        """Loss and value with that scale.
-
-        Args:
-            stock: what the stock Trainer has multiplied the loss by.
-            micro_batches: G.
-        """
+        """Loss and value with that scale: ``stock`` is what the stock Trainer has multiplied the loss by."""
         assert self.as_stock is not None
         times = stock if self.handed else stock * micro_batches
         if self.stock is None:
@@ -159,20 +153,23 @@ def weigh(
     Args:
         loss: of one number, as it was computed.
         contract: how its terms are reduced.
-        cut: n_mean of every rule, G and W.
+        cut: of its global batch.
         check: takes what the terms divide by.
-        inputs: of the forward.
+        inputs: of the forward that was heard.
         predicted: items of the micro-batch by every rule.
-        heard: of the forward.
+        heard: what was heard of the forward.
         weightless: the micro-batch counts nothing.
     """
-    if contract.items is not None and contract.items.per_sample:
-        return _weighed_by_sample(loss, contract.items, cut, check, inputs, predicted, weightless=weightless)
+    if (rule := contract.items) is not None and rule.per_sample:
+        # The sum of sample means over n_mean samples.
+        count = 0.0 if weightless else rule.count(inputs, cut.mean.device)
+        check.note(0, count, 0.0 if weightless else predicted.get(rule, count))
+        return _ready(sum_of_samples(loss, rule, inputs), math.inf if weightless else cut.left_means[rule], cut)
     terms = read(loss, heard.routers, inside=contract.inside, deep=contract.deep)
-    matched = _matched(terms, contract.terms)
     if cut.is_whole and not weightless and not any(each.own for each in contract.terms):
         _note_number(terms, contract, check, predicted)
         return _ready(loss, cut.left, cut)
+    matched = _matched(terms, contract.terms)
     if matched is None and weightless:
         return _ready(loss, math.inf, cut)
     if matched is None:
@@ -194,17 +191,22 @@ def weigh(
             if counts is not None and (spec.handed or not spec.as_stock):
                 noted = (0.0, 0.0) if weightless else (counts.seen, counts.predicted)
                 check.note(place, *(noted if spec.times == 1.0 else (each / spec.times for each in noted)))
-                if found[0].rows and all(map(_on_host, noted)) and _differ(*noted):
+                if found[0].rows and _differ(*noted):
                     check.changed = f"{found[0].name} is a mean over what its samples have, not over the samples"
             if counts is not None and counts.unclear:
                 check.changed = f"{found[0].name} is zero and divides by 1: it has one target, or none"
             if spec.how is How.ROUTER and spec.counts:
-                _check_padded(spec, found[0], inputs, check)
+                divisor, counted = _product(found[0], spec.counts), spec.rules[0].count(inputs)
+                if _differ(divisor, counted * spec.times):
+                    # A mean over padding as well, unless it leaves that out in a batch that has some.
+                    check.changed = (
+                        f"{found[0].name} is not over every position of a text, as it was when it was observed"
+                    )
             plain = check.is_unpredicted(place)
             weight = _weight(spec, rule, found[0], counts, cut, weightless=weightless, plain=plain)
             weights += [(term, weight, spec) for term in found]
-            if counts is not None:
-                for term in (each for each in found if counts.by_hand or each.path.learnt):
+            for term in found:
+                if counts is not None and (counts.by_hand or term.path.learnt):
                     _keep_finite(term, counts.divisor)
     if contract.groups == 1 and not contract.added:
         return _ready(loss, weights[0][1], cut, weights[0][2])
@@ -218,18 +220,11 @@ def _note_number(
     for term, spec in zip(terms[:1], contract.terms, strict=False):
         total = getattr(term.leaf, "_saved_total_weight", predicted.get(spec.rules[0]) if spec.rules else None)
         if spec.handed and spec.shape == term.shape and total is not None and not term.divides:
-            check.note(0, total, _product([term.factors[at] for at in (spec.number or spec.counts)]))
+            check.note(0, total, _product(term, spec.number or spec.counts))
 
 
 def unlike_declared(loss: Tensor, contract: LossContract, items: Number | None, cut: Cut) -> str:
-    """What the graph of a loss shows against the contract that was given for it, in words; empty: nothing.
-
-    Args:
-        loss: of one number, with its graph.
-        contract: given by hand.
-        items: n of the micro-batch.
-        cut: of its global batch.
-    """
+    """What the graph of a loss of n ``items`` shows against the contract given for it, in words; empty: nothing."""
     terms = read(loss)
     if contract.reduction not in (Reduction.MEAN, Reduction.NUMBER) or not terms:
         return ""
@@ -250,35 +245,11 @@ def unlike_declared(loss: Tensor, contract: LossContract, items: Number | None, 
 def _ready(loss: Tensor, weight: Number, cut: Cut, spec: TermSpec | None = None) -> Weighed:
     """A loss times one weight; a tensor of its own, since DeepSpeed hangs hooks on the model's output (stage 0)."""
     weighed = loss / _cast(weight, loss)
-    value = _settled(weighed.detach(), weight)
+    value = _settled(weighed.detach(), weight == math.inf)
     value = value if cut.engine_divisor == 1 else value / cut.engine_divisor
     if spec is None or not spec.as_stock:
         return Weighed(weighed, value)
     return Weighed(weighed, value, value, spec.handed)
-
-
-def _weighed_by_sample(
-    loss: Tensor,
-    rule: Items,
-    cut: Cut,
-    check: WindowCheck,
-    inputs: Mapping[str, Any],
-    predicted: Mapping[Items, Tensor],
-    *,
-    weightless: bool,
-) -> Weighed:
-    """The sum of sample means over n_mean samples."""
-    count = 0.0 if weightless else rule.count(inputs, cut.mean.device)
-    check.note(0, count, 0.0 if weightless else predicted.get(rule, count))
-    summed = sum_of_samples(loss, rule, inputs)
-    return _ready(summed, math.inf if weightless else cut.left_means[rule], cut)
-
-
-def _check_padded(spec: TermSpec, term: Term, inputs: Mapping[str, Any], check: WindowCheck) -> None:
-    """A mean over padding as well is one per micro-batch, unless it leaves padding out in a batch that has some."""
-    divisor, counted = _product([term.factors[at] for at in spec.counts]), spec.rules[0].count(inputs)
-    if _on_host(divisor) and _on_host(counted) and _differ(divisor, counted * spec.times):
-        check.changed = f"{term.name} is not over every position of a text, as it was when it was observed"
 
 
 def _matched(terms: Sequence[Term], specs: Sequence[TermSpec]) -> list[tuple[TermSpec, list[Term]]] | None:
@@ -286,14 +257,14 @@ def _matched(terms: Sequence[Term], specs: Sequence[TermSpec]) -> list[tuple[Ter
     by_shape: dict[Any, list[Term]] = {}
     for term in terms:
         by_shape.setdefault(term.shape, []).append(term)
+    known = Counter(spec.shape for spec in specs)
     found: list[tuple[TermSpec, list[Term]]] = []
     for spec in specs:
         alike = by_shape.get(spec.shape, [])
-        several = sum(each.shape == spec.shape for each in specs)
-        if spec.place is not None and alike and len(alike) != several:
+        if spec.place is not None and alike and len(alike) != known[spec.shape]:
             return None
         found.append((spec, alike if spec.place is None else alike[spec.place : spec.place + 1]))
-    return found if terms and set(by_shape) <= {each.shape for each in specs} else None
+    return found if terms and set(by_shape) <= set(known) else None
 
 
 @dataclass(frozen=True)
@@ -301,9 +272,7 @@ class Counts:
     """What one mean of a micro-batch is divided by.
 
     Attributes:
-        divisor: in its graph.
-        seen: the same, or the items under it where it divides by a number that it was handed.
-        predicted: by its rule.
+        divisor: in its graph; ``seen``: the same, or the items under it where it divides by a number it was handed.
         by_hand: no loss function of torch divides: over nothing its gradient is 0 / 0.
         unclear: a divisor of at least 1 hides whether it has one item or none.
     """
@@ -331,7 +300,7 @@ def _counts(
     if rule is not None:
         counted = predicted[rule] if rule in predicted else rule.count(inputs, cut.mean.device)
         by_rule = counted if spec.times == 1.0 else counted * spec.times
-    divisor = by_rule if not spec.counts else _product([term.factors[at] for at in spec.counts])
+    divisor = _product(term, spec.counts) if spec.counts else by_rule
     is_function = term.divides and spec.counts == (len(term.factors) - 1,)
     if not is_function and isinstance(divisor, Tensor) and divisor.is_floating_point():
         # A loss over nothing, by which another is divided.
@@ -371,7 +340,7 @@ def _weight(
     """What to divide a term by, so that its sum over micro-batches, averaged over ranks, is right."""
     if weightless and (counts is not None or spec.handed or spec.how is How.SUM):
         return math.inf
-    own = _product([term.factors[at] for at in spec.own])
+    own = _product(term, spec.own)
     if counts is None and spec.handed:
         # It was divided by the items of the global batch: the engine's mean over ranks is all that follows.
         return cut.left / cut.micro_batches / own
@@ -386,18 +355,15 @@ def _weight(
         mean = cut.left_means[rule] if spec.times == 1.0 else cut.left_means[rule] * spec.times
     # What is not corrected in the end is weighed as predicted, or its scale would be another.
     as_predicted = not cut.is_corrected and not spec.handed
-    weight = _quotient(mean, counts.predicted if as_predicted else counts.divisor)
+    count = counts.predicted if as_predicted else counts.divisor
+    weight = mean / count if isinstance(count, Tensor) or count else math.inf
     return weight / own if spec.own else weight
 
 
-def _quotient(mean: Number, count: Number) -> Number:
-    return mean / count if isinstance(count, Tensor) or count else math.inf
-
-
-def _product(factors: Sequence[Factor]) -> Number:
+def _product(term: Term, places: Sequence[int]) -> Number:
     """What a term is divided by in these places."""
     result: Number = 1.0
-    for factor in factors:
+    for factor in (term.factors[at] for at in places):
         value: Number = factor.value
         if isinstance(value, Tensor):
             # An integer over a Python number would be a float32.
@@ -415,9 +381,8 @@ def _keep_finite(term: Term, count: Number) -> None:
         return
 
     def zero(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        if not isinstance(count, Tensor):
-            return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)
-        return tuple(None if grad is None else grad.masked_fill((count == 0).to(grad.device), 0.0) for grad in grads)
+        nothing = count == 0 if isinstance(count, Tensor) else True
+        return tuple(None if grad is None else _settled(grad, nothing) for grad in grads)
 
     term.leaf.register_prehook(zero)
     for node in term.path.learnt:
@@ -448,7 +413,7 @@ def _hooked(
             blank = weight
         else:
             rest = rest - value
-            value = _settled(value / _cast(weight, value), weight)
+            value = _settled(value / _cast(weight, value), weight == math.inf)
             total = total + value
         if spec.as_stock and value is not None:
             kept = value if kept is None else kept + value
@@ -462,25 +427,27 @@ def _hooked(
     if added or blank is not None:
         # What has no value of its own is left over.
         blank = base if added or blank is None else blank
-        total = total + _settled(rest / _cast(blank, rest), blank)
+        total = total + _settled(rest / _cast(blank, rest), blank == math.inf)
     total = total if cut.engine_divisor == 1 else total / cut.engine_divisor
     return Weighed(loss / _cast(base, loss), total, None if kept is None else kept / cut.engine_divisor, handed, stock)
 
 
+def _is_parameter(node: Any) -> bool:
+    return type(node).__name__ == "AccumulateGrad"
+
+
 def _is_shared(node: Any) -> bool:
     """Whether a node also takes what others than one term send it: a parameter, or the parts of one."""
-    return type(node).__name__ == "AccumulateGrad" or has_several_outputs(node)
+    return _is_parameter(node) or has_several_outputs(node)
 
 
 def _value(term: Term, values: Values | None) -> Tensor | None:
     """A term's part of the loss, 0-dim."""
     top = term.path.top
-    is_parameter = type(top).__name__ == "AccumulateGrad"
-    value = top.variable.detach() if is_parameter else None if values is None else values.of(top)
-    if value is None:
-        return None
-    for factor in term.factors[: term.path.above]:
-        value = value / factor.value if factor.divides else value * factor.value
+    value = top.variable.detach() if _is_parameter(top) else None if values is None else values.of(top)
+    if value is not None:
+        for factor in term.factors[: term.path.above]:
+            value = value / factor.value if factor.divides else value * factor.value
     return value
 
 
@@ -499,8 +466,8 @@ def _cast(weight: Number, beside: Tensor) -> Number:
     return weight.to(beside.device, beside.dtype if beside.dtype.itemsize > 2 else torch.float32)
 
 
-def _settled(value: Tensor, weight: Number) -> Tensor:
-    """A value, or zero where it weighs nothing: a mean over nothing is nan."""
-    if not isinstance(weight, Tensor):
-        return torch.zeros_like(value) if weight == math.inf else value
-    return value.masked_fill((weight == math.inf).to(value.device), 0.0)
+def _settled(value: Tensor, nothing: Tensor | bool) -> Tensor:
+    """A value, or zero where it counts nothing: a mean over nothing is nan."""
+    if not isinstance(nothing, Tensor):
+        return torch.zeros_like(value) if nothing else value
+    return value.masked_fill(nothing.to(value.device), 0.0)

@@ -4,14 +4,13 @@ Over the ``W`` data-parallel ranks and the ``G`` micro-batches of one accumulati
 
     L = sum(S) / N,        S = summed loss of a micro-batch,  N = items of the whole global batch.
 
-Every engine averages already: the Trainer or accelerate divide by ``G``; DDP, FSDP and ZeRO average over ``W``. So
-every micro-batch of every rank is given the same denominator, the mean item count per micro-batch
+Every engine averages already, over ``G`` and over ``W``. So every micro-batch is given the same denominator, the mean
+item count per micro-batch ``n_mean = N / (G * W)``, and plain averaging is exact:
 
-    n_mean = N / (G * W),
+    1/(G W) * sum(S / n_mean) = sum(S) / N.
 
-and plain averaging is exact:  1/(G W) * sum(S / n_mean) = sum(S) / N.  Where ranks run windows of different length each
-uses the ``G`` its own engine divides by. A micro-batch whose loss is already the mean over its own ``n`` items is
-multiplied by ``n / n_mean``.
+Where ranks run windows of different length each uses the ``G`` its own engine divides by. A micro-batch whose loss is
+already the mean over its own ``n`` items is multiplied by ``n / n_mean``.
 """
 
 from __future__ import annotations
@@ -138,9 +137,9 @@ class Items:
         """Of each position: 1 / the targets of its sample where it is one, else 0; shaped like the counted input."""
         targets = self.targets(inputs)
         samples, counts = self._by_sample(inputs, targets)
-        return (
-            (targets.flatten(1) / counts[samples].clamp(min=1)).view_as(targets) if targets.ndim > 1 else targets * 1.0
-        )
+        if targets.ndim <= 1:
+            return targets * 1.0
+        return (targets.flatten(1) / counts[samples].clamp(min=1)).view_as(targets)
 
     def _by_sample(self, inputs: Mapping[str, Any], targets: Tensor) -> tuple[Tensor, Tensor]:
         """Of each position the sample that it is of, [rows, positions], and the targets of every sample, 1-dim."""
@@ -161,16 +160,11 @@ class Items:
         still an exact zero, and every parameter is still touched. Decided on the device, without a sync.
         """
         result = dict(inputs)
-        if (
-            self.entry is not None
-            or not self.keys
-            or self.keys[0] not in result
-            or (self.ignore_index is None and self.width_of is None)
-        ):
+        counted = result.get(self.keys[0]) if self.keys and self.entry is None else None
+        is_marked = self.ignore_index is not None or self.width_of is not None
+        if counted is None or not is_marked or counted.is_floating_point() or counted.dtype is torch.bool:
             return result
-        if result[self.keys[0]].is_floating_point() or result[self.keys[0]].dtype is torch.bool:
-            return result
-        count = self.count(inputs) if count is None else count.to(result[self.keys[0]].device)
+        count = self.count(inputs) if count is None else count.to(counted.device)
         empty, place, target = count.logical_not(), self._first_place(inputs), 1 if self.ignore_index == 0 else 0
         for key in self.keys:
             result[key] = filled = result[key].clone(memory_format=torch.contiguous_format)
@@ -191,9 +185,9 @@ class Items:
             allowed[..., 0] = False
         return allowed.flatten().to(torch.uint8).argmax(dim=0, keepdim=True)
 
-    def divisor(self, count: Tensor, least: float = 1.0) -> Tensor:
-        """What a mean over ``count`` items divides by; ``least``: heads with a list of targets, where it is empty."""
-        return count if self.entry is None else count.clamp(min=least)
+    def divisor(self, count: Tensor) -> Tensor:
+        """What a mean over ``count`` items divides by: heads with a list of targets by 1, where it is empty."""
+        return count if self.entry is None else count.clamp(min=1.0)
 
     def __str__(self) -> str:
         if self.mix:
@@ -246,23 +240,14 @@ def count_by_rules(
 
 
 def mean_item_count(total: Tensor, micro_batches: int, world_size: int) -> Tensor:
-    """``n_mean = N / (G * W)``; a global batch without items counts as one, so that its zero loss stays zero.
-
-    Args:
-        total: N, items of the global batch over all ranks, 0-dim.
-        micro_batches: G, micro-batches of this rank's window.
-        world_size: W, data-parallel ranks.
-    """
+    """``n_mean = N / (G * W)``, 0-dim; a global batch without items counts as one, so that its zero loss stays zero."""
     return total.clamp(min=1) / (micro_batches * world_size)
 
 
 def share_of_mean(loss: Tensor, ratio: Tensor | float, carried: Tensor | None = None) -> Tensor:
     """``(loss - carried) * ratio + carried``, out of place, in the loss's own precision (at least float32).
 
-    Args:
-        loss: a micro-batch's loss, 0-dim: the mean over its items, plus ``carried``.
-        ratio: ``n / n_mean``.
-        carried: a term that is a mean per micro-batch whatever the batch (a router loss); None: there is none.
+    ``ratio`` is ``n / n_mean``, ``carried`` a term that is a mean per micro-batch whatever the batch (a router loss).
     """
     if isinstance(ratio, Tensor):
         ratio = ratio.to(device=loss.device, dtype=torch.promote_types(loss.dtype, torch.float32))

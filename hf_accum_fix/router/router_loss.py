@@ -47,7 +47,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hf_accum_fix.accumulation.random_states import random_states_kept
+from hf_accum_fix.accumulation.noise import random_states_kept
 from hf_accum_fix.accumulation.window import Items, Weightless, count_dtype
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.router.load_balancing import FUNCTION, Call, Swap, Tally

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_accum_fix import observations
-from hf_accum_fix.accumulation.random_states import random_states_kept
+from hf_accum_fix.accumulation.noise import random_states_kept
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.reachable import CONTAINERS, reachable
 
