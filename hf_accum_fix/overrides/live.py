@@ -126,7 +126,9 @@ def own_step(trainer: TrainerLike) -> Callable[..., Any] | None:
 
 def _calls_base(kind: type, function: Any, seen: set[str]) -> bool:
     """Whether a method names ``training_step``, by itself or by a method of its class that it calls."""
-    if names(function, "training_step"):
+    # A wrapper holds what it calls.
+    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    if names(function, "training_step") or any(callable(each) and not isinstance(each, type) for each in held):
         return True
     for name in [each for each in function.__code__.co_names if each not in seen]:
         seen.add(name)

@@ -11,6 +11,7 @@ from transformers import Trainer
 
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.weigh import WindowCheck
+from hf_accum_fix.accumulation.window import Weightless
 from hf_accum_fix.counting import count, note_empty
 from hf_accum_fix.data.whole_windows import without_blanks
 from hf_accum_fix.options import Options, enabled
@@ -69,7 +70,8 @@ def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any, optio
     if multiplies is None:
         multiplies = getattr(trainer.args, "average_tokens_across_devices", False)
     # What the loss was written for; samples that are left out are counted in it.
-    as_upstream = window.upstream_number is not None and not (contract.items.per_sample or options.drop_duplicates)
+    left_out = options.drop_duplicates or any(isinstance(batch, Weightless) for batch in window.batches)
+    as_upstream = window.upstream_number is not None and not (contract.items.per_sample or left_out)
     total = window.upstream_number if as_upstream else window.total
     assert total is not None
     return total.long() if multiplies else total / window.cut.world_size
