@@ -182,8 +182,9 @@ class LossContract:
 
     def _rules_of(self, term: TermSpec) -> tuple[Items, ...]:
         """Those that may count one term; a loss with one count is corrected, so that the first will do."""
-        # A cross entropy keeps the weight of its targets, also where it divides by a number that it was handed.
-        corrected = self.groups == 1 and (not term.handed or term.shape[0].startswith("NllLoss"))
+        # A cross entropy keeps the weight of its targets, also where it divides by a number that the base was handed.
+        kept = not term.handed or (not term.number and term.shape[0].startswith("NllLoss"))
+        corrected = self.groups == 1 and kept
         return term.rules[:1] if corrected or term.how is not How.MEAN else term.rules
 
     @property

@@ -79,7 +79,8 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
 
 def _tells(batch: Batch) -> tuple[bool, bool, int, float]:
     """How much a micro-batch tells: ways of counting that differ in it, and its targets."""
-    counts = [float(rule.count(batch)) for rule in ways_of_counting(batch)]
+    # Halves of a batch differ in any.
+    counts = [float(rule.count(batch)) for rule in ways_of_counting(batch) if not rule.first_half]
     return counts[0] > 0, sample_count(batch) > 1, len(set(counts)), counts[0]
 
 

@@ -11,7 +11,6 @@ from transformers import Trainer
 
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.weigh import WindowCheck
-from hf_accum_fix.accumulation.window import Weightless
 from hf_accum_fix.counting import count, note_empty
 from hf_accum_fix.data.whole_windows import without_blanks
 from hf_accum_fix.options import Options, enabled
@@ -53,10 +52,10 @@ def get_batch_samples(
             session.deferred.append(upstream_number)
             return fetched, upstream_number
         window = open_window(trainer, session, without_blanks(fetched), upstream_number, options, trouble)
-    return fetched, _number_of(trainer, window, upstream_number, options)
+    return fetched, _number_of(trainer, window, upstream_number)
 
 
-def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any, options: Options) -> Any:
+def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> Any:
     """What a ``compute_loss`` is handed as the number of items."""
     contract = window.contract
     if contract.items is None or not (contract.by_number if contract.custom else upstream_number is not None):
@@ -69,12 +68,7 @@ def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any, optio
     multiplies = contract.takes_world_size
     if multiplies is None:
         multiplies = getattr(trainer.args, "average_tokens_across_devices", False)
-    # What the loss was written for; samples that are left out are counted in it.
-    left_out = options.drop_duplicates or any(isinstance(batch, Weightless) for batch in window.batches)
-    as_upstream = window.upstream_number is not None and not (contract.items.per_sample or left_out)
-    total = window.upstream_number if as_upstream else window.total
-    assert total is not None
-    return total.long() if multiplies else total / window.cut.world_size
+    return window.total.long() if multiplies else window.total / window.cut.world_size
 
 
 @contextmanager
@@ -99,7 +93,7 @@ def counted_as_returned(trainer: TrainerLike, options: Options) -> Iterator[None
         fetched, number = result
         window = open_window(trainer, session, without_blanks(fetched), reached[-1], options)
         # A number of the trainer's own stays.
-        return fetched, _number_of(trainer, window, number, options) if number is reached[-1] else number
+        return fetched, _number_of(trainer, window, number) if number is reached[-1] else number
 
     with shadow(trainer, "get_batch_samples", get_batch_samples):
         yield
