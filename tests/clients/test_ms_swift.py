@@ -85,7 +85,7 @@ def test_no_cut_is_further_from_the_full_batch_than_in_stock(
         assert step.loss == pytest.approx(wanted.loss, rel=kind.tolerance)
     else:
         assert step.error(wanted) <= stock.error(wanted) + kind.tolerance
-        assert not run["exact"]
+        assert not run["exact"] or step.error(wanted) <= kind.tolerance
 
 
 @names

@@ -14,6 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import trl
+
+if not hasattr(trl, "DistillationTrainer"):
+    pytest.skip("trainers of a newer trl (ms-swift's environment has an older)", allow_module_level=True)
 
 from hf_accum_fix import observations
 from tests.clients.preference import LLAMA, PREFERENCES, TWO_MEANS, preference_step
