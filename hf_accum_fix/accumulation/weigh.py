@@ -238,8 +238,10 @@ def unlike_declared(loss: Tensor, contract: LossContract, items: Number | None, 
     divisors = [each.value for each in term.factors if each.divides and _on_host(each.value)]
     if count is None or not _on_host(count) or len(divisors) < sum(each.divides for each in term.factors):
         return ""
-    shows = any(not _differ(each, count) for each in divisors)
-    return "" if shows else f"{term.name} divides by {', '.join(f'{float(each):g}' for each in divisors) or 'nothing'}"
+    # A sum that divides by nothing may have its count below it; a mean over classes, too, counts each item so often.
+    times = [float(each) / float(count) if float(count) else 1.0 for each in divisors]
+    shows = not times or any(each > 0.5 and not _differ(each, round(each)) for each in times)
+    return "" if shows else f"{term.name} divides by {', '.join(f'{float(each):g}' for each in divisors)}"
 
 
 def _ready(loss: Tensor, weight: Number, cut: Cut, spec: TermSpec | None = None) -> Weighed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from types import CodeType
+from types import CellType, CodeType
 from typing import Any, TypedDict
 from weakref import WeakKeyDictionary
 
@@ -127,7 +127,7 @@ def own_step(trainer: TrainerLike) -> Callable[..., Any] | None:
 def _calls_base(kind: type, function: Any, seen: set[str]) -> bool:
     """Whether a method names ``training_step``, by itself or by a method of its class that it calls."""
     # A wrapper holds what it calls.
-    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
     if names(function, "training_step") or any(callable(each) and not isinstance(each, type) for each in held):
         return True
     for name in [each for each in function.__code__.co_names if each not in seen]:

@@ -1961,6 +1961,10 @@ SCALED = [
     scaled("by-probability", EXACT, by_probability),
     scaled("focal", EXACT, detached_focal),
     scaled("early", EXACT, early),
+    # Right as declared, though the count stands below the sum, or with the classes.
+    scaled("divided-below", EXACT, weights_within),
+    scaled("of-a-dot", EXACT, by_dot),
+    scaled("of-elements", EXACT, lambda z, b, m: (-z[:, :-1].log_softmax(-1))[b["labels"][:, 1:] != -100].mean()),
     scaled("factor", EXACT, learnt_factor, learnt={"s": 0.3}, alone=("s",)),
     # What cannot be read is taken as it is declared.
     scaled("reentrant", EXACT, checkpointed(True)),
