@@ -257,7 +257,7 @@ def test_the_window_needs_an_input_that_tells_the_tokens() -> None:
         return model(**{**batch, "labels": batch["labels"][:, :-1]})["loss"]
 
     form = RouterLoss(Convention.WINDOW).recognise(forward, inputs, model, CPU)
-    assert "tells how many tokens" in form.refusal
+    assert "gives the number of tokens" in form.refusal
     assert RouterLoss(Convention.EXACT).recognise(forward, inputs, model, CPU).recognised
 
 
