@@ -4,9 +4,9 @@ The gradient of the global batch is  sum over rows of grad S_row / N,  and every
 (see ``window.py``). A row's S does not depend on its neighbours, nor N on anything but the set: any partition
 of the same rows into ``G`` micro-batches on each of ``W`` ranks, of any sizes, has one gradient. So take the cheapest:
 
-1. Sort the rows by length and split them into ``G * W`` runs. Of all partitions some split into runs pads least, since
+1. Sort the rows by length and split them into ``G * W`` runs. Of all partitions one into runs pads least, as
    swapping the rows of two micro-batches into order lengthens neither.
-2. Of all splits with micro-batches under a cap, take the one with the fewest padded tokens. The cap is never above ``b``
+2. Of the splits with micro-batches under a cap, take the one with the fewest padded tokens. The cap is at most ``b``
    times the longest row, which stock's own micro-batch of it takes: peak memory never exceeds stock's in that window.
 3. If ranks wait for the slowest once a window (DDP), assign the micro-batches longest first, under a cap somewhat above
    the tightest that fits; if one rank still has clearly more to do, try the tightest as well. If they wait for one

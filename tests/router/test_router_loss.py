@@ -228,7 +228,7 @@ def test_a_form_is_told_by_what_it_does(
 def test_switch_is_a_mean_over_samples_and_not_this_form() -> None:
     head = HEADS["SwitchTransformersForConditionalGeneration"]
     form = recognised(head.build().train(), head.batch(head.samples[:4]))
-    assert "is not called with what its routers say" in form.refusal and not form.recognised
+    assert "is not called with a tuple of router outputs" in form.refusal and not form.recognised
 
 
 def test_without_a_coefficient_there_is_nothing_to_recognise() -> None:
