@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from hf_accum_fix.accumulation.kinds import Kind, kind_of, words_of
+from hf_accum_fix.accumulation.preserve import reached
 from hf_accum_fix.accumulation.window import has_rows, sample_count
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.verification.reachable import reachable
 from hf_accum_fix.verification.traceless import seed
 
 logger = logging.getLogger("hf_accum_fix")
@@ -219,7 +219,7 @@ def _refuse_streams_that_run_out(loader: Any) -> None:
         dataset = inner
     one, other = iter(dataset), iter(dataset)
     read = (type(dataset).__iter__, *((type(one).__iter__,) if hasattr(one, "__iter__") else ()))
-    if one is other or any(_runs_out(each) for each in reachable(dataset, *read)):
+    if one is other or any(_runs_out(each) for each in reached(dataset, *read)):
         raise UnsupportedSetupError(
             f"{type(dataset).__name__} is a stream that cannot be rewound: the training would lose the samples drawn "
             "here; give a sample of it, samples=[...]"
