@@ -28,8 +28,10 @@ from ctypes import Array, byref, memmove, sizeof
 from ctypes import _SimpleCData as Scalar
 from functools import partial
 from itertools import islice, tee
+from pickle import dumps
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -64,6 +66,10 @@ _NOTED_ON = frozenset(
 _ALIVE = frozenset({"asyncio", "concurrent", "logging", "psutil", "subprocess", "threading", "weakref"})
 
 
+#: The name of every generator of random numbers in `Preserved.changed`.
+RANDOM_NUMBERS = "a generator of random numbers"
+
+
 class Kept(NamedTuple):
     """One piece of Python state.
 
@@ -71,11 +77,13 @@ class Kept(NamedTuple):
         undo: puts it back.
         differs: whether it differs in what a loss may depend on.
         changed: names of what differs at all.
+        lost: names of what differs and cannot be put back.
     """
 
-    undo: Callable[[], object]
+    undo: Callable[[], object] = bool
     differs: Callable[[], bool] = bool
     changed: Callable[[], list[str]] = list
+    lost: Callable[[], list[str]] = list
 
 
 class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -147,6 +155,10 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def changed(self) -> list[str]:
         """Names of the attributes and variables that differ now."""
         return sorted({name for each in self._kept for name in each.changed()})
+
+    def lost(self) -> list[str]:
+        """Names of what differs and cannot be put back."""
+        return sorted({name for each in self._kept for name in each.lost()})
 
     def restore(self) -> None:
         """Put everything back as it was when this was made."""
@@ -292,7 +304,7 @@ def _noted(
         if isinstance(each, Tensor):
             kept += _tensor_kept(each, thorough)
         elif isinstance(each, np.ndarray):
-            kept += _array_kept(each) if thorough or kind is np.ndarray else []
+            kept += _array_kept(each, thorough) if thorough or kind is np.ndarray else []
         elif _is_container(each, _DICTS):
             kept += _dict_kept(each, names.get(id(each), ""))
         elif _is_container(each, _SEQUENCES):
@@ -307,6 +319,8 @@ def _noted(
             kept.append(_class_kept(each))
         elif thorough and isinstance(each, types.FunctionType):
             kept += _variables_kept(each)
+        elif thorough and isinstance(each, types.GeneratorType):
+            kept.append(_generator_watched(each))
         elif hasattr(each, "__dict__") and not isinstance(each, (type, *_FUNCTIONS)):
             names[id(vars(each))] = kind.__name__
         if isinstance(each, nn.Module) and follow_modules:
@@ -379,7 +393,8 @@ def _dict_kept(value: dict[Any, Any], owner: str) -> list[Kept]:
 
     def changed() -> list[str]:
         names = [key for key in {**before, **value} if value.get(key, _ABSENT) is not before.get(key, _ABSENT)]
-        return [f"{owner}.{name}" if owner else repr(name) for name in names]
+        new = [RANDOM_NUMBERS for name in names if isinstance(value.get(name), _GENERATORS)]
+        return [*new, *(f"{owner}.{name}" if owner else repr(name) for name in names)]
 
     return [Kept(undo, differs, changed), *streams]
 
@@ -470,9 +485,22 @@ def _buffer_kept(module: nn.Module, name: str, buffer: Tensor) -> Kept:
     return Kept(undo)
 
 
-def _array_kept(value: np.ndarray[Any, Any]) -> list[Kept]:
-    if value.size > _MOST_NUMBERS or not value.flags.writeable:
+def _generator_watched(value: types.GeneratorType[Any, Any, Any]) -> Kept:
+    """A generator that no dict holds, where it could be replaced by one over the same values."""
+
+    def place() -> int:
+        return -1 if value.gi_frame is None else hash((value.gi_frame.f_lasti, str(value.gi_frame.f_locals)))
+
+    before = place()
+    return Kept(lost=lambda: [f"the generator {value.__name__}"] * (place() != before))
+
+
+def _array_kept(value: np.ndarray[Any, Any], thorough: bool) -> list[Kept]:
+    if not value.flags.writeable or (value.size > _MOST_NUMBERS and not thorough):
         return []
+    if value.size > _MOST_NUMBERS:
+        total = crc32(value.tobytes())
+        return [Kept(lost=lambda: [f"an array of {value.size} numbers"] * (crc32(value.tobytes()) != total))]
     before = value.copy()
 
     def differs() -> bool:
@@ -530,13 +558,20 @@ def _set_kept(value: set[Any]) -> Kept:
 
 
 def _generator_kept(value: Any) -> Kept:
+    get, put = _state_of(value)
+    before = get()
+    return Kept(partial(put, before), changed=lambda: [RANDOM_NUMBERS] * (dumps(get()) != dumps(before)))
+
+
+def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Getter and setter of a generator's state."""
     if isinstance(value, torch.Generator):
-        return Kept(partial(value.set_state, value.get_state()))
+        return value.get_state, value.set_state
     if isinstance(value, random.Random):
-        return Kept(partial(value.setstate, value.getstate()))
+        return value.getstate, value.setstate
     if isinstance(value, np.random.RandomState):
-        return Kept(partial(value.set_state, value.get_state(legacy=False)))
-    return Kept(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        return partial(value.get_state, legacy=False), value.set_state
+    return partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state")
 
 
 def _without_fsdp_hooks(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ COMMANDS: Final = {
     "doctor": "whether the installed release, or a model in it, trains at the right gradient, and what to do",
     "explain": "one defect: the wrong equation and the right one, links; without a name, the list",
     "run": "run a command with the patch on in it and in every Python process it starts",
-    "verify": "run a training script until it trains, and compare its gradient for several cuts instead",
+    "verify": "run a training script until it trains, and compare its gradient for several splits instead",
     "watch": "a run's logs in one look; whether several runs differ by more than noise",
 }
 """Name of the command and of its module here, and what it does."""

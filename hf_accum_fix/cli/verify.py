@@ -26,7 +26,7 @@ from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 
 DESCRIPTION: Final = """\
 Run a training script, unedited, until it calls trainer.train(). There, instead of training, the first global batch is
-cut in several ways, each cut is run through the trainer's own loop without a step being taken, and its gradient is
+split in several ways, each split is run through the trainer's own loop without a step being taken, and its gradient is
 compared with the full batch's: as the script would train, and with apply().
 
 The script runs in a process of its own, which is ended there: no line of it after trainer.train() is run, and none of
@@ -37,8 +37,8 @@ On several ranks: accelerate launch -m hf_accum_fix verify train.py ...
 
 EPILOG: Final = """\
 exit code:
-  0  exact: as the script would train, its own cut has the gradient of the full batch; other cuts that are off are named
-  1  off: its own cut is off; or, where --splits leaves that out, one of the cuts given
+  0  exact: as the script would train, its own split has the gradient of the full batch; the others do not decide
+  1  off: its own split is off; or, where --splits leaves that out, one of the splits given
   2  wrong usage
   3  could not tell, with the reason; or the script ended before it trained
 """
@@ -57,10 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot",
         metavar="FILE",
         type=Path,
-        help="also draw the error of every cut, where one was computed (needs matplotlib)",
+        help="also draw the error of every split, where one was computed (needs matplotlib)",
     )
     parser.add_argument(
-        "--splits", type=_splits, metavar="BxG,...", help="cuts: samples of a micro-batch x accumulation steps"
+        "--splits", type=_splits, metavar="BxG,...", help="splits: samples of a micro-batch x accumulation steps"
     )
     parser.add_argument("--windows", type=int, default=1, metavar="N", help="global batches to verify on")
     parser.add_argument(

@@ -22,7 +22,7 @@ _TALKATIVE = ("transformers.trainer", "accelerate", "hf_accum_fix")
 
 
 @contextmanager
-def traceless(trainer: TrainerLike) -> Iterator[None]:
+def traceless(trainer: TrainerLike) -> Iterator[Preserved]:
     """Restore, also after an error, whatever is reachable from a trainer, and the random states; gradients are off."""
     stance = getattr(torch.compiler, "set_stance", None)
     eager: AbstractContextManager[Any] = stance("force_eager") if stance is not None else nullcontext()
@@ -31,10 +31,10 @@ def traceless(trainer: TrainerLike) -> Iterator[None]:
         stack.enter_context(_observations())
         stack.enter_context(_quiet())
         stack.enter_context(eager)
-        stack.enter_context(Preserved(trainer.model, trainer, thorough=True))
+        state = stack.enter_context(Preserved(trainer.model, trainer, thorough=True))
         for parameter in trainer.model.parameters():
             parameter.grad = None
-        yield
+        yield state
 
 
 def without_dropout(model: nn.Module) -> bool:

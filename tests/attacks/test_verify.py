@@ -101,7 +101,7 @@ def noisy_gradients(output: Path) -> Any:
 @pytest.mark.parametrize(
     ("trainer_in", "wanted", "words"),
     [
-        (lambda output: small(Pairs(), output, points(8)), Kind.OFF, "no cut can equal"),
+        (lambda output: small(Pairs(), output, points(8)), Kind.OFF, "no split can equal"),
         (noisy_gradients, Kind.COULD_NOT_TELL, "random"),
         (lambda output: small(Mixup(), output, points(8)), Kind.COULD_NOT_TELL, "random"),
         (lambda output: small(Rarely(0.1), output, points(8)), Kind.COULD_NOT_TELL, "random"),

@@ -216,7 +216,9 @@ def test_grouped_rows_of_a_loader_without_collate_fn(tmp_path: Path) -> None:
 class NoOutputs(Trainer):
     """As the trainers of TRL that sample: no outputs."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         if return_outputs:
             raise ValueError("The GRPOTrainer does not support returning outputs")
         return model(**inputs)["loss"]
@@ -312,7 +314,8 @@ class OverflowsInAWindow(Trainer):
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         found = super().compute_loss(*args, **kwargs)
-        return found * (1.0 if self.args.gradient_accumulation_steps == 1 else 3e37)
+        factor = 1.0 if self.args.gradient_accumulation_steps == 1 else 3e37
+        return (found[0] * factor, found[1]) if isinstance(found, tuple) else found * factor
 
 
 def test_an_overflow_of_a_split_is_named(tmp_path: Path) -> None:
