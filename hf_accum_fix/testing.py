@@ -1,4 +1,4 @@
-"""For the test suites of downstream libraries: the gradient of their trainer does not depend on the cut of the batch.
+"""For the test suites of downstream libraries: the gradient of their trainer does not depend on the split of the batch.
 
 ``pytest_plugins = ["hf_accum_fix.testing"]`` in a conftest.py brings the fixture `invariant`.
 """
@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from hf_accum_fix.applying import active_handle
+from hf_accum_fix.applying import active_handle, revert
 from hf_accum_fix.verification.report import Kind, VerificationReport
 from hf_accum_fix.verification.verify import verify
 
 
 def assert_invariant(trainer: Any, **how: Any) -> VerificationReport:
-    """Assert that a trainer, as this process trains it, has the full batch's gradient for every cut of it.
+    """Assert that a trainer, as this process trains it, has the full batch's gradient for every split of it.
 
     Without ``apply()`` or one of this package's trainer classes that is the installed release's own promise.
 
@@ -28,7 +28,7 @@ def assert_invariant(trainer: Any, **how: Any) -> VerificationReport:
         The report.
 
     Raises:
-        AssertionError: if a cut is off, or if it could not be told; with the report.
+        AssertionError: if a split is off, or if it could not be told; with the report.
     """
     report = verify(trainer, **{"with_apply": False, "eval_samples": 0, **how})
     verdict = report.verdict_of(report.active)
@@ -44,4 +44,4 @@ def invariant() -> Iterator[Callable[..., VerificationReport]]:
     yield assert_invariant
     handle = active_handle()
     if handle is not None and handle is not before:
-        handle.revert()
+        revert()

@@ -28,7 +28,7 @@ FULL = "full batch in one forward"
 STREAMED = "streamed sample by sample, from sums and counts"
 MODES = ("auto", "full", "streamed")
 
-#: Errors up to this many times the noise of the reference count as noise: a split runs other kernels than the full batch.
+#: Errors up to this many times the noise of the reference are noise: a split runs other kernels than the full batch.
 FLOORS: Final = 8.0
 #: The widest tolerance: the error of a factor of 1.3 is three times as large.
 WIDEST: Final = 0.1
