@@ -506,8 +506,7 @@ def test_apply_in_mid_training_is_refused(tmp_path: Path) -> None:
 
 def test_without_a_stderr() -> None:
     script = (
-        "import sys; sys.stderr = None; import transformers.trainer, hf_accum_fix as fix; "
-    script += "print(fix.apply().active)"
+        "import sys; sys.stderr = None; import transformers.trainer, hf_accum_fix as fix; print(fix.apply().active)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout == "True\n", done
@@ -515,7 +514,9 @@ def test_without_a_stderr() -> None:
 
 FORKS = """
 import os, signal, sys, threading
-import transformers.trainer, hf_accum_fix
+import hf_accum_fix
+if "imported" in sys.argv:
+    import transformers.trainer
 
 def work():
     while True:
@@ -524,14 +525,17 @@ def work():
 
 with hf_accum_fix.apply(quiet=True):
     pass
-threading.Thread(target=work, daemon=True).start()
+sys.setswitchinterval(1e-6)
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
 codes = []
 for _ in range(60):
     child = os.fork()
     if child == 0:
-        signal.alarm(20)
+        signal.alarm(5)
         hf_accum_fix.revert()
-        os._exit(0 if hf_accum_fix.apply(quiet=True).active else 1)
+        handle = hf_accum_fix.apply(quiet=True)
+        os._exit(0 if handle.active or handle.pending else 1)
     codes.append(os.waitpid(child, 0)[1])
 print(set(codes))
 os._exit(0)
@@ -539,6 +543,9 @@ os._exit(0)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_fork_while_a_thread_applies_hangs_in_no_child() -> None:
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=240, check=False)
+@pytest.mark.parametrize("trainer", ["imported", "pending"])
+def test_a_fork_while_a_thread_applies_hangs_in_no_child(trainer: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, trainer], capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.stdout == "{0}\n", done
