@@ -515,8 +515,6 @@ def test_without_a_stderr() -> None:
 FORKS = """
 import os, signal, sys, threading
 import hf_accum_fix
-if "imported" in sys.argv:
-    import transformers.trainer
 
 def work():
     while True:
@@ -535,7 +533,7 @@ for _ in range(60):
         signal.alarm(5)
         hf_accum_fix.revert()
         handle = hf_accum_fix.apply(quiet=True)
-        os._exit(0 if handle.active or handle.pending else 1)
+        os._exit(0 if handle.pending else 1)
     codes.append(os.waitpid(child, 0)[1])
 print(set(codes))
 os._exit(0)
@@ -543,9 +541,6 @@ os._exit(0)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-@pytest.mark.parametrize("trainer", ["imported", "pending"])
-def test_a_fork_while_a_thread_applies_hangs_in_no_child(trainer: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS, trainer], capture_output=True, text=True, timeout=240, check=False
-    )
+def test_a_fork_while_a_thread_applies_hangs_in_no_child() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout == "{0}\n", done

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import psutil
 
+from hf_accum_fix.cli import write
 from hf_accum_fix.cli.instead import ANSWER, Request
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 
@@ -44,6 +45,15 @@ exit code:
 """
 
 _PAUSE: Final = 0.05
+#: Print a line on stderr once a process has ended, or after five seconds.
+_PRINT_AFTER: Final = """
+import sys, time, psutil
+for _ in range(100):
+    if not psutil.pid_exists(int(sys.argv[1])) or psutil.Process(int(sys.argv[1])).status() == psutil.STATUS_ZOMBIE:
+        break
+    time.sleep(0.05)
+sys.stderr.write(f"hf-accum-fix verify: {sys.argv[2]}\\n")
+"""
 #: Seconds that a rank goes on after another has its answer: a launcher ends all ranks as soon as one ends.
 _GRACE: Final = 10.0
 
@@ -108,14 +118,43 @@ def execute(arguments: argparse.Namespace) -> int:
             )
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(answer["error"])
-            sys.stdout.write(f"{answer['text']}\n" if answer["text"] else "")
-            sys.stdout.flush()
+            write(f"{answer['text']}\n" if answer["text"] else "")
             if arguments.json is not None and answer["report"] is not None:
-                arguments.json.write_text(json.dumps(answer["report"], indent=2) + "\n", encoding="utf-8")
+                with _reported(arguments.json):
+                    arguments.json.write_text(json.dumps(answer["report"], indent=2) + "\n", encoding="utf-8")
             drawn = Path(folder, f"plot{plot}")
             if drawn.is_file():
-                shutil.copyfile(drawn, arguments.plot)
+                with _reported(arguments.plot):
+                    shutil.copyfile(drawn, arguments.plot)
+    if answer["code"]:
+        _show_last(answer["text"] or answer["error"])
     return int(answer["code"])
+
+
+@contextmanager
+def _reported(path: Path) -> Iterator[None]:
+    """Report a file that cannot be written; the answer stands."""
+    try:
+        yield
+    except OSError as error:
+        sys.stderr.write(f"hf-accum-fix verify: {path} cannot be written: {error.strerror}\n")
+
+
+def _show_last(text: str) -> None:
+    """Make a launcher end with the report: it prints an error of its own for every exit code but 0.
+
+    Source: https://docs.pytorch.org/docs/stable/elastic/errors.html: what torchrun reads there it prints as the cause.
+    """
+    place = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    launcher = psutil.Process().parent()
+    with suppress(OSError, psutil.Error):
+        if place is not None:
+            cause = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+            Path(place).write_text(json.dumps({"message": cause}), encoding="utf-8")
+        elif launcher is not None and any("accelerate" in word for word in launcher.cmdline()[:3]):
+            # It starts a single process without torchrun, and prints a traceback after it.
+            words = [sys.executable, "-c", _PRINT_AFTER, str(launcher.pid), text.partition("\n")[0]]
+            subprocess.Popen(words, start_new_session=os.name == "posix")
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
@@ -184,7 +223,7 @@ def _answer_of(script: subprocess.Popen[bytes], folder: Path, deadline: list[flo
 
 @contextmanager
 def _terminable() -> Iterator[list[float]]:
-    """When to give up: after a SIGTERM; on a rank a little later, because its answer may be on its way."""
+    """When to give up: after a SIGTERM or SIGHUP; on a rank a little later, because its answer may be on its way."""
     deadline = [math.inf]
     if threading.current_thread() is not threading.main_thread():
         yield deadline
@@ -193,11 +232,13 @@ def _terminable() -> Iterator[list[float]]:
     def terminate(*_: Any) -> None:
         deadline[0] = time.monotonic() + (_GRACE if "RANK" in os.environ else 0.0)
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    caught = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = [signal.signal(each, terminate) for each in caught]
     try:
         yield deadline
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in zip(caught, before, strict=True):
+            signal.signal(each, handler)
 
 
 def _ending(code: int) -> str:
