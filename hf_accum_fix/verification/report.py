@@ -294,7 +294,8 @@ def also_looked_at(results: Sequence[SplitResult], own: tuple[int, int]) -> list
             amount = "no answer" if each.verdict.kind is Kind.COULD_NOT_TELL else each.amount.partition(",")[0]
             found.setdefault(amount, {})[each.split] = None
     words = [f"{amount} at {' and '.join(splits)}" for amount, splits in found.items()]
-    return [f"also looked at: {'; '.join(words)}"] if words else []
+    several = len({(each.per_device, each.steps) for each in results}) > 1
+    return [f"also looked at: {'; '.join(words)}"] if words and several else []
 
 
 def _worst(results: Sequence[SplitResult]) -> SplitResult:
