@@ -112,6 +112,8 @@ def _settle_one(
     per_sample: bool,
 ) -> None:
     """Observe one loss in a window, and change what is known of it."""
+    if settled.contract is not None and known.compared == known.windows.opened:
+        window = settled.contract.telling(window)
     seen, trouble = observe(window)
     goes_on = run.world_size == 1 or (settled is not known and settled.contract is None)
     if trouble is not None and goes_on and not isinstance(trouble, AccumFixError) and not out_of_memory(trouble):
@@ -124,7 +126,8 @@ def _settle_one(
     if settled.contract is not None and found.reason == NO_TARGET_SEEN:
         # It shows nothing.
         return
-    found = found.narrowed(settled.contract)
+    # Ranks correct a window only once one of them has learnt that it has to be.
+    found = replace(found.narrowed(settled.contract), is_corrected=run.world_size == 1 or not run.readable)
     if settled.contract is not None and settled.contract.conclusive and not settled.contract.exact:
         # The windows before stay as they were.
         before = known.windows.opened - 1
@@ -377,7 +380,7 @@ def count(
         raise trouble
     known.windows.news = False
     if device.type == "cpu" and not run.shards and not known.asks and known.kinds:
-        _reconsider_rules(known, contracts, totals)
+        _reconsider_rules(run, known, contracts, totals)
     if not known.kinds:
         _say_if_tasks_differ(run, known, contract, batches)
     if new and not known.asks:
@@ -411,15 +414,20 @@ def count(
     return Counted(by_rule, total, cuts, None if number is None else other)
 
 
-def _reconsider_rules(known: Known, contracts: Sequence[LossContract], totals: Sequence[Sequence[Tensor]]) -> None:
+def _reconsider_rules(
+    run: Run, known: Known, contracts: Sequence[LossContract], totals: Sequence[Sequence[Tensor]]
+) -> None:
     """Have the losses observed again, on this window, if rules that fitted so far count it differently."""
     for contract, total in zip(contracts, totals, strict=True):
-        if known.compared == known.windows.opened or not contract.has_rules_to_compare:
+        if not contract.has_rules_to_compare:
             continue
         if contract.is_ambiguous(dict(zip(contract.rules, map(float, total), strict=True))):
-            known.compared = known.windows.opened
-            known.reconsider()
-            known.asks = known.asks or known.reconsiders
+            if known.compared != known.windows.opened:
+                known.compared = known.windows.opened
+                known.reconsider()
+                known.asks = known.asks or known.reconsiders
+            if not known.reconsiders:
+                run.tell("several rules fit the items of its terms, and count this window differently")
 
 
 def _say_if_tasks_differ(run: Run, known: Known, contract: LossContract, batches: Sequence[Any]) -> None:

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from hf_accum_fix.data.dealing import Dealer as Dealer
+from hf_accum_fix.data.balancing import Dealer as Dealer

@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.data.dealing import Dealer, RedealtLoader, unfit
+from hf_accum_fix.data.balancing import BalancedStream, Dealer, unfit
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.data.whole_windows import WholeWindows
 from hf_accum_fix.engines.engine import waits_every_micro_batch
@@ -56,7 +56,7 @@ def whole_windows(trainer: TrainerLike, options: Options, opened: Callable[[list
     def get_train_dataloader(*args: Any, **kwargs: Any) -> Any:
         with _not_dispatching(trainer, options):
             loader = original_loader(*args, **kwargs)
-        if isinstance(loader, (WholeWindows, WithoutDuplicates, RedealtLoader)):
+        if isinstance(loader, (WholeWindows, WithoutDuplicates, BalancedStream)):
             return loader
         _let_epochs_through(loader)
         loader = _dealt(trainer, loader, options)
@@ -69,7 +69,7 @@ def whole_windows(trainer: TrainerLike, options: Options, opened: Callable[[list
         return WholeWindows(loader, trainer.args.gradient_accumulation_steps, None if counts_windows else opened)
 
     def skip_first_batches(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(dataloader, (WholeWindows, WithoutDuplicates, RedealtLoader)):
+        if not isinstance(dataloader, (WholeWindows, WithoutDuplicates, BalancedStream)):
             return original_skip(dataloader, *args, **kwargs)
         return dataloader.around(skip_first_batches(dataloader.__wrapped__, *args, **kwargs))
 
@@ -112,7 +112,7 @@ def _let_epochs_through(loader: Any) -> None:
 def _dealt(trainer: TrainerLike, loader: Any, options: Options) -> Any:
     """The loader with its windows dealt by length, where that is asked for."""
     args = trainer.args
-    if not isinstance(options.balance_windows, BalanceOptions) or isinstance(loader, (WholeWindows, RedealtLoader)):
+    if not isinstance(options.balance_windows, BalanceOptions) or isinstance(loader, (WholeWindows, BalancedStream)):
         return loader
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and not _is_endless(loader):
         session_of(trainer, options).warn_once(

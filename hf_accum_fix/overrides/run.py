@@ -72,7 +72,7 @@ class TrainerRun:
     def tell(self, why: str, windows: int = 1) -> None:
         session, trainer = self.session, self.trainer
         session.windows.note_inexact(windows=windows)
-        by_number = session.contract is not None and session.contract.by_number
+        by_number = session.contract is not None and session.contract.depends_on_number
         # The mean of the only micro-batch is right, whatever it is over.
         if by_number or is_cut(trainer):
             session.warn_once(

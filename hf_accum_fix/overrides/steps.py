@@ -18,7 +18,7 @@ from hf_accum_fix.accumulation.share import of_window, run_by_rule
 from hf_accum_fix.accumulation.values import Heard, listening
 from hf_accum_fix.accumulation.weigh import weigh
 from hf_accum_fix.accumulation.window import Weightless
-from hf_accum_fix.data.whole_windows import Blank
+from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.engines.engine import engine_divisor, inputs_are_rounded, tell_last
 from hf_accum_fix.errors import AccumFixError, SeamError, UnsupportedSetupError
 from hf_accum_fix.known import ATTEMPTS
@@ -167,7 +167,7 @@ def training_step(
         session.say_off(require_in_loop(trainer))
     session.entered = True
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
-    if isinstance(inputs, Blank):
+    if isinstance(inputs, PlaceholderBatch):
         return torch.zeros((), device=trainer.args.device)
     model = kwargs["model"] if "model" in kwargs else args[0]
     window.turn_to(inputs)

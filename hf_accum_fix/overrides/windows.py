@@ -12,7 +12,7 @@ from transformers import Trainer
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.weigh import WindowCheck
 from hf_accum_fix.counting import count, note_empty
-from hf_accum_fix.data.whole_windows import without_blanks
+from hf_accum_fix.data.whole_windows import without_placeholders
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.live import head_name
 from hf_accum_fix.overrides.routing import router_loss_depends_on_the_cut, routing_of
@@ -51,7 +51,7 @@ def get_batch_samples(
             # The trainer's own method may hand on another batch than it was given: what it returns is counted.
             session.deferred.append(upstream_number)
             return fetched, upstream_number
-        window = open_window(trainer, session, without_blanks(fetched), upstream_number, options, trouble)
+        window = open_window(trainer, session, without_placeholders(fetched), upstream_number, options, trouble)
     return fetched, _number_of(trainer, window, upstream_number)
 
 
@@ -91,7 +91,7 @@ def counted_as_returned(trainer: TrainerLike, options: Options) -> Iterator[None
         if not reached or not isinstance(result, tuple) or len(result) != 2:
             return result
         fetched, number = result
-        window = open_window(trainer, session, without_blanks(fetched), reached[-1], options)
+        window = open_window(trainer, session, without_placeholders(fetched), reached[-1], options)
         # A number of the trainer's own stays.
         return fetched, _number_of(trainer, window, number) if number is reached[-1] else number
 
