@@ -300,7 +300,7 @@ class AccumulationWindow:
         with _reducing(host.accelerator, model, last=last), host.adding(model, len(self), self._begun):
             yield
         if self._counted is not None:
-            self._counted.begun = self._begun
+            self._counted.done = self._begun
             if last:
                 self._counted.close(model)
 

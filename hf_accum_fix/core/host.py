@@ -112,6 +112,11 @@ class Host(ABC):
         return self.is_split
 
     @property
+    def shows(self) -> bool:
+        """Whether an inexact window is worth a warning."""
+        return self.is_split
+
+    @property
     def engine_divisor(self) -> int:
         """What the engine divides a loss by."""
         return 1 if self.accelerator is None else engine_divisor(self.accelerator, {})
@@ -174,7 +179,7 @@ class Host(ABC):
     def tell(self, why: str, windows: int = 1) -> None:
         """Warn that this window is not exact, or so many since the last log."""
         self.state.note_inexact(windows=windows)
-        if self.is_split:
+        if self.shows:
             words = f"{self.where} is not exact: {why}. Every window is checked; report() has how many were not."
             self.warn_once("certificate", f"{self.head}: {words}")
 

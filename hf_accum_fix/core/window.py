@@ -55,7 +55,7 @@ class Window:
         counts: items of each micro-batch, 0-dim, by each rule of its loss.
         total: N over all ranks and tasks, 0-dim.
         number: items as upstream counts them, over all ranks, 0-dim; None: it does not.
-        begun: micro-batches that were run, or are being run.
+        done: micro-batches that were run.
         value: what they have added to the loss for the log, 0-dim.
         ended: what its losses divided by was compared with what was predicted.
     """
@@ -66,7 +66,7 @@ class Window:
     counts: list[dict[Items, Tensor]]
     total: Tensor
     number: Tensor | None = None
-    begun: int = 0
+    done: int = 0
     value: Tensor | None = None
     ended: bool = False
 
@@ -103,7 +103,7 @@ class Window:
         checks = self.checks
         if not self.batches or not (checks or host.state.corrects_others):
             return None
-        times = host.state.closing.end(host, checks, len(self.batches) - self.begun)
+        times = host.state.closing.end(host, checks, len(self.batches) - self.done)
         if host.state.closing.was_other and host.state.tasks:
             host.state.reconsider()
         if times is not None:

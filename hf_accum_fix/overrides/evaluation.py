@@ -19,12 +19,11 @@ from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.kinds import kind_of
+from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.window import Items, count_dtype, has_rows, sample_count
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.forward import loss_alone
-from hf_accum_fix.overrides.session import busy, session_of
-from hf_accum_fix.overrides.settling import settle
-from hf_accum_fix.shadow import shadow
+from hf_accum_fix.overrides.host import session_of
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 logger = logging.getLogger("hf_accum_fix")
@@ -48,16 +47,18 @@ def evaluation_loop(
     session = session_of(trainer, options)
     if not options.eval_loss or not enabled() or "evaluation_loop" in session.busy:
         return wrapped(*args, **kwargs)
-    original_step = trainer.prediction_step
+    original_step, state = trainer.prediction_step, session.state
     sums = torch.zeros(2, dtype=count_dtype(trainer.args.device), device=trainer.args.device)
     refused: list[str] = []
 
     def prediction_step(model: Any, inputs: Mapping[str, Any], *rest: Any, **step_kwargs: Any) -> Any:
         # Several ranks would have to observe a new kind together.
         contract = session.contract
-        if contract is None or trainer.args.world_size == 1 or session.settled_of(kind_of(inputs)) is not None:
-            contract = settle(trainer, [inputs], options)
-        is_one = session.settled_of(kind_of(inputs)) is session and len(session.losses) == 1
+        if contract is None or trainer.args.world_size == 1 or state.loss_of(kind_of(inputs)) is not None:
+            session.settle([inputs], None, None)
+            contract = session.contract
+        assert contract is not None
+        is_one = state.loss_of(kind_of(inputs)) is state.first and len(state.losses) == 1
         reason = _why_not(contract) if is_one else _SEVERAL_KINDS
         if reason:
             refused.append(reason)
@@ -65,7 +66,7 @@ def evaluation_loop(
         # The loss may remove the labels from the inputs it is handed.
         own_func = getattr(trainer, "compute_loss_func", None) is not None
         number = _items(contract).count(inputs, sums.device) if own_func else None
-        with shadow(trainer, "compute_loss", _handed(trainer.compute_loss, number)):
+        with overridden(trainer, "compute_loss", _handed(trainer.compute_loss, number)):
             result = original_step(model, dict(inputs), *rest, **step_kwargs)
         loss, counted, again = result[0], dict(inputs), own_func
         if _is_filled_up(trainer, inputs):
@@ -80,7 +81,7 @@ def evaluation_loop(
             sums.add_(torch.stack([torch.where(items > 0, loss.to(sums) * items, torch.zeros_like(items)), items]))
         return result
 
-    with busy(session, "evaluation_loop"), shadow(trainer, "prediction_step", prediction_step):
+    with session.inside("evaluation_loop"), overridden(trainer, "prediction_step", prediction_step):
         output = wrapped(*args, **kwargs)
     total = trainer.accelerator.reduce(sums, reduction="sum") if trainer.args.world_size > 1 else sums
     name = f"{_prefix(*args, **kwargs)}_loss"

@@ -1,0 +1,103 @@
+"""The Trainer as a host of windows: settle how its loss is reduced, observe it, count its routing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, LossContract
+from hf_accum_fix.accumulation.declared import takes_number
+from hf_accum_fix.core import contracts
+from hf_accum_fix.core.host import Observed
+from hf_accum_fix.data.dealing import unfit
+from hf_accum_fix.errors import ContractError, UnsupportedSetupError
+from hf_accum_fix.options import Options
+from hf_accum_fix.overrides.live import accepts_number, declares_scale, loss_func, scales_itself
+from hf_accum_fix.overrides.observing import MADE_LATER, observed_of
+from hf_accum_fix.overrides.routing import routing_of
+from hf_accum_fix.overrides.session import SESSION, Session
+from hf_accum_fix.upstream.protocols import TrainerLike
+
+
+class TrainerHost(Session):
+    """A Trainer that runs windows."""
+
+    def settle(self, batches: Sequence[Any], number: Any, error: Exception | None) -> None:
+        """Take the contract that was given, or observe the loss; anew if something else computes it."""
+        trainer, state = self.trainer, self.state
+        computed_by = (accepts_number(trainer), loss_func(trainer), trainer.label_smoother)
+        if self.observed_for != computed_by:
+            state.first.contract, state.first.attempts, self.observed_for = None, 0, computed_by
+            self.passes_number = accepts_number(trainer) and takes_number(trainer.model_wrapped)
+            state.closing.corrects = False
+        was_settled, before = state.first.is_settled, self.contract
+        if self.options.contract is None:
+            contracts.settle(self, batches, number, error)
+        elif not was_settled:
+            state.take(self._given(self.options.contract), state.first)
+        contract = self.contract
+        assert contract is not None
+        if was_settled and contract is before:
+            return
+        if state.first.is_settled and self.options.balance_windows and (reason := unfit(contract)) is not None:
+            raise UnsupportedSetupError(
+                f"balance_windows: {self.head}: {reason}. Dealing samples by length would change such a loss; "
+                "expected a mean over items or a sum; leave balance_windows out"
+            )
+        if contract.reason != NO_TARGET_SEEN or state.first.is_settled:
+            self._warn(contract)
+
+    def _warn(self, found: LossContract) -> None:
+        """Warn once if a loss is not exact, where it shows."""
+        # A number, or a shift, may be wrong even where nothing is split.
+        wrong_when_whole = SHIFT_UNKNOWN in (found.reason, found.doubt) or (found.by_number and not found.conclusive)
+        if found.reason == MADE_LATER and declares_scale(self.trainer):
+            # It knows of windows; every one of them is looked at.
+            return
+        itself = found.custom and scales_itself(self.trainer)
+        outcome = "stays as the trainer scales it" if itself else "gets the plain mean over micro-batches"
+        for name, message in contracts.remarks(self.head, found, self.state.first.attempts, outcome=outcome):
+            if name == "sum" or self.is_split or wrong_when_whole:
+                self.warn_once(name, message)
+
+    def _given(self, contract: LossContract) -> LossContract:
+        """A contract that was given, compared with what can be known without a forward."""
+        if contract.by_number and not self.passes_number and loss_func(self.trainer) is None:
+            raise ContractError(
+                f"the contract given says that the loss {contract.reduction.words}, but {self.head} is not "
+                "handed the number; give Reduction.MEAN, or let model_accepts_loss_kwargs be True"
+            )
+        if not contract.by_number:
+            # A head that would divide by the number returns its own mean without it.
+            self.passes_number = False
+        return contract
+
+    def observe(self, batches: Sequence[Any], number: Any) -> Observed:
+        """Observe the loss through the call that training makes."""
+        return observed_of(self, list(batches), number)
+
+    def route(self, batches: Sequence[Any], error: Exception | None) -> tuple[Tensor | None, Exception | None]:
+        """Count the routing by the forward that training makes."""
+        return routing_of(self, list(batches), error)
+
+
+def settle(trainer: TrainerLike, window: list[Any], options: Options) -> LossContract:
+    """The contract of a trainer's loss, observed on the micro-batches of one window outside of training."""
+    session = session_of(trainer, options)
+    session.settle(window, None, None)
+    assert session.contract is not None
+    return session.contract
+
+
+def session_of(trainer: TrainerLike, options: Options) -> TrainerHost:
+    """The session of a trainer, made at its first use."""
+    session: TrainerHost | None = trainer.__dict__.get(SESSION)
+    return session if session is not None and session.trainer is trainer else new_session(trainer, options)
+
+
+def new_session(trainer: TrainerLike, options: Options) -> TrainerHost:
+    """A session of a trainer in the place of the one before."""
+    session = trainer.__dict__[SESSION] = TrainerHost(trainer, options)
+    return session
