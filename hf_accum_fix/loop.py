@@ -77,84 +77,58 @@ class LoopHost(Host):
         self.state.first.contract = options.contract
         self._accelerator, self._steps, self._head = accelerator, steps, "the loss"
         launched = dist.is_available() and dist.is_initialized()
-        self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if launched else (0, 1)
-        self._device: torch.device | None = None if accelerator is None else accelerator.device
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if launched else (0, 1)
+        self.data_ranks = self.world_size
+        self.shards = self.world_size > 1 and accelerator is not None and waits_every_micro_batch(accelerator)
+        self._is_placed = accelerator is not None
+        self.device = torch.device("cpu") if accelerator is None else accelerator.device
 
     @property
     def accelerator(self) -> AcceleratorLike | None:
-        """The live accelerator; None: torch.distributed as it is initialised, or one process."""
         return self._accelerator
 
     @property
     def head(self) -> str:
-        """The model's class, once one was seen."""
         return self._head
 
     @property
     def where(self) -> str:
-        """The window that is open."""
         return f"window {self.state.opened}"
 
     @property
     def steps(self) -> int:
-        """G of a whole window."""
         if self._steps is not None:
             return self._steps
         assert self._accelerator is not None
         return int(self._accelerator.gradient_accumulation_steps)
 
     @property
-    def device(self) -> torch.device:
-        """Without accelerate, where the first loss or model was."""
-        if self._device is not None:
-            return self._device
-        on_gpu = self.world_size > 1 and dist.get_backend() == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
-    @property
-    def rank(self) -> int:
-        """This process."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """All of them, as each holds samples of its own."""
-        return self._world_size
-
-    @property
-    def shards(self) -> bool:
-        """Whether the ranks wait for one another in every micro-batch."""
-        return self.world_size > 1 and self.accelerator is not None and waits_every_micro_batch(self.accelerator)
-
-    @property
     def readable(self) -> bool:
-        """Whether numbers are on the host, and needed: a loss of one term is corrected unread."""
+        # A loss of one term is corrected unread.
         return self.device.type == "cpu" and any(len(each.terms) > 1 for each in self.state.contracts)
 
     def summed(self, numbers: Tensor) -> Tensor:
-        """By torch.distributed, whoever has initialised it."""
         if self.world_size > 1:
             numbers = numbers.clone()
             dist.all_reduce(numbers)
         return numbers
 
     def gather(self, values: list[Any]) -> list[Any]:
-        """By torch.distributed: accelerate asks for a state of its own, which a loop without it has not."""
+        # accelerate's asks for its own state, which a loop without it has not.
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, values[0])
         return gathered
 
     def open(self, model: nn.Module | None, device: torch.device | None, batches: Sequence[Batch]) -> Window:
-        """Count a window; ``device``: where its first loss or model is."""
-        self.model, self._device = model, self._device or device
+        """Count a window; without accelerate, on the ``device`` of the first loss or model."""
+        if not self._is_placed:
+            on_gpu = self.world_size > 1 and dist.get_backend() == "nccl"
+            usual = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+            self.device, self._is_placed = device or usual, device is not None
+        self.model = model
         return open_window(self, batches)
 
     def settle(self, batches: Sequence[Batch], number: Any, error: Exception | None) -> None:
-        """Take the contract that was given, or observe the model's loss.
-
-        Raises:
-            ContractError: if the contract given does not fit the model, or none was given for a loss of one's own.
-        """
         model, first = self.model, self.state.first
         if model is not None:
             self._head = type(self.bare(model)).__name__
@@ -197,7 +171,6 @@ class LoopHost(Host):
             )
 
     def observe(self, batches: Sequence[Batch], number: Any) -> Observed:
-        """Observe the model's loss; None: there is no model, or no micro-batch."""
         try:
             return (None if self.model is None or not batches else self._observe(self.model, batches)), None
         except Exception as error:
@@ -218,11 +191,6 @@ class LoopHost(Host):
         return found.by_rule() if is_compiled(module) else found
 
     def route(self, batches: Sequence[Batch], error: Exception | None) -> tuple[Tensor | None, Exception | None]:
-        """Count the routing by the model inside DistributedDataParallel.
-
-        Raises:
-            ContractError: if the loss is not the model's.
-        """
         if self.router.convention is Convention.MEAN:
             return None, error
         model, contract = self.model, self.contract
@@ -487,8 +455,7 @@ class AccumulationWindows:
         if self.world_size > 1:
             # A rank that has more joins this with its next window, so that it learns of it instead of waiting for ever.
             host.open(None, None, [])
-        for name, message in host.router.remarks():
-            host.warn_once(name, message)
+        host.warn_routing()
         host.warn_empty()
 
 

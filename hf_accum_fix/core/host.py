@@ -41,7 +41,18 @@ class Host(ABC):
         repeated: samples that its dataloader repeats, for report().
         warned: the warnings that were given, by name.
         passes_number: the model is handed the number of items.
+        rank: this process among all.
+        world_size: processes that meet in a collective.
+        data_ranks: W, those that hold samples of their own.
+        shards: the ranks meet in every micro-batch, not only in the last one of a window.
+        device: where counts are.
     """
+
+    rank: int
+    world_size: int
+    data_ranks: int
+    shards: bool
+    device: torch.device
 
     def __init__(self, options: Options) -> None:
         self.options, self.state = options, TrainingState()
@@ -68,33 +79,8 @@ class Host(ABC):
 
     @property
     @abstractmethod
-    def device(self) -> torch.device:
-        """Where counts are."""
-
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """This process among all."""
-
-    @property
-    @abstractmethod
-    def world_size(self) -> int:
-        """Processes that meet in a collective."""
-
-    @property
-    @abstractmethod
     def steps(self) -> int:
         """G of a window that is not the short one at the end of an epoch."""
-
-    @property
-    def data_ranks(self) -> int:
-        """W: the ranks that hold samples of their own."""
-        return self.world_size
-
-    @property
-    @abstractmethod
-    def shards(self) -> bool:
-        """Whether the ranks meet in every micro-batch, not only in the last one of a window."""
 
     @property
     @abstractmethod
@@ -201,6 +187,11 @@ class Host(ABC):
             "a whole accumulation window had no target: its gradient and its logged loss are zero; look at truncation, "
             "label masking, or samples without an answer",
         )
+
+    def warn_routing(self) -> None:
+        """Warn once of what the router's loss has shown; waits for the device."""
+        for name, message in self.router.remarks():
+            self.warn_once(name, f"{self.head}: {message}")
 
     def note_repeated(self, samples: int) -> bool:
         """Take samples that the dataloader repeats; whether that was not known."""

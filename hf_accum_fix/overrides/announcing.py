@@ -25,11 +25,7 @@ def announce(session: Session, window: Window, part: Part, stock_scale: float) -
     if session.state.recorded:
         return
     trainer, contract = session.trainer, part.contract
-    factor = _stock_factor(session, window, part, stock_scale)
-    router_factor = None
-    if contract.has_router_loss and contract.by_number:
-        # Two terms, each off by a factor of its own: no one factor says it.
-        factor, router_factor = None, _stock_factor_of_means(session, window, part, stock_scale)
+    factor, router_factor = _stock_factors(session, window, part, stock_scale)
     steps, world_size = len(window.batches), part.cut.world_size
     words = "" if factor is None else f" The stock Trainer would train at about {factor:.3g}x this gradient."
     if factor is not None and abs(factor - 1) > 0.02:
@@ -51,34 +47,23 @@ def announce(session: Session, window: Window, part: Part, stock_scale: float) -
         logger.info("%s: the loss %s%s; G=%d, W=%d.%s", session.head, contract, router, steps, world_size, words)
 
 
-def _stock_factor(session: Session, window: Window, part: Part, stock_scale: float) -> float | None:
-    """About how many times the right gradient the installed Trainer would train at; None where it cannot be told.
+def _stock_factors(session: Session, window: Window, part: Part, scale: float) -> tuple[float | None, float | None]:
+    """About how many times the right gradient the installed Trainer would train at, and the router's loss in it.
 
-    Its own division is read off the loss it passes on, accelerate's off the live object, its count off what it
-    returned; the multiplication by W is the releases' common condition.
+    None where it cannot be known. Its own division is read off the loss it passes on, accelerate's off the live object,
+    its count off what it returned; the multiplication by W is the releases' common condition.
     """
-    if part.contract.reduction is Reduction.MEAN:
-        return _stock_factor_of_means(session, window, part, stock_scale)
-    undivided = _undivided(session, part, stock_scale)
-    if part.contract.reduction is Reduction.NUMBER and undivided is not None and window.number is not None:
+    trainer, contract, number = session.trainer, part.contract, window.number
+    if contract.custom or trainer.label_smoother is not None:
+        return None, None
+    undivided = scale / session.accelerator.gradient_accumulation_steps
+    handed = session.passes_number or loss_func(trainer) is not None
+    averaged = getattr(trainer.args, "average_tokens_across_devices", False) and handed and number is not None
+    of_means = undivided * (part.cut.world_size if averaged else 1)
+    if contract.has_router_loss and contract.by_number:
+        # Two terms, each off by a factor of its own: no one factor holds for both.
+        return None, of_means
+    if contract.reduction is Reduction.NUMBER and number is not None and float(number):
         # Where upstream does not average, a rank divides by its own count: about 1/W of them all.
-        counted = float(window.number)
-        return undivided / len(window.batches) * float(window.total) / counted if counted else None
-    return None
-
-
-def _stock_factor_of_means(session: Session, window: Window, part: Part, stock_scale: float) -> float | None:
-    """The same of a term that each micro-batch takes the mean of: a loss, or a router's loss inside it."""
-    undivided = _undivided(session, part, stock_scale)
-    if undivided is None:
-        return None
-    handed = session.passes_number or loss_func(session.trainer) is not None
-    averaged = getattr(session.trainer.args, "average_tokens_across_devices", False)
-    return undivided * (part.cut.world_size if averaged and handed and window.number is not None else 1)
-
-
-def _undivided(session: Session, part: Part, stock_scale: float) -> float | None:
-    """What is left of G where the installed Trainer and accelerate have divided; None where it cannot be told."""
-    if part.contract.custom or session.trainer.label_smoother is not None:
-        return None
-    return stock_scale / int(session.trainer.accelerator.gradient_accumulation_steps)
+        return undivided / len(window.batches) * float(window.total) / float(number), None
+    return of_means if contract.reduction is Reduction.MEAN else None, None

@@ -26,7 +26,7 @@ Forward = Callable[[Mapping[str, Any], Tensor | None, Tensor | None], tuple[Tens
 
 def as_in_training(session: Session, module: nn.Module, compute_loss: Callable[..., Any] | None) -> Forward:
     """The forward that training makes of a micro-batch; without outputs where the loss is the trainer's."""
-    trainer, by_itself = session.trainer, session.by_itself
+    trainer, by_itself = session.trainer, session.own_step is not None
     takes_number = compute_loss is not None and hands_number(compute_loss)
 
     def forward(inputs: Mapping[str, Any], number: Tensor | None, own: Tensor | None) -> tuple[Tensor, Any]:
@@ -85,7 +85,7 @@ def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]
     """
     session: Session = trainer.__dict__[SESSION]
     assert session.contract is not None
-    inputs = inputs if session.by_itself and model.training else trainer._prepare_inputs(inputs)
+    inputs = inputs if session.own_step is not None and model.training else trainer._prepare_inputs(inputs)
     rule = session.contract.items
     by_sample = rule is not None and rule.per_sample
     with (

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, LossContract
-from hf_accum_fix.accumulation.declared import takes_number
+from hf_accum_fix.accumulation.declared import inside_ddp, takes_number
+from hf_accum_fix.accumulation.preserve import overridden, python_state_kept
 from hf_accum_fix.core import contracts
 from hf_accum_fix.core.host import Observed
+from hf_accum_fix.core.window import count_routing
 from hf_accum_fix.data.dealing import unfit
 from hf_accum_fix.errors import ContractError, UnsupportedSetupError
 from hf_accum_fix.options import Options
+from hf_accum_fix.overrides.forward import as_in_training, training_loss_of
 from hf_accum_fix.overrides.live import accepts_number, declares_scale, loss_func, scales_itself
-from hf_accum_fix.overrides.observing import MADE_LATER, observed_of
-from hf_accum_fix.overrides.routing import routing_of
+from hf_accum_fix.overrides.observing import MADE_LATER, observed_of, silent
 from hf_accum_fix.overrides.session import SESSION, Session
+from hf_accum_fix.router.load_balancing import LENDER
+from hf_accum_fix.router.router_loss import Convention
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 
@@ -25,7 +32,6 @@ class TrainerHost(Session):
     """A Trainer that runs windows."""
 
     def settle(self, batches: Sequence[Any], number: Any, error: Exception | None) -> None:
-        """Take the contract that was given, or observe the loss; anew if something else computes it."""
         trainer, state = self.trainer, self.state
         computed_by = (accepts_number(trainer), loss_func(trainer), trainer.label_smoother)
         if self.observed_for != computed_by:
@@ -75,12 +81,42 @@ class TrainerHost(Session):
         return contract
 
     def observe(self, batches: Sequence[Any], number: Any) -> Observed:
-        """Observe the loss through the call that training makes."""
         return observed_of(self, list(batches), number)
 
     def route(self, batches: Sequence[Any], error: Exception | None) -> tuple[Tensor | None, Exception | None]:
-        """Count the routing by the forward that training makes."""
-        return routing_of(self, list(batches), error)
+        router, trainer, steps = self.router, self.trainer, len(batches)
+        if router.convention is Convention.MEAN:
+            return None, error
+        # Its name is bound where others look it up only once it is imported.
+        import_module(LENDER)
+        module: nn.Module = inside_ddp(trainer.model_wrapped) or trainer.model_wrapped
+        if self.counting_loss is None or self.counting_loss[0] != self.observed_for:
+            with overridden(trainer, "current_gradient_accumulation_steps", steps):
+                self.counting_loss = (self.observed_for, training_loss_of(self))
+            router.form = None
+        compute_loss = self.counting_loss[1]
+        run, number = as_in_training(self, module, compute_loss), torch.ones((), device=self.device)
+        module.train()
+        # A schedule-free optimizer evaluates at other weights than it trains at.
+        if callable(getattr(trainer.optimizer, "train", None)):
+            trainer.optimizer.train()
+        kept = python_state_kept(trainer, leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator))
+        with (
+            kept if compute_loss is not None else nullcontext(),
+            overridden(trainer, "log", silent),
+            overridden(trainer, "current_gradient_accumulation_steps", steps),
+        ):
+            return count_routing(self, lambda inputs: run(inputs, number, number)[0], batches, module, error)
+
+    @property
+    def router_loss_depends_on_the_cut(self) -> bool:
+        """Whether another cut of the same global batch, such as one by length, trains another router loss.
+
+        To be asked once the first window is counted: only then it is known whether "exact" is in force.
+        """
+        if self.router.form is not None and self.router.form.pools:
+            return self.router.depends_on_the_cut
+        return self.contract is not None and self.contract.has_router_loss
 
 
 def settle(trainer: TrainerLike, window: list[Any], options: Options) -> LossContract:

@@ -151,13 +151,8 @@ def _not_dispatching(session: Session) -> Iterator[None]:
     """
     trainer = session.trainer
     holder: Any = getattr(trainer.accelerator, "dataloader_config", None) or trainer.accelerator
-    stream = isinstance(trainer.train_dataset, IterableDataset)
-    if (
-        not session.options.balance_windows
-        or not stream
-        or holder.dispatch_batches is not None
-        or trainer.args.world_size > 1
-    ):
+    is_stream = isinstance(trainer.train_dataset, IterableDataset) and session.world_size == 1
+    if not (session.options.balance_windows and is_stream and holder.dispatch_batches is None):
         yield
         return
     session.warn_once(

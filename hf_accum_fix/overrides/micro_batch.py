@@ -90,7 +90,7 @@ class MicroBatch:
         session.micro_batch, session.base_loss = self, self.base_loss
         try:
             with (
-                self._listening() if session.by_itself else nullcontext() as self._heard,
+                self._listening() if session.own_step is not None else nullcontext() as self._heard,
                 overridden(trainer, "compute_loss", self.compute_loss),
                 overridden(trainer.accelerator, "backward", self.backward),
                 self._reduced_in_the_last(model),
@@ -152,7 +152,7 @@ class MicroBatch:
         try:
             with (
                 self.session.router.micro_batch(self.window.done),
-                nullcontext() if self.session.by_itself else self._listening() as heard,
+                nullcontext() if self.session.own_step is not None else self._listening() as heard,
             ):
                 result = self._compute_loss(*args, **kwargs)
         finally:
@@ -202,7 +202,7 @@ class MicroBatch:
             weighed = weigh(loss, contract, cut, part.check, self._inputs, predicted, heard, weightless=self.weightless)
             self._weighed, self.share, self.value = weighed, weighed.loss, weighed.value
             return
-        if session.by_itself:
+        if session.own_step is not None:
             divided = _names(loss, {steps, session.steps})
         else:
             divided = contract.custom and scales_itself(session.trainer)
@@ -227,7 +227,7 @@ class MicroBatch:
                 f"the step of {name} computed a loss but did not hand it to accelerator.backward; "
                 "its gradient was not mended: use accelerator.backward, or revert()"
             )
-        if session.by_itself and len(self.window.batches) * session.world_size > 1:
+        if session.own_step is not None and len(self.window.batches) * session.world_size > 1:
             session.warn_inexact(
                 "no loss",
                 f"the training_step of {name} handed no loss of a micro-batch to accelerator.backward: "

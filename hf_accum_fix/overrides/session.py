@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.core.host import Host
@@ -40,7 +39,7 @@ class Session(Host):
         shift: labels are shifted as they are smoothed; None: that is not known.
         deferred: the window as a ``get_batch_samples`` of the trainer's own was given it, before it is counted.
         busy: overrides that run, so that a nested call of one passes through.
-        own_step: see `live.own_step`.
+        own_step: see `live.own_step`; None: micro-batches are run by the base's step.
         refused: an error of ours in a micro-batch, which the step of a trainer's own may have caught.
         loss_log: what is logged as the loss; None: upstream filters nothing.
         counting_loss: the loss that a router's loss is counted by, after what computed it (`observed_for`).
@@ -60,68 +59,40 @@ class Session(Host):
 
     def __init__(self, trainer: TrainerLike, options: Options) -> None:
         super().__init__(options)
-        self.trainer = trainer
+        self.trainer, args = trainer, trainer.args
+        self.rank, self.world_size, self.device = args.process_index, args.world_size, args.device
+        self.data_ranks, self.shards = data_ranks(trainer), is_sharded(trainer.accelerator)
         self.own_step = own_step(trainer)
         self.busy: set[str] = set()
 
     @property
     def accelerator(self) -> AcceleratorLike:
-        """The trainer's."""
         return self.trainer.accelerator
 
     @property
     def head(self) -> str:
-        """The model's class."""
         return type(bare_model(self.trainer)).__name__
 
     @property
     def where(self) -> str:
-        """The window that is open, and its step."""
         return f"window {self.state.opened} (step {self.trainer.state.global_step + 1})"
 
     @property
-    def device(self) -> torch.device:
-        """Where it trains."""
-        return self.trainer.args.device  # type: ignore[no-any-return]
-
-    @property
-    def rank(self) -> int:
-        """This process."""
-        return int(self.trainer.args.process_index)
-
-    @property
-    def world_size(self) -> int:
-        """All processes, tensor-parallel copies among them."""
-        return int(self.trainer.args.world_size)
-
-    @property
-    def data_ranks(self) -> int:
-        """Without tensor-parallel copies."""
-        return data_ranks(self.trainer)
-
-    @property
     def steps(self) -> int:
-        """As the arguments have it."""
         return int(self.trainer.args.gradient_accumulation_steps)
 
     @property
-    def shards(self) -> bool:
-        """Whether the ranks meet in every forward."""
-        return is_sharded(self.trainer.accelerator)
-
-    @property
     def readable(self) -> bool:
-        """Whether numbers are on the host."""
         return self.device.type == "cpu"
 
     @property
     def matters(self) -> bool:
-        """Labels are smoothed where they are observed to be, even if nothing is split."""
+        # Labels are smoothed where they are observed to be, even if nothing is split.
         return self.is_split or self.trainer.label_smoother is not None
 
     @property
     def shows(self) -> bool:
-        """The mean of the only micro-batch is right, whatever it is over; a number may be wrong."""
+        # The mean of the only micro-batch is right, whatever it is over.
         return self.is_split or (self.contract is not None and self.contract.by_number)
 
     @property
@@ -129,21 +100,13 @@ class Session(Host):
         """Whether the loss is run to be observed, or to count a router's loss."""
         return self.base_loss is not None and self.micro_batch is None
 
-    @property
-    def by_itself(self) -> bool:
-        """Whether micro-batches are run by a step of the trainer's own that never calls the base's."""
-        return self.own_step is not None
-
     def bare(self, model: nn.Module) -> nn.Module:
-        """The trainer's model, inside of what engines have put around it."""
         return bare_model(self.trainer)
 
     def summed(self, numbers: Tensor) -> Tensor:
-        """By accelerate."""
         return self.trainer.accelerator.reduce(numbers, reduction="sum")  # type: ignore[no-any-return]
 
     def gather(self, values: list[Any]) -> list[Any]:
-        """By accelerate."""
         return ranks.gather_object(values)  # type: ignore[no-any-return]
 
     def warn_off(self, off: Mapping[str, str]) -> None:

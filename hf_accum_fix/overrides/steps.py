@@ -14,11 +14,9 @@ from hf_accum_fix.core.window import Window
 from hf_accum_fix.data.whole_windows import Blank
 from hf_accum_fix.errors import SeamError
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.host import session_of
+from hf_accum_fix.overrides.host import TrainerHost, session_of
 from hf_accum_fix.overrides.live import gradient_versions, loss_func, remakes_inputs
 from hf_accum_fix.overrides.micro_batch import MicroBatch
-from hf_accum_fix.overrides.routing import note_routing
-from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.upstream.presence import require_in_loop
 from hf_accum_fix.upstream.protocols import TrainerLike
 
@@ -109,7 +107,7 @@ def training_step(
             loss = loss + (times - 1) * summed
         # To look at a number waits for the device: there, only in the first window, and when training ends.
         if session.readable or "routing" not in session.warned:
-            note_routing(session)
+            session.warn_routing()
         session.warned.add("routing")
     loss = result if loss is None else loss
     if session.loss_log is not None:
@@ -117,7 +115,7 @@ def training_step(
     return loss
 
 
-def _window_of(session: Session) -> Window:
+def _window_of(session: TrainerHost) -> Window:
     """The window that is open.
 
     Raises:
@@ -135,13 +133,13 @@ def _window_of(session: Session) -> Window:
     return session.window
 
 
-def _keep_gradients(session: Session) -> None:
+def _keep_gradients(session: TrainerHost) -> None:
     """Look at the gradients between two micro-batches, in the first windows of trainers with a step around ours."""
     looks = session.state.opened <= ATTEMPTS and remakes_inputs(session.trainer)
     session.gradients = gradient_versions(session.trainer.model_wrapped) if looks else None
 
 
-def _check_gradients(session: Session) -> None:
+def _check_gradients(session: TrainerHost) -> None:
     """Warn if they have changed since."""
     trainer, kept = session.trainer, session.gradients
     if kept is not None and kept != gradient_versions(trainer.model_wrapped):

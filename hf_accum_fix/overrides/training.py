@@ -12,12 +12,10 @@ from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.bypass import no_bypass
-from hf_accum_fix.overrides.host import new_session, session_of
+from hf_accum_fix.overrides.host import TrainerHost, new_session, session_of
 from hf_accum_fix.overrides.live import parallel_size
 from hf_accum_fix.overrides.loader import tell_saved, whole_windows
 from hf_accum_fix.overrides.loss_log import LossLog
-from hf_accum_fix.overrides.routing import note_routing
-from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.overrides.steps import training_step
 from hf_accum_fix.overrides.windows import counted_as_returned, mark_passed_over, open_in
 from hf_accum_fix.upstream.presence import require_trainer
@@ -27,7 +25,7 @@ from hf_accum_fix.upstream.seams import LOSS_LOG
 #: Name in the log of the windows of this training that were exact so far, once one was not.
 EXACT_WINDOWS = "hf_accum_fix/exact_windows"
 #: The trainings that run.
-_TRAINING: Final[list[Session]] = []
+_TRAINING: Final[list[TrainerHost]] = []
 
 
 def train(
@@ -66,7 +64,7 @@ def train(
         session.window = None
         session.gradient.drop()
     session.warn_empty()
-    note_routing(session)
+    session.warn_routing()
     state = session.state
     state.closing.read(session)
     if state.recorded:
@@ -75,7 +73,7 @@ def train(
     return result
 
 
-def _with_exact_windows(session: Session) -> Callable[..., Any]:
+def _with_exact_windows(session: TrainerHost) -> Callable[..., Any]:
     """``Trainer.log``, with the number of exact windows from the first one on that is not; until then it is stock's."""
     original, state = session.trainer.log, session.state
 
@@ -92,7 +90,7 @@ def _with_exact_windows(session: Session) -> Callable[..., Any]:
     return log
 
 
-def _own_step_entered(session: Session) -> AbstractContextManager[None]:
+def _own_step_entered(session: TrainerHost) -> AbstractContextManager[None]:
     """Let a ``training_step`` that never calls the base's be run as a micro-batch."""
     if session.own_step is None:
         return nullcontext()
@@ -111,7 +109,7 @@ def hand_back(options: Options) -> None:
             session.gradient.finish()
 
 
-def _closed_first(session: Session) -> Callable[..., Any]:
+def _closed_first(session: TrainerHost) -> Callable[..., Any]:
     """``Accelerator.clip_grad_norm_``, before which a window is closed whose last micro-batch was left out."""
     trainer, clip = session.trainer, session.trainer.accelerator.clip_grad_norm_
 
@@ -125,7 +123,7 @@ def _closed_first(session: Session) -> Callable[..., Any]:
     return closed_first
 
 
-def _watched(session: Session, backward: Callable[..., Any]) -> Callable[..., Any]:
+def _watched(session: TrainerHost, backward: Callable[..., Any]) -> Callable[..., Any]:
     """``Accelerator.backward``, watched for gradients that ``Trainer.training_step`` does not make."""
 
     def watched(*args: Any, **kwargs: Any) -> Any:

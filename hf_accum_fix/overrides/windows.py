@@ -12,9 +12,7 @@ from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.core.window import Window, open_window
 from hf_accum_fix.data.whole_windows import without_blanks
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.host import session_of
-from hf_accum_fix.overrides.routing import router_loss_depends_on_the_cut
-from hf_accum_fix.overrides.session import Session
+from hf_accum_fix.overrides.host import TrainerHost, session_of
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 #: Marks a trainer's state, and so its checkpoints.
@@ -67,7 +65,7 @@ def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> An
 
 
 @contextmanager
-def counted_as_returned(session: Session) -> Iterator[None]:
+def counted_as_returned(session: TrainerHost) -> Iterator[None]:
     """Count what a ``get_batch_samples`` of the trainer's own returns, not what it was given."""
     trainer = session.trainer
     own = getattr(trainer, "get_batch_samples", None)
@@ -94,7 +92,7 @@ def counted_as_returned(session: Session) -> Iterator[None]:
         yield
 
 
-def open_in(session: Session, batches: list[Any], number: Any = None, error: Exception | None = None) -> Window:
+def open_in(session: TrainerHost, batches: list[Any], number: Any = None, error: Exception | None = None) -> Window:
     """Count the window whose micro-batches are about to be run, or raise what kept this rank from fetching it."""
     _mark_state(session)
     session.state.opened += bool(batches)
@@ -105,7 +103,7 @@ def open_in(session: Session, batches: list[Any], number: Any = None, error: Exc
             f"got {len(batches)} micro-batches in a window; expected at most gradient_accumulation_steps="
             f"{session.steps}, after which the Trainer steps: the step is not called exact",
         )
-    if session.options.balance_windows and router_loss_depends_on_the_cut(session):
+    if session.options.balance_windows and session.router_loss_depends_on_the_cut:
         session.warn_once(
             "router loss of dealt windows",
             f"balance_windows: {session.head} has a router loss that depends on the cut; micro-batches of about "
@@ -114,7 +112,7 @@ def open_in(session: Session, batches: list[Any], number: Any = None, error: Exc
     return session.window
 
 
-def _mark_state(session: Session) -> None:
+def _mark_state(session: TrainerHost) -> None:
     trainer = session.trainer
     marks = trainer.state.stateful_callbacks
     if _STATE_KEY not in marks and trainer.state.global_step > 0 and session.window is None:
