@@ -126,7 +126,10 @@ class LoopHost(Host):
             usual = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
             self.device, self._is_placed = device or usual, device is not None
         self.model = model
-        return open_window(self, batches)
+        try:
+            return open_window(self, batches)
+        finally:
+            self.model = None
 
     def settle(self, batches: Sequence[Batch], number: Any, error: Exception | None) -> None:
         model, first = self.model, self.state.first

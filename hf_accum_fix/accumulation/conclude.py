@@ -25,6 +25,8 @@ DECLARED = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")
 OPAQUE = (*DECLARED, "CompiledFunction", "CheckpointFunction")
 #: What two values that were computed alike may differ by, relative, by the bytes of their dtype.
 _TOLERANCE = {8: 1e-6, 4: 1e-5}
+#: So near to the sum of its parts, relative, what cannot be read is scaled as a sum; a mean is at a half.
+_LIKE_A_SUM = 0.25
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -122,7 +124,11 @@ def _concluded(
     tolerance = 2e-2 if setting.rounded else _TOLERANCE.get(dtype.itemsize, 2e-2)
     tolerance = tolerance / 10 if setting.again else tolerance
     setting = replace(setting, alone=len(candidates) == 1)
-    tested = [_tested(each, batches, ignored, math.inf if whole.drew else tolerance, setting) for each in candidates]
+    tested: list[Candidate] = []
+    for each in candidates:
+        # Terms of one loss count the same targets, where that fits.
+        known = [rule for term in tested if term.spec.times == 1.0 for rule in term.spec.rules]
+        tested.append(_tested(each, batches, ignored, known, math.inf if whole.drew else tolerance, setting))
     specs = tuple(each.spec for each in tested)
     doubt = trouble or next((each.trouble for each in tested if each.trouble), "")
     adds = _added(tested, readings, tolerance) if any(each.added for each in seen[0]) else How.MEAN
@@ -358,17 +364,18 @@ def _tested(
     candidate: Candidate,
     batches: Sequence[Mapping[str, Any]],
     ignored: Sequence[int],
+    known: Sequence[Items],
     tolerance: float,
     setting: Setting,
 ) -> Candidate:
-    """Hold a term against its values: does it compose as its factors say."""
+    """Hold a term against its values: does it compose as its factors say; ``known``: rules of other terms."""
     spec, values, n = candidate.spec, candidate.values, candidate.counts
     whole = candidate.seen[0]
     if whole.router:
         return candidate.judged(how=How.ROUTER, counts=(), rules=())
     if whole.learnt:
         return candidate.judged(how=How.CONSTANT, counts=())
-    known = None not in values
+    has_values = None not in values
     named = [rule for rule in whole.named if all(rule in each.named for each in candidate.seen)]
     if not setting.apart:
         tolerance = math.inf
@@ -377,9 +384,9 @@ def _tested(
         sums = [(value or 0.0) / seen.product(places) for value, seen in zip(values, candidate.seen, strict=True)]
         totals = [each.total for each in candidate.seen]
         rules = _rules_of(totals, batches, ignored, named)[0] if whole.total else ()
-        return candidate.judged("" if not known or _adds_up(sums, tolerance) else _COUPLED, rules=rules)
+        return candidate.judged("" if not has_values or _adds_up(sums, tolerance) else _COUPLED, rules=rules)
     if spec.counts:
-        rules, times = _rules_of(n, batches, ignored, named)
+        rules, times = _rules_of(n, batches, ignored, named, known)
         if rules and all(is_padded(rule, batches[0]) for rule in rules) and not setting.alone:
             # Over padding, too: a mean per micro-batch whatever the batch, as a router's is (Bamba's z-loss).
             return candidate.judged(how=How.ROUTER, rules=rules[:1], times=times)
@@ -396,13 +403,13 @@ def _tested(
         if not whole.readable:
             return _unreadable(candidate, batches, ignored, tolerance)
         sums = [(value or 0.0) * count if count else 0.0 for value, count in zip(values, n, strict=True)]
-        if known and not _adds_up(sums, tolerance):
+        if has_values and not _adds_up(sums, tolerance):
             # One that stock divides by the number is weighed by its items all the same.
             keeps = setting.by_number and rules
             return candidate.judged(_COUPLED, rules=rules, times=times) if keeps else candidate.doubted(_COUPLED)
         untold = "the values of two of its terms could not be told from each other"
-        return candidate.judged("" if known else untold, rules=rules, times=times)
-    if known and values[0] == values[1] == values[2] and batches[1] is not batches[2] and not whole.holds_data:
+        return candidate.judged("" if has_values else untold, rules=rules, times=times)
+    if has_values and values[0] == values[1] == values[2] and batches[1] is not batches[2] and not whole.holds_data:
         # Zero says nothing, unless it is multiplied by zero.
         return candidate.judged(how=How.CONSTANT, shows=bool(values[0]) or 0.0 in whole.factors)
     if not whole.readable:
@@ -415,10 +422,14 @@ def _tested(
 
 
 def _rules_of(
-    counts: Sequence[float], batches: Sequence[Mapping[str, Any]], ignored: Sequence[int], named: Sequence[Items]
+    counts: Sequence[float],
+    batches: Sequence[Mapping[str, Any]],
+    ignored: Sequence[int],
+    named: Sequence[Items],
+    known: Sequence[Items] = (),
 ) -> tuple[tuple[Items, ...], float]:
     """As `matching_rules`, and of those with the targets that a leaf has kept, if any has, no others."""
-    rules, times = matching_rules(counts, batches, ignored, named)
+    rules, times = matching_rules(counts, batches, ignored, (*named, *known))
     return tuple(rule for rule in rules if rule in named) or rules, times
 
 
@@ -428,7 +439,7 @@ def _unreadable(
     """A term that hides what it divides by: it is weighed by the first rule by which its parts make the whole."""
     name, values = candidate.seen[0].name, candidate.values
     trouble = f"{name} stands in the loss: what is under it cannot be read"
-    if _makes_the_whole(values, min(tolerance, 1e-3)):
+    if _makes_the_whole(values, _LIKE_A_SUM):
         return candidate.judged(trouble, how=How.SUM, counts=())
     is_opaque = name.startswith(OPAQUE) and None not in values and batches[1] is not batches[2]
     for rule in dict.fromkeys(ways_of_counting(batches[0], ignored)) if is_opaque else ():

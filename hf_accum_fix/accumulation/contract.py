@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -76,8 +76,9 @@ class TermSpec:
 
     @property
     def is_guess(self) -> bool:
-        """Whether values alone tell how it is reduced: a sum, or a mean over a count that no rule knows."""
-        return self.how is How.SUM or (self.how is How.MEAN and not self.rules and not self.handed)
+        """Whether values alone tell how it is reduced: a sum, or a mean over a count that no rule knows for sure."""
+        by_chance = self.shape[0].startswith("Sum") and self.times != 1.0 and self.rules[:1] == (Items(),)
+        return self.how is How.SUM or (self.how is How.MEAN and not self.handed and (not self.rules or by_chance))
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -114,6 +115,9 @@ class LossContract:
         hands_number: the loss is handed the number; else it returns the mean over its own items.
         dtype: of the loss; the number is handed over in float64 only to a loss in float64.
         coupling: what another split does to a loss that gets the plain mean over micro-batches.
+        is_corrected: the gradient of a window is corrected, so that one rule of a loss of one term will do.
+        hides_number: it depends on the number that it is handed in a way that cannot be read (looked for where one
+            micro-batch is the global batch).
         takes_world_size: a custom loss that divides by the number multiplies by the number of ranks; None: not seen.
         doubt: why it is not called exact, although it is weighed; empty: nothing.
         conclusive: False: it is observed again in the next window.
@@ -133,6 +137,8 @@ class LossContract:
     hands_number: bool = True
     dtype: torch.dtype = torch.float32
     coupling: Coupling = Coupling.UNKNOWN
+    is_corrected: bool = True
+    hides_number: bool = False
     takes_world_size: bool | None = None
     doubt: str = ""
     conclusive: bool = True
@@ -181,10 +187,10 @@ class LossContract:
         return tuple(dict.fromkeys(rule for rule in rules if rule is not None))
 
     def _rules_of(self, term: TermSpec) -> tuple[Items, ...]:
-        """Those that may count one term; a loss with one count is corrected, so that the first will do."""
+        """Those that may count one term; a loss of one term is corrected, so that the first will do."""
         # A cross entropy keeps the weight of its targets, also where it divides by a number that the base was handed.
         kept = not term.handed or (not term.number and term.shape[0].startswith("NllLoss"))
-        corrected = self.groups == 1 and kept
+        corrected = self.is_corrected and len(self.terms) == 1 and kept
         return term.rules[:1] if corrected or term.how is not How.MEAN else term.rules
 
     @property
@@ -196,6 +202,16 @@ class LossContract:
         """Whether two rules fit one term so far, and count a window differently; ``totals``: N by each of `rules`."""
         counted = ([totals[rule] for rule in self._rules_of(each)] for each in self.terms)
         return any(max(each) - min(each) > 1e-6 * max(each) for each in counted if len(each) > 1)
+
+    def telling(self, window: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """A micro-batch that rules of one term count differently, and one that they do not; none: the window."""
+        rules = [self._rules_of(each) for each in self.terms if len(self._rules_of(each)) > 1]
+        differ = [
+            batch for batch in window if any(len({float(rule.count(batch)) for rule in each}) > 1 for each in rules)
+        ]
+        others = [batch for batch in window if all(batch is not each for each in differ)]
+        others.sort(key=lambda batch: -float(rules[0][0].count(batch)))
+        return [*differ[:1], *(others or differ[1:])[:1]] if differ else window
 
     def narrowed(self, before: LossContract | None) -> LossContract:
         """The same with the rules that fit both now and ``before``, where any do."""
@@ -237,6 +253,11 @@ class LossContract:
     def by_number(self) -> bool:
         """Whether the loss divides by the number handed in."""
         return self.reduction in (Reduction.NUMBER, Reduction.INTEGER)
+
+    @property
+    def depends_on_number(self) -> bool:
+        """Whether the loss depends on the number handed in, though nothing may be known of how."""
+        return self.by_number or self.hides_number
 
     @property
     def exact(self) -> bool:

@@ -141,8 +141,8 @@ def observe(
                 divides = _divides_unseen(readings[2].loss, by_number)
             if readings and not settled:
                 latest = conclude(readings, window, replace(setting, apart=split.apart, again=found is not None))
-                was_guess = found is not None and found.is_guess
-                better = _better(found, latest)
+                was_guess = found is not None and found.is_guess and latest.conclusive
+                better = _better(found, latest, tells=split.tells)
                 found, whole = better, readings[0] if better is latest else whole
                 other_tasks = split.tasks and found.doubt.endswith(OTHER_TERMS)
                 shows = _has_shown(found) and not _may_be_the_split(found) and not found.is_guess
@@ -167,6 +167,11 @@ def observe(
         if ranks.any(bool(suspected)):
             more = run(whole.batch, whole.number, more_steps)
             found = own_division(found, suspected, whole, more, setting) if suspected else found
+        unread = any(each.how is How.PLAIN for each in found.terms) and not found.by_number
+        uncut = setting.steps * setting.world_size == 1
+        if ranks.any(unread and uncut and whole.number is not None):
+            put_back()
+            found = replace(found, hides_number=run(whole.batch, NUMBERS[1]).loss != whole.loss)
     if divides and found.reduction is Reduction.PLAIN:
         # Its kernel divides by the number: it is handed one, as stock does.
         rule = number_rule(whole.batch, window, setting)
@@ -193,15 +198,20 @@ def _divides_unseen(alone: float, handed: float) -> bool:
     return items >= 1 and abs(items - round(items)) <= 1e-3
 
 
-def _better(found: LossContract | None, latest: LossContract) -> LossContract:
+def _better(found: LossContract | None, latest: LossContract, *, tells: bool) -> LossContract:
     """What to make of one more split of the samples."""
     if found is None:
         return latest
+    if found.is_guess and not latest.conclusive:
+        return found
     if found.is_guess:
         # A sum, or a count that no rule knows, fits one split by chance: another one has to show the same.
         alike = [each.form for each in latest.terms] == [each.form for each in found.terms]
         return found if alike else _doubted(found)
-    return latest if latest.conclusive and not _may_be_the_split(latest) else found
+    if not latest.conclusive or _may_be_the_split(latest):
+        return found
+    # In a batch beside itself all factors that are no counts look constant.
+    return latest if tells else replace(latest, doubt=latest.doubt or found.doubt)
 
 
 def _has_shown(found: LossContract) -> bool:

@@ -29,7 +29,7 @@ def matching_rules(
 ) -> tuple[tuple[Items, ...], float]:
     """The rules that count so in every batch, and how many a loss counts for each item of theirs.
 
-    ``named``: rules whose targets are the loss's own, which come first; ``ignored`` as for `ways_of_counting`.
+    ``named``: rules that the loss shows elsewhere, which come first; ``ignored`` as for `ways_of_counting`.
     """
     in_proportion: dict[Items, float] = {}
     for rule in dict.fromkeys((*named, *ways_of_counting(batches[0], ignored))):

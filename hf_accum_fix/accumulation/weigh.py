@@ -186,8 +186,9 @@ def weigh(
         if found:
             rule = spec.rules[0] if spec.rules else None if cut.is_corrected else contract.items
             value = None if len(found) > 1 or contract.groups == 1 else _value(found[0], heard.values)
+            is_own = value is not None or (len(terms) == 1 and not contract.added)
             value = loss if value is None else value
-            counts = _counts(spec, rule, found[0], cut, inputs, predicted, value)
+            counts = _counts(spec, rule, found[0], cut, inputs, predicted, value, is_own=is_own)
             if counts is not None and (spec.handed or not spec.as_stock):
                 noted = (0.0, 0.0) if weightless else (counts.seen, counts.predicted)
                 check.note(place, *(noted if spec.times == 1.0 else (each / spec.times for each in noted)))
@@ -217,10 +218,13 @@ def _note_number(
     terms: Sequence[Term], contract: LossContract, check: WindowCheck, predicted: Mapping[Items, Tensor]
 ) -> None:
     """The only micro-batch of a global batch is right as it is, unless it divides by a number of other items."""
-    for term, spec in zip(terms[:1], contract.terms, strict=False):
-        total = getattr(term.leaf, "_saved_total_weight", predicted.get(spec.rules[0]) if spec.rules else None)
-        if spec.handed and spec.shape == term.shape and total is not None and not term.divides:
-            check.note(0, total, _product(term, spec.number or spec.counts))
+    if contract.hides_number:
+        check.changed = "it depends on the number that it is handed in a way that cannot be read"
+    for place, (spec, found) in enumerate(_matched(terms, contract.terms) or ()):
+        for term in found[:1] if spec.handed else ():
+            total = getattr(term.leaf, "_saved_total_weight", predicted.get(spec.rules[0]) if spec.rules else None)
+            if total is not None and not term.divides:
+                check.note(place, total, _product(term, spec.number or spec.counts))
 
 
 def unlike_declared(loss: Tensor, contract: LossContract, items: Number | None, cut: Cut) -> str:
@@ -294,8 +298,10 @@ def _counts(
     inputs: Mapping[str, Any],
     predicted: Mapping[Items, Tensor],
     value: Tensor,
+    *,
+    is_own: bool,
 ) -> Counts | None:
-    """What a term of this value divides by; None: no items."""
+    """What a term divides by; None: no items. ``value``: the term's own, or that of the whole loss."""
     if spec.how is not How.MEAN or spec.number:
         return None
     by_rule: Number = spec.count
@@ -323,7 +329,7 @@ def _counts(
             counted = torch.as_tensor(by_rule, device=value.device)
             # One item may have a loss of zero.
             hidden = nothing & (counted > 0)
-            nothing = (counted == 0) | (nothing & (counted != 1))
+            nothing = (nothing & (counted != 1)) if is_own else (counted == 0) | (nothing & (counted != 1))
         unclear = _on_host(hidden) and _on_host(seen) and bool(hidden) and float(seen) == 1
         seen = seen * ~(nothing & (torch.as_tensor(seen, device=value.device) == 1))
     return Counts(divisor, seen, by_rule, not is_function, unclear)
@@ -350,10 +356,12 @@ def _weight(
         # What stock hands over is divided for the window already, or not.
         steps = 1 if spec.as_stock else cut.micro_batches
         return cut.left / (steps * cut.world_size if spec.how is How.SUM else 1) / own
-    mean: Number = spec.count * cut.left
     if plain:
-        mean = counts.seen * cut.left
-    elif rule is not None:
+        # Its number is a count of the global batch: what it has of its own items is their mean.
+        relative = counts.seen / counts.divisor if spec.handed and counts.seen else 1.0
+        return relative * cut.left / own
+    mean: Number = spec.count * cut.left
+    if rule is not None:
         mean = cut.left_means[rule] if spec.times == 1.0 else cut.left_means[rule] * spec.times
     # What is not corrected in the end is weighed as predicted, or its scale would be another.
     as_predicted = not cut.is_corrected and not spec.handed

@@ -71,6 +71,8 @@ def settle(host: Host, batches: Sequence[Any], number: Any = None, error: Except
 def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -> None:
     """Observe one loss in a window, and change what is known of it."""
     state, is_first = host.state, loss is host.state.first
+    if loss.contract is not None and state.compared == state.opened:
+        batches = loss.contract.telling(batches)
     seen, error = host.observe(batches, number)
     goes_on = host.world_size == 1 or (not is_first and loss.contract is None)
     if error is not None and goes_on and not isinstance(error, AccumFixError) and not out_of_memory(error):
@@ -83,7 +85,8 @@ def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -
     if loss.contract is not None and found.reason == NO_TARGET_SEEN:
         # It shows nothing.
         return
-    found = found.narrowed(loss.contract)
+    # Ranks correct a window only once one of them has learnt that it has to be.
+    found = replace(found.narrowed(loss.contract), is_corrected=host.world_size == 1 or not host.readable)
     if loss.contract is not None and loss.contract.conclusive and not loss.contract.exact:
         # The windows before stay as they were.
         before = state.opened - 1

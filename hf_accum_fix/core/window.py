@@ -291,12 +291,15 @@ def _compare_rules(host: Host, counts: _Counts) -> None:
     """Have the losses observed again, on this window, if rules that fitted so far count it differently."""
     state = host.state
     for contract, totals in zip(state.contracts, counts.totals, strict=True):
-        if state.compared == state.opened or not contract.has_rules_to_compare:
+        if not contract.has_rules_to_compare:
             continue
         if contract.is_ambiguous(dict(zip(contract.rules, map(float, totals), strict=True))):
-            state.compared = state.opened
-            state.reconsider()
-            state.asks = state.asks or state.reconsiders
+            if state.compared != state.opened:
+                state.compared = state.opened
+                state.reconsider()
+                state.asks = state.asks or state.reconsiders
+            if not state.reconsiders:
+                host.tell("several rules fit the items of its terms, and count this window differently")
 
 
 def _check_given(host: Host, batches: Sequence[Any]) -> None:

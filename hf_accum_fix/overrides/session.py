@@ -93,7 +93,7 @@ class Session(Host):
     @property
     def shows(self) -> bool:
         # The mean of the only micro-batch is right, whatever it is over.
-        return self.is_split or (self.contract is not None and self.contract.by_number)
+        return self.is_split or (self.contract is not None and self.contract.depends_on_number)
 
     @property
     def observing(self) -> bool:

@@ -307,6 +307,40 @@ FOUND = {
     "one sample whose loss is zero, in a loop": Composition(
         "hinge", "models-own", "narrow-labels", ("whole",), seed=36789, uneven=True, loop=True
     ),
+    "a stop-gradient that looks constant in a batch merged with itself": Composition(
+        "hinge", "super-and-teacher-stop-gradient", "right", ("rare",), cut=(3, 3), declares_false=True, seed=14311
+    ),
+    "a sum whose second split has a part without targets": Composition(
+        "sum-of-classes", "super-and-teacher-detached", "other-labels", ("empty",), missing=4, seed=37415
+    ),
+    "label smoothing whose classes are a multiple of another count": Composition(
+        "mean-of-tokens", "smoothing", "other-labels", ("rare", "empty", "alike", "empty"), seed=58626
+    ),
+    "the only micro-batch divides by the number inside what cannot be read": Composition(
+        "number-and-kind-uncertain", "super-and-teacher-product", "no-mask", ("alike", "rare"), cut=(8, 1), seed=30630
+    ),
+    "a term without a target that no rule counts any more": Composition(
+        "first-target",
+        "super-and-teacher-later",
+        "right",
+        ("empty", "ragged", "alike", "empty"),
+        cut=(3, 3),
+        declares_false=True,
+        seed=34728,
+    ),
+    "the greater of two sums": Composition(
+        "sum", "super-and-teacher-greatest", "other-labels", ("ragged", "whole", "ragged"), cut=(4, 2), seed=55335
+    ),
+    "two terms of one count, until a micro-batch has no target, in a loop": Composition(
+        "mean-of-classes-by-hand",
+        "own-logged",
+        "other-labels",
+        ("rare", "alike", "empty"),
+        cut=(1, 8),
+        missing=1,
+        seed=22561,
+        loop=True,
+    ),
 }
 #: Those that are not only said: exact in every window.
 EXACT = {
@@ -345,6 +379,19 @@ FOUND_ON_TWO = {
     ),
     "masked on the way, texts that keep one label each fit the samples": Composition(
         "number-by-hand", "masked-in-prepare", "no-mask", ("rare",), (1, 4), seed=31023, ranks=2
+    ),
+    "samples count as weights do, until weights are zero": Composition(
+        "weights-over-samples",
+        "models-own-by-steps",
+        "right",
+        ("whole", "rare", "ragged"),
+        cut=(4, 1),
+        seed=54794,
+        ranks=2,
+        even=True,
+    ),
+    "a target that only unshifted labels have": Composition(
+        "number-of-tokens", "own-by-hand", "left", ("rare",), cut=(1, 4), seed=62136, ranks=2
     ),
 }
 
