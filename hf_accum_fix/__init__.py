@@ -28,7 +28,7 @@ from hf_accum_fix.options import BalanceOptions, Options
 if TYPE_CHECKING:
     from hf_accum_fix.accumulation.contract import LossContract, Reduction
     from hf_accum_fix.accumulation.window import Items
-    from hf_accum_fix.data.dealing import Dealer
+    from hf_accum_fix.data.balancing import Dealer
     from hf_accum_fix.loop import AccumulationWindow, AccumulationWindows, accumulation_windows
     from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchSeq2SeqTrainer, GlobalBatchTrainer
     from hf_accum_fix.verification.report import VerificationReport
@@ -66,9 +66,9 @@ __all__ = [
     "verify",
 ]
 
-# These need torch and transformers, so they are imported when they are first asked for.
+# These need torch and transformers, so they are imported on first access.
 _LAZY = {
-    "Dealer": "hf_accum_fix.data.dealing",
+    "Dealer": "hf_accum_fix.data.balancing",
     "AccumulationWindow": "hf_accum_fix.loop",
     "AccumulationWindows": "hf_accum_fix.loop",
     "GlobalBatchMixin": "hf_accum_fix.trainer",

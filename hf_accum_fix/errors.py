@@ -1,4 +1,4 @@
-"""The errors of this package: each says what was found, what is expected and what to do."""
+"""The errors of this package. Each message has what was found, what is expected and what to do."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class AccumFixError(RuntimeError):
 
 
 class UnsupportedVersionError(AccumFixError):
-    """The installed transformers is missing or too old to be mended."""
+    """The installed transformers is missing or too old."""
 
 
 class SeamError(AccumFixError):
-    """Something we touch upstream is missing or has another signature, or training did not come through it."""
+    """A method or attribute that we use upstream is missing, has another signature, or is bypassed."""
 
 
 class ForeignPatchError(AccumFixError):
@@ -33,11 +33,10 @@ class ForeignPatchError(AccumFixError):
     def dropped(cls, by_method: Mapping[str, str], advice: str = "") -> ForeignPatchError:
         """The refusal to train with methods whose wrappers others, named by method, have dropped since apply()."""
         names = tuple(dict.fromkeys(by_method.values()))
-        advice = advice or "leave that patch out"
+        advice = advice or "omit that patch"
         return cls(
-            f"{', '.join(by_method)} no longer leads to hf_accum_fix: {', '.join(names)} came in its place after "
-            f"apply(), and training would be stock again; {advice}, or patch first and then "
-            f"apply(allow_foreign={names!r})"
+            f"{', '.join(by_method)} no longer leads to hf_accum_fix: {', '.join(names)} replaced it after apply(), "
+            f"and training would be stock again; {advice}, or patch first and then apply(allow_foreign={names!r})"
         )
 
 
@@ -46,11 +45,11 @@ class UnsupportedSetupError(AccumFixError):
 
 
 class ContractError(AccumFixError):
-    """How the model reduces its loss could not be settled."""
+    """What the loss divides by could not be found, or is not as declared."""
 
 
 class RankError(AccumFixError):
-    """Another rank failed, or has other micro-batches or another kind of loss than this one."""
+    """Another rank failed, or has other micro-batches or another loss than this one."""
 
 
 class UnevenRanksError(RankError, SeamError):

@@ -29,15 +29,15 @@ ACCUMULATE_IN: Final = ("parameter", "float32", "compensated")
 
 @dataclass(frozen=True)
 class BalanceOptions:
-    """How the samples of a global batch are dealt into micro-batches by length.
+    """How windows are length-balanced: samples of a global batch are packed into micro-batches by length.
 
     Attributes:
         lengths: where a sample's length comes from: the name of a column that holds it, or a function of a sample as
             the collator gets it (for a vision-language model: text and image tokens together); None: the number of its
             ``input_ids``, or the column that ``length_column_name`` of the training arguments names, if there is one.
-        truncated_to: tokens that the collator cuts a sample to; None: it cuts nothing.
-        read_ahead: read every length once before training. Off: the samples are dealt as they are fetched, on each rank
-            among its own alone, and collated in the main process. Streams are always dealt so.
+        truncated_to: tokens that the collator truncates a sample to; None: it does not.
+        read_ahead: read every length once before training. False: each rank packs the samples that it fetches, and
+            collates them in the main process, as always with streams.
         max_rows_per_micro_batch: most samples in a micro-batch, for rows that cost memory whatever their length
             (images); None: as many as fit.
         max_tokens_per_micro_batch: limit of samples times the longest of them; a window that does not fit exceeds it
@@ -66,11 +66,11 @@ class BalanceOptions:
 
 
 def _about(help: str | None, *, choices: tuple[str, ...] | None = None, of_loops: bool = False) -> dict[str, Any]:
-    """What is known of an option beside its type and default.
+    """Metadata of an option.
 
     Args:
-        help: of the command line; None: it cannot be given there.
-        choices: the values that it may have; None: any.
+        help: on the command line; None: it cannot be given there.
+        choices: its possible values; None: any.
         of_loops: `accumulation_windows` takes it, too.
     """
     return {"help": help, "choices": choices, "of_loops": of_loops}
@@ -81,18 +81,18 @@ class Options:
     """What the user decided; the defaults are right for almost everyone.
 
     Attributes:
-        contract: how the model reduces its loss, where it must not be observed; None observes it.
+        contract: what the loss divides by and counts, if it must not be observed; None observes it.
         allow_foreign: names ("module.qualname") of other people's replacements of Trainer methods to wrap
             around instead of refusing them.
         eval_loss: report ``eval_loss`` as the mean over the items of the evaluation set; off, because it changes a
             number that may have been reported.
-        drop_duplicates: leave out the samples that accelerate repeats at the end of an epoch so that every rank has as
+        drop_duplicates: drop the samples that accelerate repeats at the end of an epoch so that every rank has equally
             many; off, because stock counts them twice, too.
-        router_loss: what the load-balancing loss of a mixture of experts is: "mean", over micro-batches and ranks;
+        router_loss: the load-balancing loss of a mixture of experts: "mean", over micro-batches and ranks;
             "window", by the running counts of the window; "exact", over the whole global batch, by one more forward.
-        balance_windows: deal the samples of a global batch into micro-batches by length; True is `BalanceOptions()`.
-        per_sample: train the mean of sample means, so that every sample weighs as much however many targets it has;
-            off, because stock weighs every target alike.
+        balance_windows: length-balance the micro-batches of a global batch; True is `BalanceOptions()`.
+        per_sample: train the mean of sample means: every sample weighs the same, however many targets it has; off,
+            because stock weights every target equally.
         accumulate_in: what the gradients of 16-bit parameters are added in: "parameter", their dtype, as torch does;
             "float32", 4 bytes a parameter more; "compensated", twice their dtype, 2 bytes more.
 
@@ -109,14 +109,12 @@ class Options:
         ),
     )
     eval_loss: bool = field(default=False, metadata=_about("report eval_loss as the mean over items"))
-    drop_duplicates: bool = field(
-        default=False, metadata=_about("leave out samples that accelerate repeats", of_loops=True)
-    )
+    drop_duplicates: bool = field(default=False, metadata=_about("drop samples that accelerate repeats", of_loops=True))
     router_loss: str = field(
         default="mean", metadata=_about("of a mixture of experts", choices=ROUTER_LOSSES, of_loops=True)
     )
     balance_windows: bool | BalanceOptions = field(
-        default=False, metadata=_about("deal samples into micro-batches by length")
+        default=False, metadata=_about("length-balance the micro-batches of a window")
     )
     per_sample: bool = field(default=False, metadata=_about("train the mean of sample means", of_loops=True))
     accumulate_in: str = field(
@@ -125,7 +123,7 @@ class Options:
     )
 
     def __post_init__(self) -> None:
-        """Refuse values that would be misread later, such as a bare string taken for a sequence of names."""
+        """Refuse values that would be misread later, such as a bare string instead of a tuple of names."""
         if self.contract is not None and type(self.contract).__name__ != "LossContract":
             raise OptionsError(
                 f"got contract={self.contract!r}; expected a LossContract, such as "
@@ -141,7 +139,7 @@ class Options:
             if not isinstance(getattr(self, switch), bool):
                 raise OptionsError(f"got {switch}={getattr(self, switch)!r}; expected True or False")
         if self.per_sample and self.contract is not None:
-            raise OptionsError("got per_sample=True and a contract; expected one of them: the loss has to be observed")
+            raise OptionsError("got per_sample=True and a contract; expected only one of them; omit the contract")
         for option in fields(self):
             value, choices = getattr(self, option.name), option.metadata["choices"]
             if choices is not None and value not in choices:
@@ -155,7 +153,7 @@ class Options:
 
 
 def shows_options(function: _Function, *, of_loops: bool = False) -> _Function:
-    """Let ``help()`` and notebooks show each option of a function that takes them as ``**options``."""
+    """List each option in the signature of a function that takes ``**options``, for ``help()`` and notebooks."""
     *own, _ = (signature := inspect.signature(function)).parameters.values()
     shown = [
         inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)

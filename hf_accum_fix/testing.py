@@ -1,6 +1,6 @@
-"""For the test suites of downstream libraries: the gradient of their trainer does not depend on the cut of the batch.
+"""For the test suites of downstream libraries: assert that a trainer's gradient does not depend on the split.
 
-``pytest_plugins = ["hf_accum_fix.testing"]`` in a conftest.py brings the fixture `invariant`.
+``pytest_plugins = ["hf_accum_fix.testing"]`` in a conftest.py adds the fixture `invariant`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hf_accum_fix.verification.verify import verify
 
 
 def assert_invariant(trainer: Any, **how: Any) -> VerificationReport:
-    """Assert that a trainer, as this process trains it, has the full batch's gradient for every cut of it.
+    """Assert that a trainer, as this process trains it, has the full batch's gradient for every split.
 
-    Without ``apply()`` or one of this package's trainer classes that is the installed release's own promise.
+    Without ``apply()`` or one of this package's trainer classes this tests the installed release.
 
     Args:
         trainer: a built trainer of any subclass; it is left as it was.
@@ -28,7 +28,7 @@ def assert_invariant(trainer: Any, **how: Any) -> VerificationReport:
         The report.
 
     Raises:
-        AssertionError: if a cut is off, or if it could not be told; with the report.
+        AssertionError: if a split is off, or could not be judged; with the report.
     """
     report = verify(trainer, **{"with_apply": False, "eval_samples": 0, **how})
     verdict = report.verdict_of(report.active)
@@ -39,7 +39,7 @@ def assert_invariant(trainer: Any, **how: Any) -> VerificationReport:
 
 @pytest.fixture
 def invariant() -> Iterator[Callable[..., VerificationReport]]:
-    """`assert_invariant`; a patch that the test has put on is taken back when it ends."""
+    """`assert_invariant`; a patch that the test applied is reverted when it ends."""
     before = active_handle()
     yield assert_invariant
     handle = active_handle()

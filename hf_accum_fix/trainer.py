@@ -15,17 +15,17 @@ _SEAMS = ("train", "get_batch_samples", "training_step", "compute_loss")
 
 
 if TYPE_CHECKING:
-    # It only ever stands above one, and mypy holds what we use of it against the installed release.
+    # It is only used above a Trainer, and so mypy checks it against the installed release.
     _Base = Trainer
 else:
     _Base = object
 
 
 class GlobalBatchMixin(_Base):
-    """Computes the loss by the global item count, whatever the cut into micro-batches and ranks.
+    """Computes the loss by the global item count, for every split into micro-batches and ranks.
 
-    It has to stand directly before ``Trainer`` in the method resolution order, so that a ``compute_loss`` of your own
-    or of a library reaches it by ``super()``: put it last.
+    It has to come directly before ``Trainer`` in the method resolution order, so that a subclass's ``compute_loss``
+    reaches it by ``super()``: put it last.
 
         class MyTrainer(SFTTrainer, GlobalBatchTrainer): ...
 
@@ -45,12 +45,12 @@ class GlobalBatchMixin(_Base):
             owner = next((base for base in below if seam in vars(base)), None)
             if owner not in (None, Trainer):
                 raise SeamError(
-                    f"{cls.__name__}: {owner.__name__}.{seam} stands behind GlobalBatchMixin and would be bypassed; "
+                    f"{cls.__name__}: {owner.__name__}.{seam} comes after GlobalBatchMixin and would be bypassed; "
                     f"put the mixin last: class {cls.__name__}({owner.__name__}, GlobalBatchTrainer)"
                 )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, refusing at once what cannot be right."""
+        """Train, and refuse first what cannot be right."""
         return overrides.train(super().train, self, args, kwargs, options=self.global_batch_options)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:

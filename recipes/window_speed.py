@@ -118,13 +118,13 @@ def docstrings() -> list[str]:
 
 def levelled(samples: list[list[int]], options: argparse.Namespace) -> list[list[int]]:
     """Samples of the balanced micro-batches, levelled to one length in each: no padding, as many tokens."""
-    from hf_accum_fix.data.packing import deal
+    from hf_accum_fix.data.packing import pack
 
     window = options.batch * options.steps * options.ranks
     result: list[list[int]] = []
     for start in range(0, len(samples), window):
         rows = samples[start : start + window]
-        plan = deal([len(row) for row in rows], options.steps, options.ranks, rows=options.batch)
+        plan = pack([len(row) for row in rows], options.steps, options.ranks, rows=options.batch)
         for micro_batch in (each for own in plan for each in own):
             tokens = [token for place in micro_batch for token in rows[place]]
             length = round(len(tokens) / len(micro_batch))

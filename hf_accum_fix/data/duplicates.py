@@ -1,8 +1,8 @@
-"""Samples that accelerate repeats so that every rank has as many: how many they are, and an epoch without them.
+"""Samples that accelerate repeats so that every rank has equally many: their number, and an epoch without them.
 
-Where a data set does not fill the last round of micro-batches over all ranks, accelerate fills it up with samples from
-the epoch's beginning (``even_batches``; streams and dispatched batches are filled up, too). They stand at the end of
-the round, so a rank's last micro-batch of an epoch may have some, or nothing else, and no other micro-batch has any.
+If a data set does not fill the last round of micro-batches over all ranks, accelerate fills it up with samples from the
+epoch's beginning (``even_batches``; streams and dispatched batches, too). They come last in the round, so a rank's last
+micro-batch of an epoch may have some, or nothing else; no other micro-batch has any.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import wrapt
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
 
 from hf_accum_fix.accumulation.window import Weightless, has_rows, sample_count
-from hf_accum_fix.data.dealing import is_dealt
+from hf_accum_fix.data.balancing import is_balanced
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.upstream.presence import require
 from hf_accum_fix.upstream.seams import BATCH_SHARD, DISPATCHER, STREAM_SHARD
@@ -27,7 +27,7 @@ class LastRound:
 
     Attributes:
         samples: of the data set, in the whole round.
-        rows: of every rank's micro-batch, repeated samples among them.
+        rows: of every rank's micro-batch, with repeated samples.
         ranks: W.
         rank: this one.
     """
@@ -39,17 +39,17 @@ class LastRound:
 
     @property
     def repeated(self) -> int:
-        """Samples of the round, on all ranks, that the epoch has had before."""
+        """Repeated samples of the round, on all ranks."""
         return self.rows * self.ranks - self.samples
 
     @property
     def own(self) -> int:
-        """Rows of this rank's micro-batch that are no repetition; they come first."""
+        """Rows of this rank's micro-batch that are not repeated; they come first."""
         return min(max(self.samples - self.rank * self.rows, 0), self.rows)
 
 
 class Counted(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """A stream as it is, that knows how many samples its last pass had."""
+    """A stream that counts the samples of its last pass."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
@@ -69,7 +69,7 @@ class Counted(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
 
 class WithoutDuplicates(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """A train dataloader of accelerate's as it is, except for repeated samples.
+    """A train dataloader of accelerate without repeated samples, or with their number reported.
 
     Args:
         loader: the dataloader, prepared by accelerate.
@@ -93,14 +93,14 @@ class WithoutDuplicates(wrapt.ObjectProxy):  # type: ignore[type-arg]
             shard.dataset = Counted(shard.dataset)
 
     def around(self, loader: Any) -> WithoutDuplicates:
-        """The same for another loader: what is left of an epoch that is resumed."""
+        """The same for another loader: the rest of a resumed epoch."""
         return WithoutDuplicates(loader, self._self_drop, self._self_found)
 
     def __iter__(self) -> Iterator[Any]:
         """One epoch.
 
         Raises:
-            UnsupportedSetupError: if repeated samples are to be dropped where they cannot be told.
+            UnsupportedSetupError: if repeated samples are to be dropped and cannot be identified.
         """
         for batch in self.__wrapped__:
             last = _last_round(self.__wrapped__, batch) if self.__wrapped__.end_of_dataloader else None
@@ -111,29 +111,29 @@ class WithoutDuplicates(wrapt.ObjectProxy):  # type: ignore[type-arg]
             yield _own_rows(batch, last) if self._self_drop else batch
 
     def check(self) -> None:
-        """Raise `UnsupportedSetupError` where repeated samples are to be dropped and cannot be counted."""
+        """Raise `UnsupportedSetupError` if repeated samples are to be dropped and cannot be counted."""
         if not self._self_drop or isinstance(self.__wrapped__, DataLoaderDispatcher):
             return
-        if is_dealt(self.__wrapped__):
+        if is_balanced(self.__wrapped__):
             raise UnsupportedSetupError(
-                "drop_duplicates with windows that are dealt by length: a repeated sample may be in any micro-batch of "
-                "its window; leave one of the two options out, or use dataloader_drop_last=True without drop_duplicates"
+                "drop_duplicates with length-balanced windows: a repeated sample may be in any micro-batch of it; "
+                "omit one of the two options, or use dataloader_drop_last=True without drop_duplicates"
             )
         if isinstance(self.dataset, IterableDatasetShard) and self.num_workers > 0:
             raise UnsupportedSetupError(
-                f"drop_duplicates with a stream that {self.num_workers} workers read: how often it repeats samples is "
-                "not seen here; expected dataloader_num_workers=0, or dispatch_batches=True"
+                f"drop_duplicates: got a stream that {self.num_workers} workers read, which hides how often it repeats "
+                "samples; expected dataloader_num_workers=0, or dispatch_batches=True"
             )
         shard = _batch_sampler_shard(self.__wrapped__)
         if shard is not None and not hasattr(shard.batch_sampler, "sampler"):
             raise UnsupportedSetupError(
-                f"drop_duplicates with the batch sampler {type(shard.batch_sampler).__name__}, which does not show the "
-                "sampler below it, whose length tells how many samples are repeated; leave the option out"
+                f"drop_duplicates: got the batch sampler {type(shard.batch_sampler).__name__} without an attribute "
+                "`sampler`, whose length gives the number of repeated samples; add it, or omit the option"
             )
 
 
 def _last_round(loader: Any, batch: Any) -> LastRound | None:
-    """The round of a loader's last micro-batch; None where accelerate repeats nothing, or it cannot be told."""
+    """The round of a loader's last micro-batch; None: accelerate repeats nothing, or it is unknown how much."""
     if isinstance(loader, DataLoaderDispatcher):
         ranks, rank = loader.state.num_processes, loader.state.process_index
         return None if loader._drop_last else LastRound(loader.remainder, sample_count(batch), ranks, rank)
@@ -157,7 +157,7 @@ def _last_round(loader: Any, batch: Any) -> LastRound | None:
 
 
 def _batch_sampler_shard(loader: Any) -> Any:
-    """What deals batches to the ranks, also below the sampler of a resumed epoch; None where nothing does."""
+    """The sampler that shards batches over ranks, also below the sampler of a resumed epoch; None: there is none."""
     sampler = loader.batch_sampler
     while sampler is not None and not isinstance(sampler, BatchSamplerShard):
         sampler = getattr(sampler, "batch_sampler", None)
@@ -171,9 +171,9 @@ def _own_rows(batch: Any, last: LastRound) -> Any:
     if set(sized.values()) != {last.rows}:
         raise UnsupportedSetupError(
             f"drop_duplicates: the last {last.rows - last.own} of {last.rows} samples of a micro-batch are repeated, "
-            f"but its inputs have {sized or type(batch).__name__} rows, so that they cannot be taken out; expected one "
-            "row for each sample; leave the option out, or use dataloader_drop_last=True"
+            f"but its inputs have {sized or type(batch).__name__} rows, so that they cannot be removed; expected one "
+            "row for each sample; omit the option, or use dataloader_drop_last=True"
         )
-    # Of repetitions alone one is kept: every rank has to run a micro-batch.
+    # If all are repeated, keep one: every rank has to run a micro-batch.
     kept = {key: value[: max(last.own, 1)] if has_rows(value) else value for key, value in batch.items()}
     return kept if last.own else Weightless(kept)

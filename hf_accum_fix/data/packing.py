@@ -1,17 +1,16 @@
-"""Dealing a global batch into micro-batches by length, so that almost nothing is padded.
+"""Pack a global batch into micro-batches by length, so that almost nothing is padded.
 
 The gradient of the global batch is  sum over rows of grad S_row / N,  and every micro-batch is divided by one number
-(see ``window.py``). A row's S does not depend on the rows beside it, nor N on anything but the set: any partition
+(see ``window.py``). A row's S does not depend on its neighbours, nor N on anything but the set: any partition
 of the same rows into ``G`` micro-batches on each of ``W`` ranks, of any sizes, has one gradient. So take the cheapest:
 
-1. Sort the rows by length and cut them into ``G * W`` runs. Some run-wise cut pads least of all partitions, since
+1. Sort the rows by length and split them into ``G * W`` runs. Of all partitions one into runs pads least, as
    swapping the rows of two micro-batches into order lengthens neither.
-2. Of all cuts with micro-batches under a cap, take the one with the fewest padded tokens. The cap is never above ``b``
+2. Of the splits with micro-batches under a cap, take the one with the fewest padded tokens. The cap is at most ``b``
    times the longest row, which stock's own micro-batch of it takes: peak memory never exceeds stock's in that window.
-3. Where several ranks wait for the slowest once a window (DDP), deal the micro-batches out longest first, under a cap
-   somewhat above the tightest that fits; if one rank still has clearly more to do, try the tightest as well. Where they
-   wait for one another in every micro-batch (FSDP, ZeRO-3), take the tightest at once, and put micro-batches of about
-   one size side by side.
+3. If ranks wait for the slowest once a window (DDP), assign the micro-batches longest first, under a cap somewhat above
+   the tightest that fits; if one rank still has clearly more to do, try the tightest as well. If they wait for one
+   another in every micro-batch (FSDP, ZeRO-3), take the tightest at once, and align micro-batches of similar size.
 
 The number of micro-batches is never changed: fewer would break loops that step after every ``G``.
 
@@ -37,9 +36,9 @@ _Run: TypeAlias = tuple[int, int]
 _ROOMY = 2.5
 #: A slowest rank within this factor of the least there can be is not improved further.
 _GOOD_ENOUGH = 1.015
-#: Prices that are guessed, and runs that two cuts may differ by, before they are narrowed in.
+#: Guesses of the price, and runs that two splits may differ by, before the search is narrowed.
 _GUESSES, _NEAR = 6, 4
-#: The part of the fewest runs under a cap that tells nothing of what one more saves (measured).
+#: Discount on the fewest runs under a cap, for estimating what one more run saves (measured).
 _FORCED = 0.8
 
 
@@ -48,7 +47,7 @@ def padded_tokens(lengths: Sequence[int], micro_batch: Sequence[int]) -> int:
     return len(micro_batch) * max(lengths[row] for row in micro_batch)
 
 
-def deal(
+def pack(
     lengths: Sequence[int],
     steps: int,
     ranks: int = 1,
@@ -58,7 +57,7 @@ def deal(
     max_tokens: int | None = None,
     lockstep: bool = False,
 ) -> list[list[MicroBatch]]:
-    """Deal the rows of one global batch into micro-batches.
+    """Pack the rows of one global batch into micro-batches.
 
     Args:
         lengths: tokens of each row.
@@ -66,8 +65,8 @@ def deal(
         ranks: W.
         rows: b, rows of stock's micro-batch; none becomes larger than ``rows`` times the longest row.
         max_rows: rows of a micro-batch at most; None: as many as fit.
-        max_tokens: padded tokens of a micro-batch at most; where a window does not fit into ``steps * ranks`` of them,
-            the smallest that it does fit into. None: ``rows`` times the longest row.
+        max_tokens: padded tokens of a micro-batch at most; if a window does not fit into ``steps * ranks`` of them,
+            the smallest that it fits into. None: ``rows`` times the longest row.
         lockstep: the ranks wait for one another after every micro-batch (FSDP, ZeRO-3), not once a window (DDP).
 
     Returns:
@@ -79,7 +78,7 @@ def deal(
     count = steps * ranks
     if not count <= len(lengths) <= (max_rows or len(lengths)) * count:
         raise OptionsError(
-            f"{len(lengths)} samples cannot be dealt into {count} micro-batches of 1 to {max_rows or 'any number of'} "
+            f"{len(lengths)} samples do not fit into {count} micro-batches of 1 to {max_rows or 'any number of'} "
             "samples; give a max_rows_per_micro_batch of at least the per-device batch size"
         )
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
@@ -93,9 +92,9 @@ def deal(
     for cap in caps:
         runs = list(_runs(_fewest_tokens(ascending, count, cap, at_most)))
         runs.sort(key=lambda run: _tokens(ascending, run), reverse=True)
-        dealt = [runs[rank::ranks] for rank in range(ranks)] if lockstep else _longest_first(ascending, runs, ranks)
-        slowest = max(sum(_tokens(ascending, run) for run in own) for own in dealt)
-        plans.append((slowest, dealt))
+        plan = [runs[rank::ranks] for rank in range(ranks)] if lockstep else _longest_first(ascending, runs, ranks)
+        slowest = max(sum(_tokens(ascending, run) for run in own) for own in plan)
+        plans.append((slowest, plan))
         ideal = sum(_tokens(ascending, run) for run in runs) / ranks
         if slowest <= _GOOD_ENOUGH * max(ideal, ascending[-1]):
             break
@@ -103,21 +102,21 @@ def deal(
     return [[sorted(order[start:end]) for start, end in own] for own in best]
 
 
-# --- the cut --------------------------------------------------------------------------------------------------------
+# --- the split ------------------------------------------------------------------------------------------------------
 
 
 def _fewest_tokens(ascending: Sequence[int], count: int, cap: int, max_rows: int) -> list[int]:
     """Ends of the ``count`` runs that pad least, none above ``cap`` tokens or ``max_rows`` rows.
 
     The tokens of a run obey the quadrangle inequality, so one run more never saves more tokens than the one before
-    it did. Charging every run a price therefore leads to the cheapest cut of as many runs as save more than that, in
-    O(n). What is saved are whole numbers; where every run between two such cuts saves the same one, crossing the two
-    settles each number of runs between theirs. One to four prices are enough for most windows.
+    it did. Charging every run a price thus leads to the cheapest split into as many runs as save more than that, in
+    O(n). Savings are whole numbers; where every run between two such splits saves the same, crossing the two
+    gives each number of runs between theirs. One to four prices are enough for most windows.
 
     Source: A. Aggarwal, B. Schieber, T. Tokuyama, "Finding a minimum-weight k-link path in graphs with the concave
     Monge property and applications", 1994 (the price and the crossing).
     """
-    many, low = list(range(1, len(ascending) + 1)), -0.5  # what no price at all leads to
+    many, low = list(range(1, len(ascending) + 1)), -0.5  # at no price
     if len(many) == count:
         return many
     first = _first_rows(ascending, cap, max_rows)
@@ -140,7 +139,7 @@ def _fewest_tokens(ascending: Sequence[int], count: int, cap: int, max_rows: int
         if attempt < _GUESSES and len(many) - len(few) > _NEAR:
             guess = _between(low, high, len(many) - count, lacking, len(found) < count, attempt)
         else:
-            guess = saved  # the price that leads to a cut between the two, if there is a cheaper one than crossing them
+            guess = saved  # leads to a split between the two, if there is a cheaper one than crossing them
     return _crossed(few, many, count)
 
 
@@ -234,7 +233,7 @@ def _priced(ascending: Sequence[int], first: Sequence[int], out_of_reach: Sequen
 
 
 def _crossed(few: Sequence[int], many: Sequence[int], count: int) -> list[int]:
-    """A cut into ``count`` runs as cheap as two of fewer and more runs: the one's beginning and the other's end.
+    """A split into ``count`` runs, as cheap as one of fewer and one of more: the first's start and the second's end.
 
     They change over where a run of ``few`` holds one of ``many`` that leaves ``count`` runs in all.
     """
@@ -260,13 +259,13 @@ def _cost(ascending: Sequence[int], ends: Sequence[int]) -> int:
 
 
 def _longest_first(ascending: Sequence[int], runs: Sequence[_Run], ranks: int) -> list[list[_Run]]:
-    """Each micro-batch, largest first, to the rank with the least to do of those that lack one."""
+    """Assign each micro-batch, largest first, to the rank with the least to do of those that lack one."""
     steps = len(runs) // ranks
-    dealt: list[list[_Run]] = [[] for _ in range(ranks)]
+    plan: list[list[_Run]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for run in runs:
         load, rank = heapq.heappop(loads)
-        dealt[rank].append(run)
-        if len(dealt[rank]) < steps:
+        plan[rank].append(run)
+        if len(plan[rank]) < steps:
             heapq.heappush(loads, (load + _tokens(ascending, run), rank))
-    return dealt
+    return plan

@@ -1,1 +1,1 @@
-"""What accelerate, DeepSpeed and FSDP do to a loss, and what ranks tell one another."""
+"""What accelerate, DeepSpeed and FSDP do to a loss, and errors that reach every rank."""

@@ -20,7 +20,7 @@ def engine_divisor(accelerator: AcceleratorLike, backward_kwargs: Mapping[str, A
 
     Args:
         accelerator: the live ``accelerate.Accelerator``.
-        backward_kwargs: what ``backward`` is called with beside the loss.
+        backward_kwargs: keyword arguments of ``backward``.
     """
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return int(accelerator.gradient_accumulation_steps)
@@ -37,25 +37,25 @@ def reducing(accelerator: AcceleratorLike, model: nn.Module, *, last: bool) -> A
         model: as it was prepared.
         last: whether this is the last micro-batch.
     """
-    # accelerate's optimizer and scheduler step, and DeepSpeed's engine, where this is set.
+    # accelerate's optimizer and scheduler, and DeepSpeed's engine, step only if this is set.
     accelerator.sync_gradients = last
     tell_last(accelerator, last)
-    # DeepSpeed goes by what it was told; its own no_sync refuses ZeRO-2 and -3.
+    # DeepSpeed goes by that boundary; its own no_sync refuses ZeRO-2 and -3.
     alone = last or accelerator.distributed_type == DistributedType.DEEPSPEED
     return nullcontext() if alone else accelerator.no_sync(model)
 
 
 def tell_last(accelerator: AcceleratorLike, last: bool) -> None:
-    """Tell DeepSpeed, which else counts windows of one length, whether this micro-batch ends one.
+    """Set DeepSpeed's accumulation boundary; without it DeepSpeed counts windows of one length.
 
-    accelerate tells it from 1.8 on; before, the short window at the end of an epoch is not stepped.
+    accelerate sets it from 1.8 on; before, the short window at the end of an epoch is not stepped.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.deepspeed_engine_wrapped.engine.set_gradient_accumulation_boundary(last)
 
 
 def is_sharded(accelerator: AcceleratorLike) -> bool:
-    """Whether the ranks meet in every forward, to put the parameters together."""
+    """Whether the ranks meet in every forward, to gather the parameters."""
     return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
@@ -76,10 +76,10 @@ def inputs_are_rounded(accelerator: AcceleratorLike) -> bool:
 
 
 def narrow_leaves(accelerator: AcceleratorLike | None, model: nn.Module) -> Iterator[Leaf]:
-    """Where a model's gradients arrive that its engine would add micro-batch by micro-batch in 16 bits.
+    """The gradients that the engine would add micro-batch by micro-batch in 16 bits, and where they arrive.
 
     FSDP adds the gradients of whole parameters in the dtype that it computes in, FSDP2 in the dtype that it reduces in;
-    FSDP2 makes its whole parameters in the first forward. DeepSpeed keeps sums of its own.
+    FSDP2 makes its whole parameters in the first forward. DeepSpeed keeps its own sums.
 
     Args:
         accelerator: the live ``accelerate.Accelerator``, or None.
@@ -145,7 +145,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _parameters_of_fsdp2(module: Any) -> Iterator[Any]:
-    """What FSDP2 keeps of each parameter of a module that it was applied to; not by its class, which imports slowly."""
+    """FSDP2's record of each parameter of a module; not by its class, which imports slowly."""
     if hasattr(module, "_get_fsdp_state"):
         state = module._get_fsdp_state()
         for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
@@ -153,23 +153,23 @@ def _parameters_of_fsdp2(module: Any) -> Iterator[Any]:
 
 
 def check_engine_adds(accelerator: AcceleratorLike | None, accumulate_in: str) -> str | None:
-    """Compare what the engine adds gradients in with what was asked for; all but DeepSpeed leave it to us.
+    """Compare the dtype in which the engine adds gradients with the option; all but DeepSpeed leave it to us.
 
     Args:
         accelerator: the live ``accelerate.Accelerator``, or None.
         accumulate_in: as in `Options`.
 
     Returns:
-        What to say where it was not asked and DeepSpeed adds in 16 bits.
+        A warning, if the option is the default and DeepSpeed adds in 16 bits.
 
     Raises:
-        UnsupportedSetupError: if something better than 16 bits was asked for, and DeepSpeed adds in 16 bits, or LOMO
-            steps before the sum is whole.
+        UnsupportedSetupError: if more than 16 bits were requested, and DeepSpeed adds in 16 bits, or LOMO steps before
+            the sum is complete.
     """
     if accumulate_in != "parameter" and getattr(accelerator, "has_lomo_optimizer", False):
         raise UnsupportedSetupError(
-            f"got accumulate_in={accumulate_in!r} and LOMO, which steps within the backward of every micro-batch; "
-            "expected an optimizer that steps once a window: take another one, or accumulate_in='parameter'"
+            f"got accumulate_in={accumulate_in!r} and LOMO, which steps inside the backward of every micro-batch; "
+            "expected an optimizer that steps once a window; use another one, or accumulate_in='parameter'"
         )
     if accelerator is None or accelerator.distributed_type != DistributedType.DEEPSPEED:
         return None
@@ -177,7 +177,7 @@ def check_engine_adds(accelerator: AcceleratorLike | None, accumulate_in: str) -
     if adds_in not in NARROW:
         return None
     found = f"DeepSpeed adds the gradients of a window in {adds_in}"
-    what = 'write "data_types": {"grad_accum_dtype": "fp32"} into its configuration (ZeRO 1 to 3)'
+    what = 'add "data_types": {"grad_accum_dtype": "fp32"} to its configuration (ZeRO 1 to 3)'
     if accumulate_in != "parameter":
-        raise UnsupportedSetupError(f"got accumulate_in={accumulate_in!r}, but {found}; expected float32: {what}")
-    return f"{found}, which rounds with every micro-batch: {what}"
+        raise UnsupportedSetupError(f"got accumulate_in={accumulate_in!r}, but {found}; expected float32; {what}")
+    return f"{found}, which rounds in every micro-batch; {what}"

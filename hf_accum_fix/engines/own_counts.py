@@ -1,13 +1,12 @@
 """Let a head divide by the targets of its own micro-batch, not by their mean over ranks.
 
-Heads whose targets are a list for each sample (the boxes of an image, or its masks) sum their number over the ranks in
-the midst of the forward, and divide by W. A micro-batch's loss then depends on the other ranks' counts, and
-a rank that runs more of them than the others waits for ever. In here every rank counts alone: what the head divides by
-is known, and nobody waits.
+Object-detection heads (targets are a list per image: boxes or masks) sum the number of targets over the ranks inside
+the forward, and divide by W. A micro-batch's loss then depends on the other ranks' counts, and a rank with more
+micro-batches than the others waits for ever. With `own_counts` every rank counts its own, and none waits.
 
-Source: ``num_boxes = reduce(num_boxes)`` beside ``PartialState().num_processes`` (5.23.0, ``loss_for_object_detection``
-and MaskFormer's kin; ``reduce`` has taken the mean already, so that stock divides by W once too often), and
-``dist.all_reduce(num_boxes)`` beside ``dist.get_world_size()`` (``loss_lw_detr``).
+Source: ``num_boxes = reduce(num_boxes)`` with ``PartialState().num_processes`` (5.23.0, ``loss_for_object_detection``
+and MaskFormer; ``reduce`` has taken the mean already, so that stock divides by W once too often), and
+``dist.all_reduce(num_boxes)`` with ``dist.get_world_size()`` (``loss_lw_detr``).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from hf_accum_fix.accumulation.rules import listed_targets
 
 @contextmanager
 def own_counts(inputs: Mapping[str, Any]) -> Iterator[None]:
-    """Around the forward of one micro-batch; nothing is changed where its targets are no lists.
+    """Around the forward of one micro-batch; changes nothing unless its targets are lists.
 
     Args:
         inputs: of the forward.
@@ -49,7 +48,7 @@ def own_counts(inputs: Mapping[str, Any]) -> Iterator[None]:
 def _all_reduce(
     original: Callable[..., Any], tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False
 ) -> Any:
-    """W times a rank's own count in the place of the sum of all counts; anything else is summed as ever."""
+    """Return W times a rank's own count instead of the sum of all counts; reduce anything else as before."""
     op = dist.ReduceOp.SUM if op is None else op
     is_count = tensor.numel() == 1 and not tensor.requires_grad and group is None and not async_op
     if is_count and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):

@@ -71,7 +71,7 @@ class Monitor:
         ValueError: if ``on_alarm`` is something else.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword for each thing to watch
         self,
         model: nn.Module,
         optimizer: Any = None,

@@ -16,7 +16,7 @@ from hf_accum_fix.accumulation.preserve import overridden, python_state_kept
 from hf_accum_fix.core import contracts
 from hf_accum_fix.core.host import Observed
 from hf_accum_fix.core.window import count_routing
-from hf_accum_fix.data.dealing import unfit
+from hf_accum_fix.data.balancing import unfit
 from hf_accum_fix.errors import ContractError, UnsupportedSetupError
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.forward import as_in_training, training_loss_of

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from hf_accum_fix.accumulation.preserve import overridden
-from hf_accum_fix.data.dealing import Dealer, RedealtLoader
+from hf_accum_fix.data.balancing import BalancedStream, Dealer
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.data.whole_windows import WholeWindows
 from hf_accum_fix.engines.engine import waits_every_micro_batch
@@ -50,7 +50,7 @@ def whole_windows(session: Session, opened: Callable[[list[Any]], object]) -> It
     def get_train_dataloader(*args: Any, **kwargs: Any) -> Any:
         with _not_dispatching(session):
             loader = original_loader(*args, **kwargs)
-        if isinstance(loader, (WholeWindows, WithoutDuplicates, RedealtLoader)):
+        if isinstance(loader, (WholeWindows, WithoutDuplicates, BalancedStream)):
             return loader
         _let_epochs_through(loader)
         loader = _dealt(session, loader)
@@ -63,7 +63,7 @@ def whole_windows(session: Session, opened: Callable[[list[Any]], object]) -> It
         return WholeWindows(loader, trainer.args.gradient_accumulation_steps, None if counts_windows else opened)
 
     def skip_first_batches(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(dataloader, (WholeWindows, WithoutDuplicates, RedealtLoader)):
+        if not isinstance(dataloader, (WholeWindows, WithoutDuplicates, BalancedStream)):
             return original_skip(dataloader, *args, **kwargs)
         return dataloader.around(skip_first_batches(dataloader.__wrapped__, *args, **kwargs))
 
@@ -101,7 +101,7 @@ def _let_epochs_through(loader: Any) -> None:
 def _dealt(session: Session, loader: Any) -> Any:
     """The loader with its windows dealt by length, where that is asked for."""
     trainer, args, balance = session.trainer, session.trainer.args, session.options.balance_windows
-    if not isinstance(balance, BalanceOptions) or isinstance(loader, (WholeWindows, RedealtLoader)):
+    if not isinstance(balance, BalanceOptions) or isinstance(loader, (WholeWindows, BalancedStream)):
         return loader
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and not _is_endless(loader):
         session.warn_once(

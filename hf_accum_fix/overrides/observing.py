@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.agreement import Gather, InStep
@@ -82,7 +83,7 @@ def _observe(session: Session, window: list[Any], upstream_number: Any, gather: 
                 head=bare_model(trainer),
                 others=(trainer,),
                 leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator),
-                more_steps=lambda: _more_steps(trainer),
+                more_steps=lambda ranks: _more_steps(trainer, ranks),
                 gather=gather,
             )
     except Exception:
@@ -146,14 +147,26 @@ def silent(*_: Any, **__: Any) -> None:
 
 
 @contextmanager
-def _more_steps(trainer: TrainerLike) -> Iterator[None]:
-    """Let the arguments say twice the accumulation steps, and the trainer three times the window's."""
+def _more_steps(trainer: TrainerLike, ranks: int) -> Iterator[None]:
+    """Let the arguments name twice the steps and so many times the ranks, and the trainer three times its window."""
     steps = trainer.args.gradient_accumulation_steps
     window = getattr(trainer, "current_gradient_accumulation_steps", steps)
-    before = vars(trainer.args).get("gradient_accumulation_steps", steps)
-    vars(trainer.args)["gradient_accumulation_steps"] = 2 * steps
+    states = [vars(PartialState()), vars(trainer.accelerator.state)] if ranks > 1 else []
+    processes = ranks * trainer.args.world_size
+    with ExitStack() as stack:
+        stack.enter_context(_other(vars(trainer.args), "gradient_accumulation_steps", 2 * steps))
+        stack.enter_context(overridden(trainer, "current_gradient_accumulation_steps", 3 * window))
+        for state in states:
+            stack.enter_context(_other(state, "num_processes", processes))
+        yield
+
+
+@contextmanager
+def _other(values: dict[str, Any], key: str, value: object) -> Iterator[None]:
+    """Another value in a dict, for a while."""
+    before = values.get(key)
+    values[key] = value
     try:
-        with overridden(trainer, "current_gradient_accumulation_steps", 3 * window):
-            yield
+        yield
     finally:
-        vars(trainer.args)["gradient_accumulation_steps"] = before
+        values[key] = before

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.core.window import Window
-from hf_accum_fix.data.whole_windows import Blank
+from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.errors import SeamError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.host import TrainerHost, session_of
@@ -87,7 +87,7 @@ def training_step(
         return wrapped(*args, **kwargs)
     window = _window_of(session)
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
-    if isinstance(inputs, Blank):
+    if isinstance(inputs, PlaceholderBatch):
         return torch.zeros((), device=session.device)
     _check_gradients(session)
     micro_batch = MicroBatch(session, window, inputs)

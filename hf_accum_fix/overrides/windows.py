@@ -10,7 +10,7 @@ from transformers import Trainer
 
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.core.window import Window, open_window
-from hf_accum_fix.data.whole_windows import without_blanks
+from hf_accum_fix.data.whole_windows import without_placeholders
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.host import TrainerHost, session_of
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -44,7 +44,7 @@ def get_batch_samples(
             # The trainer's own method may hand on another batch than it was given: what it returns is counted.
             session.deferred.append(upstream_number)
             return fetched, upstream_number
-        window = open_in(session, without_blanks(fetched), upstream_number, error)
+        window = open_in(session, without_placeholders(fetched), upstream_number, error)
     return fetched, _number_of(trainer, window, upstream_number)
 
 
@@ -84,7 +84,7 @@ def counted_as_returned(session: TrainerHost) -> Iterator[None]:
         if not reached or not isinstance(result, tuple) or len(result) != 2:
             return result
         fetched, number = result
-        window = open_in(session, without_blanks(fetched), reached[-1])
+        window = open_in(session, without_placeholders(fetched), reached[-1])
         # A number of the trainer's own stays.
         return fetched, _number_of(trainer, window, number) if number is reached[-1] else number
 

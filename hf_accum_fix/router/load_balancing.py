@@ -5,7 +5,7 @@ Every family's file has one of its own by the same name, looked up in its module
     A = E sum_i F_i Q_i,    F_i = c_i / T,  Q_i = q_i / T
 
 over all routers and tokens of the batch: c_i the times a token was routed to expert i, q_i the summed probabilities, T
-the tokens times the routers. It is written in other words from release to release, so it is recognised by what it does.
+the tokens times the routers. Its source differs by release, so it is recognised by its values and gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_accum_fix.accumulation.window import count_dtype
 #: What the modeling files call the function.
 FUNCTION: Final = "load_balancing_loss_func"
 
-#: The modeling file whose function other libraries borrow for every family; it has to be there before they do.
+#: The modeling file whose function other libraries use for every family; import it before they do.
 LENDER: Final = "transformers.models.mixtral.modeling_mixtral"
 
 #: Routers whose logits are drawn at random; two show whether they are pooled.
@@ -36,7 +36,7 @@ _ROUTERS_DRAWN: Final = 2
 
 @dataclass(frozen=True)
 class Tally:
-    """What one call of the loss saw.
+    """The routing in one call of the loss.
 
     Attributes:
         counts: c [E], tokens routed to each expert over all routers, without gradient.
@@ -62,22 +62,22 @@ def _softmax(logits: Tensor) -> Tensor:
     return logits.softmax(dim=-1)
 
 
-def _as_they_are(probabilities: Tensor) -> Tensor:
+def _unchanged(probabilities: Tensor) -> Tensor:
     return probabilities
 
 
-#: What a function may be handed of each router, and how probabilities come of it. Logits in every family and release
-#: but one: DBRX hands over probabilities in some releases of 4.5x.
-_GIVEN: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {"logits": _softmax, "probabilities": _as_they_are}
+#: What a function may get of each router, and how to make probabilities of it. Logits in every family and release
+#: but one: DBRX passes probabilities in some releases of 4.5x.
+_GIVEN: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {"logits": _softmax, "probabilities": _unchanged}
 
 
 def tally(gates: Sequence[Tensor], top_k: int, mask: Tensor | None, given: str = "logits") -> Tally:
     """Count the routing of one call; no device sync.
 
     Args:
-        gates: what is given of each router, [tokens, E].
-        top_k: experts to a token.
-        mask: [batch, tokens], zero where a position is none; None: every position counts.
+        gates: logits or probabilities of each router, [tokens, E].
+        top_k: experts per token.
+        mask: [batch, tokens], zero at padding; None: every position counts.
         given: "logits" or "probabilities".
     """
     device, experts = gates[0].device, gates[0].shape[-1]
@@ -87,7 +87,7 @@ def tally(gates: Sequence[Tensor], top_k: int, mask: Tensor | None, given: str =
     weight = None if mask is None else mask.reshape(-1).to(device=device, dtype=exact)
     summed: Tensor | None = None
     for gate in gates:
-        # In the gate's own type, as the library has it: another type would break ties of the top-k otherwise.
+        # In the gate's own dtype, like the library: another dtype would break ties of the top-k differently.
         probabilities = _GIVEN[given](gate.to(device))
         chosen = probabilities.topk(top_k, dim=-1).indices
         wide = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
@@ -102,7 +102,7 @@ def tally(gates: Sequence[Tensor], top_k: int, mask: Tensor | None, given: str =
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a modeling file's function, taken apart."""
+    """One call of a modeling file's function."""
 
     original: Callable[..., Any]
     args: tuple[Any, ...]
@@ -110,14 +110,14 @@ class Call:
 
     @property
     def gates(self) -> Sequence[Tensor] | None:
-        """The routers' logits; None where the model had none, for which the library returns 0."""
+        """The routers' logits; None: the model had none, and the library returns 0."""
         first = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
         if not isinstance(first, tuple) or not first or not all(isinstance(gate, Tensor) for gate in first):
             return None
         return first
 
     def tally(self, given: str) -> Tally:
-        """By the names the library gives the arguments after the first.
+        """Count the routing, by the library's names of the arguments.
 
         Raises:
             TypeError: if the function has no ``top_k``.
@@ -129,7 +129,7 @@ class Call:
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """The arguments by name, defaults too."""
+        """The arguments by name, with defaults."""
         bound = inspect.signature(self.original).bind(*self.args, **self.kwargs)
         bound.apply_defaults()
         return bound.arguments
@@ -141,14 +141,14 @@ class Call:
         return replace(self, kwargs={**self.kwargs, next(iter(self.kwargs)): gates})
 
     def form(self) -> tuple[str, str]:
-        """What the function is given of each router, and "", where it is the pooled form; else "" and why it is not.
+        """What the function gets of each router, and "", if it is the pooled form; else "" and the reason.
 
-        Value and gradient tell, on logits drawn at random: on the model's own, forms hardly differ, since near balance
+        Value and gradient are compared on random logits: on the model's own, forms hardly differ, since near balance
         each has a value of about top_k.
         """
         name = f"{self.original.__module__}.{FUNCTION}"
         if self.gates is None:
-            return "", f"{name} is not called with what its routers say of each token"
+            return "", f"{name} is not called with a tuple of router outputs"
         draw = torch.Generator().manual_seed(0)
         some = self.gates[:_ROUTERS_DRAWN]
         tolerance = max(1e-5, 16 * torch.finfo(some[0].dtype).eps)
@@ -168,7 +168,7 @@ class Call:
                 found = (ours, *torch.autograd.grad(ours, drawn))
                 if all(_near(one, other, tolerance) for one, other in zip(found, wanted, strict=True)):
                     return given, ""
-        return "", f"{name} is another function than E sum F Q over all tokens and routers"
+        return "", f"{name} is not E sum F Q over all tokens and routers"
 
 
 def _near(one: Tensor, other: Tensor, tolerance: float) -> bool:
@@ -177,24 +177,24 @@ def _near(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 
 class Swap:
-    """Stands in for every modeling file's function inside a ``with`` block."""
+    """Replace every modeling file's function inside a ``with`` block."""
 
     def __init__(self) -> None:
         self._holders: list[tuple[ModuleType, Callable[..., Any]]] = []
-        self._standing: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._replacing: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._replacement: Callable[[Call], Any] | None = None
 
     def look(self) -> None:
-        """Find every module that holds the function; other libraries bind its name in modules of their own.
+        """Find every module that holds the function; other libraries bind its name in their modules.
 
-        To be called before a window, since looking through all that is imported takes longer than a small forward.
+        Call it before a window: searching all imported modules takes longer than a small forward.
         """
         holders = [module for module in list(sys.modules.values()) if FUNCTION in getattr(module, "__dict__", ())]
         self._holders = [(module, vars(module)[FUNCTION]) for module in holders]
 
     @contextmanager
     def by(self, replacement: Callable[[Call], Any]) -> Iterator[None]:
-        """Let it be ``replacement`` inside the block, and put the identical ones back; `look` comes first."""
+        """Call ``replacement`` instead inside the block, then restore the identical functions; call `look` first."""
         self._replacement = replacement
         try:
             for module, original in self._holders:
@@ -206,16 +206,16 @@ class Swap:
                 setattr(module, FUNCTION, original)
 
     def _for(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same object every time: a compiled model would be compiled anew for another one."""
-        if original in self._standing:
-            return self._standing[original]
+        """The same object every time: for another one a compiled model would be compiled again."""
+        if original in self._replacing:
+            return self._replacing[original]
 
         @functools.wraps(original)
         def load_balancing_loss_func(*args: Any, **kwargs: Any) -> Any:
             assert self._replacement is not None
             return self._replacement(Call(original, args, kwargs))
 
-        # A compiled model calls it as it is: what it notes is noted outside of the graph.
+        # Outside of a compiled model's graph, so that Python state is updated in every call.
         dynamo = sys.modules.get("torch._dynamo")
-        stand_in = load_balancing_loss_func if dynamo is None else dynamo.disable(load_balancing_loss_func)
-        return self._standing.setdefault(original, stand_in)
+        replacing = load_balancing_loss_func if dynamo is None else dynamo.disable(load_balancing_loss_func)
+        return self._replacing.setdefault(original, replacing)

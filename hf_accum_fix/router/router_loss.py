@@ -1,32 +1,32 @@
-"""The load-balancing loss of a mixture of experts over the whole global batch, however it is cut.
+"""The load-balancing loss of a mixture of experts over the whole global batch, for every split.
 
-The library pools every router of a model over every token of the batch it is handed:
+The library pools every router of a model over every token of the batch it gets:
 
     A = E sum_i F_i Q_i,    F_i = c_i / T,  Q_i = q_i / T,
 
 c_i the times a token was routed to expert i (a top-k: no gradient), q_i the summed router probabilities, T the tokens
 times the routers. Its mean over micro-batches is another function: E mean_m sum_i f_i p_i keeps the covariance of f and
-p between micro-batches, a push towards balance inside each of them, and near balance little else is left of it. But
-once F is known, A is linear in q, and so every micro-batch of every rank is given the same F and the same denominator,
+p between micro-batches, which pushes towards balance inside each of them; near balance little else is left. But once F
+is known, A is linear in q, so every micro-batch of every rank gets the same F and the same denominator,
 
     aux(m) = E sum_i F_i q_i(m) / T_mean,    T_mean = T / (G W),
 
-whose plain mean over micro-batches and ranks is A, in value and in gradient: the identity of `window`, once more.
+whose plain mean over micro-batches and ranks is A, in value and in gradient: the identity of `window` again.
 
-T is known before the first forward, F is not: each router sees what the layers below it made of the tokens. So `EXACT`
-runs the window once without gradient; `WINDOW` takes for F what this rank has counted so far in the window, with the
-right denominators; `MEAN` leaves the library's own function alone. Source: arXiv 2501.11873 (balance over the global
+T is known before the first forward, F is not: a router depends on the layers below it. So `EXACT` runs the window once
+without gradient; `WINDOW` takes for F what this rank has counted so far in the window, with the right denominators;
+`MEAN` leaves the library's own function alone. Source: arXiv 2501.11873 (balance over the global
 batch, and what balance inside the micro-batch costs in specialisation); the identity and the figures are in the README.
 
-A loop of one's own uses it so, in all three conventions alike; ``forward(inputs)`` returns the loss of a micro-batch,
-by the model inside DistributedDataParallel where nothing is trained:
+Use it in a hand-written loop, in all three conventions alike; ``forward(inputs)`` returns the loss of a micro-batch, by
+the model inside DistributedDataParallel where nothing is trained:
 
     router = RouterLoss(Convention("exact"))
     for window in windows:                                           # lists of micro-batches
-        if router.form is None:                                      # once; every rank has to see the same
+        if router.form is None:                                      # once; the same on every rank
             router.form = router.recognise(forward, window[0], model, device)
         numbers = router.count(forward, window, model, device, world_size)
-        total = accelerator.reduce(numbers, "sum")                   # or beside the item count, in one collective
+        total = accelerator.reduce(numbers, "sum")                   # or with the item count, in one collective
         router.settle(total, len(window), world_size)
         for index, inputs in enumerate(window):
             with router.micro_batch(index):
@@ -56,7 +56,7 @@ from hf_accum_fix.router.load_balancing import FUNCTION, Call, Swap, Tally
 _SHIFT: Final = 1000.0
 _NO_WEIGHT: Final = 1e-9
 
-#: The inputs that tell how many tokens reach the routers: masks by their sum, the others by their size.
+#: Inputs that give the number of tokens at the routers: masks by their sum, the others by their size.
 _MASKS: Final = ("attention_mask", "decoder_attention_mask")
 _TOKENS: Final = ("input_ids", "decoder_input_ids", "labels", "position_ids")
 
@@ -65,7 +65,7 @@ Forward = Callable[[Any], Tensor]
 
 
 class Convention(str, Enum):
-    """What the load-balancing loss of a global batch is."""
+    """Which load-balancing loss a global batch has."""
 
     MEAN = "mean"
     WINDOW = "window"
@@ -82,7 +82,7 @@ _WORDS: Final = {
 }
 
 
-# --- what is recognised ----------------------------------------------------------------------------------------
+# --- recognising the loss --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Pool:
     Attributes:
         experts: E.
         routers: how many are pooled.
-        given: what the function is handed of each, "logits" or "probabilities".
-        counted_from: the input that tells how many tokens reach them; None: none was found to.
+        given: what the function gets of each, "logits" or "probabilities".
+        counted_from: the input that gives the number of their tokens; None: none does.
     """
 
     experts: int
@@ -104,13 +104,13 @@ class Pool:
 
 @dataclass(frozen=True)
 class Form:
-    """What was recognised of a model's load-balancing loss.
+    """A model's load-balancing loss, as recognised.
 
     Attributes:
-        pools: its calls in one forward; empty where there is none.
-        weight: what the loss that training takes multiplies it by, as measured.
-        refusal: why it is no load-balancing loss of this form; empty where it is one.
-        settled: False where nothing could be seen, since the loss was not finite.
+        pools: its calls in one forward; empty: none.
+        weight: its coefficient in the trained loss, as measured.
+        refusal: why it is no load-balancing loss of this form; empty: it is one.
+        settled: False: not known yet, since the loss was not finite.
     """
 
     pools: tuple[Pool, ...] = ()
@@ -125,7 +125,7 @@ class Form:
 
 
 def one_form(seen: Sequence[Form]) -> Form:
-    """What all ranks go by, of what each has recognised: where one refuses, all do."""
+    """The form for all ranks, from what each has recognised: if one refuses, all do."""
     settled = [form for form in seen if form.settled]
     refused = [form for form in settled if form.refusal]
     return (refused or settled or list(seen))[0]
@@ -133,7 +133,7 @@ def one_form(seen: Sequence[Form]) -> Form:
 
 @contextmanager
 def same_draws(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Forwards without gradient that leave the random states and the buffers to be found by the forwards after."""
+    """Run forwards without gradient, then restore random states and buffers."""
     buffers = [
         (module._buffers, name, buffer, buffer.detach().clone(), buffer._version, isinstance(module, _BatchNorm))
         for module in model.modules()
@@ -141,17 +141,17 @@ def same_draws(model: nn.Module, device: torch.device) -> Iterator[None]:
         if buffer is not None
     ]
     used = {device, *(parameter.device for parameter in model.parameters())}
-    kinds = {each.type for each in used} - {"cpu", "meta", "mps"}
-    indices = sorted({each.index or 0 for each in used if each.type in kinds})
-    kind = next(iter(kinds), "cuda")
+    types = {each.type for each in used} - {"cpu", "meta", "mps"}
+    indices = sorted({each.index or 0 for each in used if each.type in types})
+    device_type = next(iter(types), "cuda")
     try:
-        with random_states_kept(indices, kind), torch.no_grad():
+        with random_states_kept(indices, device_type), torch.no_grad():
             yield
     finally:
         with torch.no_grad():
             for holder, name, buffer, before, version, uncounted in buffers:
                 holder[name] = buffer
-                # BatchNorm changes its statistics without counting the version up.
+                # BatchNorm changes its statistics without a new version.
                 if uncounted or buffer._version != version:
                     buffer.copy_(before)
 
@@ -163,10 +163,10 @@ class RouterLoss:
     """The load-balancing loss of one model under a convention.
 
     Attributes:
-        convention: as asked for.
+        convention: the one requested.
         form: what was recognised of the model's own loss; None before the first window.
         shares: F [E] of each pool in the last window settled; empty without one, and under `Convention.WINDOW`.
-        moved: largest share of a micro-batch's routing that the second pass found elsewhere, 0-dim; None: not compared.
+        moved: largest share of a micro-batch's routing that differed in the second pass, 0-dim; None: not compared.
         without_gradient: whether the router logits of a training pass had no graph, so that their loss trains nothing.
     """
 
@@ -185,23 +185,23 @@ class RouterLoss:
 
     @property
     def in_force(self) -> Convention:
-        """The convention that trains: `MEAN` where the model's loss was not recognised."""
+        """The convention that trains: `MEAN` if the model's loss was not recognised."""
         return self.convention if self.form is not None and self.form.recognised else Convention.MEAN
 
     @property
     def runs_forwards(self) -> bool:
-        """Whether the next window is run without gradient before it is trained: to look at the loss, or to count."""
+        """Whether the next window is first run without gradient: to recognise the loss, or to count."""
         if self.convention is Convention.MEAN:
             return False
         return self.form is None or not self.form.settled or self.in_force is Convention.EXACT
 
     @property
     def depends_on_the_cut(self) -> bool:
-        """Whether another cut of the same global batch, such as one by length, has another loss."""
+        """Whether another split of the same global batch, such as one by length, has another loss."""
         return self.in_force is not Convention.EXACT
 
     def why_mean(self, carried: bool) -> str:
-        """Why the loss stays a mean though another convention was asked for; empty where it does not.
+        """Why the loss stays a mean though another convention was requested; empty: it does not.
 
         Args:
             carried: the model's outputs hold a router loss that is part of what is trained.
@@ -211,12 +211,12 @@ class RouterLoss:
             return ""
         reason = form.refusal or "its outputs carry a router loss that no load-balancing function of its file made"
         return (
-            f"its router loss stays {Convention.MEAN}, as configured, though {self.convention.value!r} was asked for: "
+            f"its router loss stays {Convention.MEAN}, as configured, though {self.convention.value!r} was requested: "
             f"{reason}"
         )
 
     def remarks(self) -> Iterator[tuple[str, str]]:
-        """What the windows so far have shown that ought to be said, each with a name; waits for the device."""
+        """Warnings from the windows so far, each with a name; waits for the device."""
         if self.without_gradient:
             yield (
                 "without gradient",
@@ -227,21 +227,21 @@ class RouterLoss:
         if self.moved is not None and bool(self.moved > 0):
             yield (
                 "moved",
-                f"{float(self.moved):.2g} of a micro-batch's routing differed between the pass that counts it and the "
-                "pass that trains, by which its load-balancing loss is off; look for randomness of the model's own, "
-                "and for kernels that are not the same without gradient",
+                f"{float(self.moved):.2g} of a micro-batch's routing differed between the counting pass and the "
+                "training pass, and its load-balancing loss is off by that; look for randomness inside the model, "
+                "and for kernels that differ without gradient",
             )
 
     def recognise_among(
         self, forward: Forward, window: Sequence[Any], items: Items | None, model: nn.Module, device: torch.device
     ) -> Form:
-        """`recognise` on the micro-batch with the most items; nothing settled where there is none.
+        """`recognise` on the micro-batch with the most items; not settled if there is none.
 
         Args:
             forward: see `count`.
             window: the micro-batches of this rank.
             items: how they are counted; None takes the first.
-            model: whose buffers are looked after.
+            model: its buffers are restored.
             device: where training runs.
         """
         if not window:
@@ -250,9 +250,9 @@ class RouterLoss:
         return self.recognise(forward, most, model, device)
 
     def recognise(self, forward: Forward, inputs: Any, model: nn.Module, device: torch.device) -> Form:
-        """Look at the model's own loss on one micro-batch, by two forwards without gradient; sets nothing.
+        """Recognise the model's own loss on one micro-batch, by two forwards without gradient; sets nothing.
 
-        Its function is held against the form on random logits, and moved, to see what it weighs in the loss.
+        Its function is compared with the form on random logits, and shifted, to measure its coefficient.
         """
         calls: list[Call] = []
 
@@ -285,21 +285,21 @@ class RouterLoss:
             return Form()
         pools = tuple(_pool(call, inputs, given) for call, (given, _) in zip(calls, forms, strict=True))
         if self.convention is Convention.WINDOW and any(pool.counted_from is None for pool in pools):
-            reason = "none of the inputs tells how many tokens reach the routers before they do"
+            reason = "none of the inputs gives the number of tokens at the routers"
             return Form(pools, weight, f'{reason}; router_loss="exact" counts them')
         return Form(pools, weight)
 
     def count(
         self, forward: Forward, window: Sequence[Any], model: nn.Module, device: torch.device, world_size: int
     ) -> Tensor:
-        """This rank's numbers, [sum of E + 1 over the pools], to be summed over the ranks and handed to `settle`.
+        """This rank's numbers, [sum of E + 1 over the pools], to sum over the ranks and pass to `settle`.
 
-        Under `EXACT` every micro-batch is run once without gradient, unless the window is one micro-batch of one rank.
+        Under `EXACT` every micro-batch runs once without gradient, unless the window is one micro-batch on one rank.
 
         Args:
-            forward: one forward as training makes it, without DistributedDataParallel around it.
+            forward: one forward like training's, without DistributedDataParallel around it.
             window: the micro-batches of this rank.
-            model: whose buffers are looked after.
+            model: its buffers are restored.
             device: where training runs.
             world_size: W.
         """
@@ -317,8 +317,8 @@ class RouterLoss:
                     tokens = _token_count(pool.counted_from, inputs)
                     if tokens is None:
                         raise ContractError(
-                            f"the tokens of the routers are counted from {pool.counted_from!r}, but a micro-batch "
-                            f"holds {sorted(inputs)}; every micro-batch needs it as a tensor"
+                            f"got a micro-batch with {sorted(inputs)}; expected a tensor {pool.counted_from!r}, which "
+                            'counts the router\'s tokens; add it, or take router_loss="exact"'
                         )
                     number[-1] += pool.routers * tokens
             return torch.cat(numbers)
@@ -335,7 +335,7 @@ class RouterLoss:
         return torch.cat(numbers)
 
     def nothing(self, device: torch.device) -> Tensor:
-        """The numbers of a rank that has none."""
+        """Zeros: the numbers of a rank without micro-batches."""
         size = sum(pool.experts + 1 for pool in self._pools)
         return torch.zeros(size, dtype=count_dtype(device), device=device)
 
@@ -344,7 +344,7 @@ class RouterLoss:
         return self.form.pools if self.form is not None and self.in_force is not Convention.MEAN else ()
 
     def settle(self, numbers: Tensor, micro_batches: int, world_size: int) -> None:
-        """Take the numbers of all ranks, as summed.
+        """Set F and the denominators from the sum of all ranks' numbers.
 
         Args:
             numbers: the sum over ranks of what `count` returned.
@@ -362,7 +362,7 @@ class RouterLoss:
 
     @contextmanager
     def micro_batch(self, index: int) -> Iterator[None]:
-        """Around the forward of a micro-batch, with gradient: its loss is its share of the global batch's.
+        """Around a micro-batch's training forward: the router loss in it is its share of the global batch's.
 
         Args:
             index: its place in the window, from 0.
@@ -414,8 +414,8 @@ def _noting(found: list[Tally], pools: Sequence[Pool]) -> Callable[[Call], Any]:
 
 def _other_calls(found: int, wanted: int) -> ContractError:
     return ContractError(
-        f"{FUNCTION} was called {found} times in one micro-batch; expected {wanted} times, as in the one it was learnt "
-        'from; take router_loss="mean"'
+        f"{FUNCTION} was called {found} times in one micro-batch; expected {wanted} times, as in the "
+        'first one; take router_loss="mean"'
     )
 
 
@@ -424,12 +424,12 @@ def _pool(call: Call, inputs: Any, given: str) -> Pool:
     assert gates is not None
     names = _TOKENS if call.arguments.get("attention_mask") is None else _MASKS
     counts = ((name, _token_count(name, inputs)) for name in names)
-    told = (name for name, count in counts if count is not None and float(count) * len(gates) == float(seen.tokens))
-    return Pool(len(seen.counts), len(gates), given, next(told, None))
+    found = (name for name, count in counts if count is not None and float(count) * len(gates) == float(seen.tokens))
+    return Pool(len(seen.counts), len(gates), given, next(found, None))
 
 
 def _token_count(name: str | None, inputs: Any) -> Tensor | int | None:
-    """How many tokens an input tells of, a mask by its sum; no device sync."""
+    """The number of tokens by one input, a mask by its sum; no device sync."""
     value = inputs.get(name) if isinstance(inputs, Mapping) else None
     if not isinstance(value, Tensor) or value.ndim < 2:
         return None

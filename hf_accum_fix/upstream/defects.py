@@ -25,7 +25,7 @@ _KEBAB_CASE: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 class Factor(str, Enum):
-    """What a right gradient comes out multiplied by; A: the accumulation steps that the launcher was given."""
+    """What a right gradient is multiplied by; A: the accumulation steps that the launcher was given."""
 
     G = "G"
     W = "W"
@@ -49,20 +49,20 @@ class Defect:
     """One thing that is wrong upstream in a range of releases.
 
     Attributes:
-        name: kebab-case, stable: what users look for.
+        name: kebab-case, stable: what users search for.
         summary: what happens, in one line.
-        who: whose runs it meets, in one clause.
-        wrong: what comes out, as an equation or in words where no equation says it.
-        right: what has to come out.
+        who: whose runs it affects, in one clause.
+        wrong: the result, as an equation or, where there is none, in words.
+        right: the result that is wanted.
         since: first release read that has it (the reading starts at `OLDEST_READ`).
         until: first release without it; None while the newest one has it.
-        seam: the Trainer method through which it is mended.
-        source: where it is reported or, where nobody has, the line of the release.
+        seam: the Trainer method through which it is fixed.
+        source: where it is reported, else the line of the release.
         remove_when: what has to happen before the row can go; with ``until``: that no older release is supported.
-        evidence: "run" where the released wheel was measured, "read" where its source was only read.
-        factors: what the right gradient comes out multiplied by, one or the other; empty where no one factor says it.
+        evidence: "run": measured on the released wheel; "read": its source was read.
+        factors: what the right gradient is multiplied by, one or the other; empty: by no single factor.
         where: in which runs or windows, in words; empty: in all.
-        not_mended: what to do instead, where this package does not mend it; empty where it does.
+        not_mended: what to do instead, if this package does not fix it; empty: it does.
     """
 
     name: str
@@ -81,14 +81,14 @@ class Defect:
     not_mended: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a row that is not well formed: a slip here is a slip of ours, so it is a ValueError."""
+        """Refuse a malformed row; a mistake here is ours, so it is a ValueError."""
         if not _KEBAB_CASE.fullmatch(self.name):
             raise ValueError(f"{self.name!r} is not kebab-case")
         if self.until is not None and Version(self.since) >= Version(self.until):
             raise ValueError(f"{self.name}: since {self.since} is not before until {self.until}")
-        unsaid = [field for field in ("summary", "who", "wrong", "right", "goes_when") if not getattr(self, field)]
-        if unsaid:
-            raise ValueError(f"{self.name}: {', '.join(unsaid)} is empty")
+        empty = [field for field in ("summary", "who", "wrong", "right", "goes_when") if not getattr(self, field)]
+        if empty:
+            raise ValueError(f"{self.name}: {', '.join(empty)} is empty")
         if not self.source or not all(link.startswith("https://") for link in self.source):
             raise ValueError(f"{self.name}: needs https links, has {self.source!r}")
         if self.seam not in {seam.name for seam in SEAMS}:
@@ -96,7 +96,7 @@ class Defect:
 
     @property
     def gradient(self) -> str:
-        """What the right gradient comes out multiplied by, in symbols; empty where no one factor says it."""
+        """What the right gradient is multiplied by, in symbols; empty: by no single factor."""
         return " ".join(filter(None, (", or ".join(self.factors), self.where)))
 
     @property
@@ -194,7 +194,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="item-count-dropped",
-        summary="Items are counted, but the number is not handed to the heads that would divide by it.",
+        summary="Items are counted, but the number is not passed to the heads that would divide by it.",
         who="heads that take **kwargs; G > 1, and W > 1 with average_tokens_across_devices",
         wrong=_UNDIVIDED,
         since="4.47.0",
@@ -205,7 +205,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="item-count-dropped-again",
-        summary="Once more, the item count is not handed to the heads that would divide by it.",
+        summary="Again, the item count is not passed to the heads that would divide by it.",
         who="heads that take **kwargs; G > 1, and W > 1 with average_tokens_across_devices",
         wrong=_UNDIVIDED,
         since="4.48.0",
@@ -278,7 +278,7 @@ DEFECTS: Final = (
         since="4.47.0",
         seam="compute_loss",
         source=(_issue(47688), _issue(37766)),
-        remove_when="every head that takes **kwargs divides by the item count, or says that it does not",
+        remove_when="every head that takes **kwargs divides by the item count, or declares that it does not",
         factors=(Factor.G_W,),
     ),
     Defect(
@@ -289,7 +289,7 @@ DEFECTS: Final = (
         since="4.54.0",
         seam="compute_loss",
         source=(_issue(47688), _line("5.23.0", 190, "modeling_layers.py")),
-        remove_when="modeling_layers.py hands **kwargs on to the loss, and the loss divides by the item count",
+        remove_when="modeling_layers.py passes **kwargs on to the loss, and the loss divides by the item count",
         factors=(Factor.G_W,),
     ),
     Defect(
@@ -327,7 +327,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="compiled-module-signature",
-        summary="torch.compile's wrapper takes **kwargs, so the module inside is handed a number it cannot take.",
+        summary="torch.compile's wrapper takes **kwargs, so the module inside is passed a number it cannot take.",
         who="modules compiled before the Trainer gets them whose forward takes no **kwargs",
         wrong="TypeError in the first forward",
         since="4.47.1",
@@ -348,8 +348,8 @@ DEFECTS: Final = (
     ),
     Defect(
         name="loss-func-without-count",
-        summary="compute_loss_func is handed None in the place of the item count.",
-        who="compute_loss_func beside a head that takes no **kwargs; in 4.47.0 beside any head",
+        summary="compute_loss_func gets None instead of the item count.",
+        who="compute_loss_func with a head that takes no **kwargs; in 4.47.0 with any head",
         wrong="num_items_in_batch = None",
         right="num_items_in_batch = N",
         since="4.46.2",
@@ -361,8 +361,8 @@ DEFECTS: Final = (
     ),
     Defect(
         name="loss-func-without-count-again",
-        summary="compute_loss_func is, once more, handed None in the place of the item count.",
-        who="compute_loss_func beside any head",
+        summary="compute_loss_func again gets None instead of the item count.",
+        who="compute_loss_func with any head",
         wrong="num_items_in_batch = None",
         right="num_items_in_batch = N",
         since="4.48.0",
@@ -383,8 +383,8 @@ DEFECTS: Final = (
     ),
     Defect(
         name="loss-func-not-times-ranks",
-        summary="The global item count is handed over, but the loss is not multiplied by W.",
-        who="compute_loss_func beside a head that takes no **kwargs; average_tokens_across_devices, W > 1",
+        summary="The global item count is passed, but the loss is not multiplied by W.",
+        who="compute_loss_func with a head that takes no **kwargs; average_tokens_across_devices, W > 1",
         wrong="grad 1/W sum_m S_m / N",
         since="4.47.1",
         until="4.49.0",
@@ -395,7 +395,7 @@ DEFECTS: Final = (
     Defect(
         name="regression-and-multi-label-mean",
         summary="Regression and multi-label losses ignore the item count: ViT and others.",
-        who="image, video and audio classifiers that hand **kwargs on; G > 1 or W > 1",
+        who="image, video and audio classifiers that pass **kwargs on; G > 1 or W > 1",
         wrong=_TIMES_RANKS,
         since="4.56.0",
         seam="compute_loss",
@@ -436,7 +436,7 @@ DEFECTS: Final = (
         since="4.46.0",
         seam="compute_loss",
         source=(_issue(48690), _pull(48691)),
-        remove_when="the router loss comes out with the configured coefficient whatever G and W",
+        remove_when="the router loss has the configured coefficient for every G and W",
         factors=(Factor.ROUTER,),
     ),
     Defect(
@@ -529,7 +529,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="ignore-index-miscounted",
-        summary="Every label other than -100 is counted, whatever the loss's own ignore index.",
+        summary="Every label other than -100 is counted, even if the loss has another ignore index.",
         who="compute_loss_func and own heads that divide by the item count and ignore another index",
         wrong="grad sum_m S_m / (N + ignored)",
         since="4.46.0",
@@ -558,7 +558,7 @@ DEFECTS: Final = (
         since="4.38.2",
         seam="training_step",
         source=(_line("5.23.0", 1917),),
-        remove_when="a nan is left out of the logged mean, or a micro-batch without items gives zero",
+        remove_when="a nan is excluded from the logged mean, or a micro-batch without items gives zero",
     ),
     Defect(
         name="loss-scaled-in-place",
@@ -617,7 +617,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="evaluation-mean-times-ranks",
-        summary="The evaluation loss of a head that is handed the item count and drops it is multiplied by W.",
+        summary="The evaluation loss of a head that gets the item count and ignores it is multiplied by W.",
         who="W > 1, heads that take **kwargs and return a mean of their own: BERT, most classifiers",
         wrong="eval_loss W mean_m S_m / n_m",
         right="eval_loss mean_m S_m / n_m",
@@ -799,13 +799,13 @@ DEFECTS: Final = (
     ),
     Defect(
         name="data-parallel-count-approximated",
-        summary="Each GPU divides by N / GPUs, rounded down, whatever items it holds.",
+        summary="Each GPU divides by N / GPUs, rounded down, however many items it holds.",
         who="torch.nn.DataParallel with average_tokens_across_devices off",
         wrong="grad 1/GPUs sum_m S_m / floor(N / GPUs)",
         since="4.57.0",
         seam="get_batch_samples",
         source=(_line("5.23.0", 2346),),
-        remove_when="the item count covers all GPUs, whatever the options",
+        remove_when="the item count covers all GPUs, with all options",
         evidence="read",
         not_mended=_ONE_PROCESS_A_GPU,
     ),

@@ -44,8 +44,8 @@ class SeamState:
         tested_body: whether the body is one that our tests have run.
         ours: whether a wrapper of this package is on it.
         foreign: "module.qualname" of somebody else's innermost patch; None without one.
-        composable: whether the method still leads to the original, through whatever wrappers.
-        patcher: the known package whose replacement stands in the original's place; None without one.
+        composable: whether the method still leads to the original, through any wrappers.
+        patcher: the known package that replaced the original; None without one.
     """
 
     seam: Seam
@@ -69,7 +69,7 @@ class Environment:
         python: version.
         trainer_imported: whether transformers.trainer is imported.
         seams: state of every seam; empty before that import.
-        stale_metadata: version by transformers' metadata where its code states another one; None where they agree.
+        stale_metadata: version by transformers' metadata where its code states another one; None: they agree.
         trainer_exists: whether there is a module transformers.trainer to import.
         missing: what its classes lack of `seams.ATTRIBUTES`; empty before that import.
     """
@@ -86,7 +86,7 @@ class Environment:
 
 
 def detect() -> Environment:
-    """What is installed now, without importing it; seams are empty until somebody imports transformers.trainer."""
+    """What is installed now, without importing it; seams are empty until transformers.trainer is imported."""
     trainer = imported_trainer()
     named, package = _version(_PACKAGE), _package()
     stated = None if named is None else _stated_version(package)
@@ -106,7 +106,7 @@ def detect() -> Environment:
 
 
 def parsed(version: str | None) -> Version | None:
-    """A version to compare; None where there is none, or it cannot be parsed."""
+    """A version to compare; None: there is none, or it cannot be parsed."""
     try:
         return None if version is None else Version(version)
     except InvalidVersion:
@@ -116,16 +116,16 @@ def parsed(version: str | None) -> Version | None:
 def imported_trainer() -> type | None:
     """The class Trainer; None until the import of transformers.trainer has reached it.
 
-    If somebody put a subclass in its place, this is still upstream's class, from which others inherit.
+    If a subclass replaced it, this is still upstream's class, from which others inherit.
     """
     found = getattr(sys.modules.get(TRAINER_MODULE), TRAINER_CLASS, None)
     base = upstream_class(found) if isinstance(found, type) else None
     return base if base is not None and base.__module__ == TRAINER_MODULE else None
 
 
-def upstream_class(kind: type) -> type | None:
+def upstream_class(cls: type) -> type | None:
     """The class Trainer of transformers that a class inherits from, wherever its module is; None without one."""
-    for base in kind.__mro__:
+    for base in cls.__mro__:
         if base.__qualname__ == TRAINER_CLASS and base.__module__.partition(".")[0] == _PACKAGE:
             return base
     return None
@@ -225,7 +225,7 @@ def _package() -> ModuleSpec | None:
     """Where transformers would be imported from, or is; None if nowhere."""
     try:
         return find_spec(_PACKAGE)
-    except ValueError:  # a module that somebody made by hand
+    except ValueError:  # a module without a spec
         return None
 
 
@@ -237,7 +237,7 @@ def _exists(module: str, package: ModuleSpec | None) -> bool:
 
 
 def _stated_version(package: ModuleSpec | None) -> str | None:
-    """The ``__version__`` of a package, read from its source unless it is imported; None where it states none."""
+    """The ``__version__`` of a package, read from its source unless it is imported; None: it has none."""
     imported = getattr(sys.modules.get(_PACKAGE), "__version__", None)
     if imported is not None or package is None or package.origin is None:
         return imported
@@ -250,7 +250,7 @@ def _stated_version(package: ModuleSpec | None) -> str | None:
 
 
 def _public(version: str | None) -> str | None:
-    """A version without its local part; unchanged where it cannot be parsed."""
+    """A version without its local part; unchanged if it cannot be parsed."""
     release = parsed(version)
     return version if release is None else release.public
 

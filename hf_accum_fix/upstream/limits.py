@@ -1,4 +1,4 @@
-"""DATA: what makes a cut train another gradient and is no release's defect: it is torch's, in every release."""
+"""DATA: why a finer split trains another gradient in every release: properties of torch, not defects of one release."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class Limit:
     """One property of the arithmetic below transformers.
 
     Attributes:
-        name: kebab-case, stable: what users look for.
-        owner: whose it is.
+        name: kebab-case, stable: what users search for.
+        owner: the library.
         summary: what happens, in one line.
-        who: whose runs it meets, in one clause.
-        remedy: what to write.
+        who: whose runs it affects, in one clause.
+        remedy: what to set.
         source: links.
     """
 
@@ -31,10 +31,10 @@ LIMITS: Final = (
     Limit(
         name="gradient-added-in-16-bits",
         owner="torch",
-        summary="every micro-batch rounds the 16-bit .grad that it is added to: the finer the cut, the larger the loss",
+        summary="every micro-batch rounds the 16-bit .grad that it is added to; a finer split, a larger error",
         who="trainable bfloat16 or float16 parameters (loaded so by default since transformers 5.0); bf16 mixed "
         "precision under FSDP, which adds in the dtype that it computes or reduces in",
-        remedy="accumulate_in='float32' (4 bytes more a parameter) or 'compensated' (2); under DeepSpeed "
+        remedy="accumulate_in='float32' (4 bytes more per parameter) or 'compensated' (2); under DeepSpeed "
         '"data_types": {"grad_accum_dtype": "fp32"}',
         source=(
             "https://docs.pytorch.org/docs/stable/generated/torch.Tensor.backward.html",

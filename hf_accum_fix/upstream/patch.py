@@ -1,7 +1,7 @@
-"""Install wrappers on the methods of a class and take them off again, all or nothing.
+"""Install wrappers on the methods of a class and remove them again, all or nothing.
 
-Ours sits directly on the upstream function, beneath the wrappers of others, which are still called. Taking it off
-unlinks it from the chain, and leaves the identical objects behind.
+Ours wraps the upstream function directly, below the wrappers of others, which are still called. Removing it unlinks it
+from the chain, and leaves the identical objects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_accum_fix.errors import ForeignPatchError
 from hf_accum_fix.upstream.chain import ABSENT, ClassAttribute, Place, Pristine, author, follow, held
 
 Wrapper: TypeAlias = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
-"""wrapper(wrapped, instance, args, kwargs): what wrapt calls in place of the method."""
+"""wrapper(wrapped, instance, args, kwargs): what wrapt calls instead of the method."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class _Installed:
     """One wrapper in place.
 
     Attributes:
-        patch: what was asked for.
+        patch: the requested patch.
         method: our wrapper.
         outermost: what the class held once ours was in place: ours, or the foreign wrapper around it.
         inherited: whether the class had no such attribute of its own.

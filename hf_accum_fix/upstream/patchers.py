@@ -1,4 +1,4 @@
-"""DATA: packages that replace the Trainer's methods by re-executed source, and the traces that each leaves."""
+"""DATA: packages that replace the Trainer's methods by re-executed source, and what each leaves behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATCHERS: Final = (
         marks=("unsloth",),
         files=("unsloth_compiled_cache",),
         left=("_old_compute_loss", "_unsloth_init_wrapped_for_accelerate_gas", "_unsloth_settles_eager_fallbacks"),
-        advice="unsloth counts the items of a window by itself: use it alone (HF_ACCUM_FIX=0), or do not import it",
+        advice="unsloth counts the items of a window itself; use it alone (HF_ACCUM_FIX=0), or do not import it",
     ),
     # axolotl.monkeypatch.trainer_grad_accum.patch_training_step_for_ga, up to 0.6; later ones leave our methods alone.
     Patcher(
@@ -40,7 +40,7 @@ PATCHERS: Final = (
         marks=("axolotl",),
         files=(),
         left=("_original_training_step",),
-        advice="axolotl from 0.8 on leaves these methods alone: upgrade it",
+        advice="axolotl from 0.8 on leaves these methods alone; upgrade it",
     ),
 )
 
@@ -49,7 +49,7 @@ def known_patcher(replacement: Any, author: str, owner: type) -> Patcher | None:
     """The known package that replaced a method of owner; None for an unknown one.
 
     Args:
-        replacement: the end of the method's chain, in the original's place.
+        replacement: the end of the method's chain, instead of the original.
         author: of the replacement, as "module.qualname".
         owner: the class.
     """

@@ -1,4 +1,4 @@
-"""make_plan(): from what is installed to one decision, with its reason, for every defect. Pure."""
+"""make_plan(): one decision, with its reason, for every defect, from what is installed. Pure."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Plan:
     Attributes:
         decisions: one for every defect, in the order of the table.
         refusal: what apply() has to raise; None if it can go on.
-        untested: why our tests have not run this release or method body; None if they have.
+        untested: the reason why this release or method body counts as untested; None: it is tested.
     """
 
     decisions: tuple[Decision, ...]
@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def mended(self) -> tuple[Defect, ...]:
-        """The defects of this release that are mended."""
+        """The defects of this release that are fixed."""
         return tuple(decision.defect for decision in self.decisions if decision.action is Action.MEND)
 
 
@@ -124,7 +124,7 @@ def _decide(defect: Defect, release: Version | None, refusal: AccumFixError | No
     if refusal is not None:
         return Decision(defect, Action.REFUSE, str(refusal))
     if not here:
-        reason = f"{release} is no release: its version does not say which commits it holds"
+        reason = f"{release} is no release: its version does not identify its commits"
         return Decision(defect, Action.UNKNOWN, reason)
     if defect.not_mended:
         return Decision(defect, Action.NOT_MENDED, defect.not_mended)
@@ -140,7 +140,7 @@ def _untested(environment: Environment, release: Version | None) -> str | None:
     """Judge a final release up to the newest tested by the bodies of its methods, which patch releases share."""
     if environment.stale_metadata is not None:
         return (
-            f"the code says transformers {environment.transformers}, its metadata say {environment.stale_metadata}: "
+            f"transformers is {environment.transformers} by its code, {environment.stale_metadata} by its metadata; "
             "install transformers again"
         )
     if release is None or release.is_prerelease or Version(release.public) > Version(TESTED_RELEASES[-1]):

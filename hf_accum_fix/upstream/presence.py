@@ -27,12 +27,12 @@ from hf_accum_fix.upstream.seams import (
 
 
 def missing(target: str, holder: object, *seen: Seen) -> tuple[Attribute, ...]:
-    """The rows that the installed release should have, and a class, module or object has not.
+    """The rows that the installed release should have, and a class, module or object lacks.
 
     Args:
         target: of the rows.
-        holder: what is looked at.
-        seen: which rows are looked for.
+        holder: the class, module or object.
+        seen: which rows to check.
     """
     return tuple(row for row in _rows(target, *seen) if not hasattr(holder, row.name))
 
@@ -44,7 +44,7 @@ def missing_from_classes() -> tuple[Attribute, ...]:
 
 
 def _rows(target: str, *seen: Seen) -> tuple[Attribute, ...]:
-    """The rows of a target in the imported release; none where that is not known."""
+    """The rows of a target in the imported release; none if it is unknown."""
     release = _release(target.partition(".")[0])
     if release is None:
         return ()
@@ -53,15 +53,15 @@ def _rows(target: str, *seen: Seen) -> tuple[Attribute, ...]:
 
 
 def require(target: str, holder: object, *seen: Seen) -> dict[str, str]:
-    """Refuse an object that lacks what nothing can stand in for.
+    """Refuse an object that lacks something irreplaceable.
 
     Args:
         target: of the rows.
         holder: the object.
-        seen: which rows are looked for.
+        seen: which rows to check.
 
     Returns:
-        What is off without the other rows that are missing, and why, in words.
+        What is off without the other missing rows, and why.
 
     Raises:
         SeamError: if a row is missing without which nothing can be right.
@@ -70,7 +70,7 @@ def require(target: str, holder: object, *seen: Seen) -> dict[str, str]:
     error = refusal(absent)
     if error is not None:
         raise error
-    return {row.off: f"{_told(row)}; {row.off} is off, until a newer hf-accum-fix" for row in absent}
+    return {row.off: f"{_explained(row)}; {row.off} is off, until a newer hf-accum-fix" for row in absent}
 
 
 def require_trainer(trainer: TrainerLike) -> dict[str, str]:
@@ -90,8 +90,8 @@ def require_accelerator(accelerator: Any) -> dict[str, str]:
     torch, engine = _release("torch"), "static_graph" if static else str(accelerator.distributed_type.value)
     if torch is not None and torch < Version(SHOWS_SHAPES) and engine in ("DEEPSPEED", "FSDP", "static_graph"):
         raise SeamError(
-            f"got torch {torch} under {engine}; expected torch {SHOWS_SHAPES} or newer there, as reading a loss runs a "
-            f"part of its backward before; install torch>={SHOWS_SHAPES}"
+            f"got torch {torch} under {engine}; expected torch {SHOWS_SHAPES} or newer there, because on older ones "
+            f"reading a loss runs a part of its backward; install torch>={SHOWS_SHAPES}"
         )
     return off
 
@@ -107,11 +107,13 @@ def refusal(absent: Iterable[Attribute]) -> SeamError | None:
         if not row.off:
             first, last = TESTED_RANGES[_package(row)]
             until = f"to before {row.until}" if row.until else f"to {last}"
-            return SeamError(f"{_told(row)}; use {_package(row)} {row.since or first} {until}, or a newer hf-accum-fix")
+            return SeamError(
+                f"{_explained(row)}; use {_package(row)} {row.since or first} {until}, or a newer hf-accum-fix"
+            )
     return None
 
 
-def _told(row: Attribute) -> str:
+def _explained(row: Attribute) -> str:
     package = _package(row)
     return f"got {package} {_release(package)} without {row}; expected it: hf-accum-fix uses it to {row.used_for}"
 
@@ -121,7 +123,7 @@ def _package(row: Attribute) -> str:
 
 
 def _found(target: str) -> object:
-    """The class or module; None where there is none."""
+    """The class or module; None: there is none."""
     module, _, owner = target.partition(":")
     try:
         holder = import_module(module)

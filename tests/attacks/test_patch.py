@@ -354,6 +354,6 @@ main(["doctor"])
     printed = fresh(script, tmp_path).stdout
     first, *told = printed.splitlines()
     assert first.split() == [code, "4.49.0", str(imported)]
-    words = f"UNTESTED: the code says transformers {code}, its metadata say 4.49.0: install transformers again"
+    words = f"UNTESTED: transformers is {code} by its code, 4.49.0 by its metadata; install transformers again"
     assert words in " ".join(printed.split())
     assert f"transformers {code}" in told[0]

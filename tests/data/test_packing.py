@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import trainer_pt_utils
 
 from hf_accum_fix.data import packing
-from hf_accum_fix.data.packing import MicroBatch, deal, padded_tokens
+from hf_accum_fix.data.packing import MicroBatch, pack, padded_tokens
 from hf_accum_fix.errors import OptionsError
 
 
@@ -57,7 +57,7 @@ def test_every_sample_once_and_no_bound_broken(
 ) -> None:
     lengths, steps, ranks, rows = window
     max_rows = data.draw(st.none() | st.integers(-(-len(lengths) // (steps * ranks)), 30))
-    plan = deal(lengths, steps, ranks, rows=rows, max_rows=max_rows, lockstep=lockstep)
+    plan = pack(lengths, steps, ranks, rows=rows, max_rows=max_rows, lockstep=lockstep)
     assert len(plan) == ranks and all(len(own) == steps for own in plan)
     micro_batches = [micro_batch for own in plan for micro_batch in own]
     assert sorted(row for micro_batch in micro_batches for row in micro_batch) == list(range(len(lengths)))
@@ -65,14 +65,14 @@ def test_every_sample_once_and_no_bound_broken(
         assert 1 <= len(micro_batch) <= (max_rows or len(lengths))
         if max_rows is None or max_rows >= rows:
             assert padded_tokens(lengths, micro_batch) <= rows * max(lengths)
-    assert plan == deal(lengths, steps, ranks, rows=rows, max_rows=max_rows, lockstep=lockstep)
+    assert plan == pack(lengths, steps, ranks, rows=rows, max_rows=max_rows, lockstep=lockstep)
 
 
 @given(windows())
 @settings(max_examples=300, deadline=None)
 def test_never_more_padding_than_stock(window: tuple[list[int], int, int, int]) -> None:
     lengths, steps, ranks, rows = window
-    [own] = deal(lengths, steps * ranks, rows=rows)
+    [own] = pack(lengths, steps * ranks, rows=rows)
     assert tokens(lengths, own) <= tokens(lengths, stock(lengths, rows))
 
 
@@ -96,16 +96,16 @@ def test_no_cut_of_the_sorted_window_pads_less(window: tuple[list[int], int, int
 
 def test_tokens_of_a_micro_batch_stay_under_a_limit_of_ones_own() -> None:
     lengths = [10, 20, 30, 40, 50, 60, 70, 80]
-    assert max(padded_tokens(lengths, each) for each in deal(lengths, 4, rows=2)[0]) == 160
-    assert max(padded_tokens(lengths, each) for each in deal(lengths, 4, rows=2, max_tokens=140)[0]) == 140
+    assert max(padded_tokens(lengths, each) for each in pack(lengths, 4, rows=2)[0]) == 160
+    assert max(padded_tokens(lengths, each) for each in pack(lengths, 4, rows=2, max_tokens=140)[0]) == 140
     # 80 tokens alone are more than 70: as little above the limit as can be.
-    assert max(padded_tokens(lengths, each) for each in deal(lengths, 8, rows=1, max_tokens=70)[0]) == 80
+    assert max(padded_tokens(lengths, each) for each in pack(lengths, 8, rows=1, max_tokens=70)[0]) == 80
 
 
 @pytest.mark.parametrize(("rows", "max_rows"), [(3, None), (8, 1)])
 def test_a_window_that_cannot_be_dealt_is_refused(rows: int, max_rows: int | None) -> None:
-    with pytest.raises(OptionsError, match="cannot be dealt into 4 micro-batches"):
-        deal([5] * rows, 4, rows=2, max_rows=max_rows)
+    with pytest.raises(OptionsError, match="do not fit into 4 micro-batches"):
+        pack([5] * rows, 4, rows=2, max_rows=max_rows)
 
 
 # --- the bars -------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_planning_1024_samples_takes_milliseconds(
     for _ in range(9):
         lengths = drawn(choose, 1024, mu, sigma, longest)
         start = time.process_time()
-        deal(lengths, steps, ranks, rows=rows, lockstep=lockstep)
+        pack(lengths, steps, ranks, rows=rows, lockstep=lockstep)
         taken.append(time.process_time() - start)
     # 1 to 4 ms on an idle core; a machine that others load is given room.
     assert sorted(taken)[4] < 0.0125
@@ -156,7 +156,7 @@ def test_the_slowest_rank_beside_stock_and_batch_rebalance(
     ours, upstream, as_it_comes = [], [], []
     for _ in range(20):
         lengths = drawn(choose, rows * steps * ranks, mu, sigma, longest)
-        ours.append(slowest(lengths, deal(lengths, steps, ranks, rows=rows, lockstep=lockstep), lockstep))
+        ours.append(slowest(lengths, pack(lengths, steps, ranks, rows=rows, lockstep=lockstep), lockstep))
         sampler = trainer_pt_utils.BatchRebalanceSampler(lengths, len(lengths), ranks, steps)
         upstream.append(slowest(lengths, sampler._assign(list(range(len(lengths))), lengths), lockstep))
         as_it_comes.append(slowest(lengths, [stock(lengths, rows)[rank::ranks] for rank in range(ranks)], lockstep))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from hf_accum_fix.data.whole_windows import Blank, WholeWindows, without_blanks
+from hf_accum_fix.data.whole_windows import PlaceholderBatch, WholeWindows, without_placeholders
 
 
 class Endless(IterableDataset[int]):
@@ -28,18 +28,18 @@ def test_an_epoch_is_whole_windows_and_loses_nothing(batches: int, steps: int) -
     whole = WholeWindows(loader(batches), steps)
     handed = list(whole)
     assert len(handed) == len(whole) == -(-batches // steps) * steps
-    assert [int(batch) for batch in without_blanks(handed)] == list(range(batches))
+    assert [int(batch) for batch in without_placeholders(handed)] == list(range(batches))
     # What is run stands last in its window, where engines reduce over ranks.
     for start in range(0, len(handed), steps):
-        assert not isinstance(handed[start : start + steps][-1], Blank)
-        ran = [not isinstance(batch, Blank) for batch in handed[start : start + steps]]
+        assert not isinstance(handed[start : start + steps][-1], PlaceholderBatch)
+        ran = [not isinstance(batch, PlaceholderBatch) for batch in handed[start : start + steps]]
         assert ran == sorted(ran)
 
 
 def test_a_window_opens_before_its_first_micro_batch_and_without_blanks() -> None:
     seen: list[Any] = []
     for batch in WholeWindows(loader(5), 3, lambda window: seen.append([int(each) for each in window])):
-        seen.append(None if isinstance(batch, Blank) else int(batch))
+        seen.append(None if isinstance(batch, PlaceholderBatch) else int(batch))
     assert seen == [[0, 1, 2], 0, 1, 2, [3, 4], None, 3, 4]
 
 
@@ -58,8 +58,8 @@ def test_it_is_taken_for_the_loader_it_holds() -> None:
 
 def test_a_blank_has_the_keys_of_its_neighbour_and_no_row() -> None:
     batch = {"input_ids": torch.ones(2, 3), "names": ["a", "b"], "scale": torch.ones(()), "longest": 3}
-    blank = Blank.like(batch)
+    blank = PlaceholderBatch.like(batch)
     assert blank.keys() == batch.keys()
     assert blank["input_ids"].shape == (0, 3) and blank["names"] == []
     assert blank["scale"].shape == () and blank["longest"] == 3
-    assert Blank.like(["no", "mapping"]) == {}
+    assert PlaceholderBatch.like(["no", "mapping"]) == {}

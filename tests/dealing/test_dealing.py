@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 import hf_accum_fix
-from hf_accum_fix.data.dealing import Dealer, DealtBatches, Samples
+from hf_accum_fix.data.balancing import BalancedBatches, Dealer, Samples
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.engines.engine import waits_every_micro_batch
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
@@ -118,13 +118,13 @@ def test_a_shard_around_batches_of_varying_size_would_lose_samples() -> None:
     dealer = Dealer(BalanceOptions(), **QUIET)
 
     def inside() -> Any:
-        return DealtBatches(BatchSampler(SequentialSampler(range(64)), 4, False), lengths, 4, dealer, lockstep=False)
+        return BalancedBatches(BatchSampler(SequentialSampler(range(64)), 4, False), lengths, 4, dealer, lockstep=False)
 
     lost = [row for rank in (0, 1) for batch in BatchSamplerShard(inside(), 2, rank) for row in batch]
     assert len({*lost}) < 64
     plain = BatchSampler(SequentialSampler(range(64)), 4, False)
     shards = [BatchSamplerShard(plain, 2, rank) for rank in (0, 1)]
-    around = [DealtBatches(shard, lengths, 4, dealer, lockstep=False) for shard in shards]
+    around = [BalancedBatches(shard, lengths, 4, dealer, lockstep=False) for shard in shards]
     assert sorted(row for each in around for batch in each for row in batch) == list(range(64))
 
 
@@ -257,7 +257,7 @@ def test_a_loader_that_is_met_again_is_not_dealt_twice() -> None:
     for loader in (prepared(rows), prepared_stream(rows)):
         once = [batch.tolist() for batch in dealer.around(loader, 4)]
         assert [batch.tolist() for batch in dealer.around(loader, 4)] == once
-    assert not isinstance(dealer.around(prepared(rows), 4).batch_sampler.__wrapped__, DealtBatches)
+    assert not isinstance(dealer.around(prepared(rows), 4).batch_sampler.__wrapped__, BalancedBatches)
 
 
 def test_lengths_need_not_be_read_ahead() -> None:
@@ -355,5 +355,5 @@ def test_repeated_samples_are_not_dropped_where_they_may_be_anywhere(stream: boo
     rows = texts(30)
     loader = Dealer(BalanceOptions(), **QUIET).around(prepared_stream(rows) if stream else prepared(rows, ranks=2), 4)
     WithoutDuplicates(loader, False, print).check()
-    with pytest.raises(UnsupportedSetupError, match="windows that are dealt by length"):
+    with pytest.raises(UnsupportedSetupError, match="with length-balanced windows"):
         WithoutDuplicates(loader, True, print).check()

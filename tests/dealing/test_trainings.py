@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 import hf_accum_fix
-from hf_accum_fix.data.dealing import Dealer
+from hf_accum_fix.data.balancing import Dealer
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import BalanceOptions, Options
 from hf_accum_fix.trainer import GlobalBatchTrainer

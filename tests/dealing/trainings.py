@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer
 
 import hf_accum_fix
-from hf_accum_fix.data.packing import deal
+from hf_accum_fix.data.packing import pack
 from hf_accum_fix.options import BalanceOptions
 from tests.numerics.epochs import Stream
 from tests.numerics.heads import HEADS, Head, Sample
@@ -46,7 +46,7 @@ BALANCE = BalanceOptions(lengths=length_of)
 
 def dealt(head: Head, steps: int, ranks: int, rows: int) -> list[list[Sample]]:
     """The micro-batches that the head's samples are dealt into as one window, of all ranks."""
-    plan = deal([length_of(sample) for sample in head.samples], steps, ranks, rows=rows)
+    plan = pack([length_of(sample) for sample in head.samples], steps, ranks, rows=rows)
     return [[head.samples[place] for place in micro_batch] for own in plan for micro_batch in own]
 
 

@@ -106,7 +106,7 @@ def test_options_are_checked() -> None:
     with pytest.raises(OptionsError, match="per_sample"):
         hf_accum_fix.Options(per_sample=1)  # type: ignore[arg-type]
     contract = hf_accum_fix.LossContract(hf_accum_fix.Reduction.SUM)
-    with pytest.raises(OptionsError, match="expected one of them"):
+    with pytest.raises(OptionsError, match="expected only one of them"):
         hf_accum_fix.Options(contract, per_sample=True)
-    with pytest.raises(OptionsError, match="expected one of them"):
+    with pytest.raises(OptionsError, match="expected only one of them"):
         accumulation_windows([], steps=1, contract=contract, per_sample=True)

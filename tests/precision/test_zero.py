@@ -45,4 +45,4 @@ def test_so_is_that_of_1024_micro_batches(stage: int, fine: Any) -> None:
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_it_adds_in_16_bits_is_refused(stage: int, rows: Any) -> None:
-    assert 'expected float32: write "data_types"' in rows[stage, "nothing", "float32"]["raised"]
+    assert 'expected float32; add "data_types"' in rows[stage, "nothing", "float32"]["raised"]

@@ -228,7 +228,7 @@ def test_a_form_is_told_by_what_it_does(
 def test_switch_is_a_mean_over_samples_and_not_this_form() -> None:
     head = HEADS["SwitchTransformersForConditionalGeneration"]
     form = recognised(head.build().train(), head.batch(head.samples[:4]))
-    assert "is not called with what its routers say" in form.refusal and not form.recognised
+    assert "is not called with a tuple of router outputs" in form.refusal and not form.recognised
 
 
 def test_without_a_coefficient_there_is_nothing_to_recognise() -> None:
@@ -257,7 +257,7 @@ def test_the_window_needs_an_input_that_tells_the_tokens() -> None:
         return model(**{**batch, "labels": batch["labels"][:, :-1]})["loss"]
 
     form = RouterLoss(Convention.WINDOW).recognise(forward, inputs, model, CPU)
-    assert "tells how many tokens" in form.refusal
+    assert "gives the number of tokens" in form.refusal
     assert RouterLoss(Convention.EXACT).recognise(forward, inputs, model, CPU).recognised
 
 

@@ -1,12 +1,12 @@
-"""A train dataloader whose accumulation windows are dealt into micro-batches by length.
+"""Length-balanced windows: a train dataloader whose micro-batches are packed by length, window by window.
 
-Knows dataloaders as accelerate prepares them, and no Trainer. Both ways keep the loader's order, seed, epochs and
+Knows dataloaders as accelerate prepares them, and no Trainer. Both classes keep the loader's order, seed, epochs and
 number of micro-batches, so that a window holds the same samples and resumes at the same place:
 
-    dealt     Where lengths are read beforehand: read the batch sampler a window at a time, with the batches of all
-              ranks, and hand each rank its part of the plan. Samples move between ranks.
-    redealt   Where they are not (streams): the loader hands out the samples themselves, and each rank deals and
-              collates its own window. Samples stay on their rank.
+    BalancedBatches   if lengths are read beforehand: reads the batch sampler a window at a time, with the batches of
+                      all ranks, and yields this rank's part of the plan. Samples move between ranks.
+    BalancedStream    if not (streams): the loader yields uncollated samples; each rank packs and collates its own
+                      window. Samples stay on their rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from tqdm.auto import tqdm
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.data.packing import MicroBatch, deal, padded_tokens
+from hf_accum_fix.data.packing import MicroBatch, pack, padded_tokens
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import BalanceOptions
 
@@ -36,28 +36,28 @@ _ROWS_AT_ONCE = 10_000
 
 
 def unfit(contract: LossContract) -> str | None:
-    """Why windows of this loss must not be dealt by length, in words; None: they may."""
+    """The reason why windows of this loss must not be length-balanced; None: they may."""
     if contract.reduction is Reduction.PLAIN and contract.conclusive:
         return contract.reason
     return None
 
 
-def is_dealt(loader: Any) -> bool:
-    """Whether a loader's windows are dealt."""
+def is_balanced(loader: Any) -> bool:
+    """Whether a loader's windows are length-balanced."""
     samplers = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
-    return isinstance(loader, RedealtLoader) or any(isinstance(each, DealtBatches) for each in samplers)
+    return isinstance(loader, BalancedStream) or any(isinstance(each, BalancedBatches) for each in samplers)
 
 
 class Dealer:
-    """Deal the windows of a training's dataloaders; read lengths once and keep them.
+    """Length-balance the windows of a training's dataloaders; read lengths once and keep them.
 
     Args:
         options: what the user decided.
         progress: show a bar while lengths are read.
 
     Attributes:
-        real, as_they_come, dealt: tokens of the windows so far: without padding, as stock would have padded them, and
-            as they were padded.
+        real, as_they_come, dealt: tokens of the windows so far: without padding, padded in stock's order, and padded
+            as balanced.
     """
 
     def __init__(self, options: BalanceOptions, *, progress: bool = True) -> None:
@@ -65,7 +65,7 @@ class Dealer:
         self._progress = progress
         self.real = self.as_they_come = self.dealt = 0
         self._read: tuple[Any, list[int]] | None = None
-        self._said_too_long = False
+        self._warned_too_long = False
 
     def around(
         self,
@@ -76,31 +76,31 @@ class Dealer:
         length_column: str = "length",
         columns: Any = None,
     ) -> Any:
-        """The loader with its windows dealt: itself, or a proxy of it.
+        """The loader with length-balanced windows: itself, or a proxy of it.
 
         Args:
             loader: a torch DataLoader, prepared by accelerate or not.
             steps: G, micro-batches of a window on each rank.
             lockstep: the ranks wait for one another in every micro-batch; see `engine.waits_every_micro_batch`.
-            length_column: a column that is taken for the lengths where the options name none and there is one.
-            columns: a dataset with the same rows to look for that column in, where the loader's has lost it.
+            length_column: the column of lengths, if it exists and the options name none.
+            columns: a dataset with the same rows to look for that column in, if the loader's has lost it.
 
         Raises:
-            UnsupportedSetupError: if the loader dispatches, or hands out batches that its dataset made.
+            UnsupportedSetupError: if the loader dispatches, or yields batches that its dataset made.
             OptionsError: if the length of a sample cannot be read.
         """
         if isinstance(loader, DataLoaderDispatcher):
             raise UnsupportedSetupError(
                 "balance_windows: got a dataloader that dispatches (one process reads the batches of all ranks and "
-                "cuts them up), which would cut samples too; expected dispatch_batches=False: in the Trainer "
+                "slices them), which would slice samples; expected dispatch_batches=False: in the Trainer "
                 'accelerator_config={"dispatch_batches": False}, in accelerate DataLoaderConfiguration(...)'
             )
         base = vars(loader).get("base_dataloader", loader)
         if isinstance(loader.dataset, IterableDataset) or not self.options.read_ahead:
             if not isinstance(base.collate_fn, Uncollated):
                 base.collate_fn = Uncollated(base.collate_fn)
-            return RedealtLoader(loader, steps, self)
-        # A dataset that is asked for whole batches has its batch sampler as the loader's sampler.
+            return BalancedStream(loader, steps, self)
+        # A dataset indexed by whole batches has its batch sampler as the loader's sampler.
         name = "sampler" if isinstance(loader.sampler, BatchSampler) else "batch_sampler"
         sampler = getattr(loader, name)
         if sampler is None:
@@ -108,21 +108,21 @@ class Dealer:
                 f"balance_windows: got a {type(loader).__name__} without a batch sampler, whose dataset makes the "
                 "batches; expected a loader with a batch size or a batch sampler; give one, or balance_windows=False"
             )
-        if isinstance(sampler, DealtBatches):
+        if isinstance(sampler, BalancedBatches):
             sampler = sampler.__wrapped__
         multiple = _padded_to(loader.collate_fn)
         lengths = [_rounded(length, multiple) for length in self._lengths(loader.dataset, columns, length_column)]
-        dealt = DealtBatches(sampler, lengths, steps, self, lockstep)
+        balanced = BalancedBatches(sampler, lengths, steps, self, lockstep)
         # torch forbids this, because something derived from the old sampler could go stale; nothing does here.
-        object.__setattr__(base, name, dealt)
+        object.__setattr__(base, name, balanced)
         return loader
 
     def deal(
         self, lengths: Sequence[int], batches: Sequence[Sequence[Any]], ranks: int, *, lockstep: bool
     ) -> list[list[MicroBatch]]:
-        """The plan for the window that stock cuts into ``batches``: positions of each micro-batch of each rank."""
+        """The plan for a window of stock's ``batches``: positions of each micro-batch of each rank."""
         limit = self.options.max_tokens_per_micro_batch
-        plan = deal(
+        plan = pack(
             lengths,
             len(batches) // ranks,
             ranks,
@@ -138,11 +138,11 @@ class Dealer:
         self.as_they_come += sum(padded_tokens(lengths, micro_batch) for micro_batch in stock)
         self.dealt += sum(padded)
         largest = max(padded)
-        if limit is not None and largest > limit and not self._said_too_long:
-            self._said_too_long = True
+        if limit is not None and largest > limit and not self._warned_too_long:
+            self._warned_too_long = True
             logger.warning(
                 "balance_windows: a window of %d samples needs micro-batches of %d padded tokens; "
-                "max_tokens_per_micro_batch=%d was exceeded there, as little as it can be",
+                "max_tokens_per_micro_batch=%d is exceeded there, by as little as possible",
                 len(lengths),
                 largest,
                 limit,
@@ -150,7 +150,7 @@ class Dealer:
         return plan
 
     def length_of(self, sample: Any) -> int:
-        """Tokens of one sample, by the rule of the options."""
+        """Tokens of one sample, as the options define them."""
         named = self.options.lengths
         try:
             if callable(named):
@@ -166,16 +166,16 @@ class Dealer:
                 f"balance_windows: got a sample that holds {what}; expected its length by {wanted}; name the column, "
                 "or give a function of a sample: BalanceOptions(lengths=...)"
             ) from error
-        return self._cut(length)
+        return self._truncated(length)
 
-    def _cut(self, length: int) -> int:
+    def _truncated(self, length: int) -> int:
         return max(1, min(length, self.options.truncated_to or length))
 
     def _lengths(self, dataset: Any, columns: Any, length_column: str) -> list[int]:
         """The length of every sample, the same on every rank; read once for a dataset."""
         if self._read is None or not _same(self._read[0], dataset):
             read = self._read_lengths(dataset, columns, length_column)
-            self._read = dataset, [self._cut(int(length)) for length in read]
+            self._read = dataset, [self._truncated(int(length)) for length in read]
         return self._read[1]
 
     def _read_lengths(self, dataset: Any, columns: Any, length_column: str) -> Sequence[int]:
@@ -185,7 +185,7 @@ class Dealer:
             for source in (dataset, columns):
                 if column in (getattr(source, "column_names", None) or ()) and len(source) == len(dataset):
                     return source[column]  # type: ignore[no-any-return]
-            # A transform makes the sample only when it is asked for.
+            # A transform makes the sample only on access.
             stored = "input_ids" in (getattr(dataset, "column_names", None) or ())
             if named is None and stored and dataset.format["type"] != "custom":
                 return self._lengths_of_lists(dataset, "input_ids")
@@ -202,7 +202,7 @@ class Dealer:
         return lengths
 
     def _sample_by_sample(self, dataset: Any) -> list[int]:
-        """Read a part on every rank: faster, and the ranks agree even where a dataset draws its samples at random."""
+        """Read a part on every rank: faster, and the ranks agree even if a dataset draws its samples at random."""
         state = PartialState()
         read: list[int] = []
         with self._bar(len(dataset)) as bar:
@@ -231,7 +231,7 @@ def _rounded(length: int, multiple: int) -> int:
 
 
 def _padded_to(collate: Any) -> int:
-    """The multiple that a collator pads to, behind the Trainer's own wrapper of it too; 1: to the longest."""
+    """The multiple that a collator pads to, also inside the Trainer's wrapper; 1: to the longest."""
     for each in (collate, getattr(collate, "data_collator", None)):
         multiple = getattr(each, "pad_to_multiple_of", None)
         if isinstance(multiple, int) and multiple > 0:
@@ -242,8 +242,8 @@ def _padded_to(collate: Any) -> int:
 # --- lengths are known ----------------------------------------------------------------------------------------------
 
 
-class DealtBatches(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """A batch sampler whose windows are dealt anew, among all ranks it shards for.
+class BalancedBatches(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """A batch sampler with length-balanced windows, among all ranks it shards for.
 
     The sampler behind it answers everything else (length, sampler, epoch). It wraps `BatchSamplerShard` from outside,
     because that class loses samples of batches that vary in size.
@@ -309,7 +309,7 @@ class _ReadOnce(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
 
 class Samples:
-    """The samples of one batch on their way through a loader: opaque, so that it neither moves nor cuts them."""
+    """The samples of one batch on their way through a loader: opaque, so that it neither moves nor slices them."""
 
     __slots__ = ("rows",)
 
@@ -318,7 +318,7 @@ class Samples:
 
 
 class Uncollated:
-    """Stand in for a collator that is called later.
+    """Replace a collator that is called later.
 
     Args:
         collate: the collator.
@@ -332,8 +332,8 @@ class Uncollated:
         return Samples(rows)
 
 
-class RedealtLoader(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """Deal the `Samples` that a dataloader hands out into micro-batches.
+class BalancedStream(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """Pack the `Samples` that a dataloader yields into micro-batches.
 
     Args:
         loader: the dataloader; its collator is `Uncollated`.
@@ -346,12 +346,12 @@ class RedealtLoader(wrapt.ObjectProxy):  # type: ignore[type-arg]
         self._self_steps = steps
         self._self_dealer = dealer
 
-    def around(self, loader: Any) -> RedealtLoader:
+    def around(self, loader: Any) -> BalancedStream:
         """The same for another loader: the rest of a resumed epoch."""
-        return RedealtLoader(loader, self._self_steps, self._self_dealer)
+        return BalancedStream(loader, self._self_steps, self._self_dealer)
 
     def __iter__(self) -> Iterator[Any]:
-        """One epoch of this rank; a window is fetched whole before its first micro-batch is handed out."""
+        """One epoch of this rank; a window is fetched whole before its first micro-batch is yielded."""
         dealer, collate = self._self_dealer, self.__wrapped__.collate_fn.collate
         multiple = _padded_to(collate)
         batches = iter(self.__wrapped__)
