@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -151,22 +151,11 @@ def _more_steps(trainer: TrainerLike, ranks: int) -> Iterator[None]:
     """Let the arguments name twice the steps and so many times the ranks, and the trainer three times its window."""
     steps = trainer.args.gradient_accumulation_steps
     window = getattr(trainer, "current_gradient_accumulation_steps", steps)
-    states = [vars(PartialState()), vars(trainer.accelerator.state)] if ranks > 1 else []
-    processes = ranks * trainer.args.world_size
-    with ExitStack() as stack:
-        stack.enter_context(_other(vars(trainer.args), "gradient_accumulation_steps", 2 * steps))
-        stack.enter_context(overridden(trainer, "current_gradient_accumulation_steps", 3 * window))
-        for state in states:
-            stack.enter_context(_other(state, "num_processes", processes))
+    processes = ranks * PartialState().num_processes
+    with (
+        overridden(trainer.args, "gradient_accumulation_steps", 2 * steps),
+        overridden(trainer, "current_gradient_accumulation_steps", 3 * window),
+        overridden(PartialState(), "num_processes", processes),
+        overridden(trainer.accelerator.state, "num_processes", processes),
+    ):
         yield
-
-
-@contextmanager
-def _other(values: dict[str, Any], key: str, value: object) -> Iterator[None]:
-    """Another value in a dict, for a while."""
-    before = values.get(key)
-    values[key] = value
-    try:
-        yield
-    finally:
-        values[key] = before
