@@ -305,7 +305,7 @@ class AccumulationWindow:
         return weighed.loss
 
     def scale(self, loss: Tensor, batch: Batch) -> Tensor:
-        """The same for a loss that you computed yourself, reduced as the contract given by hand says.
+        """The same for a loss that you computed yourself, reduced as the given contract says.
 
         The mean over its own items: `Reduction.MEAN`. A sum that you divided by `mean_items`: `Reduction.NUMBER`; it
         stays finite for a micro-batch without items, whose mean is nan whatever it is multiplied by.
@@ -481,7 +481,7 @@ def accumulation_windows(
         OptionsError: if neither an accelerator nor steps are given, steps is no positive integer, or an option is
             invalid or has no meaning in a loop.
         UnsupportedSetupError: if the accelerator's ranks split samples (tensor, context or sequence parallelism), or
-            repeated samples are to be dropped and cannot be told.
+            repeated samples are to be dropped and cannot be recognised.
     """
     if steps is None and accelerator is None:
         raise OptionsError("got neither steps nor an accelerator; expected the micro-batches of a window; give steps=G")

@@ -42,7 +42,7 @@ class Run(Protocol):
     def summed(self, numbers: Tensor) -> Tensor:
         """Numbers summed over ranks: a collective."""
 
-    def tell(self, why: str, windows: int = 1) -> None:
+    def report_inexact(self, why: str, windows: int = 1) -> None:
         """Warn that a window is not exact, or so many since the last log."""
 
 
@@ -88,7 +88,7 @@ class Closing:
     def _times(self, run: Run, checks: Sequence[WindowCheck], left_out: int) -> Tensor | float | None:
         readable, several, corrects = run.readable, run.data_ranks > 1, self.will_correct(run)
         if left_out and not (several and corrects):
-            run.tell(f"{left_out} of its micro-batches were left out")
+            run.report_inexact(f"{left_out} of its micro-batches were left out")
         if not corrects:
             for check in checks:
                 self._compare(run, check)
@@ -102,7 +102,7 @@ class Closing:
         if several:
             sums = run.summed(torch.cat([sums, sums.new_full((1,), left_out)]))
             if readable and float(sums[2]):
-                run.tell(f"{float(sums[2]):g} micro-batches of its ranks were left out")
+                run.report_inexact(f"{float(sums[2]):g} micro-batches of its ranks were left out")
             sums = sums[:2]
         if not readable:
             return torch.where(sums[0] > 0, sums[1] / sums[0], torch.ones_like(sums[0]))
@@ -113,7 +113,7 @@ class Closing:
     def read(self, run: Run) -> None:
         """Read what was found on the device since the last log, when the log has just waited for it."""
         if self.unread is not None and (windows := int(self.unread)):
-            run.tell(_OTHER, windows)
+            run.report_inexact(_OTHER, windows)
             # From here on what is counted otherwise is corrected, unread; ranks would have to agree on it.
             self.corrects = self.corrects or run.data_ranks == 1
         self.unread = None
@@ -130,7 +130,7 @@ class Closing:
         if abs(seen - predicted) > 1e-6 * predicted:
             self.differs = True
             kept = "; DeepSpeed keeps the gradients, so that none is divided by that" if run.steps_in_backward else ""
-            run.tell(f"its loss divides by {seen:g} items, where {predicted:g} were predicted{kept}")
+            run.report_inexact(f"its loss divides by {seen:g} items, where {predicted:g} were predicted{kept}")
 
     def _read_later(self, flag: Tensor) -> None:
         self._flag = flag if self._flag is None else self._flag | flag
@@ -138,13 +138,13 @@ class Closing:
     def _hold(self, run: Run, check: WindowCheck) -> None:
         """Hold a window against what was observed."""
         if check.changed:
-            run.tell(check.changed)
+            run.report_inexact(check.changed)
         elif (broken := check.broken(run.device)) is not None:
             if not run.readable:
                 self._read_later(broken)
             elif bool(broken):
                 self.was_other = True
-                run.tell(_OTHER)
+                run.report_inexact(_OTHER)
 
 
 def scale_gradients(model: nn.Module, times: Tensor | float) -> None:

@@ -162,7 +162,7 @@ class Host(ABC):
         self.state.note_inexact()
         self.warn_once(name, message)
 
-    def tell(self, why: str, windows: int = 1) -> None:
+    def report_inexact(self, why: str, windows: int = 1) -> None:
         """Warn that this window is not exact, or so many since the last log."""
         self.state.note_inexact(windows=windows)
         if self.shows:

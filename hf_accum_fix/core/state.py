@@ -16,7 +16,7 @@ from hf_accum_fix.accumulation.kinds import Kind, kind_of, words_of
 ATTEMPTS = 3
 #: Windows at most in which a loss is observed again that was not as observed.
 RECONSIDERED = 8
-#: The one task, where they are not told apart.
+#: The one task, where they are not distinguished.
 ALL: Kind = frozenset({("", 0)})
 
 

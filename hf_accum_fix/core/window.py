@@ -186,7 +186,7 @@ def count_window(
     if not state.tasks:
         _check_given(host, batches)
     if new and not state.asks:
-        host.tell("it holds micro-batches of a kind that was not observed")
+        host.report_inexact("it holds micro-batches of a kind that was not observed")
     if any(not state.contract_of(batch).exact for batch in batches if len(contracts) > 1):
         # The first task's may be.
         state.note_inexact()
@@ -303,7 +303,7 @@ def _compare_rules(host: Host, counts: _Counts) -> None:
                 state.reconsider()
                 state.asks = state.asks or state.reconsiders
             if not state.reconsiders:
-                host.tell("several rules fit the items of its terms, and count this window differently")
+                host.report_inexact("several rules fit the items of its terms, and count this window differently")
 
 
 def _check_given(host: Host, batches: Sequence[Any]) -> None:
@@ -315,7 +315,9 @@ def _check_given(host: Host, batches: Sequence[Any]) -> None:
         state.given_for = held if state.given_for is None else state.given_for
         if held != state.given_for:
             covered = words_of(state.given_for)
-            host.tell(f"a micro-batch holds {words_of(kind_of(batch))}, and the contract given covers {covered}")
+            host.report_inexact(
+                f"a micro-batch holds {words_of(kind_of(batch))}, and the contract given covers {covered}"
+            )
             return
 
 

@@ -163,9 +163,9 @@ def check_setup(trainer: TrainerLike) -> dict[str, str]:
         raise UnsupportedSetupError(f"{name} uses apex, which goes past accelerate.backward; use torch's bf16 or fp16")
     split = {kind: size for kind in ("cp", "sp") if (size := parallel_size(trainer, kind)) > 1}
     if split:
-        told = ", ".join(f"{kind}_size={size}" for kind, size in split.items())
+        found = ", ".join(f"{kind}_size={size}" for kind, size in split.items())
         raise UnsupportedSetupError(
-            f"{name}: got samples that are split over ranks ({told}), so that no rank sees the items of a sample; "
+            f"{name}: got samples that are split over ranks ({found}), so that no rank sees the items of a sample; "
             "expected ranks with whole samples; leave context and sequence parallelism out of the parallelism_config "
             "(data and tensor parallelism are supported)"
         )
