@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -262,8 +263,8 @@ def test_another_loss_than_the_observed_one_is_said_on_any_device(caplog: pytest
     cut = WindowCut(number, number, 1, 1)
     model = nn.Linear(1, 1)
     trainer = SimpleNamespace(
-        args=SimpleNamespace(device=torch.device("cuda"), world_size=1, gradient_accumulation_steps=2),
-        accelerator=SimpleNamespace(unwrap_model=lambda model: model),
+        args=SimpleNamespace(device=torch.device("cuda"), world_size=1, process_index=0, gradient_accumulation_steps=2),
+        accelerator=SimpleNamespace(unwrap_model=lambda model: model, distributed_type=DistributedType.NO),
         state=SimpleNamespace(global_step=0),
         model=model,
         model_wrapped=model,
