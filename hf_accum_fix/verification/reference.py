@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import products_are_rounded
-from hf_accum_fix.accumulation.preserve import RANDOM_NUMBERS, Preserved
+from hf_accum_fix.accumulation.preserve import RANDOM_NUMBERS, Preserved, overridden
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides.forward import compute_loss_of, loss_alone
 from hf_accum_fix.overrides.live import hands_number
-from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, Sum, distance, dots, on_cpu, take
 from hf_accum_fix.verification.sample import Collate
@@ -121,7 +120,7 @@ class Scene:
             self.trainer.accelerator.autocast(),
             self.trainer.compute_loss_context_manager(),
             # By upstream's convention the loss is then not multiplied by the ranks.
-            shadow(self.trainer.args, "average_tokens_across_devices", False),
+            overridden(self.trainer.args, "average_tokens_across_devices", False),
         ):
             found: tuple[Tensor, Any] = compute_loss(
                 self.trainer.model, prepared, return_outputs=True, num_items_in_batch=number

@@ -19,10 +19,9 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from hf_accum_fix.accumulation.kinds import Kind, kind_of, words_of
-from hf_accum_fix.accumulation.preserve import reached
+from hf_accum_fix.accumulation.preserve import overridden, reached
 from hf_accum_fix.accumulation.window import has_rows
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
-from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.traceless import seed
 
@@ -187,9 +186,9 @@ def _first_rows(loader: Any, count: int) -> Iterator[Any]:
     with ExitStack() as stack:
         for each in (loader, getattr(loader, "base_dataloader", None)):
             if each is not None:
-                stack.enter_context(shadow(each, "collate_fn", Rows))
+                stack.enter_context(overridden(each, "collate_fn", Rows))
                 # Workers that outlive an epoch have a collator of their own.
-                stack.enter_context(shadow(each, "_iterator", None))
+                stack.enter_context(overridden(each, "_iterator", None))
         for batch in loader:
             if not isinstance(batch, Rows):
                 raise UnsupportedSetupError(

@@ -18,8 +18,8 @@ from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.errors import AccumFixError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import SWITCH, Options, enabled
 from hf_accum_fix.overrides.forward import compute_loss_of
+from hf_accum_fix.overrides.host import settle
 from hf_accum_fix.overrides.live import data_ranks
-from hf_accum_fix.overrides.settling import settle
 from hf_accum_fix.overrides.training import check_setup
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
 from hf_accum_fix.upstream.defects import is_present
