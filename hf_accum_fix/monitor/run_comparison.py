@@ -22,7 +22,7 @@ from hf_accum_fix.monitor.run_summary import ENOUGH, Summary, all_positive, scal
 _LOGS_PER_DEGREE = 5
 #: Chance of a false difference between two runs of the same curve.
 _FALSE_DIFFERENCE = 1e-4
-#: A lasting ratio of two losses that counts whatever the correlation of the noise: at least this far from 1, and so
+#: A lasting ratio of two losses that counts for any correlation of the noise: at least this far from 1, and so
 #: many times its own deviation.
 _PLAIN_FACTOR, _PLAIN_TIMES = 1.25, 5.0
 #: Ratio of every one of a few logs that is a difference, and largest over smallest ratio of two runs of one cause.
