@@ -6,14 +6,14 @@ import atexit
 import logging
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from importlib import import_module
 from threading import RLock
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_accum_fix.errors import AccumFixError, ForeignPatchError, OptionsError, SeamError
+from hf_accum_fix.errors import AccumFixError, ForeignPatchError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.observations import recorded
 from hf_accum_fix.options import SWITCH, Options, enabled, options_from, shows_options
 
@@ -37,14 +37,30 @@ QUIET: Final = "HF_ACCUM_FIX_QUIET"
 _SAID: Final = "PYTHON_HF_ACCUM_FIX_SAID"
 
 
-def _renew_lock() -> None:
-    """Make a new lock in the child of a fork: nobody is left there to release one that another thread held."""
-    global _LOCK
-    _LOCK = RLock()
+#: Seconds that a fork waits for a thread that applies or reverts.
+_FORK_WAITS: Final = 5.0
+
+
+def _release_after_fork() -> None:
+    with suppress(RuntimeError):  # It was not acquired in time.
+        _LOCK.release()
+
+
+def _renew_locks() -> None:
+    """Open the locks in the child of a fork: nobody is left there to release those that another thread held."""
+    importer = sys.modules.get("wrapt.importer")
+    locks: tuple[Any, ...] = (_LOCK, getattr(importer, "_post_import_hooks_lock", None))
+    for lock in locks:
+        if hasattr(lock, "_at_fork_reinit"):
+            lock._at_fork_reinit()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
+    os.register_at_fork(
+        before=lambda: _LOCK.acquire(timeout=_FORK_WAITS),
+        after_in_parent=_release_after_fork,
+        after_in_child=_renew_locks,
+    )
 
 
 class _State(str, Enum):
@@ -58,7 +74,7 @@ class _State(str, Enum):
 
 
 class PatchHandle:
-    """One application of the patch; revert(), or the end of a with block, takes it back.
+    """The patch of this process; revert(), or the end of a with block, undoes one apply().
 
     Attributes:
         options: what the user decided.
@@ -104,11 +120,23 @@ class PatchHandle:
         return self.active and imported_trainer() not in (None, self._trainer)
 
     def revert(self) -> None:
-        """Put the identical original methods back, or cancel what is pending; a second call has no effect.
+        """Undo one apply(): the last one puts the identical original methods back, or cancels what is pending.
 
         Raises:
             ForeignPatchError: if somebody else replaced a method since; then nothing is touched.
         """
+        self._undo_one()
+        if self.active:
+            _LOG.info("hf-accum-fix stays on for the other calls of apply(); hf_accum_fix.revert() undoes them all")
+
+    def _undo_one(self) -> None:
+        with _LOCK:
+            if self._applications > 1:
+                self._applications -= 1
+            else:
+                self._take_off()
+
+    def _take_off(self) -> None:
         with _LOCK:
             installed = [each for each in (self._installation, self._guard) if each is not None]
             if installed:
@@ -116,7 +144,7 @@ class PatchHandle:
 
                 restore(installed)
                 self._installation = self._guard = None
-            self._refusal = None
+            self._refusal, self._applications = None, 0
             if self._state != _State.OFF:
                 self._state = _State.REVERTED
             if _MEMORY.get("handle") is self:
@@ -134,11 +162,8 @@ class PatchHandle:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Undo one apply(); the methods come back with the last one."""
-        with _LOCK:
-            self._applications -= 1
-            if self._applications <= 0:
-                self.revert()
+        """Undo one apply()."""
+        self._undo_one()
 
     def _install(self, _: ModuleType) -> None:
         """Wrap the methods if this handle still waits for it: the hook at the Trainer's import."""
@@ -146,7 +171,7 @@ class PatchHandle:
             return
         # Another thread may be importing it now: wait for that. In the hook itself the import is done.
         import_module("transformers.trainer")
-        from hf_accum_fix.upstream.environment import detect, imported_trainer, is_pristine
+        from hf_accum_fix.upstream.environment import detect, imported_trainer, is_pristine, is_training
         from hf_accum_fix.upstream.patch import Patch, install
         from hf_accum_fix.upstream.plan import make_plan
         from hf_accum_fix.upstream.seams import EVALUATION
@@ -158,6 +183,11 @@ class PatchHandle:
             self.plan = make_plan(environment, self.options)
             if self.plan.refusal is not None:
                 raise self.plan.refusal
+            if is_training():
+                raise UnsupportedSetupError(
+                    "got apply() while a Trainer trains, half of whose run would be the stock Trainer's; expected it "
+                    "before train(); call it where the script begins"
+                )
             trainer = imported_trainer()
             if trainer is None:
                 raise SeamError(
@@ -216,6 +246,11 @@ class PatchHandle:
 
         trainer = calling_trainer(sys._getframe(1))
         base = None if trainer is None else upstream_class(type(trainer))
+        if base is not None and self.active and not enabled():
+            _LOG.warning(
+                "%s=%s was set after apply(): the stock %s trains; unset it, or call revert()",
+                *(SWITCH, os.environ[SWITCH], type(trainer).__name__),
+            )
         if base is not None and enabled():
             if self._refusal is not None:
                 raise self._refusal
@@ -265,14 +300,15 @@ def apply(*, quiet: bool = False, **options: Any) -> PatchHandle:
     """Patch transformers.Trainer, for every subclass there is or will be.
 
     Before transformers.trainer is imported the handle is pending, and the import applies it (or raises).
-    While one handle lives, apply() returns that one. With HF_ACCUM_FIX=0 in the environment it does nothing.
+    While the patch is on, apply() returns the same handle and counts: it stays on until each has been reverted.
+    With HF_ACCUM_FIX=0 in the environment it does nothing.
 
     Args:
         quiet: leave out the line on stderr that says, once a job, that the patch is on; HF_ACCUM_FIX_QUIET=1 does, too.
         options: the fields of `Options`, by name.
 
     Returns:
-        The handle: revert(), or a with block, takes the patch back.
+        The handle: revert(), or a with block, undoes this one call; hf_accum_fix.revert() undoes all.
 
     Raises:
         UnsupportedVersionError: if transformers is missing or older than 4.41.
@@ -280,6 +316,7 @@ def apply(*, quiet: bool = False, **options: Any) -> PatchHandle:
             or a method has another signature.
         ForeignPatchError: if somebody else replaced one, and allow_foreign does not name them.
         OptionsError: if an option is invalid, or differs from those already applied.
+        UnsupportedSetupError: if a Trainer trains meanwhile.
     """
     from wrapt import register_post_import_hook
 
@@ -300,7 +337,7 @@ def apply(*, quiet: bool = False, **options: Any) -> PatchHandle:
                 register_post_import_hook(handle._watch, GUARD.module)
                 register_post_import_hook(handle._install, TRAINER_MODULE)
             except AccumFixError:
-                handle.revert()  # The caller of apply() itself gets the error, and decides how to go on.
+                handle._take_off()  # The caller of apply() itself gets the error, and decides how to go on.
                 raise
             if handle.pending and not handle._deferred:
                 handle._deferred = True
@@ -313,7 +350,8 @@ def revert() -> None:
     """Take the live patch back, whoever applied it, or forget a refusal; without either, do nothing."""
     handle = _MEMORY.get("handle")
     if handle is not None:
-        handle.revert()
+        # An earlier load of this package may have left it.
+        getattr(handle, "_take_off", handle.revert)()
 
 
 def active_handle() -> PatchHandle | None:
@@ -332,10 +370,12 @@ def report() -> Report:
     with _LOCK:
         handle: PatchHandle | None = _MEMORY.get("handle")
         environment = detect()
-        idle = _State.REVERTED if enabled() else _State.OFF
+        state = _State.REVERTED if handle is None else handle._state
+        if not enabled() and state in (_State.REVERTED, _State.APPLIED):
+            state = _State.OFF
         return Report(
             version=__version__,
-            state=(idle if handle is None else handle._state).value,
+            state=state.value,
             environment=environment,
             plan=make_plan(environment, Options() if handle is None else handle.options),
             missing=() if handle is None else handle.missing(),
@@ -386,8 +426,8 @@ def _say_once_a_job(line: str) -> None:
 
 
 def _say(line: str) -> None:
-    """Print a line on stderr, if this is the first rank."""
-    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
+    """Print a line on stderr, if there is one and this is the first rank."""
+    if sys.stderr is not None and os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
         sys.stderr.write(f"hf-accum-fix: {line}\n")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hf_accum_fix.applying import active_handle
+from hf_accum_fix.applying import active_handle, revert
 from hf_accum_fix.verification.report import Kind, VerificationReport
 from hf_accum_fix.verification.verify import verify
 
@@ -44,4 +44,4 @@ def invariant() -> Iterator[Callable[..., VerificationReport]]:
     yield assert_invariant
     handle = active_handle()
     if handle is not None and handle is not before:
-        handle.revert()
+        revert()

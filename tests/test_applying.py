@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -14,12 +15,13 @@ from typing import Any
 
 import pytest
 import wrapt
-from transformers import Seq2SeqTrainer, Trainer
+from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
 
 import hf_accum_fix
 from hf_accum_fix import ForeignPatchError, Options, OptionsError, observations, overrides
 from hf_accum_fix.upstream.plan import Action
 from hf_accum_fix.upstream.seams import seams_of
+from tests.verify.trainers import Regression, points, small
 
 SEAMS = seams_of(None)
 NAMES = [seam.name for seam in SEAMS]
@@ -159,7 +161,9 @@ def test_many_threads_get_one_handle_and_leave_nothing() -> None:
     for thread in threads:
         thread.join()
     assert len(handles) == 8 and len(set(map(id, handles))) == 1
-    handles[0].revert()
+    for handle in handles:
+        assert handle.active
+        handle.revert()
     assert is_original()
 
 
@@ -351,7 +355,7 @@ log = {str(tmp_path / "log")!r}
 logging.basicConfig(level=logging.INFO, format="%(message)s", filename=log)
 handle = hf_accum_fix.apply()
 found = [handle.pending, hf_accum_fix.report().state, open(log).read()]
-from transformers import Seq2SeqTrainer, Trainer
+from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
 found += [handle.active, handle.pending, open(log).read().count("wrapped Trainer.train")]
 found += [type(vars(Trainer)["compute_loss"]).__module__]
 handle.revert()
@@ -454,3 +458,89 @@ except hf_accum_fix.UnsupportedVersionError as error:
     print("4.40.2" in str(error), hf_accum_fix.active_handle())
 """
     assert toy(script) == "True None"
+
+
+# --- changed in mid-run -----------------------------------------------------------------------------------------------
+
+
+def test_each_reverts_its_own_apply_alone() -> None:
+    one, other = hf_accum_fix.apply(), hf_accum_fix.apply()
+    one.revert()
+    assert other.active and not is_original()
+    other.revert()
+    other.revert()
+    assert is_original()
+
+
+def test_a_switch_set_after_apply_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf_accum_fix.apply()
+    monkeypatch.setenv("HF_ACCUM_FIX", "0")
+    small(Regression(), tmp_path, points(8), max_steps=1).train()
+    assert "HF_ACCUM_FIX=0 was set after apply()" in caplog.text
+    assert hf_accum_fix.report().state == "switched off"
+
+
+class AtTheFirstStep(TrainerCallback):
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act, self.raised = act, ""
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            self.act()
+        except hf_accum_fix.AccumFixError as error:
+            self.raised = str(error)
+
+
+def test_apply_in_mid_training_is_refused(tmp_path: Path) -> None:
+    trainer = small(Regression(), tmp_path, points(8), max_steps=1)
+    callback = AtTheFirstStep(hf_accum_fix.apply)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert "while a Trainer trains" in callback.raised
+    assert is_original() and hf_accum_fix.active_handle() is None
+    with hf_accum_fix.apply() as handle:
+        assert handle.active
+
+
+def test_without_a_stderr() -> None:
+    script = (
+        "import sys; sys.stderr = None; import transformers.trainer, hf_accum_fix as fix; print(fix.apply().active)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout == "True\n", done
+
+
+FORKS = """
+import os, signal, sys, threading
+import hf_accum_fix
+
+def work():
+    while True:
+        with hf_accum_fix.apply(quiet=True):
+            pass
+
+with hf_accum_fix.apply(quiet=True):
+    pass
+sys.setswitchinterval(1e-6)
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+codes = []
+for _ in range(60):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(5)
+        hf_accum_fix.revert()
+        handle = hf_accum_fix.apply(quiet=True)
+        os._exit(0 if handle.pending else 1)
+    codes.append(os.waitpid(child, 0)[1])
+print(set(codes))
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_fork_while_a_thread_applies_hangs_in_no_child() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout == "{0}\n", done

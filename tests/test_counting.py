@@ -1,4 +1,4 @@
-"""One contract from window to window, as `counting.settle` takes it; what it is made of is in accumulation/."""
+"""One contract from window to window, as `core.contracts.settle` takes it; what it is made of is in accumulation/."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from hf_accum_fix import counting
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Reduction
 from hf_accum_fix.accumulation.window import Items
+from hf_accum_fix.core.contracts import remarks, settle
+from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.errors import ContractError
-from hf_accum_fix.known import ATTEMPTS
-from hf_accum_fix.loop.run import LoopRun
+from hf_accum_fix.loop import LoopHost
 from hf_accum_fix.options import Options
 
 MEAN = LossContract(Reduction.MEAN, Items(("labels",)), reason="its graph divides NllLossBackward0 by them")
@@ -23,19 +23,34 @@ BLANK = replace(MEAN, conclusive=False, reason=NO_TARGET_SEEN)
 BATCH = {"labels": torch.ones(2, 3, dtype=torch.long)}
 
 
-def settled_in(run: LoopRun, window: Sequence[Any], seen: LossContract | None) -> LossContract:
+class Told(LoopHost):
+    """A loop that observes what is put here."""
+
+    seen: tuple[LossContract | None, Exception | None] = (None, None)
+
+    def __init__(self) -> None:
+        super().__init__(None, 2, Options())
+
+    def observe(self, batches: Sequence[Any], number: Any) -> tuple[LossContract | None, Exception | None]:
+        return self.seen
+
+
+def settled_in(host: Told, window: Sequence[Any], seen: LossContract | None) -> LossContract:
     """The contract after a window in which this was seen; None: nothing was."""
-    run.windows.opened += bool(window)
-    return counting.settle(run, run, window, lambda batches: (seen, None), per_sample=False, matters=True)
+    host.state.opened += bool(window)
+    host.seen = (seen, None)
+    settle(host, window)
+    assert host.contract is not None
+    return host.contract
 
 
 def test_a_window_that_shows_nothing_leaves_an_open_contract() -> None:
     """As the one does by which ranks learn that all of their epochs have ended."""
-    run = LoopRun(None, 2, Options())
-    first = settled_in(run, [BATCH, BATCH], ZERO)
-    assert not first.conclusive and not run.exact
-    assert settled_in(run, [], None) == first
-    assert run.attempts == 1
+    host = Told()
+    first = settled_in(host, [BATCH, BATCH], ZERO)
+    assert not first.conclusive and not host.state.exact
+    assert settled_in(host, [], None) == first
+    assert host.state.first.attempts == 1
 
 
 @pytest.mark.parametrize(
@@ -53,23 +68,23 @@ def test_a_window_that_shows_nothing_leaves_an_open_contract() -> None:
 def test_windows_are_observed_until_one_shows_the_loss(
     shown: Sequence[LossContract], attempts: int, is_settled: bool
 ) -> None:
-    run = LoopRun(None, 2, Options())
+    host = Told()
     for seen in shown:
-        found = settled_in(run, [BATCH, BATCH], seen)
-    assert found.conclusive == shown[-1].conclusive and run.exact == (found.conclusive and ZERO not in shown)
-    assert run.windows.inexact == shown.count(ZERO)
-    assert (run.attempts, run.is_settled) == (attempts, is_settled)
+        found = settled_in(host, [BATCH, BATCH], seen)
+    assert found.conclusive == shown[-1].conclusive and host.state.exact == (found.conclusive and ZERO not in shown)
+    assert host.state.inexact == shown.count(ZERO)
+    assert (host.state.first.attempts, host.state.first.is_settled) == (attempts, is_settled)
 
 
 def test_what_is_settled_is_observed_no_more() -> None:
-    run = LoopRun(None, 2, Options())
-    assert settled_in(run, [BATCH, BATCH], MEAN) == MEAN
-    assert settled_in(run, [BATCH, BATCH], LossContract(Reduction.SUM)) == MEAN
-    assert run.attempts == 1
+    host = Told()
+    assert settled_in(host, [BATCH, BATCH], MEAN) == MEAN
+    assert settled_in(host, [BATCH, BATCH], LossContract(Reduction.SUM)) == MEAN
+    assert host.state.first.attempts == 1
 
 
 def test_a_loss_that_no_window_has_shown_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    found = list(counting.remarks("Head", ZERO, ATTEMPTS))
+    found = list(remarks("Head", ZERO, ATTEMPTS))
     assert found == [
         (
             "inexact",
@@ -80,16 +95,19 @@ def test_a_loss_that_no_window_has_shown_is_said_once(caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("trouble", [ContractError("no loss"), torch.cuda.OutOfMemoryError("out of memory")], ids=repr)
 def test_trouble_that_training_would_meet_is_raised(trouble: Exception) -> None:
-    run = LoopRun(None, 2, Options())
+    host = Told()
+    host.seen = (None, trouble)
     with pytest.raises(type(trouble), match=str(trouble)):
-        counting.settle(run, run, [BATCH], lambda batches: (None, trouble), per_sample=False, matters=True)
+        settle(host, [BATCH])
 
 
 def test_other_trouble_is_left_to_training_to_show() -> None:
     """It may never run what an observation does: parts of a batch, or two batches as one."""
-    run = LoopRun(None, 2, Options())
-    run.windows.opened += 1
-    trouble = RuntimeError("no such kernel")
-    found = counting.settle(run, run, [BATCH], lambda batches: (None, trouble), per_sample=False, matters=True)
+    host = Told()
+    host.state.opened += 1
+    host.seen = (None, RuntimeError("no such kernel"))
+    settle(host, [BATCH])
+    found = host.contract
+    assert found is not None
     assert found.reduction is Reduction.PLAIN and found.reason == "it could not be observed: no such kernel"
-    assert not run.exact and not run.is_settled
+    assert not host.state.exact and not host.state.first.is_settled

@@ -20,16 +20,16 @@ from torch import Tensor
 from transformers import Trainer
 
 import hf_accum_fix
-from hf_accum_fix import counting, observations
+from hf_accum_fix import observations
 from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.window import Items
+from hf_accum_fix.core.contracts import check_alike
+from hf_accum_fix.core.window import count_window
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.errors import ContractError, ForeignPatchError, RankError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options
-from hf_accum_fix.overrides import windows
-from hf_accum_fix.overrides.run import TrainerRun
-from hf_accum_fix.overrides.session import Session
+from hf_accum_fix.overrides.host import TrainerHost
 from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchTrainer
 from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, shifted_cross_entropy
 from tests.numerics.parity import (
@@ -536,9 +536,9 @@ def test_a_seam_replaced_after_apply_is_refused_at_train(tmp_path: Path, monkeyp
             trainer.train()
 
 
-def _rank(reduced: list[float]) -> Any:
+def _rank(reduced: list[float], contract: LossContract | None = None) -> TrainerHost:
     """A trainer of two ranks whose collective gives back what is said here."""
-    return SimpleNamespace(
+    trainer: Any = SimpleNamespace(
         args=SimpleNamespace(device=torch.device("cpu"), world_size=2, process_index=1, gradient_accumulation_steps=4),
         accelerator=SimpleNamespace(
             reduce=lambda tensor, reduction: torch.tensor(reduced, dtype=tensor.dtype),
@@ -546,6 +546,9 @@ def _rank(reduced: list[float]) -> Any:
             gradient_accumulation_steps=1,
         ),
     )
+    host = TrainerHost(trainer, Options())
+    host.state.first.contract = contract
+    return host
 
 
 def test_a_rank_without_a_micro_batch_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -554,12 +557,12 @@ def test_a_rank_without_a_micro_batch_is_an_error_on_every_rank(monkeypatch: pyt
     monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, 1), *said])
     for reduction in (contract, LossContract(Reduction.SUM)):
         with pytest.raises(RankError, match=r"rank 0 has 1, rank 1 has 0.*even_batches=True"):
-            windows._counted(_rank([5.0, 0.0, 1.0, 1.0, 0.0]), reduction, [], None)
+            count_window(_rank([5.0, 0.0, 1.0, 1.0, 0.0], reduction), [])
         # At the end of the data no rank has one, and there is nothing to say.
-        assert windows._counted(_rank([0.0] * 5), reduction, [], None).batches == []
+        assert count_window(_rank([0.0] * 5, reduction), []).batches == []
     monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, (3, ["labels"], "3")), *said])
     with pytest.raises(RankError, match=r"rank 0 has 3, rank 1 has 0.*even_batches=True"):
-        counting.check_alike(TrainerRun(_rank([]), Session(Options())), [], None)
+        check_alike(_rank([]), [], None)
     assert not agree([]).conclusive
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from hf_accum_fix.accumulation.conclude import (
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Coupling, How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.loss_graph import read
-from hf_accum_fix.accumulation.own_division import own_division, suspects
+from hf_accum_fix.accumulation.own_division import RANKS, own_division, suspects
 from hf_accum_fix.accumulation.preserve import undisturbed
 from hf_accum_fix.accumulation.reading import (
     ForgottenError,
@@ -55,7 +56,7 @@ def observe(
     head: nn.Module | None = None,
     others: Sequence[object] = (),
     leave: Sequence[object] = (),
-    more_steps: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    more_steps: Callable[[int], AbstractContextManager[Any]] = nullcontext,
     gather: Gather | None = None,
 ) -> LossContract:
     """Observe how a loss is reduced, on samples of one window; nothing is left behind (see `undisturbed`).
@@ -69,7 +70,7 @@ def observe(
         head: the model whose outputs carry a router's loss; None: there is none.
         others: objects beside the model whose attributes are put back, such as the trainer.
         leave: objects that nothing is noted on, such as data sets.
-        more_steps: a context in which the arguments say other accumulation steps.
+        more_steps: a context in which the arguments say other accumulation steps, and so many times the ranks.
         gather: as for `InStep`.
     """
     # A repeated sample shows as much as any.
@@ -164,9 +165,16 @@ def observe(
         if found.by_number and any(each.handed for each in found.terms):
             found = with_rules(found, alone)
         suspected = suspects(found, whole, setting) if setting.custom or setting.func else []
-        if ranks.any(bool(suspected)):
-            more = run(whole.batch, whole.number, more_steps)
-            found = own_division(found, suspected, whole, more, setting) if suspected else found
+        times_ranks = RANKS if setting.world_size > 1 and any(each.number for each in found.terms) else 1
+        if ranks.any(bool(suspected) or times_ranks > 1):
+            try:
+                more = run(whole.batch, whole.number, partial(more_steps, times_ranks))
+                found = own_division(found, suspected, whole, more, setting)
+            except Exception:
+                # A loss that gathers metrics does not run with other ranks.
+                if times_ranks == 1:
+                    raise
+                logger.debug("a loss was not run with other ranks", exc_info=True)
         unread = any(each.how is How.PLAIN for each in found.terms) and not found.by_number
         uncut = setting.steps * setting.world_size == 1
         if ranks.any(unread and uncut and whole.number is not None):

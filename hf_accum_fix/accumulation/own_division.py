@@ -1,4 +1,4 @@
-"""A trainer's own division for the accumulation window: constants of its loss that move with the steps it is told."""
+"""A trainer's own scaling for steps and ranks: constants of its loss that move with those that the arguments name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.reading import Reading, Seen
 from hf_accum_fix.accumulation.rules import is_near
+
+#: So many times the ranks are named to a loss that divides by the number; steps are named twice or three times.
+RANKS = 5
 
 
 def suspects(found: LossContract, whole: Reading, setting: Setting) -> list[tuple[int, int]]:
@@ -40,7 +43,8 @@ def own_division(
 ) -> LossContract:
     """Which of the `suspects` moved with the steps that the arguments name: those are the trainer's division.
 
-    A constant that does not move is a coefficient, unless it is 1/G or 1/W: that may be either.
+    A constant that does not move is a coefficient, unless it is 1/G or 1/W: that may be either. One that moves with the
+    ranks stands over a number that counts the items of them all.
     """
     steps, ranks = setting.steps, setting.world_size
     telling = {float(number) for number in (steps, ranks, steps * ranks) if number > 1}
@@ -48,9 +52,14 @@ def own_division(
     terms, doubt = list(found.terms), found.doubt
     before, after = _terms_of(found, whole), _terms_of(found, more)
     for at, spec in enumerate(terms):
-        places = [place for term, place in suspected if term == at]
-        divides = [divide for divide, _ in before[at].shape[2:]]
-        times = {place: _times(divides[place], before[at].factors[place], after[at].factors[place]) for place in places}
+        times = [
+            (a / b if divides else b / a) if a and b else 0.0
+            for b, a, (divides, _) in zip(before[at].factors, after[at].factors, spec.shape[2:], strict=True)
+        ]
+        by_ranks = {place for place, each in enumerate(times) if spec.number and is_near(each, 1 / RANKS)}
+        if by_ranks:
+            found = replace(found, takes_world_size=setting.multiplies)
+        places = [place for term, place in suspected if term == at and place not in by_ranks]
         own = [place for place in places if is_near(times[place], 2.0) or is_near(times[place], 3.0)]
         still = [place for place in places if is_near(times[place], 1.0)]
         scales = [*(before[at].factors[place] for place in still), before[at].product(still)]
@@ -66,7 +75,3 @@ def own_division(
                 "it keeps the scale that the stock Trainer hands to the engine"
             )
     return replace(found, terms=tuple(terms), doubt=doubt)
-
-
-def _times(divides: bool, before: float, after: float) -> float:
-    return after / before if divides else before / after

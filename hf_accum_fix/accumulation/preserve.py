@@ -7,27 +7,36 @@ Two kinds of state are kept, each in the way that costs least:
 - *Python values*: attributes, containers, slots and arrays reachable from the given objects (modules, a trainer, its
   meters) are noted before and put back, shallowly, where they differ; generators among them get their state back.
 
-What stays out of sight: globals and closures of the code that is run, and whatever it sends elsewhere.
+Where a training's first window is observed, globals, closures, classes and the objects of libraries stay out of sight;
+``thorough`` follows them as well, which verification does.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
 import random
 import sys
+import types
 import warnings
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
+from ctypes import Array, byref, memmove, sizeof
+from ctypes import _SimpleCData as Scalar
 from functools import partial
 from itertools import islice, tee
+from pickle import dumps
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -42,6 +51,9 @@ _MOST_NUMBERS = 1 << 24
 _ABSENT = object()
 _DICTS = (dict, defaultdict, OrderedDict, Counter)
 _SEQUENCES = (list, deque)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_PLAIN = (str, int, float, bool, bytes, type(None), types.ModuleType, logging.Logger)
+_FUNCTIONS = (types.FunctionType, types.MethodType, partial)
 #: Packages whose objects are machinery, not state that a loss notes something on.
 _MACHINERY = frozenset(
     {"accelerate", "datasets", "deepspeed", "hf_accum_fix", "numpy", "tokenizers", "torch", "transformers", "wrapt"}
@@ -50,13 +62,28 @@ _MACHINERY = frozenset(
 _NOTED_ON = frozenset(
     {"TrainerState", "TrainerControl", "TrainingArguments", "Seq2SeqTrainingArguments", "SimpleNamespace"}
 )
+#: Packages whose objects change on their own: other threads and processes write to them.
+_ALIVE = frozenset({"asyncio", "concurrent", "logging", "psutil", "subprocess", "threading", "weakref"})
+
+
+#: The name of every generator of random numbers in `Preserved.changed`.
+RANDOM_NUMBERS = "a generator of random numbers"
 
 
 class Kept(NamedTuple):
-    """One piece of Python state: what puts it back, and whether it differs in what a loss may depend on."""
+    """One piece of Python state.
 
-    undo: Callable[[], object]
+    Attributes:
+        undo: puts it back.
+        differs: whether it differs in what a loss may depend on.
+        changed: names of what differs at all.
+        lost: names of what differs and cannot be put back.
+    """
+
+    undo: Callable[[], object] = bool
     differs: Callable[[], bool] = bool
+    changed: Callable[[], list[str]] = list
+    lost: Callable[[], list[str]] = list
 
 
 class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -68,20 +95,29 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leave: objects that are not followed, such as data sets.
         sharded: an engine moves the parameters in every forward, and keeps notes on the modules: only buffers, modes
             and what hangs on ``others`` are kept.
+        thorough: follow functions, classes and the objects of libraries, too.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, model: nn.Module, *others: object, leave: Iterable[object] = (), sharded: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *others: object,
+        leave: Iterable[object] = (),
+        sharded: bool = False,
+        thorough: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         modules = list(model.modules())
         self._sharded = sharded
         self._made_inside: set[int] = set()
         self._written: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._kept = _noted(others if sharded else (*modules, *others), leave, follow_modules=not sharded)
-        for module in modules:
-            held = [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
-            self._kept += [_buffer_kept(module._buffers, name, buffer) for name, buffer in held]
+        self._schemas: dict[Any, tuple[list[tuple[int, str]], list[bool]]] = {}
+        roots = others if sharded else (*modules, *others)
+        self._kept = _noted(roots, leave, follow_modules=not sharded, thorough=thorough)
+        if sharded:
+            self._kept += [each for module in modules for each in _buffers_kept(module)]
         for parameter in () if sharded else model.parameters():
             self._kept += [_data_kept(parameter), _attribute_kept(parameter, "grad")]
         self._kept += [_attribute_kept(module, "training") for module in modules]
@@ -94,15 +130,15 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
         schema = getattr(func, "_schema", None)
         if schema is None:
             return func(*args, **kwargs)
-        if schema.is_mutable:
-            given = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
-            for argument in schema.arguments:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._keep(given.get(argument.name))
+        if func not in self._schemas:
+            self._schemas[func] = _writes(schema), [each.alias_info is None for each in schema.returns]
+        writes, makes = self._schemas[func]
+        for place, name in writes:
+            self._keep(args[place] if place < len(args) else kwargs.get(name))
         out = func(*args, **kwargs)
         returned = out if isinstance(out, (tuple, list)) else (out,)
-        for each, declared in zip(returned, schema.returns, strict=False):
-            if declared.alias_info is None:
+        for each, made in zip(returned, makes, strict=False):
+            if made:
                 self._made_inside.update(map(_address, _plain(each)))
         return out
 
@@ -115,6 +151,14 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(not torch.equal(*_as_bytes(storage, content)) for storage, content in [*self._written.values()]):
             return True
         return any(each.differs() for each in self._kept)
+
+    def changed(self) -> list[str]:
+        """Names of the attributes and variables that differ now."""
+        return sorted({name for each in self._kept for name in each.changed()})
+
+    def lost(self) -> list[str]:
+        """Names of what differs and cannot be put back."""
+        return sorted({name for each in self._kept for name in each.lost()})
 
     def restore(self) -> None:
         """Put everything back as it was when this was made."""
@@ -140,6 +184,15 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._written[address] = (storage, storage.clone())  # type: ignore[no-untyped-call]
 
 
+def _writes(schema: Any) -> list[tuple[int, str]]:
+    """Places and names of the arguments that an operation writes to; BatchNorm's statistics are not declared."""
+    return [
+        (place, each.name)
+        for place, each in enumerate(schema.arguments)
+        if (each.alias_info is not None and each.alias_info.is_write) or each.name in ("running_mean", "running_var")
+    ]
+
+
 def _as_bytes(*storages: torch.UntypedStorage) -> list[Tensor]:
     return [torch.tensor([], dtype=torch.uint8, device=each.device).set_(each) for each in storages]
 
@@ -163,57 +216,132 @@ def python_state_kept(*roots: object, leave: Iterable[object] = ()) -> ExitStack
     return stack
 
 
-def _noted(roots: Iterable[object], leave: Iterable[object], *, follow_modules: bool = True) -> list[Kept]:
-    """What puts back the state of everything reachable from the roots."""
-    seen = {id(each) for each in leave}
-    kept: list[Kept] = []
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put the buffers of a model back, also after an error, without waiting for its device."""
+    kept = [each for module in model.modules() for each in _buffers_kept(module)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for each in kept:
+                each.undo()
+
+
+# --- what is reachable ------------------------------------------------------------------------------------------------
+
+
+def reached(
+    *roots: object, leave: Iterable[object] = (), follow_modules: bool = True, thorough: bool = True
+) -> Iterator[Any]:
+    """The roots and all that they hold, each once; arguments as `Preserved`'s."""
+    seen = {id(each): each for each in leave}
     pending = list(roots)
     rooted = {id(root) for root in pending}
     while pending:
         each: Any = pending.pop()
-        if isinstance(each, (str, int, float, bool, bytes, type(None))) or id(each) in seen:
+        if isinstance(each, _PLAIN) or id(each) in seen or (isinstance(each, type) and _is_machinery(each)):
             continue
-        seen.add(id(each))
+        seen[id(each)] = each
+        yield each
+        kind = type(each)
+        follows = follow_modules if isinstance(each, nn.Module) else _holds_state(each, thorough)
+        if _is_container(each, _DICTS):
+            pending.extend(each.values() if len(each) <= _MOST_ELEMENTS else ())
+            pending.append(vars(each) if kind not in _DICTS and hasattr(each, "__dict__") else None)
+        elif _is_container(each, _SEQUENCES):
+            pending.extend(each if len(each) <= _MOST_ELEMENTS else ())
+            pending.append(vars(each) if kind not in _SEQUENCES and hasattr(each, "__dict__") else None)
+        elif kind in (tuple, set):
+            pending.extend(islice(each, _MOST_ELEMENTS))
+        elif isinstance(each, _FUNCTIONS):
+            pending.extend(_held_by_function(each) if thorough else ())
+        elif isinstance(each, type):
+            pending.extend(vars(each).values() if thorough else ())
+        elif follows or (id(each) in rooted and hasattr(each, "__dict__")):
+            pending.append(vars(each))
+            pending.extend(kind.__mro__ if thorough else ())
+        if not isinstance(each, type) and (thorough or not _is_machinery(kind)):
+            pending.extend(value for _, value in _slots(each))
+
+
+def _is_container(value: object, kinds: tuple[type, ...]) -> bool:
+    return type(value) in kinds or (isinstance(value, kinds) and not _is_machinery(type(value)))
+
+
+def _held_by_function(value: Any) -> list[Any]:
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if _is_machinery(value):
+        return [held for _, held in _cells(value)]
+    named = [value.__globals__.get(name) for name in value.__code__.co_names]
+    # Functions and classes of a module lead everywhere.
+    held = [each for each in named if not isinstance(each, (type, *_FUNCTIONS))]
+    return [*(each for _, each in _cells(value)), value.__defaults__, value.__kwdefaults__, *held]
+
+
+def _cells(function: types.FunctionType) -> list[tuple[types.CellType, Any]]:
+    """The variables that a function closes over, but those that are not filled yet."""
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append((cell, cell.cell_contents))
+        except ValueError:
+            continue
+    return found
+
+
+def _noted(
+    roots: Iterable[object], leave: Iterable[object], *, follow_modules: bool = True, thorough: bool = False
+) -> list[Kept]:
+    """What puts back the state of everything reachable from the roots."""
+    kept: list[Kept] = []
+    names: dict[int, str] = {}
+    for each in reached(*roots, leave=leave, follow_modules=follow_modules, thorough=thorough):
         kind = type(each)
         if isinstance(each, Tensor):
-            if kind is Tensor and each.layout is torch.strided and not each.is_nested:
-                kept.append(_data_kept(each))
-        elif kind is np.ndarray:
-            if each.size <= _MOST_NUMBERS and each.flags.writeable:
-                kept.append(_array_kept(each))
-        elif kind in _DICTS or (isinstance(each, dict) and not _is_machinery(kind)):
-            if kind not in _DICTS:
-                pending.append(getattr(each, "__dict__", None))
-            kept += _dict_kept(each)
-            if len(each) <= _MOST_ELEMENTS:
-                pending.extend(each.values())
-        elif kind in _SEQUENCES or (isinstance(each, _SEQUENCES) and not _is_machinery(kind)):
-            if kind not in _SEQUENCES:
-                pending.append(getattr(each, "__dict__", None))
+            kept += _tensor_kept(each, thorough)
+        elif isinstance(each, np.ndarray):
+            kept += _array_kept(each, thorough) if thorough or kind is np.ndarray else []
+        elif _is_container(each, _DICTS):
+            kept += _dict_kept(each, names.get(id(each), ""))
+        elif _is_container(each, _SEQUENCES):
             kept.append(_sequence_kept(each))
-            if len(each) <= _MOST_ELEMENTS:
-                pending.extend(each)
         elif kind is set:
             kept.append(_set_kept(each))
-        elif kind is tuple:
-            pending.extend(each[:_MOST_ELEMENTS])
-        elif isinstance(each, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
+        elif isinstance(each, _GENERATORS):
             kept.append(_generator_kept(each))
-        elif id(each) in rooted or (follow_modules if isinstance(each, nn.Module) else _holds_state(each)):
-            kept += _dict_kept(vars(each))
-            pending.extend(vars(each).values())
-        if not (isinstance(each, type) or _is_machinery(kind)):
-            kept += _slots_kept(each, pending)
+        elif isinstance(each, (bytearray, array, Array, Scalar)):
+            kept.append(_bytes_kept(each))
+        elif thorough and isinstance(each, type):
+            kept.append(_class_kept(each))
+        elif thorough and isinstance(each, types.FunctionType):
+            kept += _variables_kept(each)
+        elif thorough and isinstance(each, types.GeneratorType):
+            kept.append(_generator_watched(each))
+        elif hasattr(each, "__dict__") and not isinstance(each, (type, *_FUNCTIONS)):
+            names[id(vars(each))] = kind.__name__
+        if isinstance(each, nn.Module) and follow_modules:
+            kept += _buffers_kept(each)
+        if not isinstance(each, type) and (thorough or not _is_machinery(kind)):
+            kept += [Kept(partial(slot.__set__, each, value)) for slot, value in _slots(each)]
     return kept
 
 
-def _is_machinery(kind: type) -> bool:
-    return kind.__name__ not in _NOTED_ON and kind.__module__.partition(".")[0] in _MACHINERY
+def _is_machinery(kind: Any) -> bool:
+    return kind.__name__ not in _NOTED_ON and (kind.__module__ or "").partition(".")[0] in _MACHINERY
 
 
-def _holds_state(value: object) -> bool:
+def _holds_state(value: object, thorough: bool) -> bool:
     is_code = isinstance(value, type) or callable(getattr(type(value), "__get__", None))
-    return hasattr(value, "__dict__") and not is_code and not _is_machinery(type(value))
+    if not hasattr(value, "__dict__") or is_code:
+        return False
+    return type(value).__module__.partition(".")[0] not in _ALIVE if thorough else not _is_machinery(type(value))
+
+
+# --- what puts one value back -----------------------------------------------------------------------------------------
 
 
 def _is_stream(value: object) -> bool:
@@ -221,13 +349,13 @@ def _is_stream(value: object) -> bool:
     return known and isinstance(value, Iterator)
 
 
-def _streams_kept(holder: dict[Any, Any]) -> list[Kept]:
+def _streams_kept(holder: Any, items: Iterable[tuple[Any, Any]]) -> list[Kept]:
     """Generators and iterators, a loader's too, that a dict holds: what is drawn from one is drawn again afterwards.
 
     One that was drawn from is replaced for good, by an iterator over the same values: it cannot be wound back.
     """
     undo: list[Kept] = []
-    for name, stream in [(name, value) for name, value in holder.items() if _is_stream(value)]:
+    for name, stream in [(name, value) for name, value in items if _is_stream(value)]:
         drawn: list[bool] = []
 
         def values(stream: Any = stream, drawn: list[bool] = drawn) -> Iterator[Any]:
@@ -245,8 +373,8 @@ def _streams_kept(holder: dict[Any, Any]) -> list[Kept]:
     return undo
 
 
-def _dict_kept(value: dict[Any, Any]) -> list[Kept]:
-    streams = _streams_kept(value)
+def _dict_kept(value: dict[Any, Any], owner: str) -> list[Kept]:
+    streams = _streams_kept(value, value.items())
     before = dict(value)
     telling = [(key, each) for key, each in before.items() if isinstance(each, (float, Tensor))]
 
@@ -263,7 +391,54 @@ def _dict_kept(value: dict[Any, Any]) -> list[Kept]:
         now = ((value.get(key, _ABSENT), each) for key, each in telling)
         return begun or any(new is not old and not (isinstance(new, float) and new == old) for new, old in now)
 
-    return [Kept(undo, differs), *streams]
+    def changed() -> list[str]:
+        names = [key for key in {**before, **value} if value.get(key, _ABSENT) is not before.get(key, _ABSENT)]
+        new = [RANDOM_NUMBERS for name in names if isinstance(value.get(name), _GENERATORS)]
+        return [*new, *(f"{owner}.{name}" if owner else repr(name) for name in names)]
+
+    return [Kept(undo, differs, changed), *streams]
+
+
+def _class_kept(value: type) -> Kept:
+    """Attributes of a class, where an object counts without an attribute of its own."""
+    before = dict(vars(value))
+
+    def changed() -> list[str]:
+        now = vars(value)
+        return [name for name in {**before, **now} if now.get(name, _ABSENT) is not before.get(name, _ABSENT)]
+
+    def undo() -> None:
+        for name in changed():
+            if name in before:
+                setattr(value, name, before[name])
+            else:
+                delattr(value, name)
+
+    return Kept(undo, changed=lambda: [f"{value.__name__}.{name}" for name in changed()])
+
+
+def _variables_kept(function: types.FunctionType) -> list[Kept]:
+    """What a function closes over, and the global numbers that it names; both may be bound anew."""
+    kept = [
+        Kept(
+            partial(setattr, cell, "cell_contents", value),
+            changed=lambda cell=cell, value=value, name=name: [name] * (cell.cell_contents is not value),  # type: ignore[misc]
+        )
+        for name, (cell, value) in zip(function.__code__.co_freevars, _cells(function), strict=False)
+    ]
+    if _is_machinery(function):
+        return kept
+    variables = function.__globals__
+    named = {name: variables[name] for name in function.__code__.co_names if name in variables}
+    for name, value in named.items():
+        if value is None or isinstance(value, (int, float, str, tuple, Tensor)):
+            kept.append(
+                Kept(
+                    partial(variables.__setitem__, name, value),
+                    changed=lambda name=name, value=value: [name] * (variables.get(name) is not value),  # type: ignore[misc]
+                )
+            )
+    return kept
 
 
 def _attribute_kept(value: Any, name: str, is_same: Callable[[Any, Any], bool] = operator.is_) -> Kept:
@@ -276,41 +451,84 @@ def _attribute_kept(value: Any, name: str, is_same: Callable[[Any, Any], bool] =
     return Kept(undo)
 
 
+def _tensor_kept(value: Tensor, thorough: bool) -> list[Kept]:
+    if value.layout is not torch.strided or value.is_nested:
+        return []
+    if type(value) is Tensor:
+        return [_data_kept(value)]
+    if type(value) is nn.Parameter and thorough:
+        return [_data_kept(value), _attribute_kept(value, "grad"), _attribute_kept(value, "requires_grad")]
+    return []
+
+
 def _data_kept(value: Tensor) -> Kept:
     """What ``.data = ...`` puts elsewhere; what is written in place is seen by the dispatch mode."""
     return _attribute_kept(value, "data", lambda now, before: now.data_ptr() == before.data_ptr())
 
 
-def _buffer_kept(holder: dict[str, Tensor | None], name: str, buffer: Tensor) -> Kept:
+def _buffers_kept(module: nn.Module) -> list[Kept]:
+    held = [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
+    return [_buffer_kept(module, name, buffer) for name, buffer in held]
+
+
+def _buffer_kept(module: nn.Module, name: str, buffer: Tensor) -> Kept:
     before = buffer.detach().clone()
+    # BatchNorm changes its statistics by an operation that counts no version up.
+    counts = not buffer.is_inference() and not isinstance(module, _BatchNorm)
+    version = buffer._version if counts else -1
 
     def undo() -> None:
-        holder[name] = buffer
-        # BatchNorm changes its statistics by an operation that does not say so.
-        if buffer.layout is not torch.strided or not torch.equal(buffer, before):
+        module._buffers[name] = buffer
+        if not counts or buffer._version != version:
             buffer.copy_(before)
 
     return Kept(undo)
 
 
-def _array_kept(value: np.ndarray[Any, Any]) -> Kept:
+def _generator_watched(value: types.GeneratorType[Any, Any, Any]) -> Kept:
+    """A generator that no dict holds, where it could be replaced by one over the same values."""
+
+    def place() -> int:
+        return -1 if value.gi_frame is None else hash((value.gi_frame.f_lasti, str(value.gi_frame.f_locals)))
+
+    before = place()
+    return Kept(lost=lambda: [f"the generator {value.__name__}"] * (place() != before))
+
+
+def _array_kept(value: np.ndarray[Any, Any], thorough: bool) -> list[Kept]:
+    if not value.flags.writeable or (value.size > _MOST_NUMBERS and not thorough):
+        return []
+    if value.size > _MOST_NUMBERS:
+        total = crc32(value.tobytes())
+        return [Kept(lost=lambda: [f"an array of {value.size} numbers"] * (crc32(value.tobytes()) != total))]
     before = value.copy()
-    return Kept(lambda: np.copyto(value, before), lambda: value.tobytes() != before.tobytes())
+
+    def differs() -> bool:
+        return bool(value.tobytes() != before.tobytes())
+
+    return [Kept(lambda: np.copyto(value, before) if differs() else None, differs)]
 
 
-def _slots_kept(value: object, pending: list[Any]) -> list[Kept]:
-    """What puts back the slots of an object; what they hold is followed."""
-    undo: list[Kept] = []
+def _bytes_kept(value: Any) -> Kept:
+    """A buffer of Python's own, in shared memory perhaps."""
+    before = bytes(value)
+    if isinstance(value, (Array, Scalar)):
+        return Kept(lambda: memmove(byref(value), before, sizeof(value)))
+    if isinstance(value, bytearray):
+        return Kept(partial(value.__setitem__, slice(None), before))
+    kept = value[:]
+    return Kept(partial(value.__setitem__, slice(None), kept))
+
+
+def _slots(value: object) -> Iterator[tuple[Any, Any]]:
+    """The filled slots of an object, and what they hold."""
     for kind in type(value).__mro__:
         slots = vars(kind).values() if "__slots__" in vars(kind) else ()
         for slot in (each for each in slots if isinstance(each, MemberDescriptorType)):
             try:
-                before = slot.__get__(value, kind)
+                yield slot, slot.__get__(value, kind)
             except AttributeError:
                 continue
-            pending.append(before)
-            undo.append(Kept(partial(slot.__set__, value, before)))
-    return undo
 
 
 def _sequence_kept(value: Any) -> Kept:
@@ -340,13 +558,20 @@ def _set_kept(value: set[Any]) -> Kept:
 
 
 def _generator_kept(value: Any) -> Kept:
+    get, put = _state_of(value)
+    before = get()
+    return Kept(partial(put, before), changed=lambda: [RANDOM_NUMBERS] * (dumps(get()) != dumps(before)))
+
+
+def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Getter and setter of a generator's state."""
     if isinstance(value, torch.Generator):
-        return Kept(partial(value.set_state, value.get_state()))
+        return value.get_state, value.set_state
     if isinstance(value, random.Random):
-        return Kept(partial(value.setstate, value.getstate()))
+        return value.getstate, value.setstate
     if isinstance(value, np.random.RandomState):
-        return Kept(partial(value.set_state, value.get_state(legacy=False)))
-    return Kept(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        return partial(value.get_state, legacy=False), value.set_state
+    return partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state")
 
 
 def _without_fsdp_hooks(model: nn.Module) -> None:
@@ -360,6 +585,28 @@ def _without_fsdp_hooks(model: nn.Module) -> None:
         if parameter is not None and hooks is not None:
             hooks[-1].remove()
             del parameter._post_backward_hook_state
+
+
+class overridden(AbstractContextManager[None]):
+    """Inside a ``with`` block an attribute of one object is another; afterwards it is as it was.
+
+    A class, since as a generator it takes twice the time, and every micro-batch enters it several times.
+    """
+
+    __slots__ = ("_before", "_holder", "_name", "_value")
+
+    def __init__(self, holder: Any, name: str, value: Any) -> None:
+        self._holder, self._name, self._value = holder, name, value
+
+    def __enter__(self) -> None:
+        self._before = vars(self._holder).get(self._name, _ABSENT)
+        setattr(self._holder, self._name, self._value)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is _ABSENT:
+            delattr(self._holder, self._name)
+        else:
+            setattr(self._holder, self._name, self._before)
 
 
 @contextmanager

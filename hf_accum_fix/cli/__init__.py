@@ -7,9 +7,11 @@ Such a module holds ``add_arguments(parser)``, ``execute(arguments) -> exit code
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Final
 
@@ -20,7 +22,7 @@ COMMANDS: Final = {
     "doctor": "whether the installed release, or a model in it, trains at the right gradient, and what to do",
     "explain": "one defect: the wrong equation and the right one, links; without a name, the list",
     "run": "run a command with the patch on in it and in every Python process it starts",
-    "verify": "run a training script until it trains, and compare its gradient for several cuts instead",
+    "verify": "run a training script until it trains, and compare its gradient for several splits instead",
     "watch": "a run's logs in one look; whether several runs differ by more than noise",
 }
 """Name of the command and of its module here, and what it does."""
@@ -42,29 +44,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         The command's exit code; 2 for wrong usage, 3 where it could not do what was asked.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(
-        prog="hf-accum-fix", description="Exact gradient accumulation for Hugging Face Transformers."
-    )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
-    asked = next((word for word in argv if word in COMMANDS), None)
-    for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
-        if name == asked:
-            module = import_module(f"{__name__}.{name}")
-            command.description, command.epilog = module.DESCRIPTION, module.EPILOG
-            module.add_arguments(command)
-    arguments = parser.parse_args(argv)
+    name = next((word for word in argv if word in COMMANDS), "")
     try:
+        arguments = _parsed(argv, name)
         code: int = import_module(f"{__name__}.{arguments.name}").execute(arguments)
     except AccumFixError as error:
-        sys.stderr.write(f"hf-accum-fix {arguments.name}: {error}\n")
+        sys.stderr.write(f"hf-accum-fix {name}: {error}\n")
         return WRONG_USAGE if isinstance(error, OptionsError) else COULD_NOT_TELL
     except KeyboardInterrupt:
-        sys.stderr.write(f"hf-accum-fix {arguments.name}: interrupted\n")
+        sys.stderr.write(f"hf-accum-fix {name}: interrupted\n")
+        return COULD_NOT_TELL
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"hf-accum-fix {name}: {error}; install it, or hf-accum-fix anew\n")
         return COULD_NOT_TELL
     except Exception:
         # Python's own exit code for a crash, 1, would read as an answer.
         traceback.print_exc()
         return COULD_NOT_TELL
     return code
+
+
+def write(text: str) -> None:
+    """Write to stdout; a reader that has gone, or a full disk, changes no exit code."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"hf-accum-fix: the report cannot be written: {error.strerror}\n")
+        # Python flushes once more at its end.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _parsed(argv: Sequence[str], asked: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="hf-accum-fix", description="Exact gradient accumulation for Hugging Face Transformers."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name == asked:
+            module = import_module(f"{__name__}.{name}")
+            command.description, command.epilog = module.DESCRIPTION, module.EPILOG
+            module.add_arguments(command)
+    return parser.parse_args(argv)

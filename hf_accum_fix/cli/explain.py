@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Final
 
-from hf_accum_fix.cli import LEGEND
+from hf_accum_fix.cli import LEGEND, write
 from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.upstream.defects import DEFECTS, Defect
 from hf_accum_fix.upstream.limits import LIMITS, Limit
@@ -32,12 +31,12 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.defect is None:
         width = max(map(len, rows))
         lines = [f"{name:{width}}  {row.summary}" for name, row in rows.items()]
-        sys.stdout.write("\n".join(lines) + "\n")
+        write("\n".join(lines) + "\n")
         return 0
     if arguments.defect not in rows:
         raise _unknown(arguments.defect, list(rows))
     row = rows[arguments.defect]
-    sys.stdout.write((explanation(row) if isinstance(row, Defect) else explanation_of_limit(row)) + "\n")
+    write((explanation(row) if isinstance(row, Defect) else explanation_of_limit(row)) + "\n")
     return 0
 
 

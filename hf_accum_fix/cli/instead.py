@@ -102,8 +102,8 @@ def _answer(trainer: Any, request: Request) -> None:
     splits = None if request.splits is None else [(each[0], each[1]) for each in request.splits]
     try:
         report = hf_accum_fix.verify(trainer, splits, request.windows, step=request.step)
-        answer = {"code": int(report.verdict.kind), "text": str(report), "error": "", "report": report.to_dict()}
-        _draw(report, request)
+        error = _draw(report, request)
+        answer = {"code": int(report.verdict.kind), "text": str(report), "error": error, "report": report.to_dict()}
     except hf_accum_fix.OptionsError as error:
         answer = {"code": _WRONG_USAGE, "text": "", "error": f"hf-accum-fix verify: {error}\n", "report": None}
     except BaseException:
@@ -116,11 +116,17 @@ def _answer(trainer: Any, request: Request) -> None:
     draft.replace(Path(request.folder, ANSWER))
 
 
-def _draw(report: VerificationReport, request: Request) -> None:
-    if request.plot is not None and any(result.error is not None for result in report.results):
-        draft = Path(request.folder, f"{os.getpid()}{request.plot}")
+def _draw(report: VerificationReport, request: Request) -> str:
+    """Draw the picture, and return why there is none."""
+    if request.plot is None or not any(result.error is not None for result in report.results):
+        return ""
+    draft = Path(request.folder, f"{os.getpid()}{request.plot}")
+    try:
         report.plot(draft)
-        draft.replace(Path(request.folder, f"plot{request.plot}"))
+    except Exception as error:  # whatever a backend raises: the report has an answer
+        return f"hf-accum-fix verify: the picture cannot be drawn: {error}\n"
+    draft.replace(Path(request.folder, f"plot{request.plot}"))
+    return ""
 
 
 def _wait_for_the_end(request: Request) -> NoReturn:

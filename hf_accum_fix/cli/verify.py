@@ -21,12 +21,13 @@ from typing import Any, Final
 
 import psutil
 
+from hf_accum_fix.cli import write
 from hf_accum_fix.cli.instead import ANSWER, Request
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 
 DESCRIPTION: Final = """\
 Run a training script, unedited, until it calls trainer.train(). There, instead of training, the first global batch is
-cut in several ways, each cut is run through the trainer's own loop without a step being taken, and its gradient is
+split in several ways, each split is run through the trainer's own loop without a step being taken, and its gradient is
 compared with the full batch's: as the script would train, and with apply().
 
 The script runs in a process of its own, which is ended there: no line of it after trainer.train() is run, and none of
@@ -37,13 +38,22 @@ On several ranks: accelerate launch -m hf_accum_fix verify train.py ...
 
 EPILOG: Final = """\
 exit code:
-  0  exact: as the script would train, its own cut has the gradient of the full batch; other cuts that are off are named
-  1  off: its own cut is off; or, where --splits leaves that out, one of the cuts given
+  0  exact: as the script would train, its own split has the gradient of the full batch; the others do not decide
+  1  off: its own split is off; or, where --splits leaves that out, one of the splits given
   2  wrong usage
   3  could not tell, with the reason; or the script ended before it trained
 """
 
 _PAUSE: Final = 0.05
+#: Print a line on stderr once a process has ended, or after five seconds.
+_PRINT_AFTER: Final = """
+import sys, time, psutil
+for _ in range(100):
+    if not psutil.pid_exists(int(sys.argv[1])) or psutil.Process(int(sys.argv[1])).status() == psutil.STATUS_ZOMBIE:
+        break
+    time.sleep(0.05)
+sys.stderr.write(f"hf-accum-fix verify: {sys.argv[2]}\\n")
+"""
 #: Seconds that a rank goes on after another has its answer: a launcher ends all ranks as soon as one ends.
 _GRACE: Final = 10.0
 
@@ -57,10 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot",
         metavar="FILE",
         type=Path,
-        help="also draw the error of every cut, where one was computed (needs matplotlib)",
+        help="also draw the error of every split, where one was computed (needs matplotlib)",
     )
     parser.add_argument(
-        "--splits", type=_splits, metavar="BxG,...", help="cuts: samples of a micro-batch x accumulation steps"
+        "--splits", type=_splits, metavar="BxG,...", help="splits: samples of a micro-batch x accumulation steps"
     )
     parser.add_argument("--windows", type=int, default=1, metavar="N", help="global batches to verify on")
     parser.add_argument(
@@ -108,14 +118,43 @@ def execute(arguments: argparse.Namespace) -> int:
             )
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(answer["error"])
-            sys.stdout.write(f"{answer['text']}\n" if answer["text"] else "")
-            sys.stdout.flush()
+            write(f"{answer['text']}\n" if answer["text"] else "")
             if arguments.json is not None and answer["report"] is not None:
-                arguments.json.write_text(json.dumps(answer["report"], indent=2) + "\n", encoding="utf-8")
+                with _reported(arguments.json):
+                    arguments.json.write_text(json.dumps(answer["report"], indent=2) + "\n", encoding="utf-8")
             drawn = Path(folder, f"plot{plot}")
             if drawn.is_file():
-                shutil.copyfile(drawn, arguments.plot)
+                with _reported(arguments.plot):
+                    shutil.copyfile(drawn, arguments.plot)
+    if answer["code"]:
+        _show_last(answer["text"] or answer["error"])
     return int(answer["code"])
+
+
+@contextmanager
+def _reported(path: Path) -> Iterator[None]:
+    """Report a file that cannot be written; the answer stands."""
+    try:
+        yield
+    except OSError as error:
+        sys.stderr.write(f"hf-accum-fix verify: {path} cannot be written: {error.strerror}\n")
+
+
+def _show_last(text: str) -> None:
+    """Make a launcher end with the report: it prints an error of its own for every exit code but 0.
+
+    Source: https://docs.pytorch.org/docs/stable/elastic/errors.html: what torchrun reads there it prints as the cause.
+    """
+    place = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    launcher = psutil.Process().parent()
+    with suppress(OSError, psutil.Error):
+        if place is not None:
+            cause = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+            Path(place).write_text(json.dumps({"message": cause}), encoding="utf-8")
+        elif launcher is not None and any("accelerate" in word for word in launcher.cmdline()[:3]):
+            # It starts a single process without torchrun, and prints a traceback after it.
+            words = [sys.executable, "-c", _PRINT_AFTER, str(launcher.pid), text.partition("\n")[0]]
+            subprocess.Popen(words, start_new_session=os.name == "posix")
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
@@ -184,7 +223,7 @@ def _answer_of(script: subprocess.Popen[bytes], folder: Path, deadline: list[flo
 
 @contextmanager
 def _terminable() -> Iterator[list[float]]:
-    """When to give up: after a SIGTERM; on a rank a little later, because its answer may be on its way."""
+    """When to give up: after a SIGTERM or SIGHUP; on a rank a little later, because its answer may be on its way."""
     deadline = [math.inf]
     if threading.current_thread() is not threading.main_thread():
         yield deadline
@@ -193,11 +232,13 @@ def _terminable() -> Iterator[list[float]]:
     def terminate(*_: Any) -> None:
         deadline[0] = time.monotonic() + (_GRACE if "RANK" in os.environ else 0.0)
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    caught = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = [signal.signal(each, terminate) for each in caught]
     try:
         yield deadline
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in zip(caught, before, strict=True):
+            signal.signal(each, handler)
 
 
 def _ending(code: int) -> str:

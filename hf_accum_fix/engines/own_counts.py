@@ -21,8 +21,8 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor
 
+from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.rules import listed_targets
-from hf_accum_fix.shadow import shadow
 
 
 @contextmanager
@@ -36,12 +36,12 @@ def own_counts(inputs: Mapping[str, Any]) -> Iterator[None]:
     if not ranks or next(listed_targets(inputs), None) is None:
         yield
         return
-    with shadow(dist, "all_reduce", partial(_all_reduce, dist.all_reduce)):
+    with overridden(dist, "all_reduce", partial(_all_reduce, dist.all_reduce)):
         if not PartialState._shared_state:
             yield
             return
         state = PartialState()
-        with shadow(state, "num_processes", 1), shadow(state, "distributed_type", DistributedType.NO):
+        with overridden(state, "num_processes", 1), overridden(state, "distributed_type", DistributedType.NO):
             yield
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from hf_accum_fix.upstream.protocols import TrainerLike
 
 
 @contextmanager
-def no_bypass(trainer: TrainerLike, session: Any, end_window: Callable[[Any], object]) -> Iterator[None]:
+def no_bypass(trainer: TrainerLike, session: Any) -> Iterator[None]:
     """While a trainer trains, refuse an optimizer step in which no micro-batch came through its wrapped step.
 
     Asked by torch, as part of the step itself, whatever engine, scaler or wrapper calls it, from the first one on. A
@@ -23,8 +23,8 @@ def no_bypass(trainer: TrainerLike, session: Any, end_window: Callable[[Any], ob
 
     Args:
         trainer: the one that trains.
-        session: what is known of it, and the window of the step.
-        end_window: ends a window whose last micro-batch was left out, on every rank alike.
+        session: what is known of it, and the window of the step; a window whose last micro-batch was left out is
+            closed, on every rank alike.
     """
 
     def check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -34,9 +34,9 @@ def no_bypass(trainer: TrainerLike, session: Any, end_window: Callable[[Any], ob
             return
         if session.refused is not None:
             raise session.refused
-        if window is not None and (window.reported is not None or not window.batches):
-            if window.steps_run and not window.ended and _steps(trainer.optimizer, optimizer):
-                end_window(window)
+        if window is not None and (window.value is not None or not window.batches):
+            if window.done and not window.ended and _steps(trainer.optimizer, optimizer):
+                window.close(trainer.model_wrapped)
             return
         cut = trainer.args.gradient_accumulation_steps * trainer.args.world_size > 1
         if cut and _steps(trainer.optimizer, optimizer) and _has_gradients(optimizer):

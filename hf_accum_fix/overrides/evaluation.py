@@ -19,17 +19,17 @@ from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.kinds import kind_of
+from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.window import Items, count_dtype, has_rows, sample_count
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.forward import loss_alone
-from hf_accum_fix.overrides.session import busy, session_of
-from hf_accum_fix.overrides.settling import settle
-from hf_accum_fix.shadow import shadow
+from hf_accum_fix.overrides.host import session_of
+from hf_accum_fix.overrides.live import loss_func
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 logger = logging.getLogger("hf_accum_fix")
 
-_SEVERAL_KINDS = "its batches are of several kinds, each with a loss of its own"
+_SEVERAL_TASKS = "its batches are of several kinds, each with a loss of its own"
 _WEIGHTED = (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN)
 
 
@@ -48,39 +48,41 @@ def evaluation_loop(
     session = session_of(trainer, options)
     if not options.eval_loss or not enabled() or "evaluation_loop" in session.busy:
         return wrapped(*args, **kwargs)
-    original_step = trainer.prediction_step
+    original_step, state = trainer.prediction_step, session.state
     sums = torch.zeros(2, dtype=count_dtype(trainer.args.device), device=trainer.args.device)
     refused: list[str] = []
 
     def prediction_step(model: Any, inputs: Mapping[str, Any], *rest: Any, **step_kwargs: Any) -> Any:
-        # Several ranks would have to observe a new kind together.
+        # Several ranks would have to observe a new task together.
+        if session.contract is None or session.world_size == 1 or state.loss_of(kind_of(inputs)) is not None:
+            session.settle([inputs], None, None)
         contract = session.contract
-        if contract is None or trainer.args.world_size == 1 or session.settled_of(kind_of(inputs)) is not None:
-            contract = settle(trainer, [inputs], options)
-        is_one = session.settled_of(kind_of(inputs)) is session and len(session.losses) == 1
-        reason = _why_not(contract) if is_one else _SEVERAL_KINDS
-        if reason:
+        assert contract is not None
+        is_one = state.loss_of(kind_of(inputs)) is state.first and len(state.losses) == 1
+        if reason := _why_not(contract) if is_one else _SEVERAL_TASKS:
             refused.append(reason)
             return original_step(model, inputs, *rest, **step_kwargs)
-        # The loss may remove the labels from the inputs it is handed.
-        own_func = getattr(trainer, "compute_loss_func", None) is not None
-        number = _items(contract).count(inputs, sums.device) if own_func else None
-        with shadow(trainer, "compute_loss", _handed(trainer.compute_loss, number)):
+        rule, own_func = contract.items, loss_func(trainer) is not None
+        assert rule is not None
+        number = rule.count(inputs, sums.device) if own_func else None
+        with overridden(trainer, "compute_loss", _handed(trainer.compute_loss, number)):
+            # The loss may remove the labels from the inputs it is handed.
             result = original_step(model, dict(inputs), *rest, **step_kwargs)
-        loss, counted, again = result[0], dict(inputs), own_func
-        if _is_filled_up(trainer, inputs):
-            counted, again = _without_filling(contract.items, inputs, _real_rows(trainer, inputs)), True
-        items = torch.zeros_like(sums[0]) if not counted else _items(contract).count(counted, sums.device)
-        by_sample = contract.items is not None and contract.items.per_sample
-        if again or contract.has_router_loss or by_sample:
-            loss = _loss(trainer, model, contract, counted or dict(inputs))
+        loss, real = result[0], _real_rows(trainer, inputs)
+        counted = dict(inputs) if real is None else _without_filling(rule, inputs, real)
+        if own_func or real is not None or contract.has_router_loss or rule.per_sample:
+            with torch.no_grad():
+                loss, outputs = loss_alone(trainer, model, counted or dict(inputs))
+            router = contract.carried(outputs)
+            loss = loss if router is None else loss - router.to(loss.device)
         if loss is None:
             refused.append("prediction_step returned no loss")
-        else:
+        elif counted:
+            items = rule.count(counted, sums.device)
             sums.add_(torch.stack([torch.where(items > 0, loss.to(sums) * items, torch.zeros_like(items)), items]))
         return result
 
-    with busy(session, "evaluation_loop"), shadow(trainer, "prediction_step", prediction_step):
+    with session.inside("evaluation_loop"), overridden(trainer, "prediction_step", prediction_step):
         output = wrapped(*args, **kwargs)
     total = trainer.accelerator.reduce(sums, reduction="sum") if trainer.args.world_size > 1 else sums
     name = f"{_prefix(*args, **kwargs)}_loss"
@@ -110,32 +112,21 @@ def _why_not(contract: LossContract) -> str:
     return f"the loss {contract.reduction.words} ({contract.reason})"
 
 
-def _items(contract: LossContract) -> Items:
-    assert contract.items is not None
-    return contract.items
-
-
-def _is_filled_up(trainer: TrainerLike, inputs: Mapping[str, Any]) -> bool:
-    """Whether the ranks' last batches repeat samples to be of one size."""
-    state = trainer.accelerator.gradient_state
+def _real_rows(trainer: TrainerLike, inputs: Mapping[str, Any]) -> int | None:
+    """Samples of this rank's batch that no other batch holds, where it repeats some to be of one size; None: none."""
+    state, rows = trainer.accelerator.gradient_state, sample_count(inputs)
     if trainer.args.world_size == 1 or not state.end_of_dataloader:
-        return False
+        return None
     remainder = int(state.remainder)
-    return 0 < remainder < sample_count(inputs) * int(trainer.args.world_size)
+    if not 0 < remainder < rows * trainer.args.world_size:
+        return None
+    return min(rows, max(0, remainder - trainer.args.process_index * rows))
 
 
-def _real_rows(trainer: TrainerLike, inputs: Mapping[str, Any]) -> int:
-    """Samples of this rank's last batch that no other batch holds."""
-    rows = sample_count(inputs)
-    left = int(trainer.accelerator.gradient_state.remainder) - int(trainer.args.process_index) * rows
-    return min(rows, max(0, left))
-
-
-def _without_filling(items: Items | None, inputs: Mapping[str, Any], real: int) -> dict[str, Any]:
+def _without_filling(items: Items, inputs: Mapping[str, Any], real: int) -> dict[str, Any]:
     """The batch with the targets of its first ``real`` samples alone; empty where none is left."""
     if real == 0:
         return {}
-    assert items is not None
     target = inputs.get(items.keys[0]) if items.keys else None
     if isinstance(target, Tensor) and items.ignore_index is not None and not target.is_floating_point():
         masked = {}
@@ -145,14 +136,6 @@ def _without_filling(items: Items | None, inputs: Mapping[str, Any], real: int) 
         return {**inputs, **masked}
     rows = sample_count(inputs)
     return {key: value[:real] if has_rows(value) and len(value) == rows else value for key, value in inputs.items()}
-
-
-def _loss(trainer: TrainerLike, model: Any, contract: LossContract, inputs: Mapping[str, Any]) -> Tensor:
-    """The mean over a batch's items, without the router's loss."""
-    with torch.no_grad():
-        loss, outputs = loss_alone(trainer, model, inputs)
-    router = contract.carried(outputs)
-    return loss if router is None else loss - router.to(loss.device)
 
 
 def _prefix(

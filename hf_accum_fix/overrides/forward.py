@@ -10,55 +10,55 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from hf_accum_fix.accumulation.contract import LossContract, router_loss
+from hf_accum_fix.accumulation.contract import router_loss
 from hf_accum_fix.accumulation.declared import has_parameter, router_coefficients
 from hf_accum_fix.accumulation.per_sample import sum_of_samples
+from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.share import loss_among
 from hf_accum_fix.engines.own_counts import own_counts
-from hf_accum_fix.overrides.live import (
-    bare_model,
-    data_ranks,
-    hands_number,
-    loss_func,
-)
+from hf_accum_fix.overrides.live import bare_model, data_ranks, hands_number, loss_func
 from hf_accum_fix.overrides.session import SESSION, Session
-from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
 
-#: One forward: (inputs, number or None) -> (loss, outputs or None).
-Forward = Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]]
+#: One forward: (inputs, number, the trainer's own ``compute_loss``'s number) -> (loss, outputs or None).
+Forward = Callable[[Mapping[str, Any], Tensor | None, Tensor | None], tuple[Tensor, Any]]
 
 
-def as_in_training(trainer: TrainerLike, module: nn.Module, compute_loss: Callable[..., Any] | None) -> Forward:
+def as_in_training(session: Session, module: nn.Module, compute_loss: Callable[..., Any] | None) -> Forward:
     """The forward that training makes of a micro-batch; without outputs where the loss is the trainer's."""
-    handed = compute_loss is not None and hands_number(compute_loss)
-    by_step = trainer.__dict__[SESSION].own_step is not None
+    trainer, by_itself = session.trainer, session.own_step is not None
+    takes_number = compute_loss is not None and hands_number(compute_loss)
 
-    def forward(inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
+    def forward(inputs: Mapping[str, Any], number: Tensor | None, own: Tensor | None) -> tuple[Tensor, Any]:
+        def base(model: nn.Module, inputs: Mapping[str, Any], given: Any) -> tuple[Tensor, Any]:
+            # A ``compute_loss`` that asks for no number gets none.
+            asks = given is not None or loss_func(trainer) is not None
+            return base_loss(session, model, inputs, number if asks else None)
+
         # A step of the trainer's own prepares them itself.
-        inputs = inputs if by_step else trainer._prepare_inputs(inputs)
-        with nullcontext() if by_step else trainer.compute_loss_context_manager():
+        inputs = inputs if by_itself else trainer._prepare_inputs(inputs)
+        with nullcontext() if by_itself else trainer.compute_loss_context_manager():
             if compute_loss is None:
-                return base_loss(trainer, module, inputs, number)
-            result = compute_loss(module, inputs, **({"num_items_in_batch": number} if handed else {}))
+                return base_loss(session, module, inputs, number)
+            with overridden(session, "base_loss", base):
+                result = compute_loss(module, inputs, **({"num_items_in_batch": own} if takes_number else {}))
         return (result[0] if isinstance(result, tuple) else result), None
 
     return forward
 
 
 def base_loss(
-    trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any], number: Tensor | None, *, smooth: bool = True
+    session: Session, model: nn.Module, inputs: Mapping[str, Any], number: Tensor | None, *, smooth: bool = True
 ) -> tuple[Tensor, Any]:
     """The loss as the base Trainer comes by it, before any release's scaling.
 
     Source: the contract of ``Trainer.compute_loss``, which the releases share: the number goes to a model that accepts
     it; ``compute_loss_func`` owns its loss; the label smoother takes the labels out of the model's sight.
     """
-    given, inputs, labels = inputs, dict(inputs), None
+    trainer, given, inputs, labels = session.trainer, inputs, dict(inputs), None
     func, smoother = loss_func(trainer), trainer.label_smoother if smooth else None
     if func is not None or smoother is not None:
         labels = inputs.pop("labels", None)
-    session: Session = trainer.__dict__[SESSION]
     if session.passes_number and number is not None:
         inputs["num_items_in_batch"] = number
     with own_counts(given):
@@ -84,43 +84,42 @@ def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]
     trainer's own ``compute_loss``; a ``compute_loss_func`` is handed the batch's own item count.
     """
     session: Session = trainer.__dict__[SESSION]
-    contract = session.contract
+    assert session.contract is not None
+    inputs = inputs if session.own_step is not None and model.training else trainer._prepare_inputs(inputs)
+    rule = session.contract.items
+    by_sample = rule is not None and rule.per_sample
+    with (
+        torch.enable_grad() if by_sample else nullcontext(),
+        trainer.accelerator.autocast(),
+        trainer.compute_loss_context_manager(),
+    ):
+        loss, outputs = _loss_alone(session, model, inputs)
+        if rule is not None and by_sample:
+            loss = sum_of_samples(loss, rule, inputs) / rule.count(inputs)
+    return loss if torch.is_grad_enabled() or not by_sample else loss.detach(), outputs
+
+
+def _loss_alone(session: Session, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+    trainer, contract = session.trainer, session.contract
     assert contract is not None
-    inputs = inputs if session.own_step and model.training else trainer._prepare_inputs(inputs)
-    rule = contract.items
-    if rule is None or not rule.per_sample:
-        with trainer.accelerator.autocast(), trainer.compute_loss_context_manager():
-            return _loss_alone(trainer, session, contract, model, inputs)
-    with torch.enable_grad(), trainer.accelerator.autocast(), trainer.compute_loss_context_manager():
-        loss, outputs = _loss_alone(trainer, session, contract, model, inputs)
-        loss = sum_of_samples(loss, rule, inputs) / rule.count(inputs)
-    return loss if torch.is_grad_enabled() else loss.detach(), outputs
-
-
-def _loss_alone(
-    trainer: TrainerLike, session: Session, contract: LossContract, model: nn.Module, inputs: Mapping[str, Any]
-) -> tuple[Tensor, Any]:
-    compute_loss = training_loss_of(trainer) if model.training else compute_loss_of(trainer)
+    compute_loss = training_loss_of(session) if model.training else compute_loss_of(trainer)
+    count = None if contract.items is None else contract.items.count
     if compute_loss is not None:
         own: dict[str, Any] = {}
-        if contract.by_number and contract.items is not None and hands_number(compute_loss):
+        if contract.by_number and count is not None and hands_number(compute_loss):
             # It may not do without; W ranks make W times this of it, where it multiplies by them.
-            own["num_items_in_batch"] = contract.items.count(inputs) * (
-                data_ranks(trainer) if contract.takes_world_size else 1
-            )
+            own["num_items_in_batch"] = count(inputs) * (data_ranks(trainer) if contract.takes_world_size else 1)
         return compute_loss(model, inputs, return_outputs=True, **own)  # type: ignore[no-any-return]
-    counted = loss_func(trainer) is not None and contract.items is not None
-    number = contract.items.count(inputs) if counted and contract.items is not None else None
-    loss, outputs = base_loss(trainer, model, inputs, None if number is None else contract.as_number(number))
-    return loss, outputs
+    counted = loss_func(trainer) is not None and count is not None
+    return base_loss(session, model, inputs, contract.as_number(count(inputs)) if counted and count else None)
 
 
-def training_loss_of(trainer: TrainerLike) -> Callable[..., Any] | None:
+def training_loss_of(session: Session) -> Callable[..., Any] | None:
     """The trainer's own way to the loss that it trains; None where the base is all there is.
 
     Of a ``training_step`` that never calls the base's it is the loss that this hands to ``accelerator.backward``.
     """
-    step = trainer.__dict__[SESSION].own_step
+    trainer, step = session.trainer, session.own_step
     if step is None:
         return compute_loss_of(trainer)
     original = trainer.compute_loss
@@ -145,8 +144,8 @@ def training_loss_of(trainer: TrainerLike) -> Callable[..., Any] | None:
 
         given = {"num_items_in_batch": num_items_in_batch} if has_parameter(step, "num_items_in_batch") else {}
         with (
-            shadow(trainer, "compute_loss", kept),
-            shadow(trainer.accelerator, "backward", lambda loss, **_: handed.append(loss)),
+            overridden(trainer, "compute_loss", kept),
+            overridden(trainer.accelerator, "backward", lambda loss, **_: handed.append(loss)),
         ):
             step(model, inputs, **given)
         if caught:

@@ -1,11 +1,11 @@
-"""What a live Trainer says of itself, asked so that every release can answer."""
+"""Facts about a Trainer, readable in every release."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from types import CellType, CodeType
-from typing import Any, TypedDict
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -23,11 +23,6 @@ def data_ranks(trainer: TrainerLike) -> int:
     return int(trainer.args.world_size) // parallel_size(trainer, "tp")
 
 
-def is_cut(trainer: TrainerLike) -> bool:
-    """Whether a global batch has more than one micro-batch."""
-    return int(trainer.args.gradient_accumulation_steps) * data_ranks(trainer) > 1
-
-
 def parallel_size(trainer: TrainerLike, kind: str) -> int:
     """Ranks that share samples by one kind of parallelism: "tp", "cp" or "sp"; 1: none do."""
     size = getattr(trainer, f"get_{kind}_size", None)
@@ -35,23 +30,6 @@ def parallel_size(trainer: TrainerLike, kind: str) -> int:
         return int(size())
     config = getattr(trainer.accelerator, "parallelism_config", None)
     return int(getattr(config, f"{kind}_size", 1) or 1)
-
-
-class Place(TypedDict):
-    """This rank among all, as `ranks` asks for it."""
-
-    rank: int
-    world_size: int
-
-
-def place(trainer: TrainerLike) -> Place:
-    """This rank among all."""
-    return {"rank": trainer.args.process_index, "world_size": trainer.args.world_size}
-
-
-def head_name(trainer: TrainerLike) -> str:
-    """The model's class, for words."""
-    return type(trainer.accelerator.unwrap_model(trainer.model)).__name__
 
 
 def bare_model(trainer: TrainerLike) -> nn.Module:
@@ -153,3 +131,8 @@ def counts_itself(trainer: TrainerLike) -> bool:
     """Whether the trainer has its own way to count the items of a window."""
     method = getattr(type(trainer), "_get_num_items_in_batch", None)
     return method is not None and method.__module__ != Trainer.__module__
+
+
+def gradient_versions(model: nn.Module) -> int:
+    """A number that an in-place change of any gradient changes."""
+    return sum(parameter.grad._version for parameter in model.parameters() if parameter.grad is not None)

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import transformers
@@ -13,17 +14,14 @@ from accelerate.data_loader import DataLoaderStateMixin
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from hf_accum_fix import observations
-from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.data.balancing import BalancedStream, Dealer, unfit
+from hf_accum_fix.accumulation.preserve import overridden
+from hf_accum_fix.data.balancing import BalancedStream, Dealer
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.data.whole_windows import WholeWindows
 from hf_accum_fix.engines.engine import waits_every_micro_batch
-from hf_accum_fix.errors import UnsupportedSetupError
-from hf_accum_fix.options import BalanceOptions, Options
-from hf_accum_fix.overrides.live import head_name, release_counts_windows
-from hf_accum_fix.overrides.session import Session, session_of
-from hf_accum_fix.shadow import shadow
+from hf_accum_fix.options import BalanceOptions
+from hf_accum_fix.overrides.live import release_counts_windows
+from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.protocols import TrainerLike
 
@@ -37,32 +35,28 @@ _ABSENT = object()
 
 
 @contextmanager
-def whole_windows(trainer: TrainerLike, options: Options, opened: Callable[[list[Any]], None]) -> Iterator[None]:
+def whole_windows(session: Session, opened: Callable[[list[Any]], object]) -> Iterator[None]:
     """Hand the loop whole windows, where its release or a stream would let the end of an epoch leak or be lost.
 
     Args:
-        trainer: while it trains.
-        options: which windows are dealt, and whether repeated samples are left out.
+        session: of the trainer, while it trains.
         opened: called with a window's micro-batches before the first is run, where the release asks for no windows.
     """
-    module = sys.modules[Trainer.__module__]
+    trainer, options, module = session.trainer, session.options, sys.modules[Trainer.__module__]
     original_loader, original_skip = trainer.get_train_dataloader, module.skip_first_batches
     counts_windows = release_counts_windows()
     loses_the_rest = is_present("epoch-tail-not-trained", transformers.__version__) or not counts_windows
 
-    def repeated(samples: int) -> None:
-        _tell_repeated(trainer, session_of(trainer, options), samples, dropped=options.drop_duplicates)
-
     def get_train_dataloader(*args: Any, **kwargs: Any) -> Any:
-        with _not_dispatching(trainer, options):
+        with _not_dispatching(session):
             loader = original_loader(*args, **kwargs)
         if isinstance(loader, (WholeWindows, WithoutDuplicates, BalancedStream)):
             return loader
         _let_epochs_through(loader)
-        loader = _dealt(trainer, loader, options)
+        loader = _dealt(session, loader)
         # A loader of the trainer's own, which accelerate did not prepare, repeats nothing.
         if trainer.args.world_size > 1 and isinstance(loader, DataLoaderStateMixin):
-            loader = WithoutDuplicates(loader, options.drop_duplicates, repeated)
+            loader = WithoutDuplicates(loader, options.drop_duplicates, partial(_warn_repeated, session))
             loader.check()
         if not (loses_the_rest or _is_endless(loader)):
             return loader
@@ -74,21 +68,16 @@ def whole_windows(trainer: TrainerLike, options: Options, opened: Callable[[list
         return dataloader.around(skip_first_batches(dataloader.__wrapped__, *args, **kwargs))
 
     with (
-        shadow(trainer, "get_train_dataloader", get_train_dataloader),
-        shadow(module, "skip_first_batches", skip_first_batches),
+        overridden(trainer, "get_train_dataloader", get_train_dataloader),
+        overridden(module, "skip_first_batches", skip_first_batches),
     ):
         yield
 
 
-def _tell_repeated(trainer: TrainerLike, session: Session, samples: int, *, dropped: bool) -> None:
-    if session.repeated:
+def _warn_repeated(session: Session, samples: int) -> None:
+    if not session.note_repeated(samples) or session.rank > 0:
         return
-    session.repeated = {"repeated_samples": samples, "repeated_samples_dropped": dropped}
-    if "announced" in session.said:
-        observations.amend(session.repeated)
-    if trainer.args.process_index > 0:
-        return
-    if dropped:
+    if session.options.drop_duplicates:
         logger.info("an epoch's last micro-batches repeat %d samples to even out the ranks; left out", samples)
     else:
         logger.warning(
@@ -109,20 +98,20 @@ def _let_epochs_through(loader: Any) -> None:
         shard.set_epoch = sampler.set_epoch
 
 
-def _dealt(trainer: TrainerLike, loader: Any, options: Options) -> Any:
+def _dealt(session: Session, loader: Any) -> Any:
     """The loader with its windows dealt by length, where that is asked for."""
-    args = trainer.args
-    if not isinstance(options.balance_windows, BalanceOptions) or isinstance(loader, (WholeWindows, BalancedStream)):
+    trainer, args, balance = session.trainer, session.trainer.args, session.options.balance_windows
+    if not isinstance(balance, BalanceOptions) or isinstance(loader, (WholeWindows, BalancedStream)):
         return loader
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and not _is_endless(loader):
-        session_of(trainer, options).warn_once(
+        session.warn_once(
             "dealt already",
             "balance_windows: the dealing is left to train_sampling_strategy='batch_rebalance'; gradient and log are "
             "mended all the same",
         )
         return loader
     if not hasattr(loader, "dataset"):
-        session_of(trainer, options).warn_once(
+        session.warn_once(
             "not dealt",
             f"balance_windows: got a train dataloader {type(loader).__name__} without a data set; expected torch's "
             "DataLoader; its windows stay as they come",
@@ -131,8 +120,8 @@ def _dealt(trainer: TrainerLike, loader: Any, options: Options) -> Any:
     dealer = trainer.__dict__.get(DEALER, _ABSENT)
     if dealer is None:
         return loader
-    if dealer is _ABSENT or dealer.options != options.balance_windows:
-        dealer = trainer.__dict__[DEALER] = Dealer(options.balance_windows, progress=not args.disable_tqdm)
+    if dealer is _ABSENT or dealer.options != balance:
+        dealer = trainer.__dict__[DEALER] = Dealer(balance, progress=not args.disable_tqdm)
     return dealer.around(
         loader,
         args.gradient_accumulation_steps,
@@ -155,33 +144,22 @@ def tell_saved(trainer: TrainerLike) -> None:
 
 
 @contextmanager
-def _not_dispatching(trainer: TrainerLike, options: Options) -> Iterator[None]:
+def _not_dispatching(session: Session) -> Iterator[None]:
     """Let each rank read its own stream while its loader is made, as a dispatched one cannot be dealt.
 
     On one rank that is the same loader. On several the user has to say that every rank may read the stream.
     """
+    trainer = session.trainer
     holder: Any = getattr(trainer.accelerator, "dataloader_config", None) or trainer.accelerator
-    stream = isinstance(trainer.train_dataset, IterableDataset)
-    if not options.balance_windows or not stream or holder.dispatch_batches is not None or trainer.args.world_size > 1:
+    is_stream = isinstance(trainer.train_dataset, IterableDataset) and session.world_size == 1
+    if not (session.options.balance_windows and is_stream and holder.dispatch_batches is None):
         yield
         return
-    session_of(trainer, options).warn_once(
+    session.warn_once(
         "dispatching", "balance_windows: dispatch_batches, the Trainer's default for a stream, is off in this training"
     )
-    with shadow(holder, "dispatch_batches", False):
+    with overridden(holder, "dispatch_batches", False):
         yield
-
-
-def check_dealing(trainer: TrainerLike, contract: LossContract, options: Options) -> None:
-    """Refuse a loss that depends on which samples share a micro-batch."""
-    if not options.balance_windows:
-        return
-    reason = unfit(contract)
-    if reason is not None:
-        raise UnsupportedSetupError(
-            f"balance_windows: {head_name(trainer)}: {reason}. Dealing samples by length would change such a loss; "
-            "expected a mean over items or a sum; leave balance_windows out"
-        )
 
 
 def _is_endless(loader: Any) -> bool:

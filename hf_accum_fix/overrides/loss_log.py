@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_accum_fix.shadow import shadow
+from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 logger = logging.getLogger("hf_accum_fix")
@@ -89,7 +89,7 @@ class LossLog:
             self._logged = False
             self._end_window()
             # A checkpoint keeps the arguments that the user gave.
-            with shadow(trainer.args, _SWITCH, True):
+            with overridden(trainer.args, _SWITCH, True):
                 result = original_turn(tr_loss, *args, **kwargs)
             if self._logged:
                 # Upstream subtracts it from itself, which leaves a nan as it is.
@@ -104,10 +104,10 @@ class LossLog:
             return original_count(*args, **kwargs)
 
         with (
-            shadow(trainer.args, _SWITCH, True),
-            shadow(trainer, "log", log),
-            shadow(trainer, "floating_point_ops", count),
-            shadow(trainer, "_maybe_log_save_evaluate", turn),
+            overridden(trainer.args, _SWITCH, True),
+            overridden(trainer, "log", log),
+            overridden(trainer, "floating_point_ops", count),
+            overridden(trainer, "_maybe_log_save_evaluate", turn),
         ):
             yield
 

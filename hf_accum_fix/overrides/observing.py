@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.agreement import Gather, InStep
@@ -22,11 +23,12 @@ from hf_accum_fix.accumulation.declared import (
     requires_number,
 )
 from hf_accum_fix.accumulation.observe import observe, shift_of
+from hf_accum_fix.accumulation.preserve import overridden
+from hf_accum_fix.core.host import Observed
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.overrides.forward import as_in_training, base_loss, training_loss_of
-from hf_accum_fix.overrides.live import bare_model, data_ranks, hands_number, head_name, loss_func, names, scales_itself
+from hf_accum_fix.overrides.live import bare_model, hands_number, loss_func, names, scales_itself
 from hf_accum_fix.overrides.session import Session
-from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 #: Why a loss is not run to be observed: nothing is run that training would not run.
@@ -36,100 +38,96 @@ MADE_BY_STEP = "its training_step makes the loss without compute_loss, and is no
 logger = logging.getLogger("hf_accum_fix")
 
 
-def observed_of(
-    trainer: TrainerLike, session: Session, window: list[Any], upstream_number: Any = None
-) -> tuple[LossContract | None, Exception | None]:
-    """What this rank sees of the loss; None: it has no window, or the trouble that it met."""
-    gather = ranks.gather_object if _may_run_collectives(trainer) else None
+def observed_of(session: Session, window: list[Any], upstream_number: Any = None) -> Observed:
+    """What this rank sees of the loss; None: it has no window, or the error that it met."""
+    # A custom loss may gather metrics.
+    collectives = session.world_size > 1 and training_loss_of(session) is not None
+    gather = ranks.gather_object if collectives else None
     if not window:
         with InStep(gather):
             return None, None
     try:
         # The loop notes the length of a window once it was fetched; a custom loss may divide a term by it.
-        with shadow(trainer, "current_gradient_accumulation_steps", len(window)):
-            return _observe(trainer, session, window, upstream_number, gather), None
+        with overridden(session.trainer, "current_gradient_accumulation_steps", len(window)):
+            return _observe(session, window, upstream_number, gather), None
     except Exception as error:
         return None, error
 
 
-def _may_run_collectives(trainer: TrainerLike) -> bool:
-    """Whether the loss is a custom one on several ranks: it may gather metrics."""
-    return int(trainer.args.world_size) > 1 and training_loss_of(trainer) is not None
-
-
-def _observe(
-    trainer: TrainerLike, session: Session, window: list[Any], upstream_number: Any, gather: Gather | None
-) -> LossContract:
-    model = trainer.model_wrapped
+def _observe(session: Session, window: list[Any], upstream_number: Any, gather: Gather | None) -> LossContract:
+    trainer, step, compute_loss = session.trainer, session.own_step, training_loss_of(session)
     # A forward through DDP without gradient would switch off the next one's buffer sync.
-    module: nn.Module = inside_ddp(model) or model
-    compute_loss = training_loss_of(trainer)
+    module: nn.Module = inside_ddp(trainer.model_wrapped) or trainer.model_wrapped
     custom = compute_loss is not None
     if not all(isinstance(batch, Mapping) for batch in window):
         return LossContract(Reduction.PLAIN, custom=custom, reason=MADE_LATER)
-    step = session.own_step
     if step is not None and not (names(step, "compute_loss") and names(step, "accelerator")):
         return LossContract(Reduction.PLAIN, custom=custom, reason=MADE_BY_STEP)
-    func = loss_func(trainer) is not None
-    forward = as_in_training(trainer, module, compute_loss)
-    required = func or (session.passes_number and requires_number(module))
-    setting = Setting(
-        hands_number=required or (custom and session.passes_number),
-        hands_own=compute_loss is not None and hands_number(compute_loss),
-        only_shows=not (custom or required) and session.passes_number,
-        custom=custom,
-        func=func,
-        multiplies=bool(getattr(trainer.args, "average_tokens_across_devices", False)),
-        steps=int(trainer.args.gradient_accumulation_steps),
-        world_size=data_ranks(trainer),
-        upstream_number=None if upstream_number is None else float(upstream_number),
-        rounded=trainer.accelerator.mixed_precision != "no" or products_are_rounded(module),
-    )
+    forward = as_in_training(session, module, compute_loss)
+    setting = _setting(session, module, compute_loss, upstream_number)
 
     def call(inputs: Mapping[str, Any], number: Tensor | None) -> Tensor:
-        session.observed_number = number
         own = None if number is None else torch.tensor(OWN_NUMBERS[float(number)], device=number.device)
-        return forward(inputs, own if custom else number)[0]
+        return forward(inputs, number, own)[0]
 
-    session.observing = True
     try:
-        _settle_shift(trainer, session, module, window)
+        _settle_shift(session, module, window)
         # What it logs while it is observed is not training's.
-        with shadow(trainer, "log", silent):
+        with overridden(trainer, "log", silent):
             found = observe(
                 call,
                 window,
                 module,
                 setting,
-                device=trainer.args.device,
+                device=session.device,
                 head=bare_model(trainer),
                 others=(trainer,),
                 leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator),
-                more_steps=lambda: _more_steps(trainer),
+                more_steps=lambda ranks: _more_steps(trainer, ranks),
                 gather=gather,
             )
     except Exception:
         logger.error(
             "%s: its loss could not be run to be observed. Where training itself would run, give the contract: "
             "apply(contract=LossContract(...))",
-            head_name(trainer),
+            session.head,
         )
         raise
-    finally:
-        session.observing, session.observed_number = False, None
     if any(parameter._backward_hooks for parameter in module.parameters()):
         reason = "hooks on gradients run in every micro-batch, and one that is not linear makes another sum of them"
         found = replace(found, doubt=reason, reason=reason)
     if custom and scales_itself(trainer) and found.reduction in (Reduction.MEAN, Reduction.SUM):
         reason = "the trainer declares that it scales the loss by itself"
         return replace(found, reduction=Reduction.PLAIN, items=None, terms=(), doubt=reason, reason=reason)
-    if trainer.label_smoother is not None and not func and session.shift is None:
+    if trainer.label_smoother is not None and not setting.func and session.shift is None:
         found = replace(found, doubt=found.doubt or SHIFT_UNKNOWN)
     return found.by_rule() if is_compiled(module) else found
 
 
-def _settle_shift(trainer: TrainerLike, session: Session, module: nn.Module, window: list[Any]) -> None:
+def _setting(
+    session: Session, module: nn.Module, compute_loss: Callable[..., Any] | None, upstream_number: Any
+) -> Setting:
+    """What is known of the training beforehand."""
+    trainer, custom, passes = session.trainer, compute_loss is not None, session.passes_number
+    func = loss_func(trainer) is not None
+    required = func or (passes and requires_number(module))
+    return Setting(
+        hands_number=required or (custom and passes),
+        hands_own=compute_loss is not None and hands_number(compute_loss),
+        only_shows=not (custom or required) and passes,
+        custom=custom,
+        func=func,
+        multiplies=bool(getattr(trainer.args, "average_tokens_across_devices", False)),
+        steps=session.steps,
+        world_size=session.data_ranks,
+        upstream_number=None if upstream_number is None else float(upstream_number),
+        rounded=trainer.accelerator.mixed_precision != "no" or products_are_rounded(module),
+    )
+
+
+def _settle_shift(session: Session, module: nn.Module, window: list[Any]) -> None:
     """Labels are smoothed as the model's own loss counts them: shifted or not."""
+    trainer = session.trainer
     if trainer.label_smoother is None or loss_func(trainer) is not None:
         return
     session.shift = None
@@ -139,7 +137,7 @@ def _settle_shift(trainer: TrainerLike, session: Session, module: nn.Module, win
 
     def call(inputs: Mapping[str, Any], _: Tensor | None) -> Tensor:
         with trainer.compute_loss_context_manager():
-            return base_loss(trainer, module, trainer._prepare_inputs(inputs), None, smooth=False)[0]
+            return base_loss(session, module, trainer._prepare_inputs(inputs), None, smooth=False)[0]
 
     session.shift = shift_of(call, window, module, sharded=holds_shards(module))
 
@@ -149,14 +147,15 @@ def silent(*_: Any, **__: Any) -> None:
 
 
 @contextmanager
-def _more_steps(trainer: TrainerLike) -> Iterator[None]:
-    """Let the arguments say twice the accumulation steps, and the trainer three times the window's."""
+def _more_steps(trainer: TrainerLike, ranks: int) -> Iterator[None]:
+    """Let the arguments name twice the steps and so many times the ranks, and the trainer three times its window."""
     steps = trainer.args.gradient_accumulation_steps
     window = getattr(trainer, "current_gradient_accumulation_steps", steps)
-    before = vars(trainer.args).get("gradient_accumulation_steps", steps)
-    vars(trainer.args)["gradient_accumulation_steps"] = 2 * steps
-    try:
-        with shadow(trainer, "current_gradient_accumulation_steps", 3 * window):
-            yield
-    finally:
-        vars(trainer.args)["gradient_accumulation_steps"] = before
+    processes = ranks * PartialState().num_processes
+    with (
+        overridden(trainer.args, "gradient_accumulation_steps", 2 * steps),
+        overridden(trainer, "current_gradient_accumulation_steps", 3 * window),
+        overridden(PartialState(), "num_processes", processes),
+        overridden(trainer.accelerator.state, "num_processes", processes),
+    ):
+        yield

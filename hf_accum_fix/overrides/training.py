@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Final
 
 from hf_accum_fix import observations
-from hf_accum_fix.counting import say_empty
+from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.bypass import no_bypass
-from hf_accum_fix.overrides.certifying import end_window, exact_windows_logged, read_certificates
+from hf_accum_fix.overrides.host import TrainerHost, new_session, session_of
 from hf_accum_fix.overrides.live import parallel_size
 from hf_accum_fix.overrides.loader import tell_saved, whole_windows
 from hf_accum_fix.overrides.loss_log import LossLog
-from hf_accum_fix.overrides.routing import note_routing
-from hf_accum_fix.overrides.run import TrainerRun
-from hf_accum_fix.overrides.session import Session, busy, new_session, session_of
 from hf_accum_fix.overrides.steps import training_step
-from hf_accum_fix.overrides.windows import counted_as_returned, mark_passed_over, open_window
-from hf_accum_fix.shadow import shadow
+from hf_accum_fix.overrides.windows import counted_as_returned, mark_passed_over, open_in
 from hf_accum_fix.upstream.presence import require_trainer
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import LOSS_LOG
 
+#: Name in the log of the windows of this training that were exact so far, once one was not.
+EXACT_WINDOWS = "hf_accum_fix/exact_windows"
 #: The trainings that run.
-_TRAINING: Final[list[Session]] = []
+_TRAINING: Final[list[TrainerHost]] = []
 
 
 def train(
@@ -37,32 +36,26 @@ def train(
     *,
     options: Options,
 ) -> Any:
-    """Refuse what cannot be right, start from a fresh session, and say at the end what was kept on the device."""
-    session = session_of(trainer, options)
-    if not enabled() or "train" in session.busy:
+    """Refuse what cannot be right, start from a fresh session, and warn at the end of what was kept on the device."""
+    if not enabled() or "train" in session_of(trainer, options).busy:
         return wrapped(*args, **kwargs)
     off = check_setup(trainer)
     session = new_session(trainer, options)
-    session.say_off(off)
+    session.warn_off(off)
     filtered = LOSS_LOG not in off and trainer.args.logging_nan_inf_filter
     session.loss_log = LossLog(trainer) if filtered else None
-
-    def opened(window: list[Any]) -> None:
-        open_window(trainer, session, window, None, options)
-
     try:
-        logged = session.loss_log.installed() if session.loss_log is not None else nullcontext()
         with (
-            busy(session, "train"),
-            no_bypass(trainer, session, lambda window: end_window(trainer, session, window)),
-            whole_windows(trainer, options, opened),
-            counted_as_returned(trainer, options),
+            session.inside("train"),
+            no_bypass(trainer, session),
+            whole_windows(session, partial(open_in, session)),
+            counted_as_returned(session),
             mark_passed_over(trainer),
-            _own_step_entered(trainer, session, options),
-            shadow(trainer.accelerator, "backward", _listened(trainer, session, trainer.accelerator.backward)),
-            shadow(trainer.accelerator, "clip_grad_norm_", _ended_first(trainer, session)),
-            logged,
-            exact_windows_logged(trainer, session),
+            _own_step_entered(session),
+            overridden(trainer.accelerator, "backward", _watched(session, trainer.accelerator.backward)),
+            overridden(trainer.accelerator, "clip_grad_norm_", _closed_first(session)),
+            session.loss_log.installed() if session.loss_log is not None else nullcontext(),
+            overridden(trainer, "log", _with_exact_windows(session)),
         ):
             _TRAINING.append(session)
             result = wrapped(*args, **kwargs)
@@ -70,28 +63,43 @@ def train(
         _TRAINING[:] = [each for each in _TRAINING if each is not session]
         session.window = None
         session.gradient.drop()
-    say_empty(TrainerRun(trainer, session), session)
-    note_routing(trainer, session)
-    read_certificates(trainer, session)
-    windows = session.windows
-    if windows.recorded:
-        observations.amend(
-            {"exact": session.exact, "windows": windows.opened, "inexact_windows": session.inexact_windows}
-        )
+    session.warn_empty()
+    session.warn_routing()
+    state = session.state
+    state.closing.read(session)
+    if state.recorded:
+        observations.amend({"exact": state.exact, "windows": state.opened, "inexact_windows": state.inexact})
     tell_saved(trainer)
     return result
 
 
-def _own_step_entered(trainer: TrainerLike, session: Session, options: Options) -> AbstractContextManager[None]:
+def _with_exact_windows(session: TrainerHost) -> Callable[..., Any]:
+    """``Trainer.log``, with the number of exact windows from the first one on that is not; until then it is stock's."""
+    original, state = session.trainer.log, session.state
+
+    def log(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        # What else a trainer logs has no learning rate.
+        if ("loss" in logs and "learning_rate" in logs) or "train_loss" in logs:
+            # Waits for nothing: the loss was read just now.
+            state.closing.read(session)
+            if state.inexact and session.is_split:
+                may_be = state.can_be_exact or state.reconsidered
+                logs[EXACT_WINDOWS] = state.opened - state.inexact if may_be else 0
+        return original(logs, *args, **kwargs)
+
+    return log
+
+
+def _own_step_entered(session: TrainerHost) -> AbstractContextManager[None]:
     """Let a ``training_step`` that never calls the base's be run as a micro-batch."""
     if session.own_step is None:
         return nullcontext()
-    step = trainer.training_step
+    trainer, step = session.trainer, session.trainer.training_step
 
     def entered(*args: Any, **kwargs: Any) -> Any:
-        return training_step(step, trainer, args, kwargs, options=options)
+        return training_step(step, trainer, args, kwargs, options=session.options)
 
-    return shadow(trainer, "training_step", entered)
+    return overridden(trainer, "training_step", entered)
 
 
 def hand_back(options: Options) -> None:
@@ -101,38 +109,37 @@ def hand_back(options: Options) -> None:
             session.gradient.finish()
 
 
-def _ended_first(trainer: TrainerLike, session: Session) -> Callable[..., Any]:
-    """``Accelerator.clip_grad_norm_``, which a window whose last micro-batch was left out reaches with it not ended."""
-    clip = trainer.accelerator.clip_grad_norm_
+def _closed_first(session: TrainerHost) -> Callable[..., Any]:
+    """``Accelerator.clip_grad_norm_``, before which a window is closed whose last micro-batch was left out."""
+    trainer, clip = session.trainer, session.trainer.accelerator.clip_grad_norm_
 
-    def ended_first(*args: Any, **kwargs: Any) -> Any:
+    def closed_first(*args: Any, **kwargs: Any) -> Any:
         window = session.window
-        left_out = window is not None and window.steps_run and not window.ended and session.micro_batch is None
+        left_out = window is not None and window.done and not window.ended and session.micro_batch is None
         if window is not None and left_out and trainer.accelerator.sync_gradients:
-            end_window(trainer, session, window)
+            window.close(trainer.model_wrapped)
         return clip(*args, **kwargs)
 
-    return ended_first
+    return closed_first
 
 
-def _listened(trainer: TrainerLike, session: Session, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``Accelerator.backward``, listened to where a gradient is added beside ``Trainer.training_step``."""
+def _watched(session: TrainerHost, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``Accelerator.backward``, watched for gradients that ``Trainer.training_step`` does not make."""
 
-    def listened(*args: Any, **kwargs: Any) -> Any:
-        beside = session.micro_batch is None and session.entered and session.window is not None
-        if beside and trainer.accelerator.sync_gradients:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        second = session.micro_batch is None and session.entered and session.window is not None
+        if second and session.accelerator.sync_gradients:
             # The engine reduces what is in .grad by now.
             session.gradient.finish()
-        if beside and trainer.args.gradient_accumulation_steps * trainer.args.world_size > 1:
-            session.windows.note_inexact()
-            session.warn_once(
+        if second and session.steps * session.world_size > 1:
+            session.warn_inexact(
                 "second backward",
-                f"{type(trainer).__name__} calls accelerator.backward beside Trainer.training_step: what it adds to "
-                "the gradient is added as it is, so that the step is not called exact",
+                f"{type(session.trainer).__name__} calls accelerator.backward beside Trainer.training_step: what it "
+                "adds to the gradient is added as it is, so that the step is not called exact",
             )
         return backward(*args, **kwargs)
 
-    return listened
+    return watched
 
 
 def check_setup(trainer: TrainerLike) -> dict[str, str]:

@@ -6,20 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
 from transformers import Trainer
 
-from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.weigh import WindowCheck
-from hf_accum_fix.counting import count, note_empty
+from hf_accum_fix.accumulation.preserve import overridden
+from hf_accum_fix.core.window import Window, open_window
 from hf_accum_fix.data.whole_windows import without_placeholders
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.live import head_name
-from hf_accum_fix.overrides.routing import router_loss_depends_on_the_cut, routing_of
-from hf_accum_fix.overrides.run import TrainerRun
-from hf_accum_fix.overrides.session import Part, Session, Window, busy, session_of
-from hf_accum_fix.overrides.settling import settle_contract
-from hf_accum_fix.shadow import shadow
+from hf_accum_fix.overrides.host import TrainerHost, session_of
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 #: Marks a trainer's state, and so its checkpoints.
@@ -38,29 +31,29 @@ def get_batch_samples(
     session = session_of(trainer, options)
     if not enabled() or "get_batch_samples" in session.busy:
         return wrapped(*args, **kwargs)
-    with busy(session, "get_batch_samples"):
+    with session.inside("get_batch_samples"):
         # Upstream's own gather would be a second collective, and one that a rank without micro-batches does not join.
-        trouble: Exception | None = None
+        error: Exception | None = None
         try:
-            with shadow(trainer.args, "average_tokens_across_devices", False):
+            with overridden(trainer.args, "average_tokens_across_devices", False):
                 fetched, upstream_number = wrapped(*args, **kwargs)
-        except Exception as error:
+        except Exception as caught:
             # Raised as soon as the other ranks know.
-            fetched, upstream_number, trouble = [], None, error
-        if session.deferred is not None and trouble is None:
+            fetched, upstream_number, error = [], None, caught
+        if session.deferred is not None and error is None:
             # The trainer's own method may hand on another batch than it was given: what it returns is counted.
             session.deferred.append(upstream_number)
             return fetched, upstream_number
-        window = open_window(trainer, session, without_placeholders(fetched), upstream_number, options, trouble)
+        window = open_in(session, without_placeholders(fetched), upstream_number, error)
     return fetched, _number_of(trainer, window, upstream_number)
 
 
 def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> Any:
     """What a ``compute_loss`` is handed as the number of items."""
-    contract = window.contract
+    contract, cut = window.parts[0].contract, window.parts[0].cut
     if contract.items is None or not (contract.by_number if contract.custom else upstream_number is not None):
         return upstream_number
-    if contract.custom and window.cut.is_whole and upstream_number is not None:
+    if contract.custom and cut.is_whole and upstream_number is not None:
         return upstream_number
     if not (contract.custom and contract.by_number):
         return window.total.long()
@@ -68,12 +61,13 @@ def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> An
     multiplies = contract.takes_world_size
     if multiplies is None:
         multiplies = getattr(trainer.args, "average_tokens_across_devices", False)
-    return window.total.long() if multiplies else window.total / window.cut.world_size
+    return window.total.long() if multiplies else window.total / cut.world_size
 
 
 @contextmanager
-def counted_as_returned(trainer: TrainerLike, options: Options) -> Iterator[None]:
+def counted_as_returned(session: TrainerHost) -> Iterator[None]:
     """Count what a ``get_batch_samples`` of the trainer's own returns, not what it was given."""
+    trainer = session.trainer
     own = getattr(trainer, "get_batch_samples", None)
     defining = next((cls for cls in type(trainer).__mro__ if "get_batch_samples" in vars(cls)), None)
     if own is None or defining is None or defining.__module__ in ("hf_accum_fix.trainer", Trainer.__module__):
@@ -81,7 +75,6 @@ def counted_as_returned(trainer: TrainerLike, options: Options) -> Iterator[None
         return
 
     def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
-        session = session_of(trainer, options)
         session.deferred = []
         try:
             result = own(*args, **kwargs)
@@ -91,92 +84,36 @@ def counted_as_returned(trainer: TrainerLike, options: Options) -> Iterator[None
         if not reached or not isinstance(result, tuple) or len(result) != 2:
             return result
         fetched, number = result
-        window = open_window(trainer, session, without_placeholders(fetched), reached[-1], options)
+        window = open_in(session, without_placeholders(fetched), reached[-1])
         # A number of the trainer's own stays.
         return fetched, _number_of(trainer, window, number) if number is reached[-1] else number
 
-    with shadow(trainer, "get_batch_samples", get_batch_samples):
+    with overridden(trainer, "get_batch_samples", get_batch_samples):
         yield
 
 
-def open_window(
-    trainer: TrainerLike,
-    session: Session,
-    batches: list[Any],
-    upstream_number: Any,
-    options: Options,
-    trouble: Exception | None = None,
-) -> Window:
+def open_in(session: TrainerHost, batches: list[Any], number: Any = None, error: Exception | None = None) -> Window:
     """Count the window whose micro-batches are about to be run, or raise what kept this rank from fetching it."""
-    _mark_state(trainer, session)
-    session.windows.opened += bool(batches)
-    while True:
-        contract = settle_contract(trainer, session, batches, options, trouble, upstream_number)
-        routing, trouble = routing_of(trainer, session, contract, batches, options, trouble)
-        session.window = window = _counted(
-            trainer, contract, batches, upstream_number, trouble, session=session, routing=routing
-        )
-        if not session.asks:
-            break
-    if len(batches) > trainer.args.gradient_accumulation_steps:
-        session.windows.note_inexact()
-        session.warn_once(
+    _mark_state(session)
+    session.state.opened += bool(batches)
+    session.window, session.gradients = open_window(session, batches, number, error), None
+    if len(batches) > session.steps:
+        session.warn_inexact(
             "more micro-batches",
             f"got {len(batches)} micro-batches in a window; expected at most gradient_accumulation_steps="
-            f"{trainer.args.gradient_accumulation_steps}, after which the Trainer steps: the step is not called exact",
+            f"{session.steps}, after which the Trainer steps: the step is not called exact",
         )
-    if batches and all(each.items is not None for each in session.contracts):
-        note_empty(TrainerRun(trainer, session), session, window.total)
-    if options.balance_windows and router_loss_depends_on_the_cut(session):
+    if session.options.balance_windows and session.router_loss_depends_on_the_cut:
         session.warn_once(
             "router loss of dealt windows",
-            f"balance_windows: {head_name(trainer)} has a router loss that depends on the cut; micro-batches of about "
+            f"balance_windows: {session.head} has a router loss that depends on the cut; micro-batches of about "
             "one length each lead it further from the global batch's: take router_loss='exact'",
         )
-    return window
+    return session.window
 
 
-def _counted(
-    trainer: TrainerLike,
-    contract: LossContract,
-    batches: list[Any],
-    upstream_number: Any,
-    trouble: Exception | None = None,
-    *,
-    session: Session | None = None,
-    routing: Tensor | None = None,
-) -> Window:
-    """The window with its items counted over all ranks, and upstream's own count beside them."""
-    session = session or Session(Options())
-    counted = count(
-        TrainerRun(trainer, session),
-        session,
-        contract,
-        batches,
-        number=upstream_number,
-        trouble=trouble,
-        router=session.router,
-        routing=routing,
-    )
-
-    contracts = [contract, *session.contracts[1:]]
-    parts = {
-        id(each): Part(each, cut, WindowCheck(each, cut.is_corrected))
-        for each, cut in zip(contracts, counted.cuts, strict=True)
-    }
-    return Window(
-        contract,
-        batches,
-        counted.total,
-        counted.cut,
-        counted.number,
-        check=parts[id(contract)].check,
-        by_rule=counted.by_rule,
-        parts=[parts[id(session.contract_of(batch))] for batch in batches] if len(parts) > 1 else [],
-    )
-
-
-def _mark_state(trainer: TrainerLike, session: Session) -> None:
+def _mark_state(session: TrainerHost) -> None:
+    trainer = session.trainer
     marks = trainer.state.stateful_callbacks
     if _STATE_KEY not in marks and trainer.state.global_step > 0 and session.window is None:
         session.warn_once(
@@ -204,5 +141,5 @@ def mark_passed_over(trainer: TrainerLike) -> Iterator[None]:
             if mark is not None:
                 trainer.state.stateful_callbacks[_STATE_KEY] = mark
 
-    with shadow(trainer, "_load_callback_state", load_without_mark):
+    with overridden(trainer, "_load_callback_state", load_without_mark):
         yield

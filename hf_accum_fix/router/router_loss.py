@@ -45,9 +45,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_accum_fix.accumulation.noise import random_states_kept
+from hf_accum_fix.accumulation.preserve import buffers_kept
 from hf_accum_fix.accumulation.window import Items, Weightless, count_dtype
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.router.load_balancing import FUNCTION, Call, Swap, Tally
@@ -134,26 +134,12 @@ def one_form(seen: Sequence[Form]) -> Form:
 @contextmanager
 def same_draws(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Run forwards without gradient, then restore random states and buffers."""
-    buffers = [
-        (module._buffers, name, buffer, buffer.detach().clone(), buffer._version, isinstance(module, _BatchNorm))
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
     used = {device, *(parameter.device for parameter in model.parameters())}
     types = {each.type for each in used} - {"cpu", "meta", "mps"}
     indices = sorted({each.index or 0 for each in used if each.type in types})
     device_type = next(iter(types), "cuda")
-    try:
-        with random_states_kept(indices, device_type), torch.no_grad():
-            yield
-    finally:
-        with torch.no_grad():
-            for holder, name, buffer, before, version, uncounted in buffers:
-                holder[name] = buffer
-                # BatchNorm changes its statistics without a new version.
-                if uncounted or buffer._version != version:
-                    buffer.copy_(before)
+    with random_states_kept(indices, device_type), torch.no_grad(), buffers_kept(model):
+        yield
 
 
 # --- one model's loss, window by window --------------------------------------------------------------------------

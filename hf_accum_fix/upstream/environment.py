@@ -141,6 +141,17 @@ def calling_trainer(frame: FrameType | None) -> Any:
     return None
 
 
+def is_training() -> bool:
+    """Whether a Trainer is in its training loop, in any thread."""
+    for frame in [*sys._current_frames().values()]:
+        above: FrameType | None = frame
+        while above is not None:
+            if above.f_code.co_name == "_inner_training_loop" and above.f_globals.get("__name__") == TRAINER_MODULE:
+                return True
+            above = above.f_back
+    return False
+
+
 def is_pristine(function: Any, name: str) -> bool:
     """Whether function is the method called name as transformers' own trainer.py defines it.
 

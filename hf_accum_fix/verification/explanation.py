@@ -36,7 +36,7 @@ _WORDS: Final[Mapping[Factor, str]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a cut and the trainer that ran it.
+    """Facts about a split and the trainer that ran it.
 
     Attributes:
         micro_batches: of the window on one rank: the G of a full window.
@@ -113,7 +113,7 @@ def of_factor(factor: float, logged: float, facts: Facts, precision: float) -> E
     Args:
         factor: gradient over the right gradient.
         logged: logged loss over the right loss.
-        facts: of the cut.
+        facts: of the split.
         precision: relative difference within which a symbol is recognised.
     """
     symbols = _symbols(factor, facts, precision)

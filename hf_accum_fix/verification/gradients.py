@@ -15,11 +15,16 @@ Gradient: TypeAlias = Sequence[Tensor | None]
 
 
 def take(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """Take the gradients of a backward off the parameters, without a copy."""
-    taken = [parameter.grad for parameter in parameters]
+    """Take the gradients of a backward off the parameters, without a copy unless they are sparse."""
+    taken = [dense(parameter.grad) for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     return taken
+
+
+def dense(gradient: Tensor | None) -> Tensor | None:
+    """A sparse gradient, such as an embedding's, as one with every row."""
+    return gradient.to_dense() if gradient is not None and gradient.layout is not torch.strided else gradient
 
 
 def on_cpu(gradient: Gradient) -> list[Tensor | None]:
@@ -42,7 +47,7 @@ class Sum:
         """Add the gradients of a backward; ``.grad`` itself adds up the ones of 32 bits."""
         for place, parameter in enumerate(self._parameters):
             if parameter.grad is not None and parameter.dtype.itemsize < 4:
-                before, found = self._wide[place], parameter.grad.detach().to("cpu", torch.float32)
+                before, found = self._wide[place], parameter.grad.detach().to_dense().to("cpu", torch.float32)
                 self._wide[place] = found if before is None else before.add_(found)
                 parameter.grad = None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -12,10 +14,10 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import products_are_rounded
+from hf_accum_fix.accumulation.preserve import RANDOM_NUMBERS, Preserved, overridden
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides.forward import compute_loss_of, loss_alone
 from hf_accum_fix.overrides.live import hands_number
-from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, Sum, distance, dots, on_cpu, take
 from hf_accum_fix.verification.sample import Collate
@@ -25,7 +27,7 @@ FULL = "full batch in one forward"
 STREAMED = "streamed sample by sample, from sums and counts"
 MODES = ("auto", "full", "streamed")
 
-#: Errors up to this many times the noise of the reference count as noise: a cut runs other kernels than the full batch.
+#: Errors up to this many times the noise of the reference are noise: a split runs other kernels than the full batch.
 FLOORS: Final = 8.0
 #: The widest tolerance: the error of a factor of 1.3 is three times as large.
 WIDEST: Final = 0.1
@@ -50,7 +52,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Reference:
-    """What every cut of a global batch ought to give, without a router's loss.
+    """What every split of a global batch ought to give, without a router's loss.
 
     Attributes:
         gradient: one for each trainable parameter, on the CPU.
@@ -118,7 +120,7 @@ class Scene:
             self.trainer.accelerator.autocast(),
             self.trainer.compute_loss_context_manager(),
             # By upstream's convention the loss is then not multiplied by the ranks.
-            shadow(self.trainer.args, "average_tokens_across_devices", False),
+            overridden(self.trainer.args, "average_tokens_across_devices", False),
         ):
             found: tuple[Tensor, Any] = compute_loss(
                 self.trainer.model, prepared, return_outputs=True, num_items_in_batch=number
@@ -185,6 +187,22 @@ class Scene:
         return summed, total
 
 
+def without_outputs(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``compute_loss`` that may be asked for outputs, made of one that has none or refuses to return them."""
+
+    @functools.wraps(compute_loss)
+    def wrapped(*args: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        if not return_outputs:
+            return compute_loss(*args, **kwargs)
+        try:
+            found = compute_loss(*args, return_outputs=True, **kwargs)
+        except (NotImplementedError, TypeError, ValueError):
+            found = compute_loss(*args, **kwargs)
+        return found if isinstance(found, tuple) else (found, None)
+
+    return wrapped
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether a full device raised this error."""
     return isinstance(error, torch.cuda.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
@@ -224,7 +242,7 @@ def _full(scene: Scene, rows: Sequence[Any]) -> Reference:
     drew, loss = _drawing(scene, rows)
     gradient = on_cpu(take(scene.parameters))
     notes = _refuse_randomness(scene, rows, gradient) if drew else ()
-    _refuse_infinite(gradient)
+    _check(scene, gradient)
     noise, decomposes = Noise(0.0, 0.0), True
     parts = len(rows) > 1 and _adds_up(scene)
     if parts:
@@ -252,7 +270,7 @@ def _streamed(scene: Scene, rows: Sequence[Any], own: int) -> Reference:
     loss, summed = _summed(scene, [[row] for row in rows])
     gradient = on_cpu(summed)
     del summed
-    _refuse_infinite(gradient)
+    _check(scene, gradient)
     # Other kernels, with other roundings, run on several samples at a time.
     pairs = [rows[max(0, end - 2) : end] for end in range(len(rows), 0, -2)]
     try:
@@ -316,11 +334,26 @@ def _again(scene: Scene, rows: Sequence[Any], gradient: Gradient) -> Noise:
     """
     noise = _difference(_of_whole(scene, rows, number=1), gradient)
     if not noise.floor * FLOORS <= WIDEST:
+        _refuse_memory(scene, rows)
         raise UnsupportedSetupError(
             f"the gradient is random: the same samples gave two, {noise.floor:.2g} apart, with dropout off; "
             "give model and trainer a mode without noise (masking, jitter, augmentation), and verify that"
         )
     return noise
+
+
+def _refuse_memory(scene: Scene, rows: Sequence[Any]) -> None:
+    """Refuse a loss that depends on what the trainer or the model keeps from one call to the next, and name that."""
+    found = []
+    for number in (1, 2):
+        with Preserved(scene.trainer.model, scene.trainer, thorough=True) as state:
+            found.append(on_cpu(_of_whole(scene, rows, number=number)))
+            changed = state.changed()
+    if _difference(*found).floor * FLOORS <= WIDEST and changed and RANDOM_NUMBERS not in changed:
+        raise UnsupportedSetupError(
+            f"the loss of the same samples changes from call to call with what is kept in {', '.join(changed[:5])}; "
+            "expected a loss of the samples alone; verify one without it"
+        )
 
 
 def _of_whole(scene: Scene, rows: Sequence[Any], weight: float = 1.0, number: int = 0) -> list[Tensor | None]:
@@ -401,8 +434,15 @@ def _difference(one: Gradient, other: Gradient) -> Noise:
     return Noise(distance(one, [other], [1.0]) / square**0.5, abs(float(products[0, 1]) / square - 1))
 
 
-def _refuse_infinite(gradient: Gradient) -> None:
-    if not torch.isfinite(dots(gradient)).all():
+def _check(scene: Scene, gradient: Gradient) -> None:
+    square = float(dots(gradient)[0, 0])
+    if not math.isfinite(square):
         raise UnsupportedSetupError(
-            "got a gradient of the full batch that is not finite; expected a finite one; look at data and dtype"
+            "the gradient of the full batch is not finite, an overflow or a nan; expected a finite one; look at data, "
+            "dtype and the size of the loss"
+        )
+    if square == 0 and not scene.contract.has_router_loss:
+        raise UnsupportedSetupError(
+            "the gradient of the full batch is zero, and any multiple of zero is zero; expected one that trains; look "
+            "at the loss, or verify a later step: step=N, --step N"
         )

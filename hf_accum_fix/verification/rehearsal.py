@@ -21,6 +21,7 @@ from hf_accum_fix.overrides.loader import DEALER
 from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.router.router_loss import RouterLoss
 from hf_accum_fix.upstream.protocols import TrainerLike
+from hf_accum_fix.verification.gradients import take
 from hf_accum_fix.verification.sample import Split
 
 #: TrainingArguments of one optimizer step without logging, saving, uploading, clipping and evaluation.
@@ -74,9 +75,7 @@ class KeepGradient(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Keep the gradients and leave the parameters alone."""
         self.steps += 1
-        self.kept = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.kept = take(self.parameters)
 
 
 class _At(TrainerCallback):
@@ -91,7 +90,7 @@ class _At(TrainerCallback):
 
 
 def understudy(trainer: TrainerLike, per_device: int, steps: int, step: int = 0) -> Any:
-    """A copy of the trainer for another cut, which shares its model and nothing else that it could change.
+    """A copy of the trainer for another split, which shares its model and nothing else that it could change.
 
     The release's own method makes it a new accelerator: whether accelerate divides by G too depends on that.
 
@@ -142,7 +141,7 @@ def rehearse(
         trainer: to run.
         parameters: whose gradient is kept.
         micro_batches: of the window, on this rank.
-        split: how the samples are cut.
+        split: how the samples are split.
         samples: of the global batch, which the loop takes for the whole data set.
         wrapped: the model as an earlier rehearsal wrapped it.
         step: the optimizer step to run, from 0.
@@ -154,7 +153,7 @@ def rehearse(
     optimizer = KeepGradient(parameters)
     actor.optimizer, actor.lr_scheduler = optimizer, LambdaLR(optimizer, _constant)
     actor.create_optimizer = actor.create_scheduler = actor.create_optimizer_and_scheduler = _nothing
-    vars(actor)[DEALER] = None  # Keep this cut: no dealing by length.
+    vars(actor)[DEALER] = None  # Keep this split: no dealing by length.
     actor.get_train_dataloader = lambda *_, **__: _loader(actor, micro_batches, samples)
     losses: list[Tensor] = []
     windows = 0
@@ -172,6 +171,7 @@ def rehearse(
         return loss
 
     actor.training_step = training_step
+    actor.accelerator.clip_grad_norm_ = functools.partial(_unclipped, actor.accelerator)
     actor.train()
     session = actor.__dict__.get(SESSION)
     router = None if session is None else session.router
@@ -204,6 +204,12 @@ def _loader(trainer: TrainerLike, micro_batches: Sequence[Any], samples: int) ->
 
 def _same(batch: Any) -> Any:
     return batch
+
+
+def _unclipped(accelerator: Any, *_: Any, **__: Any) -> Tensor:
+    """Leave gradients as they are: some releases clip to infinity for their norm, which overflows before they do."""
+    accelerator.unscale_gradients()
+    return torch.zeros(())
 
 
 def _constant(_: int) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from math import inf
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.reporting import table
@@ -14,7 +15,9 @@ from hf_accum_fix.reporting import table
 STOCK: Final = "stock"
 MENDED: Final = "apply()"
 
-_COLUMNS: Final = ("window", "cut", "mode", "norm ratio", "error", "cosine", "log ratio", "verdict")
+_COLUMNS: Final = ("window", "split", "mode", "norm ratio", "error", "cosine", "log ratio", "verdict")
+#: How far the cosine of a multiple of the right gradient may be from 1, in squares of its error.
+_PARALLEL: Final = 0.05
 _EVAL_COLUMNS: Final = ("eval batch", "mode", "eval_loss", "item mean", "error")
 
 
@@ -28,11 +31,11 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """An answer in words; it has no truth value, because "could not tell" is neither.
+    """An answer in words; true where it is exact.
 
     Attributes:
         kind: which of the three answers.
-        words: "exact to the floor ...", "off, relative error ...: why" or "could not tell: reason".
+        words: "exact ...", "off, relative error ...: why" or "could not tell: reason".
     """
 
     kind: Kind
@@ -41,8 +44,8 @@ class Verdict:
     def __str__(self) -> str:
         return self.words
 
-    def __bool__(self) -> NoReturn:
-        raise TypeError(f"a verdict is not true or false, it is {self.words!r}; ask verdict.kind is Kind.EXACT")
+    def __bool__(self) -> bool:
+        return self.kind is Kind.EXACT
 
 
 def could_not_tell(reason: str) -> Verdict:
@@ -52,7 +55,7 @@ def could_not_tell(reason: str) -> Verdict:
 
 @dataclass(frozen=True)
 class SplitResult:
-    """One cut of one global batch, run by the trainer's own loop and compared with the reference.
+    """One split of one global batch, run by the trainer's own loop and compared with the reference.
 
     Attributes:
         mode: "stock" or "apply()".
@@ -79,10 +82,25 @@ class SplitResult:
     defects: tuple[str, ...] = ()
 
     @property
-    def cut(self) -> str:
+    def split(self) -> str:
         """Samples x accumulation steps, as the tables show it."""
         short = f", {self.micro_batches} run" if self.micro_batches != self.steps else ""
         return f"{self.per_device} x {self.steps}{short}"
+
+    @property
+    def amount(self) -> str:
+        """How far the gradient is off: too large, too small, or another direction; or the words of the verdict."""
+        if self.verdict.kind is not Kind.OFF or self.error is None:
+            return self.verdict.words.replace("exact to the floor", "exact", 1)
+        ratio = self.norm_ratio or 0.0
+        if self.cosine is None or self.cosine < 1 - _PARALLEL * self.error**2 or not 0 < ratio < inf:
+            return f"off by {self.error:.2g}"
+        return f"{ratio:.4g}x too large" if ratio > 1 else f"{1 / ratio:.4g}x too small"
+
+    @property
+    def why(self) -> str:
+        """The cause of an error, in words."""
+        return self.verdict.words.partition(": ")[2]
 
 
 @dataclass(frozen=True)
@@ -109,12 +127,12 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Whether a trainer's gradient depends on the cut of the global batch.
+    """Whether a trainer's gradient depends on the split of the global batch; true where the verdict is exact.
 
     Attributes:
         trainer, head, transformers: the trainer's class, the model's class, the release.
         active: the mode that this process trains in as it is now, "stock" or "apply()".
-        verdict: on that mode, and on the user's own cut where it was run; other cuts that are off are named.
+        verdict: on that mode and on the user's own split, or on all of them where it was not run.
         world_size: W.
         samples: of each global batch, over all ranks.
         items: N of each global batch; None where the loss has none.
@@ -122,9 +140,10 @@ class VerificationReport:
         reference: how the reference was computed, in words.
         floor: relative difference of two references without accumulation: the noise of dtype and kernels.
         tolerance: largest relative error that is called exact.
-        results: one for each window, cut and mode.
+        results: one for each window, split and mode.
         evaluation: one for each mode and eval batch size; empty without an evaluation set.
         notes: what was changed for the comparison, and what stands in its way.
+        own: samples x accumulation steps of the trainer's arguments.
     """
 
     trainer: str
@@ -142,18 +161,25 @@ class VerificationReport:
     results: tuple[SplitResult, ...] = ()
     evaluation: tuple[EvalResult, ...] = ()
     notes: tuple[str, ...] = ()
+    own: tuple[int, int] = (0, 0)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the verdict is exact; False as well where it could not be told."""
+        return self.verdict.kind is Kind.EXACT
 
     def of(self, mode: str) -> tuple[SplitResult, ...]:
         """The results of one mode, "stock" or "apply()"."""
         return tuple(result for result in self.results if result.mode == mode)
 
     def verdict_of(self, mode: str) -> Verdict:
-        """The verdict on one mode: off if one cut is off, exact if all cuts with an answer are."""
+        """The verdict on one mode: off if one split is off, exact if all splits with an answer are."""
         return judge(self.of(mode)) if self.results else self.verdict
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as data for JSON."""
         return {
+            "ok": self.ok,
             **asdict(self),
             "verdict": _plain(self.verdict),
             "results": [{**asdict(result), "verdict": _plain(result.verdict)} for result in self.results],
@@ -162,10 +188,10 @@ class VerificationReport:
 
     def to_text(self) -> str:
         """Everything, as tables to read."""
-        lines = [
-            f"{self.trainer} of {self.head} on transformers {self.transformers}, W = {self.world_size}: {self.active}",
-            f"verdict: {self.verdict}",
-        ]
+        about = (
+            f"{self.trainer} of {self.head} on transformers {self.transformers}, W = {self.world_size}: {self.active}"
+        )
+        lines = [str(self.verdict), *also_looked_at(self.of(self.active), self.own), about]
         if self.contract:
             lines.append(f"the loss {self.contract}")
         if self.reference:
@@ -183,17 +209,16 @@ class VerificationReport:
             lines += ["", *table(_EVAL_COLUMNS, rows)]
         return "\n".join(lines)
 
-    def __bool__(self) -> NoReturn:
-        raise TypeError(
-            f"a report is not true or false, it says {str(self.verdict)!r}; ask report.verdict.kind is Kind.EXACT"
-        )
+    def __bool__(self) -> bool:
+        """Whether the verdict is exact."""
+        return self.ok
 
     def __str__(self) -> str:
         """The text, so that print(verify(trainer)) shows it."""
         return self.to_text()
 
     def plot(self, path: str | Path) -> None:
-        """Draw the relative gradient error of every cut, on a log scale; the path's ending is the format.
+        """Draw the relative gradient error of every split, on a log scale; the path's ending is the format.
 
         Raises:
             OptionsError: if matplotlib is not installed, or there is nothing to draw.
@@ -205,7 +230,7 @@ class VerificationReport:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise OptionsError("drawing needs matplotlib; pip install matplotlib") from error
-        labels = [f"{result.cut}\n{result.mode}" for result in drawn]
+        labels = [f"{result.split}\n{result.mode}" for result in drawn]
         least = max(self.floor, 1e-17)
         figure = Figure(figsize=(max(5.0, 0.9 * len(drawn)), 4.0), layout="constrained")
         axes = figure.subplots()
@@ -221,27 +246,60 @@ class VerificationReport:
 
 
 def judge(results: Sequence[SplitResult]) -> Verdict:
-    """One verdict on the results of one mode: the verdict on the worst cut that has an answer."""
-    told = [result for result in results if result.verdict.kind is not Kind.COULD_NOT_TELL]
-    if not told:
-        return results[0].verdict if results else could_not_tell("no cut was run")
-    off = [result for result in told if result.verdict.kind is Kind.OFF]
+    """One verdict on the results of one mode: the verdict on the worst split that has an answer."""
+    known = [result for result in results if result.verdict.kind is not Kind.COULD_NOT_TELL]
+    if not known:
+        return results[0].verdict if results else could_not_tell("no split was run")
+    off = [result for result in known if result.verdict.kind is Kind.OFF]
     if off:
-        worst = max(off, key=lambda result: float("inf") if result.error is None else result.error)
-        return Verdict(Kind.OFF, f"{worst.verdict} (cut {worst.cut}; {len(off)} of {len(told)} cuts are off)")
-    left = f"; {len(results) - len(told)} cuts have no answer" if len(told) < len(results) else ""
-    return Verdict(Kind.EXACT, f"{told[0].verdict} for {len(told)} cuts{left}")
+        worst = _worst(off)
+        return Verdict(Kind.OFF, f"{worst.verdict} (split {worst.split}; {len(off)} of {len(known)} splits are off)")
+    left = f"; {len(results) - len(known)} splits have no answer" if len(known) < len(results) else ""
+    return Verdict(Kind.EXACT, f"{known[0].verdict} for {len(known)} splits{left}")
 
 
-def judge_own(results: Sequence[SplitResult], own: Sequence[SplitResult]) -> Verdict:
-    """The verdict on the cut that the user trains with; on all cuts where it is not among the results."""
-    every = judge(results)
-    if not own:
-        return every
-    found = judge(own)
-    if every.kind is Kind.OFF and found.kind is Kind.EXACT:
-        return Verdict(Kind.EXACT, f"your own cut, {own[0].cut}, is {own[0].verdict}; others are not: {every}")
-    return found if found.kind is Kind.COULD_NOT_TELL and every.kind is Kind.EXACT else every
+def judge_own(
+    results: Sequence[SplitResult], owns: Sequence[SplitResult], active: str, own: tuple[int, int]
+) -> Verdict:
+    """The verdict on the split that the user trains with, in its first words, and what ``apply()`` makes of it.
+
+    Args:
+        results: of every split; they decide where the user's own was not run.
+        owns: of the user's own split.
+        active: the mode that decides.
+        own: samples x accumulation steps of the user.
+    """
+    here = [each for each in owns or results if each.mode == active]
+    found = judge(here)
+    if found.kind is Kind.COULD_NOT_TELL:
+        return found
+    shown = _worst([each for each in here if each.verdict.kind is found.kind])
+    place = f"at your {shown.split}" if owns else f"at {shown.split}, your {own[0]} x {own[1]} was left out"
+    if found.kind is Kind.EXACT:
+        return Verdict(Kind.EXACT, shown.amount.replace("exact", f"exact {place}", 1))
+    words = f"{shown.amount} {place}" + (f" ({shown.why})" if shown.why else "")
+    patched = [each for each in owns or results if each.mode == MENDED]
+    if active == MENDED or not patched:
+        return Verdict(Kind.OFF, words)
+    kind = judge(patched).kind
+    makes = {Kind.EXACT: "makes it exact", Kind.OFF: "leaves it off", Kind.COULD_NOT_TELL: "could not be run"}
+    return Verdict(Kind.OFF, f"{words}; apply() {makes[kind]}")
+
+
+def also_looked_at(results: Sequence[SplitResult], own: tuple[int, int]) -> list[str]:
+    """The splits of one mode that are not the user's own, in a line."""
+    found: dict[str, dict[str, None]] = {}
+    for each in results:
+        if (each.per_device, each.steps) != own:
+            amount = "no answer" if each.verdict.kind is Kind.COULD_NOT_TELL else each.amount.partition(",")[0]
+            found.setdefault(amount, {})[each.split] = None
+    words = [f"{amount} at {' and '.join(splits)}" for amount, splits in found.items()]
+    several = len({(each.per_device, each.steps) for each in results}) > 1
+    return [f"also looked at: {'; '.join(words)}"] if words and several else []
+
+
+def _worst(results: Sequence[SplitResult]) -> SplitResult:
+    return max(results, key=lambda result: inf if result.error is None else result.error)
 
 
 def _plain(verdict: Verdict) -> dict[str, str]:
@@ -256,7 +314,7 @@ def _cells(result: SplitResult) -> tuple[str, ...]:
     named = f" [{', '.join(result.defects)}]" if result.defects else ""
     return (
         str(result.window),
-        result.cut,
+        result.split,
         result.mode,
         _number(result.norm_ratio, ".6g"),
         _number(result.error, ".1e"),

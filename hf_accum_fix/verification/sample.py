@@ -1,4 +1,4 @@
-"""The global batch to verify on: drawn in the trainer's own order, collated by its own collator, cut anew."""
+"""The global batch to verify on: drawn in the trainer's own order, collated by its own collator, split anew."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import IterableDataset
+from transformers import Trainer
 
 from hf_accum_fix.accumulation.kinds import Kind, kind_of, words_of
-from hf_accum_fix.accumulation.window import has_rows, sample_count
+from hf_accum_fix.accumulation.preserve import overridden, reached
+from hf_accum_fix.accumulation.window import has_rows
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
-from hf_accum_fix.shadow import shadow
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.verification.reachable import reachable
 from hf_accum_fix.verification.traceless import seed
 
 logger = logging.getLogger("hf_accum_fix")
@@ -62,12 +63,12 @@ class Split:
     steps: int
 
     def micro_batches(self, rows: Sequence[Any], collate: Collate) -> list[Any]:
-        """The samples, cut and collated; the last micro-batch may be short."""
+        """The samples, split and collated; the last micro-batch may be short."""
         return [collate(list(rows[at : at + self.per_device])) for at in range(0, len(rows), self.per_device)]
 
 
 def splits_of(samples: int, own: int, asked: Sequence[tuple[int, int] | int] | None) -> list[Split]:
-    """The cuts to verify: the two extremes, the user's own, and one with a short last window; or those asked for.
+    """The splits to verify: the two extremes, the user's own, and one with a short last window; or those asked for.
 
     Args:
         samples: of this rank's window.
@@ -75,7 +76,7 @@ def splits_of(samples: int, own: int, asked: Sequence[tuple[int, int] | int] | N
         asked: pairs (samples of a micro-batch, accumulation steps), or the first of the two alone.
 
     Raises:
-        OptionsError: if a cut asked for does not hold the samples.
+        OptionsError: if a split asked for does not hold the samples.
     """
     if asked is None:
         sizes = dict.fromkeys(min(size, samples) for size in (own, samples, 1))
@@ -86,9 +87,10 @@ def splits_of(samples: int, own: int, asked: Sequence[tuple[int, int] | int] | N
         return found
     pairs = [(each, -(-samples // each)) if isinstance(each, int) and each > 0 else each for each in asked]
     if not pairs:
-        raise OptionsError("got splits=[]; expected at least one cut, or None for the usual ones")
+        raise OptionsError("got splits=[]; expected at least one split, or None for the usual ones")
     for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2 or min(pair) < 1 or pair[0] * pair[1] < samples:
+        fits = isinstance(pair, tuple) and len(pair) == 2 and 1 <= pair[0] <= samples <= pair[0] * pair[1]
+        if not fits:
             raise OptionsError(
                 f"got {pair!r} in splits; expected pairs (samples of a micro-batch, accumulation steps) that hold "
                 f"the {samples} samples of a rank, or the first alone, such as splits=[1, (2, {-(-samples // 2)})]"
@@ -115,14 +117,19 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
     else:
         if trainer.train_dataset is not None and getattr(trainer.train_dataset, "__len__", _unknown)() == 0:
             raise UnsupportedSetupError("got an empty train data set; expected at least one sample")
+        if trainer.train_dataset is None and type(trainer).get_train_dataloader is Trainer.get_train_dataloader:
+            raise UnsupportedSetupError("got no train_dataset; expected one; give it to the trainer, or samples=[...]")
         loader = trainer.get_train_dataloader()
         _refuse_streams_that_run_out(loader)
         collate = getattr(loader, "collate_fn", None)
         first_rows = _first_rows
         # One of torch's that makes no batches yields those of its data set.
         if collate is None or not getattr(loader, "_auto_collation", True):
-            notes.append(f"{type(loader).__name__} collates nothing: the rows of its batches were cut anew, as padded")
-            first_rows, collate = _rows_of_batches, _Once(_only)
+            notes.append(
+                f"{type(loader).__name__} collates nothing: the rows of its batches were split anew, as padded"
+            )
+            first_rows = partial(_rows_of_batches, samples=trainer.args.per_device_train_batch_size)
+            collate = _Once(_only)
         rows = list(first_rows(loader, windows * size))
     if not rows:
         raise UnsupportedSetupError("got no sample from the dataloader; expected one; look at dataloader_drop_last")
@@ -135,14 +142,19 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
         )
     if len(kinds) > 1:
         kind, rows = next(iter(_kinds(collate, list(first_rows(loader, _SEVERAL_KINDS * windows * size))).items()))
-        notes.append(f"the samples are of several kinds; only those with {words_of(kind)} were cut anew")
+        notes.append(f"the samples are of several kinds; only those with {words_of(kind)} were split anew")
     groups = tuple(tuple(rows[at : at + size]) for at in range(0, min(len(rows), windows * size), size))
     if len(rows) < windows * size:
         notes.append(f"the data has {len(rows)} samples for a rank, fewer than the {windows * size} asked for")
     collate = fresh(collate)
     if _is_random(collate, list(groups[0])):
         notes.append("the collator is random: each sample was collated once, by itself, and padded on the right")
-        collate = _Once(collate)
+        together, collate = collate(list(groups[0])), _Once(collate)
+        if not _is_as_long(together, collate(list(groups[0]))):
+            raise UnsupportedSetupError(
+                "the collator is random, and a batch is not its samples one after the other, so that it cannot be "
+                "split; give the collator a fixed seed, or give samples=[...]"
+            )
     return Drawn(groups, collate, tuple(notes))
 
 
@@ -154,7 +166,7 @@ def _kinds(collate: Collate, rows: Sequence[Any]) -> dict[Kind, list[Any]]:
         try:
             kind = kind_of(fresh(collate)([row]))
         except Exception:
-            # The cut into single samples tells of it.
+            # The split into single samples reports it.
             logger.debug("a sample was not collated by itself", exc_info=True)
             return {kind_of(None): list(rows)}
         found.setdefault(kind, []).append(row)
@@ -174,14 +186,14 @@ def _first_rows(loader: Any, count: int) -> Iterator[Any]:
     with ExitStack() as stack:
         for each in (loader, getattr(loader, "base_dataloader", None)):
             if each is not None:
-                stack.enter_context(shadow(each, "collate_fn", Rows))
+                stack.enter_context(overridden(each, "collate_fn", Rows))
                 # Workers that outlive an epoch have a collator of their own.
-                stack.enter_context(shadow(each, "_iterator", None))
+                stack.enter_context(overridden(each, "_iterator", None))
         for batch in loader:
             if not isinstance(batch, Rows):
                 raise UnsupportedSetupError(
                     f"{type(loader).__name__} yields {type(batch).__name__} past its collate_fn (a dispatched stream, "
-                    "or a data set that is batched already), so its samples cannot be cut anew; give samples=[...]"
+                    "or a data set that is batched already), so its samples cannot be split anew; give samples=[...]"
                 )
             yield from batch.rows
             found += len(batch.rows)
@@ -189,19 +201,33 @@ def _first_rows(loader: Any, count: int) -> Iterator[Any]:
                 return
 
 
-def _rows_of_batches(loader: Any, count: int) -> Iterator[Any]:
-    """The first samples of a loader that collates by itself: its batches, row by row."""
-    found = 0
+def _rows_of_batches(loader: Any, count: int, samples: int) -> Iterator[Any]:
+    """The first samples of a loader that collates by itself: its batches, row by row, or several rows to a sample.
+
+    Args:
+        loader: yields batches.
+        count: samples wanted.
+        samples: of a batch; one that has a multiple of as many rows holds groups, such as the passages of a query.
+    """
+    found = group = 0
     for batch in loader:
-        rows = sample_count(batch) if isinstance(batch, Mapping) else 0
-        if not rows or not all(len(value) == rows for value in batch.values() if has_rows(value)):
+        sizes = {len(value) for value in batch.values() if has_rows(value)} if isinstance(batch, Mapping) else {0}
+        rows = min(sizes, default=0)
+        group = group or max(1, rows // samples if rows % samples == 0 else 1)
+        if not rows or rows % group or any(size % rows for size in sizes):
             raise UnsupportedSetupError(
-                f"{type(loader).__name__} has no collate_fn, and its {type(batch).__name__} does not hold a row for "
-                "each sample, so that its samples cannot be cut anew; give samples=[...]"
+                f"{type(loader).__name__} has no collate_fn, and its {type(batch).__name__} does not hold as many rows "
+                "for each sample, so that its samples cannot be split; give samples=[...]"
             )
-        for row in range(rows):
-            yield {key: value[row : row + 1] if has_rows(value) else value for key, value in batch.items()}
-        found += rows
+        number = rows // group
+        for place in range(number):
+            yield {
+                key: value[place * len(value) // number : (place + 1) * len(value) // number]
+                if has_rows(value)
+                else value
+                for key, value in batch.items()
+            }
+        found += number
         if found >= count:
             return
 
@@ -219,7 +245,7 @@ def _refuse_streams_that_run_out(loader: Any) -> None:
         dataset = inner
     one, other = iter(dataset), iter(dataset)
     read = (type(dataset).__iter__, *((type(one).__iter__,) if hasattr(one, "__iter__") else ()))
-    if one is other or any(_runs_out(each) for each in reachable(dataset, *read)):
+    if one is other or any(_runs_out(each) for each in reached(dataset, *read)):
         raise UnsupportedSetupError(
             f"{type(dataset).__name__} is a stream that cannot be rewound: the training would lose the samples drawn "
             "here; give a sample of it, samples=[...]"
@@ -229,8 +255,9 @@ def _refuse_streams_that_run_out(loader: Any) -> None:
 def _runs_out(value: Any) -> bool:
     """Whether reading a sample removes it: an iterator, a queue, a pipe, a socket."""
     kind = type(value)
-    return any(hasattr(kind, name) for name in ("__next__", "recv", "poll", "get_nowait")) or (
-        hasattr(kind, "get") and hasattr(kind, "put")
+    # A file system has get and put as well, and is never empty.
+    return any(hasattr(kind, name) for name in ("__next__", "recv", "poll", "get_nowait")) or all(
+        hasattr(kind, name) for name in ("get", "put", "empty")
     )
 
 
@@ -290,6 +317,10 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other) if isinstance(one, (int, float, str, bool, type(None))) else True
 
 
+def _is_as_long(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(len(value) == len(other[key]) for key, value in one.items() if has_rows(value))
+
+
 class _Once:
     """Collate each sample once, and make batches of the results."""
 
@@ -309,7 +340,8 @@ class _Once:
 def _stacked(key: str, values: list[Any]) -> Any:
     if isinstance(values[0], list):
         return [each for value in values for each in value]
-    if not isinstance(values[0], Tensor) or values[0].ndim == 0 or any(len(value) != 1 for value in values):
+    rows = {len(value) if isinstance(value, Tensor) and value.ndim > 0 else 0 for value in values}
+    if 0 in rows or len(rows) > 1:
         raise UnsupportedSetupError(
             f"{key!r} of single samples cannot be put together; give the collator a fixed seed, or give samples=[...]"
         )

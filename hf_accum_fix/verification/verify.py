@@ -17,8 +17,9 @@ from transformers import Trainer, TrainerCallback
 from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.errors import AccumFixError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import SWITCH, Options, enabled
+from hf_accum_fix.overrides.forward import compute_loss_of
+from hf_accum_fix.overrides.host import settle
 from hf_accum_fix.overrides.live import data_ranks
-from hf_accum_fix.overrides.settling import settle
 from hf_accum_fix.overrides.training import check_setup
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
 from hf_accum_fix.upstream.defects import is_present
@@ -29,7 +30,15 @@ from hf_accum_fix.verification.evaluate import evaluate
 from hf_accum_fix.verification.explanation import Explanation, Facts
 from hf_accum_fix.verification.gradients import Gradient, Sum, averaged, distance, dots, fit, take
 from hf_accum_fix.verification.modes import active_mode, in_mode, options_of
-from hf_accum_fix.verification.reference import FLOORS, WIDEST, Reference, Scene, compute, out_of_memory
+from hf_accum_fix.verification.reference import (
+    FLOORS,
+    WIDEST,
+    Reference,
+    Scene,
+    compute,
+    out_of_memory,
+    without_outputs,
+)
 from hf_accum_fix.verification.rehearsal import Rehearsal, rehearse, understudy
 from hf_accum_fix.verification.report import (
     MENDED,
@@ -66,16 +75,16 @@ def verify(
     eval_samples: int = 64,
     step: int = 0,
 ) -> VerificationReport:
-    """Compare the gradient of a trainer for several cuts of one global batch with the gradient of the full batch.
+    """Compare the gradient of a trainer for several splits of one global batch with the gradient of the full batch.
 
-    The first global batches are drawn in the trainer's own order and cut anew; each cut is run through the trainer's
-    own ``train()`` without taking a step, as the installed release does it and with ``apply()``. Nothing is changed:
-    weights, buffers, optimizer, scheduler, random states, data, callbacks, arguments and output folder are as before.
+    The first global batches are drawn in the trainer's own order and split into micro-batches; each split is run
+    through the trainer's own ``train()`` without taking a step, as the installed release does it and with ``apply()``.
+    Nothing is changed: whatever is reachable from the trainer, random states and the output folder are as before.
     Dropout is off meanwhile. Call it on every rank; every rank gets the same report.
 
     Args:
         trainer: a built `transformers.Trainer`, of any subclass.
-        splits: cuts as (samples of a micro-batch, accumulation steps), or samples of a micro-batch alone; None: the
+        splits: each as (samples of a micro-batch, accumulation steps), or samples of a micro-batch alone; None: the
             user's own, the two extremes, and a short last window.
         windows: global batches to verify on.
         reference: "full": one forward; "streamed": sample by sample; "auto": streamed where the full does not fit.
@@ -101,9 +110,11 @@ def verify(
     )
     try:
         _check(trainer)
-        with traceless(trainer):
+        with traceless(trainer) as state:
             verification = _Verification(trainer, blank, splits, reference, with_apply, step)
-            return verification.run(windows, samples, eval_samples)
+            report = verification.run(windows, samples, eval_samples)
+            lost = tuple(f"{each} was read or written to, and cannot be put back" for each in state.lost())
+            return replace(report, notes=(*report.notes, *lost))
     except OptionsError:
         raise
     except AccumFixError as error:
@@ -144,7 +155,7 @@ class _Verification:
     router_is_whole: bool = False
 
     def run(self, windows: int, samples: Sequence[Any] | None, eval_samples: int) -> VerificationReport:
-        """Draw, compute the references, run every cut in every mode, evaluate."""
+        """Draw, compute the references, run every split in every mode, evaluate."""
         trainer = self.trainer
         options = options_of(trainer)
         named = [(name, each) for name, each in trainer.model.named_parameters() if each.requires_grad]
@@ -172,8 +183,8 @@ class _Verification:
             items.append(scene.count(every))
             own_split = splits_of(len(rows), own[0], None)[0]
             for split in splits:
-                cut = _Cut(self, scene, reference, number, rows, split, len(every), every)
-                found = [cut.result(mode, options) for mode in modes]
+                one = _Run(self, scene, reference, number, rows, split, len(every), every)
+                found = [one.result(mode, options) for mode in modes]
                 results += found
                 owns += found if split == own_split else []
             stuck = sorted({each.per_device for each in results if each.window == number and _cannot_be_run(each)})
@@ -185,9 +196,9 @@ class _Verification:
             report = replace(report, contract=str(scene.contract))
             masked = "attention_mask" in scene.collate([rows[0]])
             if scene.contract.has_router_loss and options.router_loss == Convention.EXACT.value and not masked:
-                notes.append("without an attention mask padding is routed and counted: pad every cut to one width")
+                notes.append("without an attention mask padding is routed and counted: pad every split to one width")
             if not reference.decomposes and not self.router_is_whole:
-                notes.append("two halves of the global batch do not add up to it: no cut can equal the full batch")
+                notes.append("two halves of the global batch do not add up to it: no split can equal the full batch")
             factor = scene.factor(scene.collate(list(rows[: own[0]])))
             if (
                 factor is not None
@@ -196,14 +207,15 @@ class _Verification:
             ):
                 notes.append(
                     f"{type(trainer).__name__}.compute_loss returns {factor:.4g} times the model's loss, whatever the "
-                    f"cut: if that stands for gradient_accumulation_steps={own[1]}, leave it out"
+                    f"split: if that stands for gradient_accumulation_steps={own[1]}, leave it out"
                 )
         evaluated, reason = evaluate(self.trainer, scene, eval_samples, modes, options)
         notes += [reason] if reason else []
         return replace(
             report,
             evaluation=evaluated,
-            verdict=judge_own(*([each for each in some if each.mode == report.active] for some in (results, owns))),
+            verdict=judge_own(results, owns, report.active, own),
+            own=(own_split.per_device, own_split.steps),
             samples=tuple(sizes),
             items=tuple(items),
             reference=references[0].words,
@@ -244,8 +256,10 @@ class _Verification:
         return [each for rank in _gathered(self.trainer, list(rows)) for each in rank]
 
     def _scene(self, drawn: Drawn, rows: Sequence[Any], options: Options) -> Scene:
-        """The trainer without accumulation, its contract observed on the window as the user cuts it."""
+        """The trainer without accumulation, its contract observed on the window as the user splits it."""
         alone = understudy(self.trainer, len(rows), 1, self.step)
+        if compute_loss_of(alone) is not None:
+            alone.compute_loss = without_outputs(alone.compute_loss)
         own = Split(self.trainer.args.per_device_train_batch_size, 1)
         contract = settle(alone, own.micro_batches(rows, drawn.collate), options)
         return Scene(alone, self.parameters, contract, drawn.collate)
@@ -259,8 +273,8 @@ def _cannot_be_run(result: SplitResult) -> bool:
 
 
 @dataclass
-class _Cut:
-    """One cut of one global batch."""
+class _Run:
+    """One split of one global batch."""
 
     verification: _Verification
     scene: Scene
@@ -279,7 +293,7 @@ class _Cut:
         return self.split.micro_batches(self.rows, self.scene.collate)
 
     def result(self, mode: str, options: Options) -> SplitResult:
-        """Run the cut in one mode and compare."""
+        """Run the split in one mode and compare."""
         count = -(-len(self.rows) // self.split.per_device)
         blank = SplitResult(
             mode, self.split.per_device, self.split.steps, count, self.window, could_not_tell("not run")
@@ -383,7 +397,7 @@ class _Cut:
             return self.scene.router([self.scene.collate(list(self.every))])
         if convention is Convention.MEAN:
             return self.scene.router(self.micro_batches())
-        # Running counts depend on the cut, so they can only be compared with themselves.
+        # Running counts depend on the split, so they can only be compared with themselves.
         assert trained is not None
         batches = self.micro_batches()
         device, world_size = self.trainer.args.device, self.trainer.args.world_size
@@ -401,7 +415,7 @@ class _Cut:
         if not torch.isfinite(dots(gradient)).all():
             empty = any(not self._items(inputs) for inputs in self.micro_batches())
             named = ("window-without-items-is-nan",) if empty else ()
-            return Explanation("not a number" + (", a micro-batch has no target" if empty else ""), named)
+            return Explanation("not finite, " + ("as a micro-batch has no target" if empty else "an overflow"), named)
         facts = self._facts(count)
         inherent = self._inherent()
         if router is None and (words := self._sums_in_16_bits(gradient, tolerance)):
@@ -460,11 +474,11 @@ class _Cut:
         return self._rounding()
 
     def _inherent(self) -> str:
-        """Why no cut at all can equal the full batch; empty where one can."""
+        """Why no split at all can equal the full batch; empty where one can."""
         contract = self.scene.contract
         if contract.reduction is Reduction.PLAIN:
-            return f"{contract.reason}, so no cut can equal the full batch"
-        return "" if self.reference.decomposes else "the loss does not decompose, so no cut can equal the full batch"
+            return f"{contract.reason}, so no split can equal the full batch"
+        return "" if self.reference.decomposes else "the loss does not decompose, so no split can equal the full batch"
 
     def _means(self, count: int) -> list[Any]:
         for inputs in self.micro_batches():

@@ -37,6 +37,8 @@ RAISED_BY_STOCK = ("modified by an inplace operation",)
 MASKED_LATER = ("masked-in-step", "masked-in-place")
 #: So many times stock's error is worse, also where it is said; less is chance where samples are coupled.
 WORSE = 1.5
+#: A stock training whose step is so many times the full batch's has diverged: any two errors differ there.
+DIVERGED = 1e3
 CUTS = ((2, 4), (4, 2), (1, 8), (3, 3), (8, 1))
 CUTS_OF_TWO = ((2, 2), (1, 4), (4, 1), (2, 3))
 #: Samples of the micro-batches of an uneven window, which is one of 2 x 4 otherwise.
@@ -264,7 +266,7 @@ def _worse(case: Case, composition: Composition, patched: Training, plain: Train
 
     A window with one micro-batch that counts is right by chance where stock is wrong.
     """
-    if plain is None or any(isnan(error) for error in plain.errors):
+    if plain is None or any(isnan(error) or error > DIVERGED for error in plain.errors):
         return []
     ours, theirs = max(patched.errors, key=lambda error: (isnan(error), error)), max(plain.errors)
     if ours <= WORSE * theirs + composition.floor or not _tells(case, composition):
@@ -297,11 +299,11 @@ def _by(size: int, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
 
 
 def _without_stocks_nan(patched: Training, plain: Training | None) -> Training:
-    """A loss that is nan in stock too is in the log (see ``loss_log``), which is not silent."""
+    """A loss that is nan in stock too is in the log (see ``loss_log``), which is not silent; nor is what follows."""
     if plain is None:
         return patched
-    pairs = zip(patched.errors, plain.errors, strict=False)
-    return replace(patched, errors=[0.0 if isnan(ours) and isnan(theirs) else ours for ours, theirs in pairs])
+    both = [isnan(ours) and isnan(theirs) for ours, theirs in zip(patched.errors, plain.errors, strict=False)]
+    return replace(patched, errors=[0.0 if any(both[: at + 1]) else each for at, each in enumerate(patched.errors)])
 
 
 def stock(case: Case, composition: Composition, output: Path) -> Training | None:

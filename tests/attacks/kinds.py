@@ -276,7 +276,7 @@ def by_loop(model: nn.Module, windows: Sequence[Sequence[Batch]]) -> tuple[dict[
             optimizer.step()
             optimizer.zero_grad()
     change = {name: value - before[name] for name, value in trainable(bare).items()}
-    exact = epoch._run.exact
+    exact = epoch._host.state.exact
     return change, exact, said
 
 

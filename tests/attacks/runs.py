@@ -170,7 +170,7 @@ def run(
         {name: after[name] - value for name, value in before.items()},
         after,
         raised,
-        None if contract is None else contract.exact and not session.inexact_windows,
+        None if contract is None else contract.exact and not session.state.inexact,
         warned,
         trainer.state.log_history,
         trainer,

@@ -390,6 +390,15 @@ FOUND_ON_TWO = {
         ranks=2,
         even=True,
     ),
+    "a coefficient of one half times two ranks, over the number": Composition(
+        "number-in-float32",
+        "super-and-teacher-by-number",
+        "left",
+        ("alike", "empty", "whole", "alike"),
+        cut=(2, 3),
+        seed=49856,
+        ranks=2,
+    ),
     "a target that only unshifted labels have": Composition(
         "number-of-tokens", "own-by-hand", "left", ("rare",), cut=(1, 4), seed=62136, ranks=2
     ),

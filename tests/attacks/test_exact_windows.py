@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from hf_accum_fix import observations
-from hf_accum_fix.overrides.certifying import EXACT_WINDOWS
+from hf_accum_fix.overrides.training import EXACT_WINDOWS
 from tests.attacks.runs import PAIRS, Case, Cut, Ordered, Run, run
 from tests.numerics.heads import HEADS
 

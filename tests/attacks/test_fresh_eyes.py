@@ -20,9 +20,9 @@ from hf_accum_fix.accumulation.contract import LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.share import Cut as WindowCut
 from hf_accum_fix.accumulation.weigh import WindowCheck
 from hf_accum_fix.accumulation.window import Items
+from hf_accum_fix.core.window import Part, Window
 from hf_accum_fix.options import Options
-from hf_accum_fix.overrides.certifying import end_window
-from hf_accum_fix.overrides.session import Session, Window
+from hf_accum_fix.overrides.host import TrainerHost
 from tests.attacks import runs
 from tests.attacks.fresh_eyes_ranks import CASES as ON_RANKS
 from tests.attacks.models import Points, points
@@ -260,7 +260,6 @@ def test_another_loss_than_the_observed_one_is_said_on_any_device(caplog: pytest
     check = WindowCheck(contract, changed="its loss has other terms than when it was observed: SumBackward0")
     number = torch.ones(())
     cut = WindowCut(number, number, 1, 1)
-    window = Window(contract, [{}], number, cut, steps_run=1, check=check)
     model = nn.Linear(1, 1)
     trainer = SimpleNamespace(
         args=SimpleNamespace(device=torch.device("cuda"), world_size=1, gradient_accumulation_steps=2),
@@ -269,9 +268,10 @@ def test_another_loss_than_the_observed_one_is_said_on_any_device(caplog: pytest
         model=model,
         model_wrapped=model,
     )
-    session = Session(Options(), contract)
-    assert end_window(trainer, session, window) is None
-    assert session.inexact_windows == 1
+    session = TrainerHost(trainer, Options())
+    session.state.first.contract = contract
+    assert Window(session, [{}], [Part(contract, cut, check)], [], number, done=1).close(model) is None
+    assert session.state.inexact == 1
     assert "is not exact: its loss has other terms" in caplog.text
 
 

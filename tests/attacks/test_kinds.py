@@ -185,14 +185,14 @@ def test_a_term_that_some_micro_batches_have_is_said(cut: Cut, tmp_path: Path) -
 def test_verify_proves_the_first_kind() -> None:
     samples = in_turn(a_class, "abab") + in_turn(a_class, "abab", 1)
     report = verified(samples)
-    assert "only those with 'labels' (2 axes) were cut anew" in report
-    assert "verdict: off" in report and "apply()  1 " in report
+    assert "only those with 'labels' (2 axes) were split anew" in report
+    assert "too large at your" in report and "apply()  1 " in report
     assert "expected samples of one kind" in verified(samples, given=samples)
 
 
 def test_verify_on_two_ranks_of_which_one_draws_two_kinds(rows: Mapping[str, Mapping[str, Any]]) -> None:
     """No rank waits for one that was refused."""
-    assert "verdict: could not tell" in rows["verify"]["verdict"]
+    assert "could not tell" in rows["verify"]["verdict"]
 
 
 def test_the_report_names_every_kind(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from transformers import TrainingArguments
 
 import hf_accum_fix
 from hf_accum_fix import observations
-from hf_accum_fix.overrides import certifying
-from hf_accum_fix.overrides.certifying import EXACT_WINDOWS
-from hf_accum_fix.overrides.run import TrainerRun
+from hf_accum_fix.core import window
+from hf_accum_fix.overrides.session import Session
+from hf_accum_fix.overrides.training import EXACT_WINDOWS
 from tests.attacks.runs import Ordered
 
 LEFT_OUT, CLASSES, STEPS, LOGGED, BEFORE = 7, 20, 20, 10, 4
@@ -69,9 +69,9 @@ def _trained(
     model: nn.Module, args: TrainingArguments, data: Any, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, list[int]]:
     """A trainer, and the steps whose gradients were corrected."""
-    monkeypatch.setattr(TrainerRun, "readable", property(lambda _: False))
+    monkeypatch.setattr(Session, "readable", property(lambda _: False))
     corrected: list[int] = []
-    monkeypatch.setattr(certifying, "scale_gradients", lambda *_: corrected.append(trainer.state.global_step + 1))
+    monkeypatch.setattr(window, "scale_gradients", lambda *_: corrected.append(trainer.state.global_step + 1))
     observations.clear()
     with hf_accum_fix.apply(quiet=True):
         trainer = Ordered(model, args, train_dataset=data)

@@ -83,7 +83,7 @@ def test_no_line_after_train_is_run(how: str, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     options = ["--splits", "2x4", "--json", target]
     done = start([*VERIFY, *options, *script, how], environment(root), cwd=tmp_path)
-    assert done.returncode == 0 and "verdict: exact to the floor" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "exact at your 2 x 4" in done.stdout, done.stdout + done.stderr
     assert json.loads(target.read_text())["verdict"]["kind"] == "exact"
     assert not [path.name for path in tmp_path.glob("*.left")]
     temporary = next(line for line in done.stdout.splitlines() if line.startswith("begins")).split()[1]
@@ -117,7 +117,7 @@ def test_wrong_usage_is_told_before_the_script_is_run(tmp_path: Path, capsys: py
     assert not (tmp_path / "ran").exists()
 
 
-def test_cuts_that_do_not_hold_the_samples_are_wrong_usage(tmp_path: Path) -> None:
+def test_splits_that_do_not_hold_the_samples_are_wrong_usage(tmp_path: Path) -> None:
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     done = start([*VERIFY, "--splits", "1x2", str(tmp_path / "stubborn.py")], environment(Path(__file__).parents[2]))
     assert done.returncode == 2 and " in splits; expected pairs" in done.stderr and "Traceback" not in done.stderr

@@ -69,6 +69,6 @@ def test_verify_says_exact_under_exact(tmp_path: Path) -> None:
     with hf_accum_fix.apply(router_loss="exact"):
         report = hf_accum_fix.verify(trainer, splits=[(1, 8)])
     assert report.verdict.kind is Kind.EXACT and "the router's loss of the whole global batch" in report.verdict.words
-    assert not any("no cut can equal" in note for note in report.notes)
+    assert not any("no split can equal" in note for note in report.notes)
     (stock,) = report.of("stock")
     assert stock.verdict.kind is Kind.OFF

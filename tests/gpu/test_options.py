@@ -149,5 +149,5 @@ def test_a_full_batch_that_does_not_fit_is_streamed(little_memory: None, tmp_pat
     trainer = small(Wide(), tmp_path, points(4), per_device=1, accumulate=4, use_cpu=False)
     report = verify(trainer)
     assert report.reference.startswith("streamed") and report.verdict_of("apply()").kind is Kind.EXACT, str(report)
-    told = {(each.mode, each.cut): each.verdict.words for each in report.results}
+    told = {(each.mode, each.split): each.verdict.words for each in report.results}
     assert "cannot be run: CUDA out of memory" in told["stock", "4 x 1"]

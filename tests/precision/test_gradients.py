@@ -167,7 +167,7 @@ def test_a_loop_that_ends_in_mid_window_leaves_nothing() -> None:
         assert left_on(model)
         break
     del window
-    assert not left_on(model) and not windows._gradient._sums
+    assert not left_on(model) and not windows._host.gradient._sums
 
 
 def test_in_32_bits_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:

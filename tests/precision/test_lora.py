@@ -40,4 +40,4 @@ def test_only_they_are_added() -> None:
     for each in window.batches[:2]:
         with window.micro_batch(model):
             window.loss(model, each).backward()
-    assert {*windows._gradient._sums} == {each for each in model.parameters() if each.requires_grad}
+    assert {*windows._host.gradient._sums} == {each for each in model.parameters() if each.requires_grad}

@@ -14,7 +14,6 @@ import hf_accum_fix
 from hf_accum_fix import Items, LossContract, Reduction, accumulation_windows
 from hf_accum_fix.errors import ContractError, OptionsError
 from hf_accum_fix.options import ROUTER_LOSSES
-from hf_accum_fix.overrides.routing import router_loss_depends_on_the_cut
 from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.router.load_balancing import FUNCTION, LENDER, tally
 from hf_accum_fix.router.router_loss import Convention
@@ -112,7 +111,8 @@ def test_the_option_is_one_of_three() -> None:
 
 def test_who_cuts_by_length_can_ask_whether_that_changes_the_loss() -> None:
     def answer(head: Head, convention: str) -> bool:
-        return router_loss_depends_on_the_cut(step(head, convention, 4, COEFFICIENT).trainer.__dict__[SESSION])
+        session = step(head, convention, 4, COEFFICIENT).trainer.__dict__[SESSION]
+        return bool(session.router_loss_depends_on_the_cut)
 
     assert [answer(MIXTRAL, convention) for convention in ("mean", "window", "exact")] == [True, True, False]
     assert not answer(HEADS["llama"], "mean") and not answer(HEADS["llama"], "exact")

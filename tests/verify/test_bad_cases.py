@@ -32,7 +32,7 @@ def test_batch_norm_is_named(tmp_path: Path) -> None:
     for mode in ("stock", "apply()"):
         verdict = report.verdict_of(mode)
         assert verdict.kind is Kind.OFF
-        assert "BatchNorm in training mode (norm)" in verdict.words and "no cut can equal" in verdict.words
+        assert "BatchNorm in training mode (norm)" in verdict.words and "no split can equal" in verdict.words
 
 
 def test_in_batch_negatives_are_not_decomposable(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_in_batch_negatives_are_not_decomposable(tmp_path: Path) -> None:
     for mode in ("stock", "apply()"):
         verdict = report.verdict_of(mode)
         assert verdict.kind is Kind.OFF
-        assert "in-batch negatives" in verdict.words and "no cut can equal the full batch" in verdict.words
+        assert "in-batch negatives" in verdict.words and "no split can equal the full batch" in verdict.words
 
 
 class Rewindable(IterableDataset[Any]):
@@ -80,7 +80,7 @@ def test_fewer_samples_than_a_global_batch(tmp_path: Path) -> None:
 
 def test_one_sample(tmp_path: Path) -> None:
     report = verify(small(Regression(), tmp_path, points(1)))
-    assert report.verdict.kind is Kind.EXACT and {each.cut for each in report.results} == {"1 x 1"}
+    assert report.verdict.kind is Kind.EXACT and {each.split for each in report.results} == {"1 x 1"}
 
 
 def test_no_labels(tmp_path: Path) -> None:

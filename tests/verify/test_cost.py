@@ -115,6 +115,6 @@ def test_two_steps_for_each_split_and_two_for_the_reference(tmp_path: Path) -> N
 def test_a_full_batch_that_does_not_fit_is_streamed_and_said(tmp_path: Path) -> None:
     report = verify(small(Counted(most=4), tmp_path, points(8)))
     assert report.reference.startswith("streamed") and report.verdict_of("apply()").kind is Kind.EXACT
-    told = {(each.mode, each.cut): each.verdict for each in report.results}
+    told = {(each.mode, each.split): each.verdict for each in report.results}
     assert "cannot be run: CUDA out of memory" in told["stock", "8 x 1"].words
-    assert "1 cuts have no answer" in report.verdict_of("apply()").words
+    assert "1 splits have no answer" in report.verdict_of("apply()").words

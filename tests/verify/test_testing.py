@@ -26,7 +26,7 @@ def test_a_wrong_trainer_fails_with_the_report(tmp_path: Path) -> None:
 def test_could_not_tell_fails_too(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="could not tell"):
         assert_invariant(trainer_of("bert-classes", tmp_path, samples=[]))
-    with pytest.raises(AssertionError, match="no cut can equal"):
+    with pytest.raises(AssertionError, match="no split can equal"):
         assert_invariant(small(Contrastive(), tmp_path, points(8)))
 
 

@@ -55,7 +55,7 @@ def test_the_evaluation_is_the_item_mean_with_the_option(told: dict[str, Any]) -
 
 def test_in_batch_negatives(told: dict[str, Any]) -> None:
     assert told["contrastive"]["verdict"]["kind"] == "off"
-    assert "no cut can equal the full batch" in told["contrastive"]["verdict"]["words"]
+    assert "no split can equal the full batch" in told["contrastive"]["verdict"]["words"]
 
 
 def test_the_training_that_follows_is_undisturbed(told: dict[str, Any]) -> None:

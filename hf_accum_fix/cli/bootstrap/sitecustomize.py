@@ -83,7 +83,8 @@ def _say(line: str, once: bool = False) -> None:
         if _SAID in os.environ or rank != "0":
             return
         os.environ[_SAID] = "1"
-    sys.stderr.write(f"hf-accum-fix: {line}\n")
+    if sys.stderr is not None:
+        sys.stderr.write(f"hf-accum-fix: {line}\n")
 
 
 def _run_hidden_sitecustomize() -> None:

@@ -1,0 +1,237 @@
+"""What runs windows: the Trainer, or a hand-written loop. Its ranks, its engine, its warnings, and its state."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from hf_accum_fix import observations
+from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.declared import inside_ddp
+from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
+from hf_accum_fix.core.state import TrainingState
+from hf_accum_fix.engines import ranks
+from hf_accum_fix.engines.engine import check_engine_adds, engine_divisor, inputs_are_rounded, narrow_leaves
+from hf_accum_fix.options import Options
+from hf_accum_fix.router.router_loss import Convention, RouterLoss
+from hf_accum_fix.upstream.protocols import AcceleratorLike
+
+logger = logging.getLogger("hf_accum_fix")
+
+Value = TypeVar("Value")
+#: What this rank has observed of a loss, None if it has no window; and the error that it met.
+Observed: TypeAlias = "tuple[LossContract | None, Exception | None]"
+
+
+class Host(ABC):
+    """A training, as its windows see it.
+
+    Attributes:
+        options: of the training.
+        state: what its windows have shown.
+        gradient: what the gradients of a window are added in.
+        router: what is known of its router's loss.
+        repeated: samples that its dataloader repeats, for report().
+        warned: the warnings that were given, by name.
+        passes_number: the model is handed the number of items.
+        rank: this process among all.
+        world_size: processes that meet in a collective.
+        data_ranks: W, those that hold samples of their own.
+        shards: the ranks meet in every micro-batch, not only in the last one of a window.
+        device: where counts are.
+    """
+
+    rank: int
+    world_size: int
+    data_ranks: int
+    shards: bool
+    device: torch.device
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.state = options, TrainingState()
+        self.gradient = WindowGradient(options.accumulate_in)
+        self.router = RouterLoss(Convention(options.router_loss))
+        self.repeated: dict[str, Any] = {}
+        self.warned: set[str] = set()
+        self.passes_number = False
+
+    @property
+    @abstractmethod
+    def accelerator(self) -> AcceleratorLike | None:
+        """The live ``accelerate.Accelerator``; None: there is none."""
+
+    @property
+    @abstractmethod
+    def head(self) -> str:
+        """The model's class, for messages."""
+
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """The window that is open, for messages."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """G of a window that is not the short one at the end of an epoch."""
+
+    @property
+    @abstractmethod
+    def readable(self) -> bool:
+        """Whether a window's numbers are read as it ends."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a global batch has more than one micro-batch."""
+        return self.steps * self.data_ranks > 1
+
+    @property
+    def matters(self) -> bool:
+        """Whether the way of counting changes what is trained."""
+        return self.is_split
+
+    @property
+    def shows(self) -> bool:
+        """Whether an inexact window is worth a warning."""
+        return self.is_split
+
+    @property
+    def engine_divisor(self) -> int:
+        """What the engine divides a loss by."""
+        return 1 if self.accelerator is None else engine_divisor(self.accelerator, {})
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether the engine has taken the optimizer's step within the backward."""
+        return self.accelerator is not None and self.accelerator.distributed_type == DistributedType.DEEPSPEED
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether the engine rounds the inputs of a forward to 16 bits."""
+        return self.accelerator is not None and inputs_are_rounded(self.accelerator)
+
+    def bare(self, model: nn.Module) -> nn.Module:
+        """The model inside of what an engine has put around it."""
+        model = model if self.accelerator is None else self.accelerator.unwrap_model(model)
+        return inside_ddp(model) or model
+
+    @abstractmethod
+    def summed(self, numbers: Tensor) -> Tensor:
+        """Numbers summed over ranks: a collective."""
+
+    @abstractmethod
+    def gather(self, values: list[Any]) -> list[Any]:
+        """One list of the ranks' lists, in their order: a collective."""
+
+    @abstractmethod
+    def settle(self, batches: Sequence[Any], number: Any, error: Exception | None) -> None:
+        """Settle how the losses of a window are reduced; ``number`` and ``error`` as in `open_window`."""
+
+    @abstractmethod
+    def observe(self, batches: Sequence[Any], number: Any) -> Observed:
+        """Observe one loss on its micro-batches."""
+
+    @abstractmethod
+    def route(self, batches: Sequence[Any], error: Exception | None) -> tuple[Tensor | None, Exception | None]:
+        """This rank's numbers of a window's routing, and its error; None where the router's loss stays a mean."""
+
+    def all_of(self, value: Value, error: Exception | None) -> list[Value]:
+        """The value of every rank, in their order; the error of one is raised on all."""
+        return ranks.agreed(value, error, rank=self.rank, world_size=self.world_size, gather=self.gather)
+
+    @property
+    def contract(self) -> LossContract | None:
+        """How the first task's loss is reduced; None: it was not observed yet."""
+        return self.state.first.contract
+
+    def warn_once(self, name: str, message: str) -> None:
+        """Warn once for each name."""
+        if name not in self.warned:
+            self.warned.add(name)
+            logger.warning(message)
+
+    def warn_inexact(self, name: str, message: str) -> None:
+        """The same of something that makes this window inexact."""
+        self.state.note_inexact()
+        self.warn_once(name, message)
+
+    def tell(self, why: str, windows: int = 1) -> None:
+        """Warn that this window is not exact, or so many since the last log."""
+        self.state.note_inexact(windows=windows)
+        if self.shows:
+            words = f"{self.where} is not exact: {why}. Every window is checked; report() has how many were not."
+            self.warn_once("certificate", f"{self.head}: {words}")
+
+    def note_empty(self, total: Tensor) -> None:
+        """Take N of a window that this rank has a part in; where windows are not read as they end, it is read later."""
+        if not self.readable:
+            self.state.empty = (total == 0).long() + (0 if self.state.empty is None else self.state.empty)
+        elif not bool(total):
+            self._warn_empty()
+
+    def warn_empty(self) -> None:
+        """Warn if a window had no target, of those that were not read; waits for the device."""
+        if self.state.empty is not None and int(self.state.empty):
+            self._warn_empty()
+
+    def _warn_empty(self) -> None:
+        self.warn_once(
+            "empty",
+            "a whole accumulation window had no target: its gradient and its logged loss are zero; look at truncation, "
+            "label masking, or samples without an answer",
+        )
+
+    def warn_routing(self) -> None:
+        """Warn once of what the router's loss has shown; waits for the device."""
+        for name, message in self.router.remarks():
+            self.warn_once(name, f"{self.head}: {message}")
+
+    def note_repeated(self, samples: int) -> bool:
+        """Take samples that the dataloader repeats; whether that was not known."""
+        if self.repeated:
+            return False
+        self.repeated = {"repeated_samples": samples, "repeated_samples_dropped": self.options.drop_duplicates}
+        if self.state.recorded:
+            observations.amend(self.repeated)
+        return True
+
+    def record(self, contract: LossContract, micro_batches: int, **more: Any) -> None:
+        """Keep for report() what was observed; ``more``: what only this host knows."""
+        state = self.state
+        observations.record(
+            {
+                "head": self.head,
+                **contract.facts(),
+                "exact": state.exact,
+                "inexact_windows": state.inexact,
+                "accumulation_steps": micro_batches,
+                "world_size": self.data_ranks,
+                **state.facts(),
+                **more,
+                **self.repeated,
+            }
+        )
+        state.recorded = True
+
+    @contextmanager
+    def adding(self, model: nn.Module, micro_batches: int, begun: int) -> Iterator[None]:
+        """Around micro-batch number ``begun``: what gradients are added in; warn once of what 16 bits have lost."""
+        first, last, gradient = begun == 1, begun >= micro_batches, self.gradient
+        if first and not last and (found := check_engine_adds(self.accelerator, self.options.accumulate_in)):
+            self.warn_inexact("16 bits", found)
+        unknown = gradient.lost is None
+        with gradient.micro_batch(lambda: narrow_leaves(self.accelerator, model), first=first, last=last):
+            yield
+        if unknown and gradient.lost is not None:
+            if self.state.recorded:
+                observations.amend({"lost_in_16_bits": gradient.lost})
+            if gradient.matters:
+                head = type(self.bare(model)).__name__
+                self.warn_inexact("16 bits", f"{head}: {rounding_words(gradient.lost, micro_batches)}")

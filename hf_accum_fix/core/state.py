@@ -1,0 +1,151 @@
+"""What the windows of one training have shown: how each task reduces its loss, and which windows were exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from hf_accum_fix import observations
+from hf_accum_fix.accumulation.closing import Closing
+from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.kinds import Kind, kind_of, words_of
+
+#: Windows that are observed before an inconclusive contract is taken as it is.
+ATTEMPTS = 3
+#: Windows at most in which a loss is observed again that was not as observed.
+RECONSIDERED = 8
+#: The one task, where they are not told apart.
+ALL: Kind = frozenset({("", 0)})
+
+
+@dataclass(eq=False)
+class LossState:
+    """How the loss of one task is reduced, as far as it was observed.
+
+    Attributes:
+        contract: how; None: it was not observed yet.
+        attempts: windows in which it was observed, and not all of their samples were without a target.
+    """
+
+    contract: LossContract | None = None
+    attempts: int = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the contract is taken as it is."""
+        return self.contract is not None and (self.contract.conclusive or self.attempts >= ATTEMPTS)
+
+
+@dataclass(eq=False)
+class TrainingState:
+    """What the windows of one training have shown.
+
+    Attributes:
+        first: the loss of the first task that had a target; all there is, in the normal case.
+        tasks: the loss of each task that was observed, by its labels, on all ranks in one order; tasks may share one.
+        without_target: tasks without a target so far, trained as the first, and the window they were last observed in.
+        given_for: what the first micro-batch held of the labels that a given contract counts.
+        closing: what ends windows.
+        opened: windows so far.
+        inexact: those that were not exact.
+        unreported: one of them is not known to the other ranks yet.
+        recorded: the training is in the report.
+        empty: windows without a target, of those that are not read as they end, 0-dim.
+        asks: a rank holds a task that was not observed, or reconsiders, and all ranks know.
+        reconsiders: the losses are observed again in the next window: they changed, or two rules that fit disagree.
+        reconsidered: how often that was done.
+        compared: the last window that was observed for its rules.
+    """
+
+    first: LossState = field(default_factory=LossState)
+    tasks: dict[Kind, LossState] = field(default_factory=dict)
+    without_target: dict[Kind, int] = field(default_factory=dict)
+    given_for: Kind | None = None
+    closing: Closing = field(default_factory=Closing)
+    opened: int = 0
+    inexact: int = 0
+    unreported: bool = False
+    recorded: bool = False
+    empty: Tensor | None = None
+    asks: bool = False
+    reconsiders: bool = False
+    reconsidered: int = 0
+    compared: int = 0
+    _last_inexact: int = -1
+
+    @property
+    def losses(self) -> list[LossState]:
+        """Each loss that was observed, once, the first task's first."""
+        return list(dict.fromkeys((self.first, *self.tasks.values())))
+
+    @property
+    def contracts(self) -> list[LossContract]:
+        """How each of these losses is reduced, as far as it was observed."""
+        return [each.contract for each in self.losses if each.contract is not None]
+
+    def loss_of(self, task: Kind) -> LossState | None:
+        """The loss of a task; None: it was not observed."""
+        if not self.tasks or ALL in self.tasks:
+            return self.first
+        return self.tasks.get(task, None if task else self.first)
+
+    def contract_of(self, batch: Any) -> LossContract:
+        """How the loss of a micro-batch is reduced; of a task that was not observed, as the first one's."""
+        loss = self.loss_of(kind_of(batch)) if len(self.tasks) > 1 else self.first
+        contract = (loss or self.first).contract
+        assert contract is not None
+        return contract
+
+    def knows(self, task: Kind) -> bool:
+        """Whether a task was observed by its targets, or in this window."""
+        return self.without_target.get(task, self.opened) == self.opened and self.loss_of(task) is not None
+
+    def take(self, contract: LossContract, loss: LossState) -> None:
+        """Train a loss by a contract from this window on."""
+        loss.contract = contract
+        uncounted = any(not each.is_counted for each in self.contracts)
+        self.closing.corrects = uncounted or (loss is not self.first and self.closing.corrects)
+
+    def reconsider(self) -> None:
+        """Observe the losses again in the next window, some times at most: each takes three forwards."""
+        self.reconsiders = self.reconsidered < RECONSIDERED
+
+    def note_inexact(self, number: int | None = None, windows: int = 1) -> None:
+        """Count a window that is not exact; noted twice, it counts once.
+
+        Args:
+            number: of the window, from 1; None: the last one opened.
+            windows: so many, up to that one.
+        """
+        number = self.opened if number is None else number
+        if number <= self._last_inexact:
+            return
+        self._last_inexact = number
+        self.inexact += windows
+        self.unreported = True
+        if self.recorded:
+            observations.amend({"exact": False, "inexact_windows": self.inexact})
+
+    @property
+    def exact(self) -> bool:
+        """Whether its loss, and every window so far, was exact."""
+        return self.can_be_exact and not self.inexact
+
+    @property
+    def can_be_exact(self) -> bool:
+        """Whether every loss that was observed is, where its windows are as observed."""
+        return self.first.contract is not None and all(each.exact for each in self.contracts)
+
+    @property
+    def corrects_others(self) -> bool:
+        """Whether a rank without a check joins as a window ends: another may hold a loss that is corrected."""
+        return self.closing.corrects and len(self.losses) > 1
+
+    def facts(self) -> dict[str, Any]:
+        """What a report holds of the tasks with a loss of their own; empty: there is one loss."""
+        tasks = {
+            words_of(task): each.contract.facts() for task, each in self.tasks.items() if each.contract is not None
+        }
+        return {"kinds": tasks} if len(self.losses) > 1 else {}

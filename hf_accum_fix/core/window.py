@@ -1,0 +1,354 @@
+"""The accumulation window: counted over all ranks by one collective, weighed as it is run, corrected as it ends.
+
+window = open_window(host, batches)                 # settles the contract of each loss, counts, sums over ranks
+for each micro-batch:
+    part = window.part_of(batch)                    # contract, n_mean and check of its loss
+    with host.adding(model, len(batches), begun):   # what its gradient is added in
+        ...                                         # forward, window.weigh(loss, ...), backward
+window.close(model)                                 # compares what was divided by with what was predicted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_accum_fix.accumulation.closing import scale_gradients
+from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.kinds import kind_of, words_of
+from hf_accum_fix.accumulation.share import Cut
+from hf_accum_fix.accumulation.weigh import WindowCheck
+from hf_accum_fix.accumulation.window import Items, count_by_rules, count_dtype
+from hf_accum_fix.core.host import Host
+from hf_accum_fix.engines import ranks
+from hf_accum_fix.router.router_loss import Form, Forward, one_form
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the micro-batches of one loss have in common in a window.
+
+    Attributes:
+        contract: how their loss is reduced.
+        cut: n_mean, G and W.
+        check: what their losses divided by.
+    """
+
+    contract: LossContract
+    cut: Cut
+    check: WindowCheck
+
+
+@dataclass(eq=False)
+class Window:
+    """The micro-batches of one optimizer step on this rank.
+
+    Attributes:
+        host: of the training.
+        batches: the micro-batches.
+        parts: one for each loss, the first task's first.
+        counts: items of each micro-batch, 0-dim, by each rule of its loss.
+        total: N over all ranks and tasks, 0-dim.
+        number: items as upstream counts them, over all ranks, 0-dim; None: it does not.
+        done: micro-batches that were run.
+        value: what they have added to the loss for the log, 0-dim.
+        ended: what its losses divided by was compared with what was predicted.
+    """
+
+    host: Host
+    batches: list[Any]
+    parts: list[Part]
+    counts: list[dict[Items, Tensor]]
+    total: Tensor
+    number: Tensor | None = None
+    done: int = 0
+    value: Tensor | None = None
+    ended: bool = False
+
+    def part_of(self, batch: Any) -> Part:
+        """What holds for the loss of a micro-batch."""
+        if len(self.parts) == 1:
+            return self.parts[0]
+        contract = self.host.state.contract_of(batch)
+        return next(part for part in self.parts if part.contract is contract)
+
+    def counts_of(self, batch: Any) -> dict[Items, Tensor] | None:
+        """Items of a micro-batch, found by identity; None: it is another object than the loader's."""
+        return next((each for one, each in zip(self.batches, self.counts, strict=False) if one is batch), None)
+
+    def add(self, value: Tensor) -> None:
+        """Add what a micro-batch has to the loss for the log."""
+        self.value = value if self.value is None else self.value + value
+
+    @property
+    def checks(self) -> list[WindowCheck]:
+        """One for each loss of its micro-batches that is read."""
+        parts = dict.fromkeys(id(self.part_of(batch)) for batch in self.batches)
+        checks = (part.check for part in self.parts if id(part) in parts)
+        return [each for each in checks if each.contract.is_read or each.counted or each.changed]
+
+    def close(self, model: nn.Module) -> Tensor | float | None:
+        """Correct the gradient if the losses divided by other items than predicted; warn if they changed.
+
+        Returns:
+            What gradient and ``value`` were multiplied by; None: they were right.
+        """
+        host, self.ended = self.host, True
+        host.gradient.finish()
+        checks = self.checks
+        if not self.batches or not (checks or host.state.corrects_others):
+            return None
+        times = host.state.closing.end(host, checks, len(self.batches) - self.done)
+        if host.state.closing.was_other and host.state.tasks:
+            host.state.reconsider()
+        if times is not None:
+            scale_gradients(model, times)
+            self.value = None if self.value is None else self.value * times
+        return times
+
+
+def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: Exception | None = None) -> Window:
+    """Settle how the losses of a window are reduced, and count it over all ranks.
+
+    Args:
+        host: the training.
+        batches: the micro-batches of this rank; empty: its data have ended.
+        number: another count of them, summed as well; None: there is none.
+        error: what kept this rank from fetching its window; raised on all ranks.
+    """
+    while True:
+        host.settle(batches, number, error)
+        routing, error = host.route(batches, error)
+        window = count_window(host, batches, number, error, routing)
+        if not host.state.asks:
+            break
+    if batches and all(each.items is not None for each in host.state.contracts):
+        host.note_empty(window.total)
+    return window
+
+
+@dataclass
+class _Counts:
+    """Items of a window: of this rank, then of all.
+
+    Attributes:
+        each: of each micro-batch, by each rule.
+        totals: of each loss, by each rule.
+        samples: of each loss, where there are several: a mean over one loss's samples is weighed by how many they are.
+        number: as upstream counts.
+    """
+
+    each: list[dict[Items, Tensor]] = field(default_factory=list)
+    totals: list[list[Tensor]] = field(default_factory=list)
+    samples: list[Tensor] = field(default_factory=list)
+    number: Tensor | None = None
+
+
+def count_window(
+    host: Host,
+    batches: Sequence[Any],
+    number: Any = None,
+    error: Exception | None = None,
+    routing: Tensor | None = None,
+) -> Window:
+    """Count a window over all ranks, by the one collective of an optimizer step."""
+    state, several = host.state, host.world_size > 1
+    if state.reconsidered and not state.can_be_exact:
+        # Windows before may have been exact.
+        state.note_inexact()
+    zero = torch.zeros((), dtype=count_dtype(host.device), device=host.device)
+    contracts = state.contracts
+    new = state.reconsiders or not all(state.knows(kind_of(batch)) for batch in batches)
+    try:
+        # A new task is observed, and all are counted again.
+        counts = _counted(host, batches, zero, strict=several and not new)
+    except Exception as caught:
+        error = error or caught
+        counts = _Counts([], [[zero] * max(len(each.rules), 1) for each in contracts])
+        counts.samples = [zero] * len(contracts) if len(contracts) > 1 else []
+    counts.number = None if number is None else torch.as_tensor(number).to(zero)
+    if several:
+        new, routing = _sum_over_ranks(host, counts, batches, error, new=new, routing=routing)
+    elif error is not None:
+        raise error
+    state.unreported = False
+    if host.device.type == "cpu" and not host.shards and not state.asks and state.tasks:
+        _compare_rules(host, counts)
+    if not state.tasks:
+        _check_given(host, batches)
+    if new and not state.asks:
+        host.tell("it holds micro-batches of a kind that was not observed")
+    if any(not state.contract_of(batch).exact for batch in batches if len(contracts) > 1):
+        # The first task's may be.
+        state.note_inexact()
+    window = Window(host, list(batches), _parts(host, counts, len(batches)), counts.each, zero, counts.number)
+    if routing is not None:
+        cut = window.parts[0].cut
+        host.router.settle(routing, cut.micro_batches, cut.world_size)
+    totals = [each[0] for each in counts.totals]
+    window.total = totals[0] if len(totals) == 1 else torch.stack(totals).sum()
+    return window
+
+
+def _counted(host: Host, batches: Sequence[Any], zero: Tensor, *, strict: bool) -> _Counts:
+    """Items of this rank; ``strict``: a micro-batch without what is counted is an error."""
+    state, counts = host.state, _Counts()
+    contracts, by_batch = state.contracts, dict[int, dict[Items, Tensor]]()
+    alone = len(contracts) == 1
+    for contract in contracts:
+        held = [batch for batch in batches if alone or state.contract_of(batch) is contract]
+        each, totals = count_by_rules(contract.rules, held, host.device, several_ranks=strict)
+        counts.totals.append(totals or [zero])
+        by_batch |= {id(batch): found for batch, found in zip(held, each, strict=True)}
+        if not alone:
+            counts.samples += count_by_rules([Items()], held, host.device)[1]
+    if any(by_batch.values()):
+        counts.each = [by_batch[id(batch)] for batch in batches]
+    return counts
+
+
+def _sum_over_ranks(
+    host: Host,
+    counts: _Counts,
+    batches: Sequence[Any],
+    error: Exception | None,
+    *,
+    new: bool,
+    routing: Tensor | None,
+) -> tuple[bool, Tensor | None]:
+    """Sum the counts over all ranks, and with them what a rank has to report: an error, a new task, inexact windows.
+
+    Returns:
+        Whether any rank holds a new task, and the routing of all.
+    """
+    state, like = host.state, counts.totals[0][0]
+    runs = len(batches) if host.shards else min(len(batches), 1)
+    # A window of several losses is not corrected.
+    corrected = state.closing.corrects and len(counts.totals) == 1
+    reports = any(each.is_read for each in state.contracts) and not corrected
+    sent = {
+        "totals": list(chain(*counts.totals)),
+        "number": [torch.zeros_like(like) if counts.number is None else counts.number],
+        "marks": ranks.marks(runs, error, like),
+        "samples": counts.samples,
+        "new": [torch.full_like(like, new)] if state.tasks else [],
+        "inexact": [torch.full_like(like, each) for each in (state.closing.differs, state.unreported)] * reports,
+    }
+    numbers = torch.stack([*chain(*sent.values())])
+    sums = host.summed(numbers if routing is None else torch.cat([numbers, routing]))
+    summed = dict(zip(sent, torch.split(sums[: len(numbers)], [*map(len, sent.values())]), strict=True))
+    fetched, suspects = len(batches), runs < (host.steps if host.shards else 1)
+    place = {"rank": host.rank, "world_size": host.world_size}
+    ranks.check_marks(summed["marks"], runs, error, fetched=fetched, suspects=suspects, gather=host.gather, **place)
+    # Tensor-parallel ranks hold the same samples, and have all counted them.
+    copies = host.world_size // host.data_ranks
+    totals = iter((summed["totals"] / copies).unbind())
+    counts.totals = [[next(totals) for _ in each] for each in counts.totals]
+    counts.samples = list((summed["samples"] / copies).unbind())
+    counts.number = None if counts.number is None else summed["number"][0]
+    # Read only where that waits for no device: on another one these are never set.
+    if host.device.type == "cpu" and state.tasks:
+        state.asks = new = bool(summed["new"])
+    if host.device.type == "cpu" and reports:
+        differs, unreported = summed["inexact"].tolist()
+        state.closing.corrects = state.closing.corrects or bool(differs)
+        if unreported > state.unreported:
+            state.note_inexact(state.opened - bool(batches))
+    return new, None if routing is None else sums[len(numbers) :] / copies
+
+
+def _parts(host: Host, counts: _Counts, micro_batches: int) -> list[Part]:
+    """What holds for each loss in the window, now that all ranks are counted."""
+    samples: Sequence[Tensor | None] = [
+        each.clamp(min=1) / torch.stack(counts.samples).sum().clamp(min=1) for each in counts.samples
+    ] or [None]
+    # Off the CPU every window may be one of several losses.
+    held = [each for each in counts.samples if host.device.type != "cpu" or each]
+    host.state.closing.several_losses = len(held) > 1
+    corrected, divisor = host.state.closing.will_correct(host), host.engine_divisor
+    parts = []
+    for contract, (total, *others), share in zip(host.state.contracts, counts.totals, samples, strict=True):
+        cut = Cut.of(
+            contract,
+            total,
+            micro_batches,
+            host.data_ranks,
+            others,
+            share,
+            is_corrected=corrected,
+            engine_divisor=divisor,
+        )
+        parts.append(Part(contract, cut, WindowCheck(contract, cut.is_corrected)))
+    return parts
+
+
+def _compare_rules(host: Host, counts: _Counts) -> None:
+    """Have the losses observed again, on this window, if rules that fitted so far count it differently."""
+    state = host.state
+    for contract, totals in zip(state.contracts, counts.totals, strict=True):
+        if not contract.has_rules_to_compare:
+            continue
+        if contract.is_ambiguous(dict(zip(contract.rules, map(float, totals), strict=True))):
+            if state.compared != state.opened:
+                state.compared = state.opened
+                state.reconsider()
+                state.asks = state.asks or state.reconsiders
+            if not state.reconsiders:
+                host.tell("several rules fit the items of its terms, and count this window differently")
+
+
+def _check_given(host: Host, batches: Sequence[Any]) -> None:
+    """A given contract covers one task: warn of a window with another than the first micro-batch's."""
+    state = host.state
+    counted = {key for contract in state.contracts for rule in contract.rules for key in rule.keys}
+    for batch in batches if counted else ():
+        held = frozenset((key, axes) for key, axes in kind_of(batch) if key in counted)
+        state.given_for = held if state.given_for is None else state.given_for
+        if held != state.given_for:
+            covered = words_of(state.given_for)
+            host.tell(f"a micro-batch holds {words_of(kind_of(batch))}, and the contract given covers {covered}")
+            return
+
+
+def count_routing(
+    host: Host, forward: Forward, batches: Sequence[Any], model: nn.Module | None, error: Exception | None
+) -> tuple[Tensor, Exception | None]:
+    """This rank's numbers of a window, to be summed over ranks, and its error.
+
+    The model's own load-balancing loss is looked at first, on every rank alike.
+
+    Args:
+        host: the training.
+        forward: (inputs) -> loss, 0-dim, as training makes it.
+        batches: the micro-batches of this rank.
+        model: inside DistributedDataParallel; None: this rank has none at hand, and no micro-batch.
+        error: what this rank failed with before; None: nothing.
+    """
+    router, contract, listed = host.router, host.contract, list(batches)
+    assert contract is not None
+    if router.runs_forwards and host.shards:
+        lengths = host.all_of(len(listed), error)
+        if len(set(lengths)) > 1:
+            raise ranks.uneven(dict(enumerate(lengths)))
+    if router.form is None or not router.form.settled:
+        seen = Form(settled=False)
+        try:
+            if model is not None:
+                seen = router.recognise_among(forward, listed, contract.items, model, host.device)
+        except Exception as caught:
+            error = error or caught
+        router.form = one_form(host.all_of(seen, error))
+        if why := router.why_mean(contract.has_router_loss):
+            host.warn_once("router", f"{host.head}: {why}")
+    try:
+        if model is not None:
+            return router.count(forward, listed, model, host.device, host.data_ranks), error
+    except Exception as caught:
+        # Raised as soon as the other ranks know.
+        error = error or caught
+    return router.nothing(host.device), error

@@ -1,0 +1,503 @@
+"""The promise for a training loop written by hand, with accelerate, with DistributedDataParallel, or on one process.
+
+    windows = accumulation_windows(dataloader, accelerator)     # without accelerate: steps=G
+    for epoch in range(epochs):
+        for window in windows:
+            for batch in window:
+                with window.micro_batch(model):
+                    loss = window.loss(model, batch)            # a loss of your own: window.scale(loss, batch)
+                    accelerator.backward(loss)                  # without accelerate: loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            log(window.mean_loss())
+
+A window is fetched whole and counted over all ranks by one collective, before its first loss; the short one at the end
+of an epoch is a window like any other. How the model reduces its loss is observed in the first window, as under the
+Trainer. Nothing waits for the device until a number is read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import DataLoaderStateMixin
+from torch import Tensor, nn
+
+from hf_accum_fix.accumulation.conclude import Setting
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract
+from hf_accum_fix.accumulation.declared import (
+    inside_ddp,
+    is_compiled,
+    products_are_rounded,
+    requires_number,
+    wants_number,
+)
+from hf_accum_fix.accumulation.observe import observe
+from hf_accum_fix.accumulation.share import loss_among, of_window, run_by_rule, share_of
+from hf_accum_fix.accumulation.values import listening
+from hf_accum_fix.accumulation.weigh import unlike_declared, weigh
+from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules, count_dtype
+from hf_accum_fix.core.contracts import remarks, settle
+from hf_accum_fix.core.host import Host, Observed
+from hf_accum_fix.core.window import Part, Window, count_routing, open_window
+from hf_accum_fix.data.duplicates import WithoutDuplicates
+from hf_accum_fix.engines.engine import reduced_in, reducing, waits_every_micro_batch
+from hf_accum_fix.engines.own_counts import own_counts
+from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
+from hf_accum_fix.options import Options, options_from, shows_options
+from hf_accum_fix.router.router_loss import Convention
+from hf_accum_fix.upstream.presence import require_accelerator
+from hf_accum_fix.upstream.protocols import AcceleratorLike
+
+__all__ = ["AccumulationWindow", "AccumulationWindows", "accumulation_windows"]
+
+logger = logging.getLogger("hf_accum_fix")
+
+Batch = Mapping[str, Any]
+
+
+class LoopHost(Host):
+    """A hand-written loop: its ranks and engine, and the model of the window that is open.
+
+    Attributes:
+        model: as it is trained; None: the loss is not the model's, or this rank has no micro-batch.
+    """
+
+    model: nn.Module | None = None
+
+    def __init__(self, accelerator: AcceleratorLike | None, steps: int | None, options: Options) -> None:
+        super().__init__(options)
+        self.state.first.contract = options.contract
+        self._accelerator, self._steps, self._head = accelerator, steps, "the loss"
+        launched = dist.is_available() and dist.is_initialized()
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if launched else (0, 1)
+        self.data_ranks = self.world_size
+        self.shards = self.world_size > 1 and accelerator is not None and waits_every_micro_batch(accelerator)
+        self._is_placed = accelerator is not None
+        self.device = torch.device("cpu") if accelerator is None else accelerator.device
+
+    @property
+    def accelerator(self) -> AcceleratorLike | None:
+        return self._accelerator
+
+    @property
+    def head(self) -> str:
+        return self._head
+
+    @property
+    def where(self) -> str:
+        return f"window {self.state.opened}"
+
+    @property
+    def steps(self) -> int:
+        if self._steps is not None:
+            return self._steps
+        assert self._accelerator is not None
+        return int(self._accelerator.gradient_accumulation_steps)
+
+    @property
+    def readable(self) -> bool:
+        # A loss of one term is corrected unread.
+        return self.device.type == "cpu" and any(len(each.terms) > 1 for each in self.state.contracts)
+
+    def summed(self, numbers: Tensor) -> Tensor:
+        if self.world_size > 1:
+            numbers = numbers.clone()
+            dist.all_reduce(numbers)
+        return numbers
+
+    def gather(self, values: list[Any]) -> list[Any]:
+        # accelerate's asks for its own state, which a loop without it has not.
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, values[0])
+        return gathered
+
+    def open(self, model: nn.Module | None, device: torch.device | None, batches: Sequence[Batch]) -> Window:
+        """Count a window; without accelerate, on the ``device`` of the first loss or model."""
+        if not self._is_placed:
+            on_gpu = self.world_size > 1 and dist.get_backend() == "nccl"
+            usual = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+            self.device, self._is_placed = device or usual, device is not None
+        self.model = model
+        try:
+            return open_window(self, batches)
+        finally:
+            self.model = None
+
+    def settle(self, batches: Sequence[Batch], number: Any, error: Exception | None) -> None:
+        model, first = self.model, self.state.first
+        if model is not None:
+            self._head = type(self.bare(model)).__name__
+        if self.options.contract is not None:
+            self._check_given(self.options.contract)
+            return
+        if model is None and batches and not first.is_settled:
+            raise ContractError(
+                "got a loss of your own, which cannot be observed; expected how it is reduced and what it counts; give "
+                "accumulation_windows(..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
+            )
+        was_settled, before = first.is_settled, first.contract
+        settle(self, batches)
+        first = self.state.first
+        contract = first.contract
+        assert contract is not None
+        if self.world_size == 1:
+            # A loop has no log to read with; on several ranks this takes one more collective.
+            self.state.closing.corrects = contract.is_read
+        if model is None or (was_settled and contract is before):
+            return
+        if first.is_settled:
+            reduced = reduced_in(self.accelerator, model) if self.world_size > 1 else []
+            made_by = {"trainer": "accumulation_windows", "stock_gradient_factor": None}
+            self.record(contract, len(batches), reduced_in=reduced, **made_by)
+            logger.info("%s: the loss %s; G=%d, W=%d.", self.head, contract, len(batches), self.world_size)
+        if first.is_settled or contract.reason != NO_TARGET_SEEN:
+            for name, message in remarks(self.head, contract, first.attempts):
+                self.warn_once(name, message)
+
+    def _check_given(self, given: LossContract) -> None:
+        """Compare a contract that was given with what can be known without a forward."""
+        if self.model is None:
+            return
+        self.passes_number = given.by_number
+        if given.by_number and not wants_number(self.bare(self.model)):
+            raise ContractError(
+                f"the contract given says that the loss {given.reduction.words}, but {self.head} does not take "
+                "num_items_in_batch; give Reduction.MEAN"
+            )
+
+    def observe(self, batches: Sequence[Batch], number: Any) -> Observed:
+        try:
+            return (None if self.model is None or not batches else self._observe(self.model, batches)), None
+        except Exception as error:
+            return None, error
+
+    def _observe(self, model: nn.Module, batches: Sequence[Batch]) -> LossContract:
+        module, bare = inside_ddp(model) or model, self.bare(model)
+        self.passes_number = wants_number(bare)
+        required = self.passes_number and requires_number(bare)
+        setting = Setting(
+            hands_number=required,
+            only_shows=self.passes_number and not required,
+            steps=self.steps,
+            world_size=self.world_size,
+            rounded=products_are_rounded(module) or getattr(self.accelerator, "mixed_precision", "no") != "no",
+        )
+        found = observe(partial(self._loss, model), list(batches), module, setting, device=self.device, head=bare)
+        return found.by_rule() if is_compiled(module) else found
+
+    def route(self, batches: Sequence[Batch], error: Exception | None) -> tuple[Tensor | None, Exception | None]:
+        if self.router.convention is Convention.MEAN:
+            return None, error
+        model, contract = self.model, self.contract
+        if model is None and batches:
+            raise ContractError(
+                f"router_loss={self.router.convention.value!r} needs the model's own loss, window.loss(model, batch); "
+                "of a loss of your own only the mean over micro-batches is taken"
+            )
+
+        def forward(inputs: Batch) -> Tensor:
+            assert model is not None and contract is not None
+            number = contract.as_number(torch.ones((), dtype=count_dtype(self.device), device=self.device))
+            return self._loss(model, inputs, number)
+
+        return count_routing(self, forward, batches, model, error)
+
+    def _loss(self, model: nn.Module, inputs: Batch, number: Tensor | None) -> Tensor:
+        """The loss of a batch by the model inside DistributedDataParallel."""
+        inputs = {key: value.to(self.device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
+        return self.forward(inside_ddp(model) or model, inputs, number)[0]
+
+    def forward(self, model: nn.Module, inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:
+        """Loss and outputs of a forward, which is handed the number where it takes one."""
+        given = {"num_items_in_batch": number} if self.passes_number and number is not None else {}
+        with own_counts(inputs):
+            outputs = model(**{**inputs, **given})
+        return loss_among(outputs, inputs, model), outputs
+
+    def warn_repeated(self, samples: int) -> None:
+        """Warn once that the dataloader repeats samples."""
+        if self.note_repeated(samples) and not self.options.drop_duplicates:
+            words = f"repeat {samples} samples, so that every rank has as many, and count them twice"
+            self.warn_once("repeated", f"an epoch's last micro-batches {words}; drop_duplicates=True leaves them out")
+
+
+class AccumulationWindow:
+    """The micro-batches of one optimizer step on this rank; made by iterating over `AccumulationWindows`.
+
+    Attributes:
+        batches: the micro-batches, as the dataloader gave them.
+    """
+
+    def __init__(self, host: LoopHost, batches: list[Batch]) -> None:
+        """Made by `AccumulationWindows` alone."""
+        self.batches = batches
+        self._host = host
+        self._begun = 0
+        self._counted: Window | None = None
+
+    def __len__(self) -> int:
+        """G, the micro-batches of this window."""
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The micro-batches, in order."""
+        return iter(self.batches)
+
+    @contextmanager
+    def micro_batch(self, model: nn.Module) -> Iterator[None]:
+        """Around one forward and its backward: ranks reduce gradients in the last micro-batch of the window alone.
+
+        Args:
+            model: as it is trained, prepared by accelerate or wrapped in DistributedDataParallel.
+
+        Raises:
+            SeamError: if it is entered more often than the window has micro-batches.
+        """
+        host, self._begun = self._host, self._begun + 1
+        if self._begun > len(self):
+            raise SeamError(
+                f"micro_batch() was entered {self._begun} times in a window of {len(self)} micro-batches; "
+                "expected once for each; enter it around one forward and backward"
+            )
+        last = self._begun == len(self)
+        with _reducing(host.accelerator, model, last=last), host.adding(model, len(self), self._begun):
+            yield
+        if self._counted is not None:
+            self._counted.done = self._begun
+            if last:
+                self._counted.close(model)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss of one micro-batch by the model's own head, to be handed to ``backward``.
+
+        Args:
+            model: called with the batch's items as keywords, and with ``num_items_in_batch`` where it takes it.
+            batch: one of the window's, on the model's device.
+
+        Returns:
+            0-dim, with gradient; for the log take `mean_loss`.
+
+        Raises:
+            ContractError: if the model returned no loss, or how it reduces it could not be settled.
+            RankError: if the ranks' dataloaders ended at different times, or another rank failed.
+        """
+        host, window = self._host, self._window(model, next(iter(model.parameters())).device)
+        part, batch, counts = self._found(window, batch)
+        contract, cut = part.contract, part.cut
+        with host.router.micro_batch(max(self._begun - 1, 0)):
+            if not contract.is_read:
+                items = counts.get(contract.items) if contract.items is not None else None
+                forward = partial(host.forward, model)
+                return self._add(run_by_rule(contract, batch, items, cut, forward, rounded=host.rounds_inputs)[0])
+            with listening(contract, host.bare(model)) as heard:
+                loss, _ = host.forward(model, batch, cut.number if contract.hands_number else None)
+        weightless = isinstance(batch, Weightless)
+        weighed = weigh(loss, contract, cut, part.check, batch, counts, heard, weightless=weightless)
+        window.add(weighed.value)
+        return weighed.loss
+
+    def scale(self, loss: Tensor, batch: Batch) -> Tensor:
+        """The same for a loss that you computed yourself, reduced as the contract given by hand says.
+
+        The mean over its own items: `Reduction.MEAN`. A sum that you divided by `mean_items`: `Reduction.NUMBER`; it
+        stays finite for a micro-batch without items, whose mean is nan whatever it is multiplied by.
+
+        Args:
+            loss: 0-dim, of this micro-batch, without a term that is no mean over items.
+            batch: the micro-batch it is of, which holds what the contract counts.
+
+        Raises:
+            ContractError: if no contract was given.
+        """
+        part, batch, counts = self._found(self._window(None, loss.device), batch)
+        contract = part.contract
+        items = counts.get(contract.items) if contract.items is not None else None
+        if unlike := unlike_declared(loss, contract, items, part.cut):
+            self._host.warn_once(
+                "declared",
+                f"scale(): got a loss whose graph shows that {unlike}; expected one that {contract}, as the contract "
+                "says: it gets the plain mean over micro-batches and is not exact; give the contract that it has",
+            )
+            return self._add(loss)
+        share = share_of(contract, batch, items, part.cut, own_loss=True, rounded=self._host.rounds_inputs)
+        return self._add(share.of(loss))
+
+    @property
+    def mean_items(self) -> Tensor:
+        """The mean item count per micro-batch, N / (G * W), 0-dim: what to divide a summed loss by.
+
+        Raises:
+            ContractError: if the window has not been counted: no loss of it was asked for, and no contract given.
+        """
+        return self._window(None, None).parts[0].cut.mean
+
+    def mean_loss(self) -> Tensor:
+        """The loss of the global batch: the mean over the items of all its micro-batches and ranks.
+
+        Every rank has to ask, since it costs a collective.
+
+        Returns:
+            0-dim, without gradient, on the device; reading it waits for the device.
+
+        Raises:
+            SeamError: if no loss of this window has been computed.
+        """
+        if self._counted is None or self._counted.value is None:
+            raise SeamError("mean_loss() was asked for before any loss of this window was computed")
+        loss = self._counted.value
+        return self._host.summed(loss.to(count_dtype(loss.device))) / self._host.world_size
+
+    def _window(self, model: nn.Module | None, device: torch.device | None) -> Window:
+        """The window, counted over all ranks at its first use."""
+        if self._counted is None:
+            self._counted = self._host.open(model, device, self.batches)
+        return self._counted
+
+    def _found(self, window: Window, batch: Batch) -> tuple[Part, Batch, dict[Items, Tensor]]:
+        """What holds for a micro-batch's loss, the micro-batch as it is to be run, and its items by every rule."""
+        part, counts = window.part_of(batch), window.counts_of(batch)
+        # None: it was put on another device, or made anew; then it is counted again.
+        if counts is None and self._begun and isinstance(self.batches[self._begun - 1], Weightless):
+            batch = Weightless(batch)
+        if counts is None:
+            counts = count_by_rules(part.contract.rules, [batch], part.cut.mean.device)[0][0]
+        return part, batch, counts
+
+    def _add(self, share: Tensor) -> Tensor:
+        assert self._counted is not None
+        self._counted.add(share.detach() / len(self))
+        return of_window(share, len(self), self._host.engine_divisor)
+
+    def _check_run(self) -> None:
+        if self._begun < len(self):
+            raise SeamError(
+                f"{self._begun} of the {len(self)} micro-batches of a window were run inside micro_batch(); "
+                "expected all of them, since the ranks reduce their gradients in the last; do not break out of a window"
+            )
+
+
+def _reducing(accelerator: AcceleratorLike | None, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+    """Have the ranks reduce gradients in a backward, or not."""
+    if accelerator is not None:
+        return reducing(accelerator, model, last=last)
+    return nullcontext() if last else getattr(model, "no_sync", nullcontext)()
+
+
+class AccumulationWindows:
+    """A dataloader's epochs as accumulation windows; made by `accumulation_windows`."""
+
+    def __init__(
+        self,
+        dataloader: Iterable[Batch],
+        accelerator: AcceleratorLike | None,
+        steps: int | None,
+        options: Options,
+    ) -> None:
+        """Made by `accumulation_windows` alone."""
+        self._host = LoopHost(accelerator, steps, options)
+        self._dataloader = dataloader
+        if self.world_size > 1 and isinstance(dataloader, DataLoaderStateMixin):
+            self._dataloader = WithoutDuplicates(dataloader, options.drop_duplicates, self._host.warn_repeated)
+            self._dataloader.check()
+
+    @property
+    def contract(self) -> LossContract | None:
+        """How the loss is reduced, as given or, from the first window on, as observed."""
+        return self._host.contract
+
+    @property
+    def world_size(self) -> int:
+        """W, data-parallel ranks."""
+        return self._host.world_size
+
+    @property
+    def steps(self) -> int:
+        """G, micro-batches of a window that is not the short one at the end of an epoch."""
+        return self._host.steps
+
+    def __len__(self) -> int:
+        """Windows, and so optimizer steps, of an epoch.
+
+        Raises:
+            TypeError: if the dataloader knows no length.
+        """
+        return -(-len(self._dataloader) // self.steps)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[AccumulationWindow]:
+        """One epoch.
+
+        Raises:
+            ContractError: if a batch is no mapping.
+            SeamError: if a micro-batch was not run.
+            RankError: if the ranks' dataloaders end at different times.
+        """
+        host, batches = self._host, iter(self._dataloader)
+        while fetched := list(islice(batches, self.steps)):
+            for batch in fetched:
+                if not isinstance(batch, Mapping):
+                    raise ContractError(
+                        f"a batch is {type(batch).__name__}; items are counted by name: let the collate function "
+                        "return a dict"
+                    )
+            host.state.opened += 1
+            window = AccumulationWindow(host, fetched)
+            try:
+                yield window
+            finally:
+                host.gradient.drop()
+            window._check_run()
+        host.state.closing.read(host)
+        if self.world_size > 1:
+            # A rank that has more joins this with its next window, so that it learns of it instead of waiting for ever.
+            host.open(None, None, [])
+        host.warn_routing()
+        host.warn_empty()
+
+
+@partial(shows_options, of_loops=True)
+def accumulation_windows(
+    dataloader: Iterable[Batch],
+    accelerator: Any = None,
+    *,
+    steps: int | None = None,
+    **options: Any,
+) -> AccumulationWindows:
+    """The epochs of a dataloader as accumulation windows, exact for every cut into micro-batches and ranks.
+
+    Make it once and iterate over it once an epoch: what was observed of the loss is kept.
+
+    Args:
+        dataloader: of dicts; prepared by accelerate, or with a sampler that gives every rank its own samples.
+        accelerator: the live ``accelerate.Accelerator``, whose own division of the loss is taken into account; None:
+            torch.distributed as it is initialised, or one process.
+        steps: G; None: the accelerator's ``gradient_accumulation_steps``.
+        options: of `Options`, by name: ``contract`` (also for a loss that is computed outside of the model),
+            ``drop_duplicates`` (a micro-batch of nothing else is run and counts nothing), ``router_loss``,
+            ``per_sample``, ``accumulate_in``.
+
+    Raises:
+        SeamError: if the accelerator lacks something that is used of it.
+        OptionsError: if neither an accelerator nor steps are given, steps is no positive integer, or an option is
+            invalid or has no meaning in a loop.
+        UnsupportedSetupError: if the accelerator's ranks split samples (tensor, context or sequence parallelism), or
+            repeated samples are to be dropped and cannot be told.
+    """
+    if steps is None and accelerator is None:
+        raise OptionsError("got neither steps nor an accelerator; expected the micro-batches of a window; give steps=G")
+    if accelerator is not None:
+        require_accelerator(accelerator)
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise OptionsError(f"got steps={steps!r}; expected the number of micro-batches of a window, at least 1")
+    config = getattr(accelerator, "parallelism_config", None)
+    split = {kind: getattr(config, f"{kind}_size", 1) or 1 for kind in ("tp", "cp", "sp")}
+    if any(size > 1 for size in split.values()):
+        raise UnsupportedSetupError(f"ranks split samples {split}; only data-parallel ranks are supported")
+    return AccumulationWindows(dataloader, accelerator, steps, options_from(options, of_loops=True))

@@ -1,0 +1,273 @@
+"""One micro-batch of a Trainer, while its step runs: the loss it computes, and the one that accelerate is handed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_accum_fix.accumulation.contract import Reduction
+from hf_accum_fix.accumulation.loss_graph import read
+from hf_accum_fix.accumulation.preserve import overridden
+from hf_accum_fix.accumulation.share import of_window, run_by_rule
+from hf_accum_fix.accumulation.values import Heard, listening
+from hf_accum_fix.accumulation.weigh import Weighed, WindowCheck, weigh
+from hf_accum_fix.accumulation.window import Weightless
+from hf_accum_fix.core.window import Window
+from hf_accum_fix.engines.engine import engine_divisor, tell_last
+from hf_accum_fix.errors import AccumFixError, SeamError, UnsupportedSetupError
+from hf_accum_fix.overrides.announcing import announce
+from hf_accum_fix.overrides.forward import base_loss
+from hf_accum_fix.overrides.live import bare_model, counts_itself, declares_scale, loss_func, scales_itself
+from hf_accum_fix.overrides.observing import MADE_BY_STEP, MADE_LATER
+from hf_accum_fix.overrides.session import Session
+from hf_accum_fix.upstream.defects import is_present
+
+#: Looked up once: it takes longer than all that is done in a micro-batch.
+_LAST_NOT_REDUCED = is_present("last-micro-batch-not-reduced", transformers.__version__)
+
+
+def _remembered(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep an error of ours for the optimizer's step, since the step of a trainer's own may catch it."""
+
+    @wraps(method)
+    def remembering(self: MicroBatch, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except AccumFixError as error:
+            self.session.refused = error
+            raise
+
+    return remembering
+
+
+class MicroBatch:
+    """One forward and backward.
+
+    Attributes:
+        session: of the trainer.
+        window: that it is of.
+        part: what holds for its loss.
+        counts: items of it, 0-dim, by each rule; None: it is not one of the window's.
+        weightless: it counts nothing.
+        share: its loss, such that the sum over the window, averaged over ranks, is the global batch's.
+        value: the same for the log, without a graph.
+        reported: ``value``, once the loss was handed to the engine.
+    """
+
+    def __init__(self, session: Session, window: Window, inputs: Any) -> None:
+        self.session, self.window = session, window
+        # Where somebody handed over another object, the one at its place.
+        its = next((batch for batch in window.batches if batch is inputs), None)
+        self.part = window.part_of((window.batches[window.done :] or window.batches[-1:])[0] if its is None else its)
+        self.counts = window.counts_of(inputs)
+        self.weightless = isinstance(inputs, Weightless)
+        self.share: Tensor | None = None
+        self.value: Tensor | None = None
+        self.reported: Tensor | None = None
+        self._inputs = dict(inputs) if isinstance(inputs, Mapping) else {}
+        self._node: Any = None
+        self._weighed: Weighed | None = None
+        self._heard: Heard | None = None
+        self._inside = False
+        trainer = session.trainer
+        self._compute_loss, self._backward = trainer.compute_loss, trainer.accelerator.backward
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends its window."""
+        return self.window.done + 1 == len(self.window.batches)
+
+    @contextmanager
+    def running(self, model: nn.Module) -> Iterator[None]:
+        """Around the trainer's step."""
+        session, trainer, window = self.session, self.session.trainer, self.window
+        session.micro_batch, session.base_loss = self, self.base_loss
+        try:
+            with (
+                self._listening() if session.own_step is not None else nullcontext() as self._heard,
+                overridden(trainer, "compute_loss", self.compute_loss),
+                overridden(trainer.accelerator, "backward", self.backward),
+                self._reduced_in_the_last(model),
+                session.adding(model, len(window.batches), window.done + 1),
+            ):
+                yield
+        finally:
+            session.micro_batch = session.base_loss = None
+
+    def _listening(self) -> AbstractContextManager[Heard]:
+        return listening(self.part.contract, bare_model(self.session.trainer))
+
+    def _reduced_in_the_last(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Reduce over ranks in the last micro-batch of a window alone; 4.46.2 does so in every other one."""
+        if not _LAST_NOT_REDUCED or self.session.world_size == 1:
+            return nullcontext()
+        if not isinstance(model, DistributedDataParallel):
+            raise UnsupportedSetupError(
+                f"transformers {transformers.__version__} leaves the gradients of the last micro-batch on each rank, "
+                f"and only under DistributedDataParallel can that be mended, not under {type(model).__name__}; take "
+                "4.46.3"
+            )
+        return overridden(model, "require_backward_grad_sync", self.is_last)
+
+    def base_loss(self, model: nn.Module, inputs: Mapping[str, Any], given: Any) -> tuple[Tensor, Any]:
+        """The base's loss: as it is where it is read at the end, else weighed by its rule."""
+        session, trainer, contract, cut = self.session, self.session.trainer, self.part.contract, self.part.cut
+        if not (contract.is_read or contract.custom):
+            return run_by_rule(
+                contract,
+                Weightless(inputs) if self.weightless else inputs,
+                None if self.counts is None or contract.items is None else self.counts.get(contract.items),
+                cut,
+                lambda inputs, number: base_loss(session, model, inputs, number),
+                own_loss=loss_func(trainer) is not None,
+                rounded=session.rounds_inputs,
+            )
+        number = cut.number.ceil() if contract.reduction is Reduction.INTEGER else cut.number
+        if cut.is_whole and given is not None and (not contract.by_number or counts_itself(trainer)):
+            number = given
+        asks = given is not None if contract.custom else contract.hands_number
+        handed = number if asks or loss_func(trainer) is not None else None
+        loss, outputs = base_loss(session, model, inputs, handed)
+        if loss.requires_grad or contract.items is None:
+            return loss, outputs
+        # A constant, where there is no target: with one its gradient is zero, and touches every parameter.
+        self.weightless = True
+        return base_loss(session, model, contract.items.with_target(inputs), handed)
+
+    @_remembered
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's ``compute_loss``, whose result is weighed."""
+        if self._inside:
+            return self._compute_loss(*args, **kwargs)
+        given = kwargs["inputs"] if "inputs" in kwargs else args[1]
+        # Before a ``compute_loss`` takes labels out of it.
+        self._inputs = dict(given) if isinstance(given, Mapping) else {}
+        self._inside = True
+        try:
+            with (
+                self.session.router.micro_batch(self.window.done),
+                nullcontext() if self.session.own_step is not None else self._listening() as heard,
+            ):
+                result = self._compute_loss(*args, **kwargs)
+        finally:
+            self._inside = False
+        if heard is not None:
+            # Now: 4.46.0 scales in place what it is handed. And never the model's output itself: DeepSpeed hangs hooks
+            # on that, which divide once more (stage 0).
+            self._weigh(result[0] if isinstance(result, tuple) else result, heard)
+        return result
+
+    @_remembered
+    def backward(self, loss: Tensor, **kwargs: Any) -> Any:
+        """``accelerator.backward``, which is handed the share in the place of what the trainer has made of it."""
+        session, window, accelerator = self.session, self.window, self.session.trainer.accelerator
+        tell_last(accelerator, self.is_last)
+        if self._heard is not None:
+            self._weigh(loss, self._heard)
+        if self.share is None:
+            return self._backward(loss, **kwargs)
+        if self.reported is not None:
+            session.warn_inexact(
+                "two losses",
+                f"{type(session.trainer).__name__} hands two losses of one micro-batch to accelerator.backward: "
+                "the step is not called exact",
+            )
+        share, weighed, steps = self.share, self._weighed, len(window.batches)
+        keeps_scale, first = weighed is not None and weighed.as_stock is not None, window.done == 0
+        stock = _factor_over(loss, self._node) if first or keeps_scale else 1.0
+        if weighed is not None and keeps_scale:
+            # What stock hands over, with its own division or without it.
+            share, self.value = weighed.scaled(stock, steps)
+        self.reported = self.value
+        if first:
+            announce(session, window, self.part, stock * steps)
+        divided = engine_divisor(accelerator, kwargs) / self.part.cut.engine_divisor
+        return self._backward(share if divided == 1 else share * divided, **kwargs)
+
+    def _weigh(self, loss: Tensor, heard: Heard) -> None:
+        """Keep what a loss adds to the window's; averaged over ranks the sum is the global batch's loss."""
+        session, window, part = self.session, self.window, self.part
+        contract, cut, steps = part.contract, part.cut, len(window.batches)
+        self._node = loss.grad_fn
+        if contract.is_read:
+            predicted = self.counts
+            if predicted is None:
+                predicted = window.counts[min(window.done, len(window.counts) - 1)] if window.counts else {}
+            weighed = weigh(loss, contract, cut, part.check, self._inputs, predicted, heard, weightless=self.weightless)
+            self._weighed, self.share, self.value = weighed, weighed.loss, weighed.value
+            return
+        if session.own_step is not None:
+            divided = _names(loss, {steps, session.steps})
+        else:
+            divided = contract.custom and scales_itself(session.trainer)
+        later = contract.reason == MADE_LATER and declares_scale(session.trainer)
+        if later or contract.reason == MADE_BY_STEP:
+            loss = _as_the_first(loss, part.check)
+        loss = loss * 0.0 if self.weightless and contract.custom else loss
+        self.value = of_window(loss.detach(), steps, steps if divided else 1)
+        self.share = of_window(loss, steps, steps * cut.engine_divisor if divided else cut.engine_divisor)
+
+    def check_reported(self) -> None:
+        """Compare what the step has handed to the engine with what it has computed.
+
+        Raises:
+            SeamError: if it was a loss that never reached ``accelerator.backward``.
+        """
+        session, name = self.session, type(self.session.trainer).__name__
+        if self.reported is not None:
+            return
+        if self.share is not None:
+            raise SeamError(
+                f"the step of {name} computed a loss but did not hand it to accelerator.backward; "
+                "its gradient was not mended: use accelerator.backward, or revert()"
+            )
+        if session.own_step is not None and len(self.window.batches) * session.world_size > 1:
+            session.warn_inexact(
+                "no loss",
+                f"the training_step of {name} handed no loss of a micro-batch to accelerator.backward: "
+                "the step is not called exact",
+            )
+
+
+def _as_the_first(loss: Tensor, check: WindowCheck) -> Tensor:
+    """A loss that is not observed, weighed by what it divides by over what the first one of its window does.
+
+    The end of the window divides by the sum of both, as it does for every loss whose items no rule counts.
+    """
+    terms = read(loss)
+    if len(terms) != 1 or not terms[0].readable:
+        check.changed = "what it divides by cannot be read: " + ", ".join(sorted({each.name for each in terms}))
+        return loss
+    divisor: Tensor | float = 1.0
+    for each in terms[0].factors:
+        divisor = each.value * divisor if each.divides and not each.learnt else divisor
+    first = check.first(divisor)
+    check.note(0, divisor, first)
+    times = divisor / first
+    return loss * (times.to(loss) if isinstance(times, Tensor) else times) if check.is_corrected else loss
+
+
+def _names(loss: Tensor, steps: set[int]) -> bool:
+    """Whether a loss names the micro-batches of a window: then the trainer may have divided by them already."""
+    numbers = {float(each) for each in steps if each > 1}
+    return any(
+        float(each.value) in numbers or (each.value and 1 / float(each.value) in numbers)
+        for term in read(loss)
+        for each in (term.factors[:-1] if term.divides else term.factors)
+        if not each.learnt
+    )
+
+
+def _factor_over(loss: Tensor, node: Any) -> float:
+    """What a loss was multiplied by since a node returned it."""
+    factor = 1.0
+    for term in read(loss, (node,)):
+        for each in term.factors if term.leaf is node else ():
+            factor = factor / float(each.value) if each.divides else factor * float(each.value)
+    return factor

@@ -1,0 +1,98 @@
+"""``hf-accum-fix verify``: exit codes as documented, files that cannot be written, signals, launchers."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.processes import ROOT, environment, start
+
+VERIFY = [sys.executable, "-m", "hf_accum_fix", "verify"]
+
+#: 4x too large as stock trains it: the head takes any keyword and drops the number.
+SCRIPT = """
+import tempfile
+import torch
+from transformers import Trainer, TrainingArguments
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last = torch.nn.Linear(4, 1)
+
+    def forward(self, x, labels=None, **kwargs):
+        return {"loss": (self.last(x)[:, 0] - labels).square().mean()}
+
+torch.manual_seed(0)
+arguments = TrainingArguments(
+    tempfile.mkdtemp(), per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1, use_cpu=True,
+    report_to="none", remove_unused_columns=False, save_strategy="no",
+)
+samples = [{"x": torch.randn(4), "labels": torch.randn(())} for _ in range(16)]
+Trainer(model=Model(), args=arguments, train_dataset=samples).train()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_report_that_cannot_be_written_changes_no_exit_code(script: Path) -> None:
+    done = start([*VERIFY, "--splits", "2x4", "--json", "/dev/full", script], environment())
+    assert done.returncode == 1 and done.stdout.startswith("4x too large at your 2 x 4 (G times)"), done
+    assert "/dev/full cannot be written" in done.stderr and "Traceback" not in done.stderr
+    with Path("/dev/full").open("w") as full:
+        command = [str(each) for each in (*VERIFY, "--splits", "2x4", script)]
+        gone = subprocess.run(command, env=environment(), cwd=ROOT, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert gone.returncode == 1 and b"Traceback" not in gone.stderr, gone
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="no SIGHUP on this system")
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM"])
+def test_a_signal_ends_the_script_as_well(name: str, tmp_path: Path) -> None:
+    ticks = tmp_path / "ticks"
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        f"import time\nfor tick in range(600):\n    open({str(ticks)!r}, 'w').write(str(tick))\n    time.sleep(0.1)\n"
+    )
+    env = {**environment(), "TMPDIR": str(tmp_path)}
+    running = subprocess.Popen([*VERIFY, str(slow)], env=env, cwd=ROOT, stderr=subprocess.DEVNULL)
+    for _ in range(300):
+        if ticks.exists():
+            break
+        time.sleep(0.1)
+    running.send_signal(getattr(signal, name))
+    running.wait(30)
+    last = ticks.read_text()
+    time.sleep(0.5)
+    assert ticks.read_text() == last and not list(tmp_path.glob("hf-accum-fix-*"))
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_last_lines_are_the_reports(script: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = start([*launcher, "-m", "hf_accum_fix", "verify", "--splits", "2x4", script], environment(ROOT))
+    assert done.returncode == 1, done
+    last = done.stderr[done.stderr.rindex("Root Cause") :]
+    assert "8x too large at your 2 x 4 (G x W times)" in last, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_under_accelerate_launch_the_last_lines_are_the_reports(script: Path) -> None:
+    for ranks in ("1", "2"):
+        launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
+        options = ["--num_processes", ranks, "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        command = [*launcher, *options, "-m", "hf_accum_fix", "verify", "--splits", "2x4", script]
+        done = start(command, {**environment(ROOT), "ACCELERATE_USE_CPU": "true"})
+        assert done.returncode == 1, done
+        last = done.stderr[done.stderr.rindex("Error") :]
+        assert "too large at your 2 x 4" in last, (done.stdout, done.stderr[-3000:])
