@@ -1,4 +1,4 @@
-"""Is this distributed run healthy, and does its loss curve tell the truth? One symptom, one file.
+"""Is this distributed run healthy, and is its loss curve true? One symptom, one file.
 
     loss            a curve that shows every micro-batch, with its error
     loss_over_time  a loss that diverges, jumps, swings, stalls or starts too high; an accuracy that stalls

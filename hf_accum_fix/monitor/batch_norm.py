@@ -31,8 +31,8 @@ from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, alike, by_rank
 
 #: Samples below which batch statistics cost accuracy. Source: Wu and He 2018, "Group Normalization", figure 1.
 SMALL_BATCH = 16
-#: Forwards after which running statistics are settled; standard deviations, or ratio of variances less one, that data
-#: of one kind do not differ by in a batch, however small.
+#: Forwards after which running statistics are settled; standard deviations, or ratio of variances less one, by which
+#: batches of the same data do not differ, however small.
 _SETTLED, _UNEVEN = 50, 3.0
 
 

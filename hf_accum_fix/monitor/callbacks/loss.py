@@ -138,8 +138,8 @@ class LossCallback(MonitorCallback):
             self._repeats = True
             if self.ranks.rank == 0:
                 logger.info(
-                    "hf_accum_fix/loss repeats the Trainer's number, weighed by items: this loss could not be computed "
-                    "once more from logits and labels, so that nothing tells whether it is scaled right"
+                    "hf_accum_fix/loss repeats the Trainer's number, weighted by items: it cannot be computed "
+                    "again from logits and labels, so that its scale is not checked"
                 )
         if verdict.factor != 1:
             self.say(
