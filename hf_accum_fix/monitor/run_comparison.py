@@ -77,7 +77,7 @@ def compare(one: Summary, other: Summary) -> Comparison:
 
     Logarithms are compared where all losses are positive, since noise shrinks with the loss. The steps that both logged
     are looked at as a whole and in up to ten blocks. A mean difference of n steps has the standard error
-    ``sqrt((s1^2 + s2^2) / n)``, s a run's `noise_of_means` over all steps, over the block and its neighbours, or that of
+    ``sqrt((s1^2 + s2^2) / n)``, s the `noise_of_means` over all steps, over the block and its neighbours, or that of
     the second differences of the blocks, whichever is most. The largest difference in these errors decides; that it
     is the largest of several is reckoned with (Bonferroni), and so is that the noise is an estimate (Student).
 
