@@ -216,6 +216,6 @@ def test_verify_rehearses_its_own_cuts(tmp_path: Path) -> None:
         args = training_arguments(tmp_path, 2, 4)
         trainer = Trainer(model=head.build(), args=args, train_dataset=[*head.samples], data_collator=head.batch)
         report = hf_accum_fix.verify(trainer)
-        assert "exact to the floor for 4 cuts" in str(report)
+        assert str(report).startswith("exact at your 2 x 4\nalso looked at: exact at 8 x 1 and 1 x 8 and 3 x 4")
         trainer.train()
     assert trainer.state.global_step == 1
