@@ -38,7 +38,7 @@ class BalanceOptions:
         truncated_to: tokens that the collator truncates a sample to; None: it does not.
         read_ahead: read every length once before training. False: each rank packs the samples that it fetches, and
             collates them in the main process, as always with streams.
-        max_rows_per_micro_batch: most samples in a micro-batch, for rows that cost memory whatever their length
+        max_rows_per_micro_batch: most samples in a micro-batch, for rows that cost memory at any length
             (images); None: as many as fit.
         max_tokens_per_micro_batch: limit of samples times the longest of them; a window that does not fit exceeds it
             by as little as possible. None, or a larger limit: the per-device batch size times the window's longest

@@ -1,11 +1,11 @@
-r"""A training loop by hand, with accelerate: its two official recipes beside accumulation windows, on real text.
+r"""A hand-written training loop with accelerate: its two official recipes and accumulation windows, on real text.
 
     torchrun --nproc_per_node 2 recipes/accelerate_loop.py                          # two processes, some minutes
     accelerate launch --multi_gpu --num_processes 2 recipes/accelerate_loop.py      # the same, on GPUs or without
     python recipes/accelerate_loop.py --head bert                                   # one process; a masked model
     python recipes/accelerate_loop.py --splits 16x4,1x64 --modes windows --epochs 1
 
-A split PxG is P samples per device and G micro-batches per optimizer step; the samples of a step are the same whatever
+A split PxG is P samples per device and G micro-batches per optimizer step; the samples of a step are the same for any
 the split, and an epoch ends in a short window of half as many. Every cell starts from the same weights:
 
     accumulate  ``with accelerator.accumulate(model)``, the first page of accelerate's guide
@@ -15,7 +15,7 @@ the split, and an epoch ends in a short window of half as many. Every cell start
 The table compares the gradients of two windows of the first epoch, the first and the short one, with the float64
 gradient of their samples in one forward. ``accumulate`` averages the means of micro-batches, and divides the short
 window by the full G. ``count`` counts the label at position 0 of every text, which no causal model learns (llama), or
-hands its number to a head that ignores it (bert: G x W times the right gradient).
+passes its number to a head that ignores it (bert: G x W times the right gradient).
 
 The text is the Python reference that every Python carries in pydoc_data: a sample is a paragraph, a token a byte. The
 output folder gets results.jsonl (a line per cell), environment.json and curves.png. Bad input: exit code 2.
@@ -46,11 +46,11 @@ IGNORED, LONGEST, MASK, VOCABULARY = -100, 192, 256, 257
 
 
 class BadInputError(ValueError):
-    """The command line can't be used; says what was given and what is expected."""
+    """The command line is invalid; the message has what was given and what is expected."""
 
 
 class Split(NamedTuple):
-    """One way to cut the global batch."""
+    """One way to split the global batch."""
 
     per_device: int
     accumulation: int

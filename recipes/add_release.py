@@ -1,10 +1,10 @@
-"""Add the transformers that is installed to the releases that tests have run, where everything that we touch fits.
+"""Add the installed transformers to the releases that tests have run, if every seam fits.
 
     python recipes/in_release.py 5.24.0 -- python recipes/add_release.py
 
-Writes hf_accum_fix/upstream/releases.json, from which all else takes its releases: what counts as tested, CI; and the
-newest environment into recipes/in_release.py, which stands alone. Where a seam is missing or does not fit, it says so,
-writes nothing and exits with 1. It prints what is left to do.
+Writes hf_accum_fix/upstream/releases.json, the one list of releases for tests, CI and doctor, and the newest stack
+into recipes/in_release.py, which imports nothing else; prints what is left to do. If a seam is missing or does not fit,
+it prints that, writes nothing and exits with 1.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def main() -> int:
         print(refusal or f"got transformers {release}; expected a final release", file=sys.stderr)
         return 1
     releases = json.loads(RELEASES.read_text(encoding="utf-8"))
-    for kind in ("published", "tested"):
-        releases[kind] = sorted({*releases[kind], str(release)}, key=Version)
+    for key in ("published", "tested"):
+        releases[key] = sorted({*releases[key], str(release)}, key=Version)
     new = []
     for name, body in fingerprints(Path(transformers.trainer.__file__)).items():
         if body not in releases["bodies"][name]:

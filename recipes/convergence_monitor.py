@@ -2,7 +2,7 @@ r"""Plain DistributedDataParallel training with every monitor on, and one plante
 
     torchrun --nproc_per_node 2 recipes/convergence_monitor.py                  # healthy; half a minute on 2 cores
     torchrun --nproc_per_node 4 recipes/convergence_monitor.py --fault data     # one rank learns from wrong labels
-    accelerate launch --cpu recipes/convergence_monitor.py --fault leak         # starts its two ranks by itself
+    accelerate launch --cpu recipes/convergence_monitor.py --fault leak         # starts its two ranks itself
     accelerate launch --num_processes 4 recipes/convergence_monitor.py          # on 4 GPUs
     torchrun --nproc_per_node 2 recipes/convergence_monitor.py --overhead       # what all of them cost
     python recipes/convergence_monitor.py --audit                               # false alarms, delays; ten minutes
@@ -56,7 +56,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--fault", choices=FAULTS, default="none")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--output", type=Path, default=Path("results/convergence_monitor"))
-    parser.add_argument("--processes", type=int, default=2, help="ranks, where neither torchrun nor accelerate says so")
+    parser.add_argument("--processes", type=int, default=2, help="ranks, unless torchrun or accelerate sets them")
     parser.add_argument("--overhead", action="store_true", help="measure what the monitors cost, and train nothing")
     parser.add_argument("--audit", action="store_true", help="simulate healthy and faulty runs, and train nothing")
     parser.add_argument("--quick", action="store_true", help="of --audit: a few logs, which show that it runs")
@@ -135,7 +135,7 @@ def train(options: argparse.Namespace, device: Any) -> None:
     gradients.attach(model)
 
     micro_batches, held_out = digits(device, rank, dist.get_world_size(), same=fault == "seed")
-    kept, rows, told = [], [], ""
+    kept, rows, summary = [], [], ""
     for step in range(1, options.steps + 1):
         half_time = step == options.steps // 2
         for place in range(ACCUMULATION):
@@ -188,10 +188,10 @@ def train(options: argparse.Namespace, device: Any) -> None:
         if step % CHECK_EVERY == 0:
             rows[-1]["eval_accuracy"] = accuracy(network, held_out)
         if rank == 0:
-            told = f"memory of the last rank: {held.ranks[-1]}"
+            summary = f"memory of the last rank: {held.ranks[-1]}"
             print(json.dumps({key: round(value, 4) for key, value in rows[-1].items()}), flush=True)
     if rank == 0:
-        print(told)
+        print(summary)
         print(f"{alarms.count} alarms" if alarms.count else "no alarm")
         (options.output / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         draw_curves(rows, options.output / "curves.png")
@@ -317,9 +317,11 @@ def measure_overhead(options: argparse.Namespace, device: Any) -> None:
         }
         print(f"  {clock}: with monitors {shares['monitored']:+.2%}, without once more {shares['plain again']:+.2%}")
     print(f"counted in {LOG_EVERY} steps and their log:")
-    for kind in ("torch operations", "collectives"):
-        without, ours = counts["plain"][kind], counts["monitored"][kind]
-        print(f"  {kind}: {without:,} without monitors, {ours - without:,} more with them ({ours / without - 1:+.2%})")
+    for counted in ("torch operations", "collectives"):
+        without, ours = counts["plain"][counted], counts["monitored"][counted]
+        print(
+            f"  {counted}: {without:,} without monitors, {ours - without:,} more with them ({ours / without - 1:+.2%})"
+        )
 
 
 class Arm:
@@ -343,7 +345,7 @@ class Arm:
         torch.manual_seed(dist.get_rank())
         self.words = torch.randint(VOCABULARY, (SAMPLES, TOKENS), device=device)
         self.monitor = Monitor(self.model, self.optimizer, max_norm=1.0) if monitored else None
-        # What is part of a step or of a hundred, once more by itself.
+        # What is part of a step or of a hundred, once more alone.
         self.gradients, self.replicas = RankGradients(), Replicas(self.model, self.optimizer)
 
     def run(self, steps: int) -> None:

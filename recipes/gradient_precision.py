@@ -1,8 +1,8 @@
-"""What a window's gradient loses in 16 bits, by the number of micro-batches it is cut into, and what keeps it.
+"""What a window's gradient loses in 16 bits, by the number of micro-batches, and what keeps it.
 
     python recipes/gradient_precision.py --output results/gradient_precision
 
-The same 1,024 ragged samples are cut into G = 1 to 1,024 micro-batches, by a loop of accumulation windows; the gradient
+The same 1,024 ragged samples are split into G = 1 to 1,024 micro-batches, by accumulation_windows; the gradient
 that the optimizer would see is compared with the float64 gradient at the same rounded weights. Writes rows.json,
 table.md and error.png.
 """
@@ -77,7 +77,7 @@ class Calls(TorchDispatchMode):
 
 
 def held(model: nn.Module, windows: Any) -> int:
-    """Bytes of gradients and of the sums beside them, each storage once."""
+    """Bytes of gradients and of their sums, each storage once."""
     tensors = [each.grad for each in model.parameters()]
     for summed in windows._gradient._sums.values():
         tensors += [each for each in vars(summed).values() if isinstance(each, Tensor)]
@@ -110,7 +110,7 @@ def run(model: nn.Module, rows: Sequence[list[int]], steps: int, mode: str, epoc
 
 
 def error(head: str, dtype: str, rows: Sequence[list[int]], steps: int, mode: str) -> dict[str, Any]:
-    """Of the window's gradient, beside float64 at the same rounded weights."""
+    """Error of the window's gradient against float64 at the same rounded weights."""
     model = HEADS[head]().to(DTYPES[dtype]).train()
     exact = copy.deepcopy(model).double()
     exact(**batch(rows))["loss"].backward()
@@ -139,12 +139,12 @@ def costs(rows: Sequence[list[int]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table(rows: Sequence[dict[str, Any]], cuts: Sequence[int]) -> str:
-    lines = [f"| head | parameters | accumulate_in | {' | '.join(f'G = {cut}' for cut in cuts)} |"]
-    lines.append("|---|---|---|" + "---|" * len(cuts))
+def table(rows: Sequence[dict[str, Any]], splits: Sequence[int]) -> str:
+    lines = [f"| head | parameters | accumulate_in | {' | '.join(f'G = {steps}' for steps in splits)} |"]
+    lines.append("|---|---|---|" + "---|" * len(splits))
     for key in dict.fromkeys((row["head"], row["dtype"], row["accumulate_in"]) for row in rows):
         found = {row["micro_batches"]: row["error"] for row in rows if key == _key(row)}
-        lines.append(f"| {' | '.join(key)} | {' | '.join(f'{found[cut]:.2%}' for cut in cuts)} |")
+        lines.append(f"| {' | '.join(key)} | {' | '.join(f'{found[steps]:.2%}' for steps in splits)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -165,7 +165,7 @@ def picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
             xscale="log", yscale="log", title=f"{dtype} parameters", xlabel="micro-batches of one global batch, G"
         )
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("error of the gradient beside float64 [%]")
+    panels[0].set_ylabel("error of the gradient against float64 [%]")
     panels[0].legend(fontsize=7)
     figure.savefig(path, dpi=110)
 
@@ -173,21 +173,21 @@ def picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=1024, help="of the global batch")
-    parser.add_argument("--cuts", default="1,4,16,64,256,1024", help="micro-batches, comma-separated")
+    parser.add_argument("--splits", default="1,4,16,64,256,1024", help="micro-batches, comma-separated")
     parser.add_argument("--output", type=Path, default=Path("results/gradient_precision"))
     given = parser.parse_args()
     torch.set_num_threads(1)
-    cuts = [int(cut) for cut in given.cuts.split(",")]
+    splits = [int(steps) for steps in given.splits.split(",")]
     rows, drawn = [], samples(given.samples)
     for head in HEADS:
         for dtype in DTYPES:
             for mode in MODES:
-                for cut in cuts:
-                    rows.append(error(head, dtype, drawn, cut, mode))
+                for steps in splits:
+                    rows.append(error(head, dtype, drawn, steps, mode))
                     print(json.dumps(rows[-1]), flush=True)
     given.output.mkdir(parents=True, exist_ok=True)
     (given.output / "rows.json").write_text(json.dumps(rows, indent=1))
-    (given.output / "table.md").write_text(table(rows, cuts) + "\n" + costs(drawn[:64]))
+    (given.output / "table.md").write_text(table(rows, splits) + "\n" + costs(drawn[:64]))
     picture(rows, given.output / "error.png")
 
 

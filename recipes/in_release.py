@@ -7,9 +7,9 @@
 The first call makes a virtual environment with torch, the newest release and this package with its extras in
 .environments/; every further release gets a small one that takes everything else from there. An environment is made
 whole or not at all, and is made once: delete .environments/ to start again. The recipe shows its steps and their time;
-pip's output is in pip.log in its folder. ``{release}`` in the command is replaced by the release. "newest" stands
-for the newest that tests have run. Pin packages beside a release after an @: 4.46.3@accelerate==0.26.0@peft==0.13.2.
-A torch pinned so gets an environment too, shared by all releases beside it: 4.41.0@torch==2.2.2@numpy==1.26.4.
+pip's output is in pip.log in its folder. ``{release}`` in the command is replaced by the release. "newest" is
+the newest that tests have run. Pin packages of an environment after an @: 4.46.3@accelerate==0.26.0@peft==0.13.2.
+A pinned torch gets its own environment, shared by all releases with it: 4.41.0@torch==2.2.2@numpy==1.26.4.
 
 Needs nothing but Python 3.10 or newer. Exit code: the first that is not 0; 1 where an environment can't be made; 2 for
 a wrong call.
@@ -46,7 +46,7 @@ MINUTE = 60.0
 DOING = re.compile(r"^ *((?:Collecting|Downloading|Using cached|Building|Installing) .*)", re.MULTILINE)
 #: Packages that a release may require in older versions than the newest environment holds.
 BESIDE_TRANSFORMERS = ("accelerate", "datasets", "peft")
-#: Packages that a release or a pin, named by how it begins, needs older than metadata says: newer ones fail beside it.
+#: Packages that a release or a pin, named by how it begins, needs older than metadata says: newer ones fail with it.
 OLDER = {
     "4.38": ("accelerate<1", "peft<0.12"),
     "4.41": ("peft<0.14",),
@@ -99,7 +99,7 @@ def environment(release: str) -> Path:
 
 
 def older(version: str, pins: Sequence[str]) -> list[str]:
-    """What `OLDER` says of a release and of the packages that are pinned beside it."""
+    """The pins of `OLDER` for a release and the packages that are pinned with it."""
     return [each for name, old in OLDER.items() if any(map(re.compile(name).match, (version, *pins))) for each in old]
 
 
@@ -128,22 +128,22 @@ def made(name: str, *installs: Sequence[str], shared: Sequence[Path] = ()) -> Pa
 
 
 def _make(folder: Path, installs: Sequence[Sequence[str]], shared: Sequence[Path], lock: IO[str]) -> None:
-    told, steps, started = folder.relative_to(ROOT), 1 + len(installs), time.monotonic()
-    print(f"{told}, step 1 of {steps}: a virtual environment", flush=True)
+    shown, steps, started = folder.relative_to(ROOT), 1 + len(installs), time.monotonic()
+    print(f"{shown}, step 1 of {steps}: a virtual environment", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=not shared, symlinks=os.name != "nt")
     link = "".join(f"import site; site.addsitedir({str(_site_packages(each))!r})\n" for each in shared)
     (_site_packages(folder) / "shared.pth").write_text(link)
     pip = [str([*shared, folder][0] / BIN / "python"), "-m", "pip", "--python", str(folder / BIN / "python")]
     for step, requirements in enumerate(installs, 2):
-        print(f"{told}, step {step} of {steps}: pip install {' '.join(requirements)}", flush=True)
+        print(f"{shown}, step {step} of {steps}: pip install {' '.join(requirements)}", flush=True)
         log = folder / "pip.log"
         code = _logged([*pip, "install", *requirements], log, lock)
         if code:
             end = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
             raise NotMadeError(f"pip install {' '.join(requirements)}: exit code {code}\n{end}\nAll of it is in {log}")
     (folder / "complete").touch()
-    print(f"{told} is made, in {_minutes(time.monotonic() - started)}", flush=True)
+    print(f"{shown} is made, in {_minutes(time.monotonic() - started)}", flush=True)
 
 
 def _logged(command: list[str], log: Path, lock: IO[str]) -> int:

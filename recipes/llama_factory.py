@@ -1,4 +1,4 @@
-r"""The real `llamafactory-cli train`, stock and mended: one global batch, cut in every way, on one process and two.
+r"""The real `llamafactory-cli train`, stock and corrected: one global batch, every split, on one process and two.
 
     python recipes/llama_factory.py                        # makes its own environment, then 10 minutes on 2 cores
     python recipes/llama_factory.py --cases llava --processes 1 --output results/llama_factory
@@ -10,7 +10,7 @@ process is the reference, and every other split should log the same loss and gra
 first and the last split, `hf-accum-fix run` all of them: llamafactory-cli starts itself again through torchrun, and
 the patch reaches those processes too.
 
-The output folder gets results.jsonl, a line per run as it ends; the table is printed. Exit code: 0 if every mended
+The output folder gets results.jsonl, a line per run as it ends; the table is printed. Exit code: 0 if every corrected
 split is within 1e-3 of the reference in loss and gradient norm; 1 if not; 2 for a wrong call.
 """
 
@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> int:
             file.write(json.dumps(row) + "\n")
             file.flush()
             print(words(row), flush=True)
-    return int(any(row["mode"] == "mended" and max(row["off"].values()) > TOLERANCE for row in rows))
+    return int(any(row["mode"] == "corrected" and max(row["off"].values()) > TOLERANCE for row in rows))
 
 
 def runs(work: Path, python: Path, cases: Sequence[str], processes: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -103,7 +103,7 @@ def runs(work: Path, python: Path, cases: Sequence[str], processes: Sequence[int
         yield {**reference, "off": {"loss": 0.0, "grad_norm": 0.0}}
         for ranks in processes:
             sizes = [size for size in (16, 8, 4, 2, 1) if size * ranks <= TOTAL]
-            for mode, size in [("stock", 1), *(("mended", size) for size in sizes)]:
+            for mode, size in [("stock", 1), *(("corrected", size) for size in sizes)]:
                 row = trained(work, python, case, mode, ranks, size)
                 off = {key: abs(row[key] / reference[key] - 1) for key in ("loss", "grad_norm")}
                 yield {**row, "off": off}
@@ -131,14 +131,14 @@ def trained(work: Path, python: Path, case: str, mode: str, ranks: int, size: in
     environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(work / "cache")}
     if ranks > 1:
         environment |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(ranks)}
-    run = [scripts / "hf-accum-fix", "run"] if mode == "mended" else []
+    run = [scripts / "hf-accum-fix", "run"] if mode == "corrected" else []
     command = [*run, scripts / "llamafactory-cli", "train", work / f"{name}.yaml"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         print(done.stdout[-3000:], done.stderr[-6000:], sep="\n", file=sys.stderr)
         raise SystemExit(f"llamafactory-cli failed: {name}")
     state = json.loads((work / name / "trainer_state.json").read_text())
-    if ("hf_accum_fix" in state["stateful_callbacks"]) != (mode == "mended"):
+    if ("hf_accum_fix" in state["stateful_callbacks"]) != (mode == "corrected"):
         raise SystemExit(f"the patch did not reach the training, or reached the stock one: {name}")
     first = state["log_history"][0]
     row = {"case": case, "mode": mode, "processes": ranks, "per_device": size, "accumulation": steps}

@@ -1,4 +1,4 @@
-r"""One global batch cut in several ways: the LLaVA-1.5 loss table of LLaMA-Factory #7443, broken and mended.
+r"""One global batch, several splits: the LLaVA-1.5 loss table of LLaMA-Factory #7443, stock and corrected.
 
     python recipes/llava_sweep.py --steps 3 --total-batch 32 --splits 16x2,1x32     # a first answer, half a minute
     accelerate launch --cpu --num_processes 4 recipes/llava_sweep.py                # 20 steps, 2 minutes on 2 cores
@@ -10,14 +10,14 @@ r"""One global batch cut in several ways: the LLaVA-1.5 loss table of LLaMA-Fact
         --data conversations.json --images pictures --lora --dtype bfloat16         # your own model and data
 
 A split PxG is P samples per device and G micro-batches per optimizer step. The samples of a step are the same
-whatever the split, so its loss and gradient should be too: the mean over the target tokens of the whole step.
+for every split, so its loss and gradient should be too: the mean over the target tokens of the whole step.
 Every split runs in every mode, from the same weights, over the same samples, with the same optimizer (AdamW):
 
     stock    the installed transformers.Trainer
     hotfix   LLaMA-Factory's: model_accepts_loss_kwargs = False, so that the Trainer divides by G
     apply    stock under hf_accum_fix.apply()
     trainer  hf_accum_fix.GlobalBatchTrainer
-    balanced apply(balance_windows=True), if --modes names it: the same steps, each dealt into micro-batches by length
+    balanced apply(balance_windows=True), if --modes names it: the same steps, with length-balanced micro-batches
 
 The sweep shows two errors. transformers 4.49.0 adds up the means of the G micro-batches: loss and gradient come out
 G times too large. Dividing by G leaves the mean of the micro-batch means, where a one-word answer alone in its
@@ -33,7 +33,7 @@ once, kept as `initial_model` in the output folder, and every cell starts from t
 Without --data the pictures are scikit-learn's digits and the conversations are written from their pixels, in
 LLaVA-Instruct's format; without --model the model is a small LlavaForConditionalGeneration, built here. The
 output folder gets results.jsonl (a line per cell: loss and gradient norm of every step, not rounded),
-environment.json and curves.png. --resume goes on with a run that was cut off. A terminal shows a progress bar; a log
+environment.json and curves.png. --resume continues an interrupted run. A terminal shows a progress bar; a log
 file gets a line a minute. Bad input: exit code 2.
 
 Source: https://github.com/hiyouga/LLaMA-Factory/issues/7443 (the table), pull request 7448 (the hotfix).
@@ -94,7 +94,7 @@ IGNORED = -100
 
 
 class BadInputError(ValueError):
-    """The command line or the data can't be used; says what was given and what is expected."""
+    """The command line or the data are invalid; the message has what was given and what is expected."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Split(NamedTuple):
-    """One way to cut the global batch."""
+    """One way to split the global batch."""
 
     per_device: int
     accumulation: int
@@ -115,7 +115,7 @@ class Split(NamedTuple):
 
 
 def read_options(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description="Cut one global batch in several ways; compare stock and mended training.")
+    parser = Parser(description="Split one global batch in several ways; compare stock and corrected training.")
     add = parser.add_argument
     add("--steps", type=int, default=20, help="optimizer steps of a cell (published: 100)")
     add("--total-batch", type=int, default=128, help="samples of one optimizer step, over all processes")
@@ -141,7 +141,7 @@ def read_options(argv: list[str] | None) -> argparse.Namespace:
     add("--lr", type=float, default=1e-3, help="constant learning rate of AdamW")
     add("--seed", type=int, default=0, help="of the weights and of the order of the samples")
     add("--output", type=Path, default=Path("results/llava_sweep"), help="folder for the results")
-    add("--resume", action="store_true", help="keep the finished cells of an earlier run of the same kind")
+    add("--resume", action="store_true", help="keep the finished cells of an earlier run with the same options")
     options = parser.parse_args(argv)
     if missing := [name for name in EXTRAS if importlib.util.find_spec(name) is None]:
         raise BadInputError(
@@ -192,7 +192,7 @@ def processes_asked_for() -> int:
 
 
 def choose_splits(text: str | None, total: int, world: int) -> list[Split]:
-    """The splits asked for, else the published ones of this world size, else sensible ones."""
+    """The splits requested, else the published ones of this world size, else sensible ones."""
     if total % world:
         raise BadInputError(f"--total-batch {total} does not divide by {world} processes: give a multiple")
     share = total // world
@@ -348,7 +348,7 @@ def converse(pixels: Any, label: int, choose: random.Random) -> tuple[str, str]:
     Args:
         pixels: grey levels, 0 (ground) to 16 (ink), shape (8, 8).
         label: the digit.
-        choose: draws the kind of question and the wording.
+        choose: draws the question and the wording.
     """
     words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     digit, rows, columns = words[label], pixels.sum(1), pixels.sum(0)
@@ -357,8 +357,8 @@ def converse(pixels: Any, label: int, choose: random.Random) -> tuple[str, str]:
     half = "upper" if rows[:4].sum() > rows[4:].sum() else "lower"
     side = "left" if columns[:4].sum() > columns[4:].sum() else "right"
     high, wide = words[(rows > 8).sum()], words[(columns > 8).sum()]
-    kind = choose.random()
-    if kind < 0.5:
+    draw = choose.random()
+    if draw < 0.5:
         question, answer = choose.choice(
             [
                 ("Which digit is this ?", digit),
@@ -368,7 +368,7 @@ def converse(pixels: Any, label: int, choose: random.Random) -> tuple[str, str]:
             ]
         )
         return f"{question} Answer with one word .", answer
-    if kind < 0.65:
+    if draw < 0.65:
         return "What is in the picture ?", choose.choice([f"A handwritten {digit} .", f"The digit {digit} ."])
     sentences = [
         (
@@ -516,7 +516,7 @@ def initial_model(options: argparse.Namespace, checkpoint: str) -> torch.nn.Modu
 
 
 def sample_order(records: int, options: argparse.Namespace) -> list[int]:
-    """Index of the record at every place of the run: epoch after epoch, each in an order of its own."""
+    """Index of the record at every place of the run: epoch after epoch, each in its own order."""
     shuffle, order = random.Random(options.seed), []
     while len(order) < options.steps * options.total_batch:
         order += shuffle.sample(range(records), records)
@@ -540,10 +540,10 @@ def llava_samples(
         labels = [IGNORED] * len(input_ids)
         for prompt, answer in record["turns"]:
             text = f"USER: {prompt} ASSISTANT:".replace("<image>", picture)
-            asked = tokenizer(text, add_special_tokens=False)["input_ids"]
-            said = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-            input_ids += asked + said
-            labels += [IGNORED] * len(asked) + said
+            question = tokenizer(text, add_special_tokens=False)["input_ids"]
+            reply = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+            input_ids += question + reply
+            labels += [IGNORED] * len(question) + reply
         return {"input_ids": input_ids, "labels": labels}
 
     order = sample_order(len(conversations), options)
@@ -865,7 +865,7 @@ def draw_curves(
     figure, panels = pyplot.subplots(
         1, len(modes), figsize=(max(2.9 * len(modes), 6) + 0.6, 4.4), sharey=True, squeeze=False, layout="constrained"
     )
-    figure.suptitle(f"The same batches, cut in several ways\n{describe(options)}", wrap=True)
+    figure.suptitle(f"The same batches, several splits\n{describe(options)}", wrap=True)
     for panel, (mode, of_mode) in zip(panels[0], modes.items(), strict=True):
         for place, (row, colour) in enumerate(zip(of_mode, itertools.cycle(COLOURS))):
             # each line thinner than the one before, so that lines that coincide all show
@@ -912,13 +912,13 @@ class LineAMinute:
 
     def __init__(self, total: int) -> None:
         self.total, self.done = total, 0
-        self.started = self.told = time.monotonic()
+        self.started = self.reported = time.monotonic()
 
     def step(self, cell: str) -> None:
         self.done += 1
         now = time.monotonic()
-        if now - self.told >= 60:
-            self.told, spent = now, now - self.started
+        if now - self.reported >= 60:
+            self.reported, spent = now, now - self.started
             left = spent / self.done * (self.total - self.done)
             print(
                 f"{self.done} of {self.total} steps in {minutes(spent)}, about {minutes(left)} to go; now {cell}",
@@ -961,7 +961,7 @@ def environment(options: argparse.Namespace, reference: dict[str, float]) -> dic
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file so that a run that is cut off leaves the old one or the new one, never half of it."""
+    """Write a file so that an interrupted run leaves the old one or the new one, never half of it."""
     part = path.with_name(path.name + ".part")
     try:
         part.write_text(text)
@@ -1011,8 +1011,8 @@ def sweep(options: argparse.Namespace, conversations: list[dict[str, Any]] | Non
     reference = full_batch(model, [dataset[place] for place in range(options.total_batch)], collate)
     del model
     if first:
-        told = json.dumps(environment(options, reference), indent=1)
-        replace_file(options.output / "environment.json", told)
+        text = json.dumps(environment(options, reference), indent=1)
+        replace_file(options.output / "environment.json", text)
 
     finished = {(row["mode"], Split(row["per_device"], row["accumulation"])) for row in rows}
     cells = [cell for cell in itertools.product(options.modes, options.splits) if cell not in finished]
@@ -1022,8 +1022,8 @@ def sweep(options: argparse.Namespace, conversations: list[dict[str, Any]] | Non
         bar = progress.add_task("steps", total=len(cells) * options.steps)
         for mode, split in cells:
             progress.update(bar, description=f"{mode} {split}")
-            advance, tell = functools.partial(progress.advance, bar), functools.partial(log.step, f"{mode} {split}")
-            on_step = tell if first and not terminal else advance
+            advance, report = functools.partial(progress.advance, bar), functools.partial(log.step, f"{mode} {split}")
+            on_step = report if first and not terminal else advance
             rows.append(run_cell(mode, split, options, checkpoint, dataset, collate, on_step))
             if first:
                 replace_file(results, "".join(json.dumps(row) + "\n" for row in rows))

@@ -34,7 +34,7 @@ POINTS, HIDDEN, CLASSES, BATCH, LOG_EVERY = 16, 24, 5, 16, 10
 
 @dataclass(frozen=True)
 class Scenario:
-    """One kind of run.
+    """One case: a run that is simulated.
 
     Attributes:
         ranks: how many.
@@ -231,8 +231,8 @@ def judged(scenario: Scenario, runs: int, count: int, seed: int) -> list[Judged]
             its.rank_gradients += [log] * (gradients.judge(of_ranks) is not None)
             for norm, items in averaged:
                 norms.update(norm, items)
-            told = [trend.judge(reading) for trend in trends]
-            its.loss_over_time += [log for alarm in told if alarm is not None and not alarm.observation]
+            found = [trend.judge(reading) for trend in trends]
+            its.loss_over_time += [log for alarm in found if alarm is not None and not alarm.observation]
             its.gradient_norm += [log] * (norms.judge(norms.read()) is not None)
     return found
 
@@ -241,10 +241,10 @@ MONITORS = ("rank_loss", "rank_gradients", "gradient_norm", "loss_over_time")
 
 
 def rank_false_alarms(runs: int = 8, count: int = 500, seed: int = 8101) -> Iterator[dict[str, Any]]:
-    """Each healthy kind of run: alarms of each monitor in 1,000 logs."""
+    """For each healthy case: alarms of each monitor in 1,000 logs."""
     for name, scenario in HEALTHY.items():
         its = judged(scenario, runs, count, seed)
-        found = {kind: 1000 / runs / count * sum(len(getattr(each, kind)) for each in its) for kind in MONITORS}
+        found = {name: 1000 / runs / count * sum(len(getattr(each, name)) for each in its) for name in MONITORS}
         yield {"healthy run": name, **found}
 
 
@@ -375,7 +375,7 @@ def correlated(draw: Draw, correlation: float, count: int) -> ndarray:
 
 
 def curve_differences(pairs: int = 200) -> Iterator[dict[str, Any]]:
-    """Each kind of pair: in how many a difference is found, and in how many it is called one throughout."""
+    """For each case of pairs: in how many a difference is found, and in how many it is called one throughout."""
     for name, (count, factor, late, correlation) in CURVES.items():
         draw, found = numpy.random.default_rng(24), []
         place = numpy.arange(count)
@@ -400,7 +400,7 @@ def audit(folder: Path, *, quick: bool = False) -> Iterator[str]:
 
     Args:
         folder: made where it is missing.
-        quick: a few logs of each kind, which show that it runs and no rate.
+        quick: a few logs of each case, which show that it runs and no rate.
     """
     tables: dict[str, Iterator[dict[str, Any]]] = {
         "False alarms in 1,000 logs of 10 steps": rank_false_alarms(*(1, 10) if quick else ()),

@@ -6,10 +6,10 @@
 
 The parts, each of them other recipes' functions:
 
-    overhead        apply() beside stock, in turns: a micro-batch, a step, the waits of the host (overhead.py)
-    speed           dealt windows beside stock and batch_rebalance, a 1B Llama, bfloat16 autocast (window_speed.py)
-    router_loss     "window" and "exact" beside "mean": a small Mixtral (router_loss_cost.py)
-    accumulate_in   "float32" and "compensated" beside "parameter": a bfloat16 Llama
+    overhead        apply() and stock, in turns: a micro-batch, a step, the waits of the host (overhead.py)
+    speed           length-balanced windows, stock and batch_rebalance, a 1B Llama, bfloat16 autocast (window_speed.py)
+    router_loss     "window" and "exact" against "mean": a small Mixtral (router_loss_cost.py)
+    accumulate_in   "float32" and "compensated" against "parameter": a bfloat16 Llama
     sweep           the LLaVA sweep, 128 samples a step: stock, hotfix, apply() (llava_sweep.py)
 
 Times are medians over paired runs: in every round each mode runs once, and is divided by the first one's time of that
@@ -104,11 +104,11 @@ def add_times(rows: Rows, label: str, trainings: dict[str, Train], rounds: int, 
     first = next(iter(trainings))
     rows.add(f"{label}: {first}, step [ms]", 1e3 * statistics.median(seconds[first]))
     for name in [*list(trainings)[1:], AGAIN]:
-        beside = list(zip(seconds[name], seconds[first], strict=True))
-        ratio = overhead.spread([one / other for one, other in beside])
+        pairs = list(zip(seconds[name], seconds[first], strict=True))
+        ratio = overhead.spread([one / other for one, other in pairs])
         shown = f"{first} again" if name == AGAIN else name
         rows.add(f"{label}: {shown}, step / {first}", ratio.median, ratio.words(".3f"))
-        more = overhead.spread([1e6 * (one - other) / micro_batches for one, other in beside])
+        more = overhead.spread([1e6 * (one - other) / micro_batches for one, other in pairs])
         rows.add(f"{label}: {shown}, us more a micro-batch", more.median, more.words(".0f"))
     for name, peak in peaks.items():
         if name != AGAIN:
@@ -154,7 +154,7 @@ def part_speed(rows: Rows, options: argparse.Namespace) -> None:
         rows.add(f"{row['mode']}: share of no padding", speed / limit, f"{speed / limit:.2f}")
         rows.add(f"{row['mode']}: peak memory [MiB]", row["peak_mib"], f"{row['peak_mib']:.0f}")
         if "gradient" in row:
-            rows.add(f"{row['mode']}: gradient beside stock's", row["gradient"], f"{row['gradient']:.1e}")
+            rows.add(f"{row['mode']}: gradient against stock's", row["gradient"], f"{row['gradient']:.1e}")
 
 
 def part_router_loss(rows: Rows, options: argparse.Namespace) -> None:
@@ -187,14 +187,14 @@ def part_sweep(rows: Rows, options: argparse.Namespace) -> None:
     found = lines_of("llava_sweep.py", given, options.output / "sweep")
     reference = json.loads((options.output / "sweep" / "environment.json").read_text())["reference"]
     for row in found:
-        cut = f"{row['mode']} {row['per_device']} x {row['accumulation']}"
+        split = f"{row['mode']} {row['per_device']} x {row['accumulation']}"
         for key in ("loss", "grad_norm"):
             times = row["losses" if key == "loss" else "grad_norms"][0] / reference[key]
-            rows.add(f"{cut}: {key} / full batch", times, f"{times:.6f}")
+            rows.add(f"{split}: {key} / full batch", times, f"{times:.6f}")
 
 
 def lines_of(recipe: str, arguments: Sequence[str], output: Path) -> list[dict[str, Any]]:
-    """The lines of results that another recipe writes, in a process of its own."""
+    """The lines of results that another recipe writes, in its own process."""
     command = [sys.executable, str(HERE / recipe), *arguments, "--output", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -271,8 +271,8 @@ def main(argv: list[str] | None = None) -> int:
         rows += own
         (options.output / "results.json").write_text(json.dumps({**machine(), "rows": rows}, indent=1) + "\n")
         (options.output / "table.txt").write_text(table(rows))
-        said = own[-1].get("error", "done")
-        print(f"[{number}/{len(options.parts)}] {part}, {time.monotonic() - began:.0f} s: {said}", flush=True)
+        outcome = own[-1].get("error", "done")
+        print(f"[{number}/{len(options.parts)}] {part}, {time.monotonic() - began:.0f} s: {outcome}", flush=True)
         if ON_GPU:
             torch.cuda.empty_cache()
     sys.stdout.write("\n" + table(rows))

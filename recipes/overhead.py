@@ -105,7 +105,7 @@ class Times:
 
 
 class Nothing(nn.Module):
-    """A loss of one parameter, by the number handed in where there is one, or the mean over its own items."""
+    """A loss of one parameter, by the number passed in if there is one, or the mean over its own items."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,17 +224,17 @@ class Counting(TorchDispatchMode):
         self.operations = self.reads = self.collectives = self.alive = self.peak = 0
         self.waits: int | None = None
         self.seen: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.told = contextlib.ExitStack()
+        self.resources = contextlib.ExitStack()
 
     def __enter__(self) -> Any:
-        warned = self.told.enter_context(waits_for_the_gpu())
+        warned = self.resources.enter_context(waits_for_the_gpu())
         if warned is not None:
-            self.told.callback(lambda: setattr(self, "waits", len(warned)))
+            self.resources.callback(lambda: setattr(self, "waits", len(warned)))
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        self.told.close()
+        self.resources.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func.overloadpacket)
@@ -265,12 +265,12 @@ def waits_for_the_gpu() -> Iterator[list[Any] | None]:
         yield None
         return
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("always", message="called a synchronizing CUDA operation")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield told
+            yield caught
         finally:
             torch.cuda.set_sync_debug_mode(before)
 
@@ -360,7 +360,7 @@ def spread(values: list[float]) -> Spread:
 
 
 def ratios(rounds: list[dict[str, Times]], mode: str, clock: str) -> list[float]:
-    """The step of a mode beside the first stock run of its round, by one of the clocks of `Times`."""
+    """The step of a mode against the first stock run of its round, by one of the clocks of `Times`."""
     return [getattr(each[mode], clock) / getattr(each["stock"], clock) for each in rounds]
 
 
@@ -421,7 +421,7 @@ def show(table: Table) -> None:
 
 
 def draw(timed: dict[tuple[str, str], list[dict[str, Times]]], path: Path) -> None:
-    """The ratios of every round: apply beside the noise of two stock runs."""
+    """The ratios of every round: apply, and the noise of two stock runs."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(2.4 * len(timed) + 1, 6), layout="constrained")
@@ -452,10 +452,10 @@ def read_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("overhead"), help="folder (default: overhead)")
     options = parser.parse_args(argv)
     for name, known in (("heads", HEADS), ("sizes", tuple(SIZES))):
-        asked = tuple(getattr(options, name).split(","))
-        if not set(asked) <= set(known):
+        chosen = tuple(getattr(options, name).split(","))
+        if not set(chosen) <= set(known):
             parser.error(f"got --{name} {getattr(options, name)}; expected some of {','.join(known)}")
-        setattr(options, name, asked)
+        setattr(options, name, chosen)
     if options.rounds < 1:
         parser.error(f"got --rounds {options.rounds}; expected 1 or more")
     if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):

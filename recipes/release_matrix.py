@@ -1,11 +1,11 @@
-"""Every release, head and cut, stock and mended, on one rank and two: the error of one step beside the full batch.
+"""Every release, head and split, stock and corrected, on one rank and two: the error of one step.
 
     python recipes/release_matrix.py                          # the first and last patch of every minor, some two hours
     python recipes/release_matrix.py 4.46.3 5.4.0 5.23.0      # a few
 
-Each release gets an environment of its own (recipes/in_release.py), which is deleted after use, and two processes, one
+Each release gets its own environment (recipes/in_release.py), which is deleted after use, and two processes, one
 for each number of ranks, that run tests/releases/cells.py. --output keeps their cells as JSON lines, so that a matrix
-that was cut off goes on where it stopped, and gets a table, table.md, and a picture, matrix.png.
+that was interrupted continues, and gets a table, table.md, and a picture, matrix.png.
 
 Exit code: 0 if ours is at the float floor in every cell that can be run; 1 if not; 2 for a wrong call.
 """
@@ -39,7 +39,7 @@ _MAKING = Lock()
 
 @dataclass(frozen=True)
 class Summary:
-    """One release, number of ranks and head: the worst over its cuts.
+    """One release, number of ranks and head: the worst over its splits.
 
     Attributes:
         stock: worst relative error of the stock step; None if none could be run.
@@ -127,7 +127,7 @@ def run_release(release: str, output: Path) -> str | None:
     finally:
         # Keep one that could not be made: it holds pip's log.
         if made and release != in_release.NEWEST and (folder / "complete").exists():
-            # First what says that it is whole: this may be killed on its way.
+            # First the marker of a complete environment: this may be killed halfway.
             (folder / "complete").unlink()
             shutil.rmtree(folder, ignore_errors=True)
     return None
@@ -185,8 +185,8 @@ def table(summaries: dict[tuple[str, int, str], Summary]) -> str:
     for release, ranks in _lines(summaries):
         cells = [summaries[release, ranks, head].words() for head in heads if (release, ranks, head) in summaries]
         lines.append(f"| {release} | {ranks} | {' | '.join(cells)} |")
-    lines += ["", "Worst relative error of the parameter change over the cuts, stock / ours."]
-    lines[-1] += " *: beside the plain mean of the router losses, a convention that is never called exact."
+    lines += ["", "Worst relative error of the parameter change over the splits, stock / ours."]
+    lines[-1] += " *: against the plain mean of the router losses, a convention that is never called exact."
     reasons: dict[tuple[str, str], list[str]] = {}
     for (release, ranks, head), summary in summaries.items():
         if summary.ours is None and ranks == min(WORLD_SIZES):

@@ -50,7 +50,7 @@ class Sample:
 
 
 def draw(count: int, seed: int) -> list[Sample]:
-    """Texts of a few domains: each has words of its own, and borrows a third of its neighbour's.
+    """Texts of a few domains: each has its own words, and borrows a third of its neighbour's.
 
     Three words can follow a word, which ones depends on the domain.
     """
@@ -183,7 +183,7 @@ def train(convention: str, options: argparse.Namespace, bar: Any) -> list[Look]:
 
 def table(looks: list[Look]) -> str:
     """Markdown: the last look of each convention."""
-    head = ("router_loss", "token loss", "load-balancing loss", "expert tells domain [bits]", "least and most load")
+    head = ("router_loss", "token loss", "load-balancing loss", "expert reveals domain [bits]", "least and most load")
     lines = [f"| {' | '.join(head)} |", "|---|---|---|---|---|"]
     for convention in CONVENTIONS:
         last = [each for each in looks if each.convention == convention][-1]
@@ -201,7 +201,7 @@ def pictures(looks: list[Look], path: Path) -> None:
     for panel, name, title in zip(
         curves.subplots(1, 3),
         ("loss", "auxiliary", "information"),
-        ("token loss, held out [nats]", "load-balancing loss of the whole batch", "expert tells domain [bits]"),
+        ("token loss, held out [nats]", "load-balancing loss of the whole batch", "expert reveals domain [bits]"),
         strict=True,
     ):
         for convention in CONVENTIONS:

@@ -1,4 +1,4 @@
-r"""The same gradient, how much faster: windows dealt by length beside the Trainer's own ways to pad less.
+r"""The same gradient, how much faster: length-balanced windows and the Trainer's own ways to pad less.
 
     python recipes/window_speed.py                                     # one process, a medium Llama on CPU, 12 minutes
     python recipes/window_speed.py --ranks 2 --batch 4 --steps 8       # two processes
@@ -6,13 +6,13 @@ r"""The same gradient, how much faster: windows dealt by length beside the Train
     python recipes/window_speed.py --texts my_texts.jsonl --column text
     python recipes/window_speed.py --size 1b --dtype bfloat16 --cuda   # on a GPU
 
-A window is the b * G * W samples of one optimizer step. The modes, each a training in a process of its own:
+A window is the b * G * W samples of one optimizer step. The modes, each a training in its own process:
 
     stock            the installed Trainer: samples as they come
     stock again      the same once more: the difference of the two is the noise
     group_by_length  the Trainer's: samples of about one length meet in a micro-batch and so in a step: other steps
-    batch_rebalance  the Trainer's, from 5.17 on: deals a window anew by a cost model; shuffles by its own seed
-    balanced         hf_accum_fix.apply(balance_windows=True): stock's own windows, dealt by length
+    batch_rebalance  the Trainer's, from 5.17 on: balances a window by a cost model; shuffles by its own seed
+    balanced         hf_accum_fix.apply(balance_windows=True): stock's own windows, length-balanced
     no padding       the limit: balanced's micro-batches with all rows of each levelled to one length
 
 Rounds are interleaved, so that other programs slow all modes alike; every figure is the median over rounds, with the
@@ -54,7 +54,7 @@ SIZES = {"tiny": (64, 2, 4, 128, 2000), "medium": (320, 8, 5, 864, 4096), "1b": 
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="How much faster dealt windows are.")
+    parser = argparse.ArgumentParser(description="How much faster length-balanced windows are.")
     add = parser.add_argument
     add("--modes", default=",".join(MODES), help="some of %(default)s")
     add("--rounds", type=int, default=3, help="trainings of every mode")
@@ -66,7 +66,7 @@ def read_options() -> argparse.Namespace:
     add("--column", default="text", help="of the .jsonl")
     add("--mu", type=float, default=3.9, help="of the lognormal lengths")
     add("--sigma", type=float, default=0.8, help="of the lognormal lengths")
-    add("--longest", type=int, default=1024, help="tokens that a sample is cut to")
+    add("--longest", type=int, default=1024, help="tokens that a sample is truncated to")
     add("--size", choices=tuple(SIZES), default="medium", help="of the Llama")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16 is mixed precision")
     add("--cuda", action="store_true", help="train on the GPU")
@@ -111,8 +111,8 @@ def docstrings() -> list[str]:
     found = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
-        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-        found += [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+        nodes = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        found += [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, nodes)]
     return [text for text in found if text]
 
 
@@ -308,14 +308,14 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
 
     modes = [mode for mode in options.modes if mode != "batch_rebalance" or has_batch_rebalance()]
-    told = {"batch": options.batch, "steps": options.steps, "ranks": options.ranks, "texts": options.texts}
+    setting = {"batch": options.batch, "steps": options.steps, "ranks": options.ranks, "texts": options.texts}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, (options.output / "results.jsonl").open("w") as lines:
         for number in range(options.rounds):
             gradients: dict[str, torch.Tensor] = {}
             for mode in modes:
                 keep = Path(folder) / "gradient.pt"
-                row = {**told, "round": number, **run_cell(mode, keep)}
+                row = {**setting, "round": number, **run_cell(mode, keep)}
                 if number == 0 and mode in ("stock", *SAME_WINDOWS):
                     gradients[mode] = torch.load(keep)
                     if "stock" in gradients:
@@ -345,8 +345,8 @@ def times(rows: list[dict[str, Any]], mode: str, base: str, key: str) -> list[fl
     bases = ("stock", "stock again") if base == "stock" and mode not in ("stock", "stock again") else (base,)
     ratios = []
     for row in (row for row in rows if row["mode"] == mode):
-        beside = [other[key] for other in rows if other["round"] == row["round"] and other["mode"] in bases]
-        ratios += [row[key] / statistics.mean(beside)] if beside else []
+        stock = [other[key] for other in rows if other["round"] == row["round"] and other["mode"] in bases]
+        ratios += [row[key] / statistics.mean(stock)] if stock else []
     return ratios
 
 

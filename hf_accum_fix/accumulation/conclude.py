@@ -25,7 +25,7 @@ DECLARED = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")
 OPAQUE = (*DECLARED, "CompiledFunction", "CheckpointFunction")
 #: What two values that were computed alike may differ by, relative, by the bytes of their dtype.
 _TOLERANCE = {8: 1e-6, 4: 1e-5}
-#: So near to the sum of its parts, relative, what cannot be read is scaled as a sum; a mean is at a half.
+#: So near to the sum of its parts, relative, what cannot be read is scaled as a sum.
 _LIKE_A_SUM = 0.25
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -439,7 +439,9 @@ def _unreadable(
     """A term that hides what it divides by: it is weighed by the first rule by which its parts make the whole."""
     name, values = candidate.seen[0].name, candidate.values
     trouble = f"{name} stands in the loss: what is under it cannot be read"
-    if _makes_the_whole(values, _LIKE_A_SUM):
+    # A mean, however it is weighed, lies between its parts.
+    beyond = None not in values and abs(values[0] or 0.0) > max(abs(values[1] or 0.0), abs(values[2] or 0.0))
+    if beyond and _makes_the_whole(values, _LIKE_A_SUM):
         return candidate.judged(trouble, how=How.SUM, counts=())
     is_opaque = name.startswith(OPAQUE) and None not in values and batches[1] is not batches[2]
     for rule in dict.fromkeys(ways_of_counting(batches[0], ignored)) if is_opaque else ():
@@ -449,7 +451,8 @@ def _unreadable(
             if _adds_up(sums, tolerance):
                 trouble = "" if name.startswith(DECLARED) else trouble
                 return candidate.judged(trouble, how=How.MEAN, counts=(), rules=(rule,), count=n[0])
-    return candidate.doubted(trouble)
+    # A part of zero adds up to anything.
+    return candidate.doubted(trouble, shows=0.0 not in values)
 
 
 def _makes_the_whole(values: Sequence[float | None], tolerance: float) -> bool:

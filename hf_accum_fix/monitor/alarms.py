@@ -21,9 +21,9 @@ class Alarm:
     """Something is wrong with this run; or, an observation, is a fault or meant so, which only its owner knows.
 
     Attributes:
-        kind: kebab-case name of the symptom and of the rank to blame, if any; alarms of one kind count as the same.
+        kind: kebab-case name of the symptom and of the rank at fault, if any; alarms with one name count as the same.
         message: what was found, where, and what to look at.
-        observation: it is logged, but neither counted nor handed to ``on_alarm``.
+        observation: it is logged, but neither counted nor passed to ``on_alarm``.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class Alarms:
 
     Args:
         ranks: the ranks; None: torch.distributed.
-        on_alarm: "log" alone; "stop" sets `stop`; "raise" raises; a callable is handed every alarm, on every rank.
+        on_alarm: "log" alone; "stop" sets `stop`; "raise" raises; a callable gets every alarm, on every rank.
 
     Attributes:
         stop: an alarm asks to stop the run; the same on every rank.
@@ -63,7 +63,7 @@ class Alarms:
 
     @property
     def on_alarm(self) -> OnAlarm:
-        """What an alarm does beside being logged."""
+        """What an alarm does besides being logged."""
         return self._on_alarm
 
     @on_alarm.setter
@@ -78,7 +78,7 @@ class Alarms:
         return self._times.total()
 
     def state_dict(self) -> dict[str, int]:
-        """How often each kind came."""
+        """The number of alarms by name."""
         return dict(self._times)
 
     def load_state_dict(self, times: dict[str, int]) -> None:
@@ -86,11 +86,11 @@ class Alarms:
         self._times = Counter(times)
 
     def say(self, alarm: Alarm | None, step: int | None = None) -> None:
-        """Count the alarm, log it if it is due, and do what `on_alarm` says; None is no alarm.
+        """Count the alarm, log it if it is due, and run `on_alarm`; None is no alarm.
 
         Args:
-            alarm: to be told.
-            step: that it belongs to; None: not told.
+            alarm: the alarm.
+            step: its step; None: unknown.
 
         Raises:
             MonitorAlarmError: where ``on_alarm`` is "raise".

@@ -1,4 +1,4 @@
-"""BatchNorm where batches are cut: the samples behind its statistics, and whether the ranks still share them.
+"""BatchNorm with small micro-batches: the samples behind its statistics, and whether the ranks still share them.
 
 Symptom: a run on several devices, or with accumulation, trains worse than the same batch on one device, although loss
 and gradients are scaled right.
@@ -31,8 +31,8 @@ from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, alike, by_rank
 
 #: Samples below which batch statistics cost accuracy. Source: Wu and He 2018, "Group Normalization", figure 1.
 SMALL_BATCH = 16
-#: Forwards after which running statistics are settled; standard deviations, or ratio of variances less one, that data
-#: of one kind do not differ by in a batch, however small.
+#: Forwards after which running statistics are settled; standard deviations, or ratio of variances less one, by which
+#: batches of the same data do not differ, however small.
 _SETTLED, _UNEVEN = 50, 3.0
 
 
@@ -76,8 +76,8 @@ def compare_buffers(model: nn.Module, ranks: Ranks | None = None, accumulation_s
 
     With DistributedDataParallel's defaults they differ between two forwards by design: the next one copies rank 0's.
     What a rank has added to them since then is its own data's: after 50 forwards, data of which the first layer has
-    other statistics are told. Ranks that hold other layers (stages of a pipeline) are not compared. Three collectives
-    at most: of one number, of all running statistics, of two numbers a rank.
+    other statistics are reported. Ranks that hold other layers (stages of a pipeline) are not compared. At most three
+    collectives: of one number, of all running statistics, of two numbers a rank.
     """
     ranks = ranks or TorchRanks()
     buffers = [
@@ -140,7 +140,7 @@ def convert_sync_batch_norm(model: nn.Module, process_group: dist.ProcessGroup |
 
     Layers that fuse an activation (timm's ``BatchNormAct2d``: child modules that run after the normalisation) keep it;
     torch's own converter drops it silently. Every converted layer that is no plain BatchNorm is run once, in
-    evaluation mode, beside the original.
+    evaluation mode, and of the original.
 
     Args:
         model: not wrapped yet; the optimizer may exist, since it keeps the same parameters.
@@ -176,8 +176,8 @@ def _converted(module: nn.Module, name: str, group: dist.ProcessGroup | None) ->
         raise UnsupportedSetupError(
             f"{name} ({type(module).__name__}) does not know its size yet; run one forward, then convert"
         )
-    kind = _SyncBatchNormThen if list(module.children()) else nn.SyncBatchNorm
-    layer = kind(module.num_features, module.eps, module.momentum, module.affine, process_group=group)
+    cls = _SyncBatchNormThen if list(module.children()) else nn.SyncBatchNorm
+    layer = cls(module.num_features, module.eps, module.momentum, module.affine, process_group=group)
     _take_over(layer, module)
     if type(module) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) and not _same(module, layer):
         raise UnsupportedSetupError(
@@ -189,7 +189,7 @@ def _converted(module: nn.Module, name: str, group: dist.ProcessGroup | None) ->
 
 
 class _SyncBatchNormThen(nn.SyncBatchNorm):
-    """SyncBatchNorm, and then the child modules of the layer it stands for, in their order."""
+    """SyncBatchNorm, and then the child modules of the layer it replaces, in their order."""
 
     def forward(self, input: Tensor) -> Tensor:
         output = super().forward(input)
@@ -247,7 +247,7 @@ def _accumulation(
     return Alarm(
         "batch-norm-accumulation",
         f"{len(live)} BatchNorm layers take their statistics from one micro-batch: {_few(samples.values())} samples, "
-        f"while an optimizer step has {step}; no scaling of loss or gradients mends that; use larger micro-batches, "
+        f"while an optimizer step has {step}; no scaling of loss or gradients changes that; use larger micro-batches, "
         "SyncBatchNorm (times the ranks), a normalisation without batch statistics (GroupNorm), or freeze them",
     )
 

@@ -42,7 +42,7 @@ class Deviation:
 
 
 class Spread:
-    """Factor by which the ranks are further apart than their errors say, learned from reading to reading.
+    """Factor by which the ranks are further apart than their errors, learned from reading to reading.
 
     An error computed from the samples of one reading takes them for independent. Where they are correlated (documents
     in order, difficulty that persists, shards of their own), all ranks wander further, and a mean over several readings
@@ -147,7 +147,7 @@ def _of_others(differences: Sequence[float]) -> list[float]:
     return [sum(squares) - share * its for its in squares]
 
 
-#: Readings before which two ranks are not told apart: only from one to the next does it show how far they wander; first
+#: Readings before which two ranks are not compared: only from one to the next does it show how far they wander; first
 #: readings in which that is taken from second differences.
 _FEWEST_OF_TWO, _EARLY = 8, 12
 #: Readings kept; degrees of freedom of the prior variance of 1 over a stretch of them, where nothing shows that ranks
@@ -158,11 +158,11 @@ _PAST, _BELIEF_IN_STRETCH, _CHANCE = 256, 48.0, 1.8e-4
 class Shifts:
     """Detect a lasting shift of one rank against the others: one `Cusum` a rank, over readings.
 
-    Where the ranks wander, any of them is off for a while, and early readings cannot tell by how much. So a rank whose
+    Where the ranks wander, any of them is off for a while, and early readings do not show by how much. So a rank whose
     sum has reached its threshold is named only if it is odd among the others: over the readings that made up the sum,
     its mean is further from theirs than theirs are from one another (Student, Bonferroni over the ranks). How far
     theirs are from one another is believed to follow from their errors as long as `Spread` shows nothing else: where
-    ranks do not wander, a small shift is found soon; where they do, only the ranks themselves tell how far. A rank is
+    ranks do not wander, a small shift is found soon; where they do, only the ranks themselves show how far. A rank is
     named again where it is odd over a stretch twice as long.
 
     Args:
@@ -241,4 +241,4 @@ def _spread(its: Deviation, spread: float, freedom: float) -> Deviation:
 
 
 #: Added to messages about two ranks, where each is as far from the other.
-OF_TWO = "; of two ranks it cannot be told which is the odd one"
+OF_TWO = "; with two ranks it is unknown which is the odd one"

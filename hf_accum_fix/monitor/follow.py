@@ -54,12 +54,12 @@ def follow(
                     unread: list[str] = []
                     runs = [run for path in paths for run in read_runs(path, unread)]
                     found = look(runs, against, unread)
-                    told = "\n".join([*map(curve, runs), "", found.words])
+                    shown = "\n".join([*map(curve, runs), "", found.words])
                 except LogsError as error:
                     missing = error
-                    told = f"waiting: {error}"
-                told = f"{told}\n\n{time.strftime('%H:%M:%S')}, every {seconds:g} s; Ctrl-C ends"
-                live.update(Text(told), refresh=True)
+                    shown = f"waiting: {error}"
+                shown = f"{shown}\n\n{time.strftime('%H:%M:%S')}, every {seconds:g} s; Ctrl-C ends"
+                live.update(Text(shown), refresh=True)
                 sleep(seconds)
     except KeyboardInterrupt:
         if found is None:

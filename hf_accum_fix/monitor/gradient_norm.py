@@ -111,7 +111,7 @@ class GradientNorm(Gathered[GradientNormReading]):
         self._clipped = 0
         self._block: list[float] = []
         self._logs = deque[float](maxlen=_BLOCKS)
-        self._told: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
 
     def update(self, norm: Tensor | float, items: Tensor | float = math.nan) -> None:
         """Take one step's norm into account, before clipping; no device sync.
@@ -142,10 +142,10 @@ class GradientNorm(Gathered[GradientNormReading]):
     def reading(self, table: Tensor) -> GradientNormReading:
         """The reading, from the rows of all ranks."""
         *items, usual = table.sum(0).tolist()
-        return self.told(items, usual)
+        return self.reading_of(items, usual)
 
     def add(self, norms: Sequence[float], items: Sequence[float]) -> None:
-        """Take norms into account that are numbers already."""
+        """Add norms that are numbers already."""
         self._norms = list(norms)
         for place, (norm, its) in enumerate(zip(norms, items, strict=True)):
             self._finite.append(math.isfinite(norm))
@@ -160,7 +160,7 @@ class GradientNorm(Gathered[GradientNormReading]):
                 self._items.append(its)
         self._candidates = sorted(self._candidates, key=lambda spike: -spike.unusual)[:_CANDIDATES]
 
-    def told(self, items: Sequence[float], usual: float) -> GradientNormReading:
+    def reading_of(self, items: Sequence[float], usual: float) -> GradientNormReading:
         """The reading of the norms that were added: items of the candidates over all ranks, and usual ones."""
         norms, spikes = self._norms, []
         for its, candidate in zip(items, self._candidates, strict=False):
@@ -226,7 +226,7 @@ class GradientNorm(Gathered[GradientNormReading]):
         return Alarm(
             "gradient-norm-always-clipped",
             f"each of the last {clipped:,} steps was clipped, from {reading.median:.3g} in the median to "
-            f"{self.max_norm:.3g}: all are equally long, whatever the gradient; a loss that nothing divided by the "
+            f"{self.max_norm:.3g}: all are equally long, for any gradient; a loss that nothing divided by the "
             "accumulation steps looks like this (`hf-accum-fix doctor`), and so does a max_norm that is too small",
         )
 
@@ -237,21 +237,21 @@ class GradientNorm(Gathered[GradientNormReading]):
             self._block.clear()
 
     def _drift(self) -> Alarm | None:
-        """A norm that has grown from block to block, or vanished; told again after as much again."""
-        for kind, sign, factor, rising in (("grows", 1.0, _GROWN, _RISING), ("vanishes", -1.0, _VANISHED, 0.0)):
+        """A norm that has grown from block to block, or vanished; reported again after as much again."""
+        for verb, sign, factor, rising in (("grows", 1.0, _GROWN, _RISING), ("vanishes", -1.0, _VANISHED, 0.0)):
             levels = [sign * log for log in self._logs]
             since = levels[levels.index(min(levels)) :] if levels else []
             if len(since) < _FEWEST_BLOCKS:
-                self._told.pop(kind, None)
+                self._reported.pop(verb, None)
                 continue
             rises = sum(after > before for before, after in pairwise(since)) / (len(since) - 1)
-            growth = since[-1] - max(since[0], self._told.get(kind, -math.inf))
+            growth = since[-1] - max(since[0], self._reported.get(verb, -math.inf))
             if growth < math.log(factor) or rises < rising:
                 continue
-            self._told[kind] = since[-1]
+            self._reported[verb] = since[-1]
             return Alarm(
-                f"gradient-norm-{kind}",
-                f"the gradient norm {kind}: {math.exp(sign * since[0]):.3g} some "
+                f"gradient-norm-{verb}",
+                f"the gradient norm {verb}: {math.exp(sign * since[0]):.3g} some "
                 f"{_BLOCK * self._every * len(since):,.0f} steps ago, "
                 f"{math.exp(self._logs[-1]):.3g} now; look at the learning rate, weight decay and normalisation, and "
                 "for activations or a loss that grow or die",
@@ -291,7 +291,7 @@ _LEAST_NORM = 1e-30
 _ALWAYS, _FAR_CLIPPED = 1000, 5.0
 #: Fewest norms that define a usual one.
 _ENOUGH = 30
-#: Most steps of a reading that may be spikes; share of the usual items that is told.
+#: Most steps of a reading that may be spikes; share of the usual items that is reported.
 _CANDIDATES, _FEW = 8, 0.9
 #: Least deviation of log norms that a window is assumed to have.
 _LEAST_SIGMA = 0.02

@@ -1,6 +1,6 @@
 """Is the loss that a Trainer logs the mean over the items? Checked against the logits of one micro-batch a log.
 
-A head either returns the mean over its micro-batch's items or divides their sum by the number that it is handed. To see
+A head either returns the mean over its micro-batch's items or divides their sum by the number that it gets. To see
 which, and by which factor the Trainer's number is off, compute the loss once more from logits and labels: cross entropy
 (shifted or not), mean squared error, binary cross entropy. Another loss cannot be checked.
 """
@@ -30,7 +30,7 @@ class Verdict:
 
     Attributes:
         is_mean: the head returns the mean over its micro-batch's items.
-        is_share: it divides their sum by the number that it is handed.
+        is_share: it divides their sum by the number that it gets.
         factor: weight that the Trainer gives a micro-batch, over the right one.
         guess: loss of a guess with all classes equally likely, ln(classes); nan without classes.
     """
@@ -51,7 +51,7 @@ class LossCheckReading:
     """What all ranks together know of their loss.
 
     Attributes:
-        handed: sum of the item counts that the steps of all ranks were handed.
+        handed: sum of the item counts that the steps of all ranks got.
         verdict: the last one.
     """
 
@@ -93,7 +93,7 @@ class LossCheck(Gathered[LossCheckReading]):
         Args:
             result: its share of the logged loss, 0-dim.
             items: of the micro-batch.
-            number: the item count that the step was handed; None: none.
+            number: the item count that the step got; None: none.
             steps: micro-batches of the window.
 
         Returns:
@@ -108,7 +108,7 @@ class LossCheck(Gathered[LossCheckReading]):
         return loss
 
     def step(self) -> None:
-        """A step has ended: add up the item counts that steps were handed."""
+        """A step has ended: add up the item counts that steps got."""
         if self._number is not None:
             self._handed = self._handed + self._number
 
@@ -132,7 +132,7 @@ class LossCheck(Gathered[LossCheckReading]):
             factor = 1.0 if right else equal if is_mean else exact
             wrong = {steps, size, steps * size}
             named = right or any(_near(factor, times) or _near(factor, 1 / times) for times in wrong)
-            # A mean is right whatever the Trainer does to it; for a share only the Trainer's number is known.
+            # A mean is right, whatever scale the Trainer gives it; for a share only the Trainer's number is known.
             if is_mean or (shares == 1 and named):
                 guess = math.log(classes) if classes > 1 else math.nan
                 self._known = Verdict(is_mean, not is_mean, factor if named else 1.0, guess)
@@ -162,7 +162,7 @@ def _near(factor: float, expected: float) -> bool:
 
 
 def _ranks_counted(handed_over_items: float, exact: float, size: int) -> int:
-    """Whether the numbers handed over count the items of one rank, 1, or of all of them."""
+    """Ranks whose items the numbers count: 1, or all of them."""
     for counted in (1, size):
         if abs(handed_over_items - counted) < 0.2 * counted:
             return counted

@@ -1,12 +1,12 @@
-"""The loss from log to log: divergence, jumps, swings, a stall, too large a first loss, an accuracy that stands.
+"""The loss from log to log: divergence, jumps, swings, a stall, too large a first loss, an accuracy that stalls.
 
     trend, alarms = LossTrend(), Alarms()
     ...
     alarms.say(trend.judge(meter.read(), rate))      # meter: a LossMeter, read at every log; rate: the learning rate
 
-A loss that jumps, swings or stands may be a fault or be meant so: a restart, a second stage, a curriculum, a slow
-fine-tune. Where the learning rate shows which, that decides; else it is told as an observation (`Alarm`). Imports no
-torch: `watch` judges logs by the same classes.
+A loss that jumps, swings or stalls may be a fault or intended: a restart, a second stage, a curriculum, a slow
+fine-tune. If the learning rate shows which, that decides; else it is reported as an observation (`Alarm`). Imports
+no torch: `watch` judges logs by the same classes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LossTrend(OfLoss):
     def add(self, loss: float, rate: float = math.nan) -> Alarm | None:
         """The alarm or observation that this loss completes, if any."""
         if not math.isfinite(loss):
-            return None  # RankLoss tells
+            return None  # RankLoss reports it.
         self._logs.append((loss, rate))
         if math.isnan(self._first):
             self._first = loss
@@ -139,11 +139,11 @@ class _Look:
         self._part: list[float] = []
         self._logs = deque[float](maxlen=_LOOK)
         self._rates = deque[float](maxlen=_LOOK * every)
-        self._count, self._before, self._told = 0, 0, False
+        self._count, self._before, self._reported = 0, 0, False
 
     def add(self, loss: float, rate: float) -> Alarm | None:
         if not 0 < loss < math.inf:
-            self._logs.clear()  # RankLoss tells a loss that is not finite; the others may swing around zero.
+            self._logs.clear()  # RankLoss reports a loss that is not finite; the others may swing around zero.
             return None
         self._part.append(math.log(loss))
         self._rates.append(rate)
@@ -159,12 +159,12 @@ class _Look:
         found = found if self._mean == 1 or self._mean * _LOOK > _SWIFT * found else 0
         before, self._before = self._before, found
         if not found or abs(found - before) > 1:
-            self._told = self._told and bool(found)
+            self._reported = self._reported and bool(found)
             return None
         restarts = _restarts(self._rates)
-        if self._told or restarts > 1:
+        if self._reported or restarts > 1:
             return None
-        self._told = True
+        self._reported = True
         steady = restarts == 0
         return Alarm(
             "loss-oscillates",
@@ -241,15 +241,15 @@ class LossStall(OfLoss):
         falls = slope.high < 0 or -slope.value * _JUDGED > _LEARNED * mean
         if falls or fell_at_once or lowest < (1 - _FAR_BELOW) * first:
             return None
-        stands = (
-            f"the loss stands where it began: {first:.4g} in the first {_FIRST} logs, "
+        stalls = (
+            f"the loss is where it began: {first:.4g} in the first {_FIRST} logs, "
             f"{fmean(self._logs[-_LAST:]):.4g} in the last {_LAST} of {_JUDGED}"
         )
         if max(self._rates) == 0:
-            return Alarm("loss-stalls", f"{stands}; the learning rate is 0: look at its schedule")
+            return Alarm("loss-stalls", f"{stalls}; the learning rate is 0: look at its schedule")
         return Alarm(
             "loss-stalls",
-            f"{stands}; expected of a slow fine-tune and of a task that is learned late; else look at the learning "
+            f"{stalls}; expected of a slow fine-tune and of a task that is learned late; else look at the learning "
             "rate, at parameters that are frozen or not held by the optimizer, and at the labels",
             observation=True,
         )
@@ -280,7 +280,7 @@ class FirstLoss:
             return None
         self._judged = True
         if not math.isfinite(loss) or loss <= _OVER_A_GUESS * guess:
-            return None  # RankLoss tells a loss that is not finite.
+            return None  # RankLoss reports a loss that is not finite.
         return Alarm(
             "first-loss-above-a-guess",
             f"the first loss, {loss:.4g}, is {loss / guess:.2g} times the loss of a guess, ln({math.exp(guess):.0f}) = "
@@ -302,10 +302,10 @@ class AccuracyTrend:
     def __init__(self) -> None:
         self._losses: list[float] = []
         self._accuracies: list[float] = []
-        self._told = False
+        self._reported = False
 
     def judge(self, loss: float, accuracy: float) -> Alarm | None:
-        """The alarm that this evaluation completes, if any: told once.
+        """The alarm that this evaluation completes, if any: reported once.
 
         Args:
             loss: of the training since the last evaluation, the mean over its items.
@@ -315,17 +315,17 @@ class AccuracyTrend:
             self._losses.append(loss)
             self._accuracies.append(accuracy)
         losses, accuracies = self._losses, self._accuracies
-        if self._told or len(accuracies) < _ENOUGH or losses[0] <= 0:
+        if self._reported or len(accuracies) < _ENOUGH or losses[0] <= 0:
             return None
         slope = theil_sen(range(len(accuracies)), accuracies)
         gain = slope.value * (len(accuracies) - 1)
         risen = slope.low > 0 or max(gain, accuracies[-1] - accuracies[0]) > _GAIN
         if fmean(losses[-len(losses) // 4 :]) >= _FALLEN * losses[0] or risen or fmean(accuracies) >= _HIGH:
             return None
-        self._told = True
+        self._reported = True
         return Alarm(
             "accuracy-stands",
-            f"the loss falls from {losses[0]:.4g} to {losses[-1]:.4g} while the accuracy stands: {accuracies[0]:.4g} "
+            f"the loss falls from {losses[0]:.4g} to {losses[-1]:.4g} while the accuracy stalls: {accuracies[0]:.4g} "
             f"to {accuracies[-1]:.4g} in {len(accuracies)} evaluations; look at what the loss counts (masked labels, "
             "padding), at the metric and its labels, and for data that are memorised",
         )

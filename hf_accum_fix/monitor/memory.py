@@ -10,7 +10,7 @@ leak of a few hundred KiB a step looks like noise until it ends the run.
     alarms.say(memory.judge(reading))
     print(reading.ranks[0])                          # "3.21 GiB, plateau since step 12 ..."
 
-On CUDA the memory that tensors hold is judged, and reserved and peak memory are shown beside it; elsewhere it is the
+On CUDA the memory that tensors hold is judged, and reserved and peak memory are shown too; elsewhere it is the
 resident set of the process, without the pages of files that it has mapped (a dataset that is read through).
 """
 
@@ -31,7 +31,7 @@ from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.memory_trend import MIB, Trend, TrendKind, size_in_words, trend
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 
-#: Last samples kept; samples in a median that stands for them later on, and most of these medians.
+#: Last samples kept; samples that a median replaces later on, and most of these medians.
 _LAST, _BLOCK, _BLOCKS = 1024, 32, 1024
 #: Fewest steps since the warm-up for an alarm about growth: memory that a collector frees every hundred steps grows in
 #: between.

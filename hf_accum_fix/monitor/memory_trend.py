@@ -58,8 +58,8 @@ class Trend:
     high: float = math.nan
 
     @property
-    def told_by(self) -> float:
-        """The step before which nothing can be told: the interval narrows with the steps to the power of 1.5."""
+    def decided_by(self) -> float:
+        """The step before which nothing can be decided: the interval narrows with the steps to the power of 1.5."""
         if math.isnan(self.slope):
             return self.since
         too_wide = (self.high - self.low) * _PLATEAU_STEPS / _no_growth(self.level)
@@ -73,7 +73,7 @@ class Trend:
         if self.kind is TrendKind.GROWS:
             between = f"{self.low / MIB:.3g} to {self.high / MIB:.3g}"
             return f"grows {self.slope / MIB:.3g} MiB/step ({between}) since step {self.since:.0f}"
-        return f"too few steps: cannot tell plateau from leak before step {math.ceil(self.told_by / 10) * 10:,}"
+        return f"too few steps: plateau or leak is undecided before step {math.ceil(self.decided_by / 10) * 10:,}"
 
 
 def trend(
@@ -139,7 +139,7 @@ def _staircase(steps: Sequence[float], sizes: Sequence[float]) -> Trend | None:
 
 
 def _trend(steps: Sequence[float], sizes: Sequence[float]) -> Trend:
-    """Warm-up set aside, then plateau, growth, or too few steps to tell them apart.
+    """Warm-up set aside, then plateau, growth, or too few steps to decide.
 
     The warm-up ends where the samples first reach the line through the second half of them, less four robust standard
     deviations or what counts as no growth. From there on the medians of up to 24 blocks are taken, so that neither

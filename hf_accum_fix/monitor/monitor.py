@@ -47,7 +47,7 @@ class Monitor:
     """All monitors in one.
 
     `LossMeter`, `RankLoss`, `LossTrend`, `LossOscillation`, `LossStall`, `FirstLoss`, `AccuracyTrend`, `BatchSchedule`,
-    `RankGradients`, `GradientNorm`, `Replicas`, `check_batch_norm`, `Pace`, `MemoryMonitor` and, where it is asked for,
+    `RankGradients`, `GradientNorm`, `Replicas`, `check_batch_norm`, `Pace`, `MemoryMonitor` and, if requested,
     `SharedSamples` and `NoiseScale`.
 
     Args:
@@ -201,7 +201,7 @@ class Monitor:
             found["items_per_step"] = reading.total.items / steps
             self._say(self._schedule.judge(found["items_per_step"], rate, self._ranks.size))
         found["alarms"] = float(self.alarms.count)
-        # nan stands for a number that does not exist yet; a loss that is nan was measured.
+        # nan is a number that does not exist yet; a loss that is nan was measured.
         return {name: value for name, value in found.items() if name == "loss" or not math.isnan(value)}
 
     def _agree(self) -> None:

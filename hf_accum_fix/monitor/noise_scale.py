@@ -17,11 +17,11 @@ which is the gradient of the step,
 
     S = (sum(w |g_m|^2) - |g|^2) N / (M - 1),        |G|^2 = |g|^2 - S / N,        B = S / |G|^2
 
-are unbiased for the trace S of the covariance of one item's gradient and for the square of the true gradient, whatever
-the sizes of the micro-batches. Where these differ, the usual formula for equal ones is off by any factor.
+are unbiased for the trace S of the covariance of one item's gradient and for the square of the true gradient, for any
+sizes of the micro-batches. If these differ, the usual formula for equal ones is off by any factor.
 
-B is of plain SGD, of now, and of micro-batches that are exchangeable, whose items count as independent; the README says
-what it does not tell. |G|^2 is a small difference of large numbers where N is far below B: look at the error.
+B is of plain SGD, of now, and of micro-batches that are exchangeable, whose items count as independent; the README
+lists what it does not show. |G|^2 is a small difference of large numbers where N is far below B: look at the error.
 
 Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv 1812.06162, appendix A.1, for two
 sizes of batch); here for one sample of unequal sizes, as a one-way analysis of variance.
@@ -96,11 +96,11 @@ class NoiseScale(Gathered[NoiseScaleReading]):
         every: windows from one measured to the next.
         ranks: the data-parallel ranks; None: torch.distributed.
         windows: measured windows that the means are over, and the most from one reading to the next.
-        dealt: whether samples are dealt into micro-batches by length.
+        dealt: whether windows are length-balanced.
 
     Raises:
-        UnsupportedSetupError: for dealt windows, whose micro-batches are no sample of the same data; and for a model
-            whose parameters are sharded, lie on several devices, or are trained by several ranks without
+        UnsupportedSetupError: for length-balanced windows, whose micro-batches are no sample of the same data; and for
+            a model whose parameters are sharded, on several devices, or trained by several ranks without
             DistributedDataParallel.
     """
 
@@ -110,8 +110,8 @@ class NoiseScale(Gathered[NoiseScaleReading]):
         self._ranks = ranks or TorchRanks()
         if dealt:
             raise UnsupportedSetupError(
-                "got windows dealt by length; expected micro-batches that are a random sample of their window; measure "
-                "the noise scale in a run without dealing"
+                "got length-balanced windows; expected micro-batches that are a random sample of their window; measure "
+                "the noise scale in a run without balance_windows"
             )
         if self._ranks.size > 1 and not isinstance(model, DistributedDataParallel):
             raise UnsupportedSetupError(

@@ -115,7 +115,7 @@ class Pace(Gathered[PaceReading]):
         return PaceReading(tuple(own), max(whole), int(min(steps)))
 
     def judge(self, reading: PaceReading) -> Alarm | None:
-        """An alarm where a rank lags, told again after eight readings or more. Every rank judges alike."""
+        """An alarm where a rank lags, again after eight readings or more. Every rank judges alike."""
         if len(reading.own) < 2 or reading.steps < _ENOUGH:
             return None
         tolerance = max(self._tolerance * reading.whole, self._tolerance_in_seconds)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: only the last stage knows the loss, and the others log a number that stands for none.
+"""Pipeline parallelism: only the last stage knows the loss, and the others log a placeholder number.
 
 Symptom: the dashboard shows -1, or half the loss. torchtitan's stages without a loss report -1.0, which enters every
 average over ranks, and is all that a view of rank 0 shows.
@@ -11,7 +11,7 @@ In training, do not update the meter where there is no loss; the reading has the
         meter.update(loss, items=...)                          # no loss, no call (or update(None))
     meter.read().mean                                          # every rank, rank 0 too
 
-For logs that exist already: `without_sentinels`. An average over sentinels cannot be mended.
+For logs that exist already: `without_sentinels`. An average over sentinels cannot be corrected.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _LEAST_TIMES, _LEAST_TIMES_OF_MINUS_ONE = 3, 2
 
 @dataclass(frozen=True)
 class Sentinel:
-    """A number that stands for "no loss" in a log.
+    """A number that means "no loss" in a log.
 
     Attributes:
         value: the number.
-        places: where it stands.
+        places: its positions.
         count: of all values of the log.
     """
 
@@ -39,7 +39,7 @@ class Sentinel:
     count: int
 
     def __str__(self) -> str:
-        """What to tell the reader of the log."""
+        """A message for the reader of the log."""
         if len(self.places) == self.count:
             return (
                 f"all {self.count} losses are {self.value:g}: this is the log of a rank that has no loss (a pipeline "
@@ -48,7 +48,7 @@ class Sentinel:
             )
         verb = "is" if len(self.places) == 1 else "are"
         return (
-            f"{len(self.places)} of {self.count} losses {verb} {self.value:g}, which stands for a rank without a loss "
+            f"{len(self.places)} of {self.count} losses {verb} {self.value:g}, which means a rank without a loss "
             "(a pipeline stage before the last); left out here"
         )
 

@@ -1,6 +1,6 @@
 """The gradient of each rank before it is averaged away: its norm, its jitter, and the rank that is off.
 
-Symptom: the norm of the averaged gradient is healthy, or nan, and does not say which rank made it so.
+Symptom: the norm of the averaged gradient is healthy, or nan, and does not show which rank caused it.
 
     gradients = RankGradients()
     gradients.attach(ddp_model)                      # before the first backward
@@ -9,7 +9,7 @@ Symptom: the norm of the averaged gradient is healthy, or nan, and does not say 
     alarms.say(gradients.judge(reading))
 
 DistributedDataParallel shows the local gradient to its communication hook alone, bucket by bucket, once a window (the
-accumulated gradient of all its micro-batches). It takes one hook: hand over the one you use. The default hook below
+accumulated gradient of all its micro-batches). It takes one hook: pass the one you use. The default hook below
 divides and all-reduces as DDP does without a hook.
 
 What FSDP allows (read in torch 2.13, not run): `FullyShardedDataParallel.register_comm_hook` shows the hook a unit's
@@ -147,7 +147,7 @@ class RankGradients(Gathered[RankGradientsReading]):
             model.register_comm_hook(state, measured)
         except RuntimeError as error:
             raise UnsupportedSetupError(
-                "this DistributedDataParallel has a communication hook already, and takes only one; hand it over "
+                "this DistributedDataParallel has a communication hook already, and takes only one; pass it "
                 "instead of registering it: attach(model, hook=its_hook, state=its_state)"
             ) from error
 
@@ -209,7 +209,7 @@ class RankGradients(Gathered[RankGradientsReading]):
                 "others are not; look for a frozen or detached loss, micro-batches without targets, or a step under "
                 "`if rank == 0`",
             )
-        # Leave out steps in which a rank has no targets: they say nothing about sizes.
+        # Skip steps in which a rank has no targets: they show nothing about sizes.
         steps = [step for step in self._carried if min(step) > 0]
         if len(steps) < self._steps:
             self._carried = self._carried[-_MOST_CARRIED:]

@@ -27,7 +27,7 @@ def median_and_sigma(values: Sequence[float]) -> tuple[float, float]:
 
 
 def noise_sigma(values: Sequence[float]) -> float:
-    """Standard deviation of the noise of a series around whatever smooth trend it has.
+    """Standard deviation of the noise of a series around its smooth trend.
 
     A value minus the mean of its neighbours has hardly any trend, and three halves of the noise's variance:
     ``MAD(x[i-1] - 2 x[i] + x[i+1]) * 1.4826 / sqrt(6)``. Noise that is correlated from one value to the next comes out
@@ -119,7 +119,7 @@ def _kendall_variance(n: int) -> float:
 
 
 def blocks(count: int, parts: int) -> list[range]:
-    """``count`` consecutive places cut into at most ``parts`` ranges of nearly equal length, none empty."""
+    """``count`` consecutive places split into at most ``parts`` ranges of nearly equal length, none empty."""
     parts = min(parts, count)
     return [range(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
 

@@ -22,7 +22,7 @@ from hf_accum_fix.monitor.run_summary import ENOUGH, Summary, all_positive, scal
 _LOGS_PER_DEGREE = 5
 #: Chance of a false difference between two runs of the same curve.
 _FALSE_DIFFERENCE = 1e-4
-#: A lasting ratio of two losses that counts whatever the correlation of the noise: at least this far from 1, and so
+#: A lasting ratio of two losses that counts for any correlation of the noise: at least this far from 1, and so
 #: many times its own deviation.
 _PLAIN_FACTOR, _PLAIN_TIMES = 1.25, 5.0
 #: Ratio of every one of a few logs that is a difference, and largest over smallest ratio of two runs of one cause.
@@ -77,8 +77,8 @@ def compare(one: Summary, other: Summary) -> Comparison:
 
     Logarithms are compared where all losses are positive, since noise shrinks with the loss. The steps that both logged
     are looked at as a whole and in up to ten blocks. A mean difference of n steps has the standard error
-    ``sqrt((s1^2 + s2^2) / n)``, s a run's `noise_of_means` over all steps, over the block and its neighbours, or what
-    the second differences of the blocks say, whichever is most. The largest difference in these errors decides; that it
+    ``sqrt((s1^2 + s2^2) / n)``, s the `noise_of_means` over all steps, over the block and its neighbours, or that of
+    the second differences of the blocks, whichever is most. The largest difference in these errors decides; that it
     is the largest of several is reckoned with (Bonferroni), and so is that the noise is an estimate (Student).
 
     Noise that both runs share (the same samples in the same order) makes the verdict more cautious; noise that is

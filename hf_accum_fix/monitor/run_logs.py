@@ -33,7 +33,7 @@ _ALIASES = {
 _KINDS = ("*.jsonl", "*.csv", "*.log", "*.txt")
 #: A column of a chart that W&B exports: run, metric, and which of the three columns it has.
 _CHART = re.compile(r"(.+) - (.+?)(__MIN|__MAX)?")
-#: Accumulation steps and ranks, as the rows of a sweep name them, and as consoles and files beside a log do.
+#: Accumulation steps and ranks, as the rows of a sweep name them, and as consoles and files next to a log do.
 _SETTINGS = {
     "accumulation": ("accumulation", "gradient_accumulation_steps", "accumulation_steps"),
     "ranks": ("processes", "num_processes", "world_size", "ranks"),
@@ -102,7 +102,7 @@ def read_runs(path: Path, unread: list[str] | None = None) -> list[Run]:
 
     Args:
         path: of the file or the folder.
-        unread: takes in words what could not be read beside others; None: that is an error.
+        unread: collects messages about what could not be read; None: that is an error.
 
     Raises:
         LogsError: if there is none.
@@ -179,8 +179,8 @@ def _runs_of_file(file: Path) -> list[Run]:
             runs = [_from_rows(name, rows_of_console(text))]
         else:
             runs = [_with_guess(_from_rows(name, json.loads(text)["log_history"]), file.parent)]
-        beside = _settings_beside(file, text) if len(runs) == 1 else {}
-        return [replace(run, settings={**beside, **run.settings}) for run in runs]
+        nearby = _settings_nearby(file, text) if len(runs) == 1 else {}
+        return [replace(run, settings={**nearby, **run.settings}) for run in runs]
     except (OSError, ValueError, OverflowError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise LogsError(
             f"{file} could not be read ({type(error).__name__}: {error}); expected a trainer_state.json with a "
@@ -203,8 +203,8 @@ def _rows_of_lines(text: str) -> Iterator[dict[str, Any]]:
         yield row if isinstance(row, dict) else {}
 
 
-def _settings_beside(file: Path, text: str) -> dict[str, int]:
-    """Accumulation steps and ranks, from a console or from the settings that lie beside a log, where they are alike."""
+def _settings_nearby(file: Path, text: str) -> dict[str, int]:
+    """Accumulation steps and ranks, from a console or from the settings next to a log, if they agree."""
     texts = [text] if file.suffix in (".log", ".txt", ".out") else []
     for pattern in ("*args*.json", "*args*.yaml", "config.yaml"):
         texts += [
@@ -215,7 +215,7 @@ def _settings_beside(file: Path, text: str) -> dict[str, int]:
 
 
 def _with_guess(run: Run, folder: Path) -> Run:
-    """Add the loss of a guess, where the model's config.json lies beside the log and names its classes."""
+    """Add the loss of a guess, if the model's config.json is next to the log and names its classes."""
     config = folder / "config.json"
     if GUESS in run.series or not config.is_file():
         return run
@@ -271,8 +271,8 @@ def _settings(row: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 def _label(row: Mapping[str, Any]) -> str:
     """The name of one line of a sweep."""
-    told = {key: value for key, value in row.items() if isinstance(value, (str, int)) and not isinstance(value, bool)}
-    return ", ".join(value if isinstance(value, str) else f"{key} {value}" for key, value in told.items())
+    named = {key: value for key, value in row.items() if isinstance(value, (str, int)) and not isinstance(value, bool)}
+    return ", ".join(value if isinstance(value, str) else f"{key} {value}" for key, value in named.items())
 
 
 def _from_rows(name: str, rows: Iterable[Mapping[str, Any]]) -> Run:

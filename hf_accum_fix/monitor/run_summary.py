@@ -75,8 +75,8 @@ class Summary:
         gradients: None where no norm was logged.
         accuracy: the name that one was logged under; empty: none.
         alarms: by monitor: how many, and the step by which the first was logged.
-        told: what the monitors find in these logs: alarms and observations.
-        beside: learning rate, memory and the ranks' losses, in words, where they were logged.
+        findings: alarms and observations of the monitors in these logs.
+        extras: learning rate, memory and the ranks' losses as text, if they were logged.
         settings: as in `Run`.
         left_out: as in `Run`.
     """
@@ -92,14 +92,14 @@ class Summary:
     gradients: GradientNorms | None
     accuracy: str
     alarms: dict[str, tuple[int, float]]
-    told: tuple[Alarm, ...] = ()
-    beside: tuple[tuple[str, str], ...] = ()
+    findings: tuple[Alarm, ...] = ()
+    extras: tuple[tuple[str, str], ...] = ()
     settings: Mapping[str, int] = field(default_factory=dict)
     left_out: str = ""
 
 
 def summarise(run: Run) -> Summary:
-    """What a run's logs say."""
+    """Summary of a run's logs."""
     logged = run.series["loss"]
     _, sentinel = without_sentinels([value for value in logged.values if math.isfinite(value)])
     zeros = _zeros(logged)
@@ -111,7 +111,7 @@ def summarise(run: Run) -> Summary:
     as_share = 1.0 if all_positive(loss.values) else abs(last) or math.nan
     not_finite = logged.where(lambda value: not math.isfinite(value)).steps
     memory, gradients = dict(_memory(run)), _gradients(run)
-    told = (
+    findings = (
         *_of_missing(not_finite, zeros, sentinel),
         *_of_loss(run, loss),
         *_of_norms(run, gradients),
@@ -129,8 +129,8 @@ def summarise(run: Run) -> Summary:
         gradients=gradients,
         accuracy=next(iter(_accuracies(run)), ""),
         alarms=dict(_alarms(run)),
-        told=told,
-        beside=tuple(_beside(run, memory)),
+        findings=findings,
+        extras=tuple(_extras(run, memory)),
         settings=run.settings,
         left_out=run.left_out,
     )
@@ -184,8 +184,8 @@ def _of_loss(run: Run, loss: Series) -> Iterator[Alarm]:
         at = loss.steps[blocks(len(loss), 10)[means.index(best)].start]
         words = f"{means[-1]:.4g} at the end, {best:.4g} at its best, around step {at:.0f}"
         far = means[-1] > (best + loss.values[0]) / 2
-        kind, verb = ("loss-diverges", "diverges") if far else ("loss-jumped", "ends above its best")
-        yield Alarm(kind, f"the loss {verb}: {words}", observation=not far)
+        name, verb = ("loss-diverges", "diverges") if far else ("loss-jumped", "ends above its best")
+        yield Alarm(name, f"the loss {verb}: {words}", observation=not far)
     if loss.values[0] > 0 and -1 < min(means) < 0:
         yield Alarm("loss-of-stages", f"the loss goes below zero and stays above -1: {_MEAN_OVER_STAGES}")
     elif min(loss.values) > -1 and max(loss.values) < 0:
@@ -204,7 +204,7 @@ _MEAN_OVER_STAGES = (
 
 
 def _of_accuracy(accuracy: Series, loss: Series) -> Iterator[Alarm]:
-    """Whether an accuracy stands while the loss falls, by the losses logged since the evaluation before each."""
+    """Whether an accuracy stalls while the loss falls, by the losses logged since the evaluation before each."""
     judge, found = AccuracyTrend(), None
     percent = 100.0 if max(accuracy.values, default=0.0) > 1 else 1.0
     for before, step, value in zip((-math.inf, *accuracy.steps), accuracy.steps, accuracy.values, strict=False):
@@ -219,12 +219,12 @@ def _of_norms(run: Run, gradients: GradientNorms | None) -> Iterator[Alarm]:
     """What `GradientNorm` finds in the logged norms; spikes are observations: the items of a step are not known."""
     series = run.series.get("grad_norm", Series((), ()))
     every = (series.steps[-1] - series.steps[0]) / (len(series) - 1) if len(series) > 1 else 1.0
-    norms, told = GradientNorm(every=every), set()
+    norms, seen = GradientNorm(every=every), set()
     for part in blocks(len(series), len(series) // _NEIGHBOURS + 1):
         norms.add([series.values[place] for place in part], [math.nan] * len(part))
-        alarm = norms.judge(replace(norms.told((), math.nan), spikes=()))
-        if alarm is not None and alarm.kind not in told:
-            told.add(alarm.kind)
+        alarm = norms.judge(replace(norms.reading_of((), math.nan), spikes=()))
+        if alarm is not None and alarm.kind not in seen:
+            seen.add(alarm.kind)
             yield replace(alarm, message=f"by step {series.steps[part[-1]]:.0f}, {alarm.message}")
     if gradients is not None and gradients.spikes:
         where = ", ".join(f"{step:.0f}" for step in gradients.spikes[:5])
@@ -284,7 +284,7 @@ def _gradients(run: Run) -> GradientNorms | None:
 
 
 def _accuracies(run: Run) -> list[str]:
-    """Names of accuracies, those of an evaluation first."""
+    """Names of accuracies, evaluation first."""
     found = [
         name for name, its in run.series.items() if _ACCURACY.fullmatch(name) and any(map(math.isfinite, its.values))
     ]
@@ -312,8 +312,8 @@ def in_words(slope: Slope) -> str:
     return f"{verb} by {abs(slope.value) * 100:.3g} per 100 steps ({low:.3g} to {high:.3g})"
 
 
-def _beside(run: Run, memory: Mapping[str, tuple[Trend, int]]) -> Iterator[tuple[str, str]]:
-    """Learning rate, peaks of memory and the ranks' losses, where they were logged: a name and what to tell."""
+def _extras(run: Run, memory: Mapping[str, tuple[Trend, int]]) -> Iterator[tuple[str, str]]:
+    """Learning rate, peaks of memory and the ranks' losses, if they were logged: a name and a text."""
     yield from _of_accuracies(run)
     for name in ("learning_rate", *sorted(filter(_MEMORY.search, run.series))):
         series = run.series.get(name, Series((), ())).where(math.isfinite)

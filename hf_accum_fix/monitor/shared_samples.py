@@ -9,7 +9,7 @@ its beginning. `RankLoss` finds ranks with equal losses; here the samples themse
     alarms.say(samples.judge(samples.read()))        # at every log: one device sync, one collective
 
 Of each rank's samples the 64 with the smallest hashes are kept, which are the same ones on every rank that saw them. A
-sample that is augmented, or padded to another length, has another hash. For such data hand over what stays the same:
+sample that is augmented, or padded to another length, has another hash. For such data pass what stays the same:
 
     samples.update(batch["index"])                   # the samples' places in the dataset: any order is found
     samples.update(batch["labels"][None])            # without indices: the labels of a micro-batch, in their order

@@ -4,9 +4,9 @@
     ...
     alarms.say(balance.judge(balance.read()))                    # at every log: one collective
 
-The time of a stage's forwards stands for its work: a backward costs about twice as much on every stage. On CUDA it is
+The time of a stage's forwards measures its work: a backward costs about twice as much on every stage. On CUDA it is
 taken by events on the stream and read at the log; elsewhere by the host's clock. Ranks that hold the same stage
-(data parallelism beside the pipeline) are stages of equal work here, which changes no verdict.
+(data parallelism as well) are stages of equal work here, which changes no verdict.
 """
 
 from __future__ import annotations

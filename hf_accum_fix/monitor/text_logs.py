@@ -14,7 +14,7 @@ _TIMM = re.compile(rf"\bTrain: (\d+) \[\s*(\d+)/(\d+) .*?Loss:\s*{_NUMBER}")
 _NANO = re.compile(rf"\biter (\d+): loss {_NUMBER}")
 _MEGATRON = re.compile(r"\biteration\s+(\d+)/\s*\d+ \|.*loss")
 _TRAINER = re.compile(r"\{'(?:loss|eval_loss)': [^{}]*\}")
-#: Numbers beside the loss, where they are printed: of torchtitan, and of timm.
+#: Other numbers, if they are printed: of torchtitan, and of timm.
 _BESIDE = {
     "grad_norm": re.compile(rf"\bgrad_norm:\s*{_NUMBER}"),
     "memory_gib": re.compile(rf"\bmemory:\s*{_NUMBER}GiB"),

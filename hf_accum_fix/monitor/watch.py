@@ -25,7 +25,7 @@ _A_FACTOR = 1.8
 
 @dataclass(frozen=True)
 class Report:
-    """What is told of some runs.
+    """The report on some runs.
 
     Attributes:
         words: all of it.
@@ -39,13 +39,13 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1 where something is wrong, else 3 where something could not be told, else 0."""
+        """1: something is wrong; 3: else, something is undecided; 0: neither."""
         return 1 if self.findings else 3 if self.undecided else 0
 
 
 def findings(its: Summary) -> list[str]:
     """What is wrong with a run; empty where nothing is."""
-    found = [alarm.message for alarm in its.told if not alarm.observation]
+    found = [alarm.message for alarm in its.findings if not alarm.observation]
     return found + [
         f"{name}: {count} alarms, the first by step {step:.0f}" for name, (count, step) in its.alarms.items()
     ]
@@ -86,20 +86,20 @@ def look(runs: Sequence[Run], against: str | None = None, unread: Sequence[str] 
     compared = [compare(its, summaries[reference]) for place, its in enumerate(summaries) if place != reference]
     found = [f"{its.run}: {line}" for its in summaries for line in findings(its)]
     found += [line for its in compared for line in findings_between(its)]
-    observed = [f"{its.run}: {alarm.message}" for its in summaries for alarm in its.told if alarm.observation]
+    observed = [f"{its.run}: {alarm.message}" for its in summaries for alarm in its.findings if alarm.observation]
     undecided = [f"could not read: {line}" for line in unread]
     undecided += [f"could not compare: {_compared(its)}" for its in compared if math.isnan(its.worst)]
-    told = [_told(its, run.name) for its, run in zip(summaries, runs, strict=True)]
+    parts = [_described(its, run.name) for its, run in zip(summaries, runs, strict=True)]
     if len(runs) > 2 and against is None:
-        told.append(
+        parts.append(
             f"{summaries[reference].run}: the others are compared with it, since most agree with it (--against)"
         )
-    told += map(_compared, compared)
-    told += ["\n".join(["observed, which may be meant so:", *(f"  {line}" for line in observed)])] if observed else []
+    parts += map(_compared, compared)
+    parts += ["\n".join(["observed, which may be intended:", *(f"  {line}" for line in observed)])] if observed else []
     count = f"{len(found)} finding{'s' * (len(found) > 1)}" if found else "nothing wrong was found"
-    count += ", but not all could be told" if undecided and not found else ""
-    told.append("\n".join([count, *(f"  {line}" for line in (*found, *undecided))]))
-    return Report("\n\n".join(told), tuple(found), tuple(undecided))
+    count += ", but not all could be decided" if undecided and not found else ""
+    parts.append("\n".join([count, *(f"  {line}" for line in (*found, *undecided))]))
+    return Report("\n\n".join(parts), tuple(found), tuple(undecided))
 
 
 def _held_against(runs: Sequence[Run], against: str | None) -> tuple[list[Summary], int]:
@@ -150,7 +150,7 @@ def _named(wanted: str, names: Sequence[str], runs: Sequence[Run]) -> int:
     raise LogsError(f"got {wanted} to hold the others against; expected one of {', '.join(names)}")
 
 
-def _told(its: Summary, full_name: str) -> str:
+def _described(its: Summary, full_name: str) -> str:
     loss = its.loss
     rows = [("loss", "none left")]
     if len(loss):
@@ -171,7 +171,7 @@ def _told(its: Summary, full_name: str) -> str:
         where = ", ".join(f"{step:.0f}" for step in got_norms.spikes[:5])
         rows.append(("gradient norm", f"{words} (steps {where})" if where else words))
     rows += [("left out", its.left_out)] if its.left_out else []
-    rows += [*its.beside, ("alarms", _counted(its.alarms) or "none logged")]
+    rows += [*its.extras, ("alarms", _counted(its.alarms) or "none logged")]
     width = max(len(name) for name, _ in rows)
     head = f"{its.run}: {len(loss)} logged losses" + (f" ({full_name})" if full_name != its.run else "")
     return "\n".join([head, *(f"  {name:{width}}  {words}" for name, words in rows)])
@@ -180,7 +180,7 @@ def _told(its: Summary, full_name: str) -> str:
 def _compared(its: Comparison) -> str:
     head = f"{its.run} against {its.other}: "
     if math.isnan(its.worst):
-        return f"{head}{its.steps} steps in common, too few to tell a difference from noise"
+        return f"{head}{its.steps} steps in common, too few to separate a difference from noise"
     factor = f"{its.ratio:.4g} times its loss{' throughout' if its.steady else ' in the median'}"
     broken = "" if math.isnan(its.not_finite) else f"; one of the two is not finite from step {its.not_finite:.0f} on"
     if not its.differ:

@@ -111,7 +111,7 @@ class _Installed:
         return None
 
     def end(self) -> Any:
-        """The end of the method's chain now: the original or, where the chain was cut off above us, a replacement."""
+        """The end of the method's chain now: the original or, if the chain was broken above us, a replacement."""
         *_, place = self._chain()
         return held(place)
 

@@ -75,10 +75,10 @@ GUARD: Final = Seam(
     "on_train_begin", ("args", "state", "control"), target="transformers.trainer_callback:CallbackHandler"
 )
 """Every release's loop calls it before its first step, wherever the class Trainer comes from: there we check the
-methods. It mends no defect."""
+methods. It fixes no defect."""
 
 EVALUATION: Final = ("evaluation_loop", "prediction_loop")
-"""Wrapped only for the option eval_loss; they mend no defect. Releases before 5.0 use the second with
+"""Wrapped only for the option eval_loss; they fix no defect. Releases before 5.0 use the second with
 ``use_legacy_prediction_loop``."""
 
 
@@ -93,13 +93,13 @@ Seen: TypeAlias = Literal["class", "object", "loop", "DeepSpeed"]
 
 @dataclass(frozen=True)
 class Attribute:
-    """One name of theirs that we call, read, override or replace without wrapping it.
+    """One upstream name that we call, read, override or replace without wrapping it.
 
     Attributes:
         target: "module:class" that has it, or the module.
         name: of the attribute.
         used_for: what we do with it, verb first.
-        off: what is off without it, which is said once; empty: apply() or train() refuses.
+        off: what is off without it, with one warning; empty: apply() or train() refuses.
         seen: where it is looked for.
         since: the first release (of transformers or accelerate) that has it; empty: all supported ones.
         until: the first release without it; None: there is none.
@@ -159,14 +159,14 @@ ATTRIBUTES: Final = (
     *_each(TRAINER, "label_smoother", "compute the loss", seen="object"),
     *_each(TRAINER, "compute_loss_func model_accepts_loss_kwargs", "compute the loss", seen="object", since=_COUNTS),
     *_each(TRAINER, "loss_is_scaled_for_ga", "see whether a trainer scales its loss", since="5.19.0"),
-    *_each(TRAINER, "is_in_train", "tell a training step from others", seen="object"),
+    *_each(TRAINER, "is_in_train", "recognise a training step", seen="object"),
     *_each(TRAINER, "_prepare_inputs compute_loss_context_manager", "run a forward as training does"),
     *_each(TRAINER, "use_apex", "refuse apex", seen="object", until="5.0.0"),
     *_each(TRAINER, "get_tp_size", "count data-parallel ranks", since="4.53.0"),
     *_each(TRAINER, "get_cp_size get_sp_size", "refuse ranks that split samples", since="5.0.0"),
     *_each(TRAINER, _STEPS, "see what a loss divides by", off="observing what divides", seen="loop", since="4.55.0"),
-    *_each(TRAINER, "get_train_dataloader", "hand the loop whole windows"),
-    *_each(TRAINER, "log", "log nothing while the loss is observed, and exact windows beside the loss"),
+    *_each(TRAINER, "get_train_dataloader", "give the loop whole windows"),
+    *_each(TRAINER, "log", "log nothing while the loss is observed, and exact windows with the loss"),
     *_each(TRAINER, "floating_point_ops _maybe_log_save_evaluate", "log the loss", off=LOSS_LOG),
     *_each(TRAINER, "_load_callback_state", "resume", off="hiding our mark when a checkpoint is resumed"),
     *_each(TRAINER, "evaluation_loop prediction_step", "compute eval_loss"),
@@ -177,17 +177,17 @@ ATTRIBUTES: Final = (
     *_each(ARGUMENTS, "n_gpu", "refuse DataParallel"),
     *_each(ARGUMENTS, "average_tokens_across_devices", "keep upstream from a second collective", since="4.46.2"),
     *_each(ARGUMENTS, "logging_nan_inf_filter", "log the loss", off=LOSS_LOG),
-    *_each(ARGUMENTS, "past_index", "hand the past on", until="5.0.0"),
+    *_each(ARGUMENTS, "past_index", "pass the past on", until="5.0.0"),
     *_each(ARGUMENTS, "disable_tqdm", "show a bar while lengths are read"),
     *_each(ARGUMENTS, "length_column_name", "read lengths", off="reading length_column_name"),
     *_each(
         ARGUMENTS,
         "train_sampling_strategy",
-        "deal windows",
+        "balance windows",
         off="respecting train_sampling_strategy='batch_rebalance'",
         since="5.2.0",
     ),
-    *_each(ARGUMENTS, "per_device_train_batch_size per_device_eval_batch_size", "cut samples", off=VERIFY),
+    *_each(ARGUMENTS, "per_device_train_batch_size per_device_eval_batch_size", "split samples", off=VERIFY),
     *_each(ARGUMENTS, "accelerator_config", "train a copy", off=VERIFY),
     *_each(STATE, "global_step", "name a window"),
     *_each(STATE, "stateful_callbacks", "mark a checkpoint"),
@@ -202,7 +202,7 @@ ATTRIBUTES: Final = (
     *_each(ACCELERATOR, "parallelism_config", "refuse ranks that split samples", since="1.10.0"),
     *_each(ACCELERATOR, "autocast", "run a forward as training does"),
     *_each(ACCELERATOR, "gradient_state", "find filled-up batches", seen="object"),
-    *_each(ACCELERATOR, "dataloader_config", "change what cannot be dealt", seen="object", since="0.28.0"),
+    *_each(ACCELERATOR, "dataloader_config", "switch dispatching off", seen="object", since="0.28.0"),
     *_each(ACCELERATOR, "ddp_handler", "refuse a static graph before torch 2.5", seen="object"),
     *_each(ACCELERATOR, "has_lomo_optimizer", "refuse LOMO", seen="object", since="0.30.0"),
     *_each(ACCELERATOR, "deepspeed_engine_wrapped", "read what DeepSpeed divides by", seen="DeepSpeed"),
@@ -221,7 +221,7 @@ ATTRIBUTES: Final = (
     *_each(STREAM_SHARD, "num_processes process_index split_batches", "find repeated samples", seen="object"),
     *_each(DISPATCHER, "_drop_last state remainder", "find repeated samples", seen="object"),
 )
-"""What is used beside the seams. apply() asks the classes; train() asks the objects as well, and once the loop runs."""
+"""What is used besides the seams. apply() checks the classes; train() also the objects, and once the loop runs."""
 
 
 _DATA: Final = json.loads(Path(__file__).with_name("releases.json").read_text(encoding="utf-8"))

@@ -137,8 +137,8 @@ def test_its_command_line_on_one_process_and_two(tmp_path: Path) -> None:
     assert len(rows) == 3 * (1 + 6 + 5)
     worst = {
         (mode, case): max(max(row["off"].values()) for row in rows if (row["mode"], row["case"]) == (mode, case))
-        for mode in ("stock", "mended")
+        for mode in ("stock", "corrected")
         for case in ("text", "llava", "asft")
     }
-    assert all(worst["mended", case] <= 1e-3 for case in ("text", "llava", "asft"))
+    assert all(worst["corrected", case] <= 1e-3 for case in ("text", "llava", "asft"))
     assert worst["stock", "text"] <= 1e-3 and worst["stock", "llava"] > 1e-2 and worst["stock", "asft"] > 10

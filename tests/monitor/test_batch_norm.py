@@ -68,7 +68,7 @@ def test_accumulation_and_small_batches_are_told_with_the_batch_of_the_statistic
     (small,) = check_batch_norm(model, per_device_batch=2)
     assert small.kind == "batch-norm-small-batch" and "come from 2 samples" in small.message
     (cut, _) = check_batch_norm(model, per_device_batch=2, accumulation_steps=8)
-    assert "2 samples, while an optimizer step has 16; no scaling of loss or gradients mends that" in cut.message
+    assert "2 samples, while an optimizer step has 16; no scaling of loss or gradients changes that" in cut.message
 
 
 def test_frozen_layers_take_no_statistics() -> None:

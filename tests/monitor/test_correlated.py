@@ -152,7 +152,7 @@ def test_memory_that_is_full_soon_is_told_before_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("kept", "words"),
-    [(0.0, "warm-up ended, later steps will not grow: plateau at 8.00 GiB since step 11"), (2.0, "cannot tell")],
+    [(0.0, "warm-up ended, later steps will not grow: plateau at 8.00 GiB since step 11"), (2.0, "is undecided")],
     ids=["steady", "noisy"],
 )
 def test_thirty_steps_have_a_first_verdict(kept: float, words: str) -> None:

@@ -123,7 +123,7 @@ def test_an_accuracy_that_stands_while_the_loss_falls(name: str) -> None:
         "loss": Series(steps, tuple((2.0 * numpy.exp(-numpy.arange(200) / 100)).tolist())),
         "eval_accuracy": Series(steps[9::10], tuple(accuracies.tolist())),
     }
-    assert sum("accuracy stands" in line for line in findings(summarise(Run("run", series)))) == alarms
+    assert sum("accuracy stalls" in line for line in findings(summarise(Run("run", series)))) == alarms
 
 
 STEPS = numpy.arange(600)

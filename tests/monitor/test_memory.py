@@ -108,7 +108,7 @@ def test_the_warm_up_is_set_aside_and_the_plateau_said() -> None:
 def test_too_few_steps_are_said_to_be() -> None:
     its = trend([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
     assert its.kind is TrendKind.TOO_FEW_STEPS
-    assert "too few steps: cannot tell plateau from leak before step 30" in str(RankMemory(3 * MIB, 0, 0, 0, its))
+    assert "too few steps: plateau or leak is undecided before step 30" in str(RankMemory(3 * MIB, 0, 0, 0, its))
 
 
 def test_samples_are_thinned_and_the_decision_stays(monkeypatch: pytest.MonkeyPatch) -> None:

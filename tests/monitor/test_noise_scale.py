@@ -135,7 +135,7 @@ class TwoRanks:
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
-    with pytest.raises(UnsupportedSetupError, match="dealt by length"):
+    with pytest.raises(UnsupportedSetupError, match="length-balanced windows"):
         NoiseScale(Quadratic(), dealt=True)
     with pytest.raises(UnsupportedSetupError, match="expected DistributedDataParallel"):
         NoiseScale(Quadratic(), ranks=TwoRanks())

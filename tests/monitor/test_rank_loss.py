@@ -55,7 +55,7 @@ def test_a_planted_rank_is_named(items: str, ranks: int) -> None:
     first = next(alarm for alarm in alarms if alarm is not None)
     assert first.kind == f"rank-loss-{ranks - 1}"
     assert "look at this rank's data shard, its seed" in first.message and "above" in first.message
-    assert ("cannot be told" in first.message) == (ranks == 2)
+    assert ("it is unknown which" in first.message) == (ranks == 2)
 
 
 def test_a_rank_with_few_items_is_as_usual_as_any() -> None:

@@ -73,7 +73,7 @@ def stalls() -> list[float]:
 
 SPIKED = [1 + 0.1 * (k % 3) + 50 * (k == 50) for k in range(60)]
 OBSERVED = {
-    "a stall": (a_run(stalls()), "the loss stands where it began"),
+    "a stall": (a_run(stalls()), "the loss is where it began"),
     "a jump for good": (a_run([*falling(200), *[2 * its for its in falling(800)[-100:]]]), "the loss has jumped"),
     "a swing of which nothing is known": (Run("x", {"loss": swinging().series["loss"]}), "the loss swings"),
     "a norm that spikes": (
@@ -88,7 +88,7 @@ OBSERVED = {
 def test_what_may_be_meant_so_is_an_observation(name: str) -> None:
     run, told = OBSERVED[name]
     found = look([run])
-    assert found.exit_code == 0 and told in found.words.split("observed, which may be meant so:")[1]
+    assert found.exit_code == 0 and told in found.words.split("observed, which may be intended:")[1]
 
 
 def test_a_memorised_loss_of_zero_and_a_swing_of_the_schedule_are_none() -> None:
@@ -105,7 +105,7 @@ def test_memory_has_a_verdict_where_it_is_logged(tmp_path: Path) -> None:
         "warm-up ended, later steps will not grow: plateau at 8.20 GiB since step 20" in look(read_runs(plateau)).words
     )
     short = written(tmp_path / "b", falling(4), **{"memory/max_active(GiB)": [3.2, 8.2, 8.2, 8.2]})
-    assert "cannot tell plateau from leak before step 80" in look(read_runs(short)).words
+    assert "plateau or leak is undecided before step 80" in look(read_runs(short)).words
 
 
 # ---- what could not be told ------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_timms_accuracies_are_read_in_percent(tmp_path: Path) -> None:
     rows = [f"{k},{2 * 0.9**k},{2.1 * 0.9**k},{0.1 + 0.01 * (k % 2)},0.5,0.1\n" for k in range(20)]
     (tmp_path / "summary.csv").write_text(header + "".join(rows))
     found = look(read_runs(tmp_path))
-    assert "eval_top1 0.1 to 0.11" in found.words and any("accuracy stands" in line for line in found.findings)
+    assert "eval_top1 0.1 to 0.11" in found.words and any("accuracy stalls" in line for line in found.findings)
     rows = [f"{k},{2 * 0.9**k},2,{20 + 3 * k},{50 + k},0.1\n" for k in range(20)]
     (tmp_path / "summary.csv").write_text(header + "".join(rows))
     assert look(read_runs(tmp_path)).findings == ()

@@ -4,7 +4,7 @@
     trainer.add_callback(MemoryCallback(trainer))
 
 They add what they measure to the Trainer's log at each ``logging_steps``, so that trainer_state.json and every tracker
-(TensorBoard, W&B, Trackio ...) have it beside ``loss``, as ``hf_accum_fix/...``. Alarms are warnings of the logger
+(TensorBoard, W&B, Trackio ...) have it next to ``loss``, as ``hf_accum_fix/...``. Alarms are warnings of the logger
 ``hf_accum_fix.monitor``; their number is logged too. Reductions and host reads happen only then (and at every hundredth
 step for the replicas): all callbacks of a trainer share one sum over the ranks.
 

@@ -124,7 +124,7 @@ class _SharedLog:
             found = part.measured(logs, readings) if readings.keys() >= set(part.gathered()) else {}
             if part.alarms_name:
                 found[part.alarms_name] = part.alarms.count
-            # nan stands for a number that does not exist yet; a loss that is nan was measured.
+            # nan is a number that does not exist yet; a loss that is nan was measured.
             its = {name: value for name, value in found.items() if name == "loss" or not math.isnan(value)}
             logs.update((PREFIX + name, value) for name, value in its.items())
 

@@ -89,7 +89,7 @@ class NoiseScaleCallback(MonitorCallback):
         trainer, ranks: as in `MonitorCallback`.
         every: steps from one that is measured to the next.
         items: counts the items of one micro-batch's inputs, 0-dim or int, without a device sync.
-        dealt: whether samples are dealt into micro-batches by length; then nothing is measured.
+        dealt: whether windows are length-balanced; then nothing is measured.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class LossCallback(MonitorCallback):
     steps, however many items they hold. `LossCheck` decides from the logits which of these the model's loss is:
 
     - a head that returns the mean over its micro-batch: then that mean, weighted by the micro-batch's items;
-    - a head that divides by the number it is handed: with r what a micro-batch adds to the Trainer's loss and N the
+    - a head that divides by the number it gets: with r what a micro-batch adds to the Trainer's loss and N the
       number, ``sum(r N) / sum(N)`` over the micro-batches above and the steps below, of all ranks;
     - a loss that cannot be checked (label smoothing, a loss of one's own, a compiled model): the same, from the
       Trainer's number; then ``hf_accum_fix/loss_repeats_the_trainers`` is 1, and one warning is logged.
@@ -138,8 +138,8 @@ class LossCallback(MonitorCallback):
             self._repeats = True
             if self.ranks.rank == 0:
                 logger.info(
-                    "hf_accum_fix/loss repeats the Trainer's number, weighed by items: this loss could not be computed "
-                    "once more from logits and labels, so that nothing tells whether it is scaled right"
+                    "hf_accum_fix/loss repeats the Trainer's number, weighted by items: it cannot be computed "
+                    "again from logits and labels, so that its scale is not checked"
                 )
         if verdict.factor != 1:
             self.say(

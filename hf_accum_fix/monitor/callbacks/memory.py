@@ -22,7 +22,7 @@ class MemoryCallback(MonitorCallback):
     def __init__(self, trainer: Any, ranks: Ranks | None = None, memory: MemoryMonitor | None = None) -> None:
         super().__init__(trainer, ranks)
         self.monitor = self._memory = memory or MemoryMonitor(ranks=self.ranks)
-        self._told: list[TrendKind] = []
+        self._reported: list[TrendKind] = []
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Sample."""
@@ -32,8 +32,8 @@ class MemoryCallback(MonitorCallback):
         """As in `MemoryMonitor`; a decision that has changed is logged in words."""
         ranks = readings[self._memory].ranks
         kinds = [its.trend.kind for its in ranks]
-        if kinds != self._told and self.ranks.rank == 0:
-            self._told = kinds
+        if kinds != self._reported and self.ranks.rank == 0:
+            self._reported = kinds
             words = "; ".join(f"rank {rank}: {its}" for rank, its in enumerate(ranks))
             logger.info("step %d: memory of %s", self.trainer.state.global_step, words)
         return super().measured(logs, readings)
