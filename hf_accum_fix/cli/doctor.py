@@ -264,7 +264,7 @@ def to_text(diagnosis: Diagnosis) -> str:
         lines.append(f"{len(report.present)} defects, of which apply() mends {mended}: hf-accum-fix doctor --verbose")
     lines += [f"not a release's defect but {each.owner}'s own: hf-accum-fix explain {each.name}" for each in LIMITS]
     if not diagnosis.head:
-        lines.append("your model: hf-accum-fix doctor --model CLASS (or bert, or the folder of a checkpoint)")
+        lines.append("your model: hf-accum-fix doctor --model CLASS (or the folder of a checkpoint)")
     return "\n".join([answer(diagnosis), "", *wrapped(*lines)])
 
 

@@ -18,6 +18,7 @@ from transformers import Trainer
 
 from hf_accum_fix import OptionsError, verify
 from hf_accum_fix.verification.report import Kind
+from tests.numerics.heads import before
 from tests.verify.trainers import Regression, points, small
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gloo.*")
@@ -95,7 +96,7 @@ def test_it_leaves_nothing_anywhere(tmp_path: Path) -> None:
     trainer = small(Regression(), tmp_path, points(8), cls=Keeps)
     before = {name: value.clone() for name, value in trainer.teacher.state_dict().items()}
     report = verify(trainer, splits=[2])
-    assert report.verdict.kind is Kind.EXACT, report
+    assert report.verdict_of("apply()").kind is Kind.EXACT, report
     assert all(torch.equal(value, before[name]) for name, value in trainer.teacher.state_dict().items())
     assert all(each.grad is None for each in trainer.teacher.parameters())
     assert trainer.prompts[0].tolist() == [1.0] * 3 and trainer.loose[0].tolist() == [1.0] * 2
@@ -154,7 +155,7 @@ def test_a_stream_of_datasets_is_verified(name: str, tmp_path: Path) -> None:
     wanted = list(stream)
     model = Regression().float()
     report = verify(small(model, tmp_path, stream.with_format("torch"), max_steps=2), splits=[2, 8])
-    assert report.verdict.kind is Kind.EXACT and report.samples == (8,), report
+    assert report.verdict_of("apply()").kind is Kind.EXACT and report.samples == (8,), report
     assert list(stream) == wanted
 
 
@@ -186,7 +187,7 @@ def test_grouped_rows(collate: Any, tmp_path: Path) -> None:
     trainer = small(Groups(), tmp_path, passages())
     trainer.data_collator = collate
     report = verify(trainer, splits=[1, 2, 8])
-    assert report.verdict.kind is Kind.EXACT and report.samples == (8,), report
+    assert report.verdict_of("apply()").kind is Kind.EXACT and report.samples == (8,), report
 
 
 class Flattening:
@@ -210,7 +211,7 @@ def test_grouped_rows_of_a_loader_without_collate_fn(tmp_path: Path) -> None:
     trainer = small(Groups(), tmp_path, passages())
     trainer.get_train_dataloader = lambda: Flattening(2)
     report = verify(trainer, splits=[1, 2, 8])
-    assert report.verdict.kind is Kind.EXACT and report.samples == (8,), report
+    assert report.verdict_of("apply()").kind is Kind.EXACT and report.samples == (8,), report
 
 
 class NoOutputs(Trainer):
@@ -253,14 +254,14 @@ def test_sparse_gradients(tmp_path: Path) -> None:
     trainer = small(Sparse(), tmp_path, samples, max_grad_norm=0.0)
     for reference in ("full", "streamed"):
         report = verify(trainer, splits=[2, 8], reference=reference)
-        assert report.verdict.kind is Kind.EXACT, report
+        assert report.verdict_of("apply()").kind is Kind.EXACT, report
 
 
 def test_no_train_set_is_a_sentence(tmp_path: Path) -> None:
     trainer = small(Regression(), tmp_path, None)
     report = verify(trainer)
     assert report.verdict.kind is Kind.COULD_NOT_TELL and "train_dataset" in report.verdict.words
-    assert verify(trainer, [2, 8], samples=points(8)).verdict.kind is Kind.EXACT
+    assert verify(trainer, [2, 8], samples=points(8)).verdict_of("apply()").kind is Kind.EXACT
 
 
 # --- an answer needs grounds ----------------------------------------------------------------------------------------
@@ -298,7 +299,7 @@ def test_a_right_gradient_is_right_whatever_its_size(factor: float, tmp_path: Pa
     model = Scaled(factor).float()
     samples = [{name: value.float() for name, value in each.items()} for each in points(8)]
     report = verify(small(model, tmp_path, samples), splits=[1, 2])
-    assert report.verdict.kind is Kind.EXACT, report
+    assert report.verdict_of("apply()").kind is Kind.EXACT, report
 
 
 @pytest.mark.parametrize("factor", [1e39, float("nan")])
@@ -353,6 +354,12 @@ class Inflated(Regression):
         return super().forward(x, labels)
 
 
+RELEASE = pytest.mark.skipif(
+    before("4.46") or (before("5.6") and not before("5.2")), reason="stock trains this head at another factor"
+)
+
+
+@RELEASE
 def test_the_first_line_is_about_the_users_own_split(tmp_path: Path) -> None:
     report = verify(small(Inflated(), tmp_path, points(8)))
     first, *rest = str(report).splitlines()
@@ -362,6 +369,7 @@ def test_the_first_line_is_about_the_users_own_split(tmp_path: Path) -> None:
     assert "1 x 8" in also and "8x too large" in also
 
 
+@RELEASE
 def test_the_other_splits_do_not_decide(tmp_path: Path) -> None:
     report = verify(small(Inflated(), tmp_path, points(8), per_device=8, accumulate=1))
     assert report.ok and report
