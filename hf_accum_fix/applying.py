@@ -140,9 +140,12 @@ class PatchHandle:
         with _LOCK:
             installed = [each for each in (self._installation, self._guard) if each is not None]
             if installed:
+                from hf_accum_fix.upstream.environment import is_training
                 from hf_accum_fix.upstream.patch import restore
 
                 restore(installed)
+                if is_training():
+                    _LOG.warning("revert() while a Trainer trains: the rest of its run is the stock Trainer's")
                 self._installation = self._guard = None
             self._refusal, self._applications = None, 0
             if self._state != _State.OFF:

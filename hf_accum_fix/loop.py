@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -268,7 +268,7 @@ class AccumulationWindow:
                 "expected once for each; enter it around one forward and backward"
             )
         last = self._begun == len(self)
-        with _reducing(host.accelerator, model, last=last), host.adding(model, len(self), self._begun):
+        with reducing(host.accelerator, model, last=last), host.adding(model, len(self), self._begun):
             yield
         if self._counted is not None:
             self._counted.done = self._begun
@@ -382,13 +382,6 @@ class AccumulationWindow:
                 f"{self._begun} of the {len(self)} micro-batches of a window were run inside micro_batch(); "
                 "expected all of them, since the ranks reduce their gradients in the last; do not break out of a window"
             )
-
-
-def _reducing(accelerator: AcceleratorLike | None, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
-    """Have the ranks reduce gradients in a backward, or not."""
-    if accelerator is not None:
-        return reducing(accelerator, model, last=last)
-    return nullcontext() if last else getattr(model, "no_sync", nullcontext)()
 
 
 class AccumulationWindows:

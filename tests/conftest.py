@@ -1,12 +1,45 @@
-"""What every test gets: a check that it left the Trainer class as it found it, and a short garbage collection."""
+"""What every test gets: a check that it left the Trainer class as it found it, and a short garbage collection.
+
+Every test of `SLOW` has the mark ``slow``, unless it needs another release.
+"""
 
 from __future__ import annotations
 
 import gc
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+HERE = Path(__file__).parent
+#: Folders, and what takes long in others.
+SLOW = (
+    "losses",
+    "patch",
+    "random_trainings",
+    "trainers",
+    "balancing/test_two_ranks.py",
+    "cli/test_run_hostile.py",
+    "cli/test_verify_hostile.py",
+    "data/test_resume.py",
+    "faults",
+    "recipes/test_setup.py",
+    "recipes/test_sweep_output.py",
+    "verify/test_misled.py",
+)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without these, the everyday tests are collected in half the time, by every worker."""
+    return True if "not slow" in config.option.markexpr and collection_path in (HERE / each for each in SLOW) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = {HERE / each for each in SLOW}
+    for item in items:
+        if slow & {item.path, *item.path.parents} and not item.get_closest_marker("releases"):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -504,6 +504,15 @@ def test_apply_in_mid_training_is_refused(tmp_path: Path) -> None:
         assert handle.active
 
 
+def test_revert_in_mid_training_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    handle = hf_accum_fix.apply()
+    trainer = small(Regression(), tmp_path, points(16), max_steps=2)
+    trainer.add_callback(AtTheFirstStep(handle.revert))
+    trainer.train()
+    assert [each for each in caplog.messages if "the rest of its run is the stock Trainer's" in each]
+    assert is_original() and not hf_accum_fix.report().runs[-1]["exact"]
+
+
 def test_without_a_stderr() -> None:
     script = (
         "import sys; sys.stderr = None; import transformers.trainer, hf_accum_fix as fix; print(fix.apply().active)"

@@ -9,15 +9,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.run import Run
 from hf_accum_fix.accumulation.weigh import WindowCheck
 from hf_accum_fix.accumulation.window import count_dtype
 
 _OTHER = "its terms divide by other items than were predicted"
+
+
+class Run(Protocol):
+    """What ending a window asks of a training (see `core.host`)."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where counts are."""
+
+    @property
+    def data_ranks(self) -> int:
+        """W: the ranks that hold samples of their own."""
+
+    @property
+    def readable(self) -> bool:
+        """Whether a window's numbers are read as it ends."""
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether the engine has taken the step within the backward."""
+
+    def summed(self, numbers: Tensor) -> Tensor:
+        """Numbers summed over ranks: a collective."""
+
+    def tell(self, why: str, windows: int = 1) -> None:
+        """Warn that a window is not exact, or so many since the last log."""
 
 
 @dataclass

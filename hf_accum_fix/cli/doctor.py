@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from packaging.version import Version
 
 import hf_accum_fix
 from hf_accum_fix.accumulation.reduction import Reduction
-from hf_accum_fix.cli import LEGEND
+from hf_accum_fix.cli import LEGEND, write
 from hf_accum_fix.cli.inherit import VARIABLE
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.reporting import Report, loss_of, off_by, plain, versions, wrapped
@@ -44,9 +45,8 @@ DESCRIPTION: Final = """\
 Say in one line whether the installed release, or with --model your model in it, trains at the right gradient, and what
 to do if not. --verbose: which defects the release has, what each does to whom, and what apply() would do.
 
-The release's number settles that, so nothing heavy is imported, unless our tests have not run that very release: then
-transformers.trainer is imported, to look at its methods. It is imported under hf-accum-fix run as well, to see whether
-the patch is on, and for --model.
+The release's number settles that. Before it recommends a command it imports transformers.trainer, in a process of its
+own, to see whether the installation works.
 """
 
 EPILOG: Final = f"""\
@@ -96,9 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``doctor``."""
     parser.add_argument(
         "--model",
-        metavar="CLASS|FOLDER",
-        help="answer for this model, by one step on made-up samples on the CPU: a class of transformers, "
-        "built small from its default config, or a local checkpoint",
+        metavar="CLASS|TYPE|FOLDER",
+        help="answer for this model, by one step on made-up samples on the CPU: a class of transformers or a model "
+        "type such as bert, built small from its default config, or the folder of a checkpoint",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Print the diagnosis and return its verdict."""
     diagnosis = diagnose(arguments.model)
-    sys.stdout.write(arguments.form(diagnosis) + "\n")
+    write(arguments.form(diagnosis) + "\n")
     return diagnosis.verdict
 
 
@@ -120,7 +120,7 @@ def diagnose(model: str | None) -> Diagnosis:
     """Look at the installation and, where a model is named, at its loss.
 
     Raises:
-        OptionsError: if the model is neither a class of transformers nor a folder.
+        OptionsError: if the model is neither a class or model type of transformers nor a folder.
     """
     report = hf_accum_fix.report()
     release = parsed(report.environment.transformers)
@@ -130,6 +130,8 @@ def diagnose(model: str | None) -> Diagnosis:
         broken = _import_trainer()
         report = hf_accum_fix.report()
     verdict, reason = judge(report)
+    if verdict is Verdict.DEFECTS and TRAINER_MODULE not in sys.modules and report.plan.refusal is None:
+        broken = _import_elsewhere()
     if broken is not None:
         verdict, reason = Verdict.COULD_NOT_TELL, f"{TRAINER_MODULE} cannot be imported: {broken}"
     head: dict[str, Any] = {}
@@ -150,6 +152,13 @@ def _import_trainer() -> str | None:
     except (Exception, SystemExit) as error:  # of whatever of it is broken; SystemExit is a refusal under run
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _import_elsewhere() -> str | None:
+    """The same in a process of its own, before ``run`` is recommended: this one stays light."""
+    command = [sys.executable, "-c", f"import {TRAINER_MODULE}"]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
 
 
 def _observed(model: str, obstacle: str | None) -> dict[str, Any]:
@@ -255,7 +264,7 @@ def to_text(diagnosis: Diagnosis) -> str:
         lines.append(f"{len(report.present)} defects, of which apply() mends {mended}: hf-accum-fix doctor --verbose")
     lines += [f"not a release's defect but {each.owner}'s own: hf-accum-fix explain {each.name}" for each in LIMITS]
     if not diagnosis.head:
-        lines.append("your model: hf-accum-fix doctor --model CLASS (or the folder of a checkpoint)")
+        lines.append("your model: hf-accum-fix doctor --model CLASS (or bert, or the folder of a checkpoint)")
     return "\n".join([answer(diagnosis), "", *wrapped(*lines)])
 
 

@@ -76,7 +76,6 @@ def explanation_of_limit(limit: Limit) -> str:
 def _unknown(name: str, names: list[str]) -> OptionsError:
     from difflib import get_close_matches
 
-    near = get_close_matches(name, names, n=1, cutoff=0.0)
-    return OptionsError(
-        f"there is no defect {name!r}; the nearest is {near[0]!r}; hf-accum-fix explain lists all of them"
-    )
+    near = get_close_matches(name, names, n=1)
+    nearest = f"the nearest is {near[0]!r}; " if near else ""
+    return OptionsError(f"there is no defect {name!r}; {nearest}hf-accum-fix explain lists all of them")

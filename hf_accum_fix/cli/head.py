@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -40,6 +41,11 @@ _LARGEST: Final = {
     **dict.fromkeys(("embedding_size", "word_embed_proj_dim", "moe_intermediate_size", "image_size"), 32),
     "patch_size": 8,
 }
+#: Tasks of transformers' automatic classes whose heads can be fed.
+_TASKS: Final = (
+    "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "VISION_2_SEQ", "SEQUENCE_CLASSIFICATION",
+    "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING", "IMAGE_CLASSIFICATION",
+)  # fmt: skip
 _LENGTHS: Final = (7, 12, 5, 9, 8, 11, 6, 10) * 2
 """Tokens of the samples: eight micro-batches of two."""
 
@@ -58,7 +64,7 @@ class ObservedHead:
 
 
 def observe_head(asked: str) -> ObservedHead:
-    """Build what was asked for, a class of transformers or a checkpoint's folder, and observe its loss.
+    """Build what was asked for, a class or model type of transformers or a checkpoint's folder, and observe its loss.
 
     Raises:
         OptionsError: if it is neither.
@@ -73,7 +79,9 @@ def observe_head(asked: str) -> ObservedHead:
         with redirect_stdout(sys.stderr):
             model = _checkpoint(folder) if folder.is_dir() else _small_model(asked)
             head = type(model).__name__
-            return ObservedHead(f"{head} of {asked}" if folder.is_dir() else f"a small {head}", _trained(model))
+            built = f"{head} of {asked}" if folder.is_dir() else f"a small {head}"
+            others = [each for each in heads_of(asked) if each != head]
+            return ObservedHead(f"{built} (other heads: {', '.join(others)})" if others else built, _trained(model))
     except AccumFixError:
         raise
     except Exception as error:  # whatever somebody's model may raise
@@ -85,16 +93,56 @@ def observe_head(asked: str) -> ObservedHead:
 
 
 def _small_model(name: str) -> Any:
-    head = getattr(transformers, name, None)
+    head = getattr(transformers, next(iter(heads_of(name)), name), None)
     if isinstance(head, type) and issubclass(head, transformers.PreTrainedModel):
         config_class: Any = head.config_class
         return head(config_class(**_small_fields(config_class())))
-    heads = [each for each in dir(transformers) if _samples_for(each) and not each.startswith("Auto")]
-    near = get_close_matches(name, heads, n=1, cutoff=0.0)
     raise OptionsError(
-        f"{name!r} is no folder and no model class of transformers {transformers.__version__}; the nearest head is "
-        f"{near[0]}"
+        f"got {name!r}, no folder, model type or model class of transformers {transformers.__version__}; expected one, "
+        f"such as {', '.join(suggestions(name)) or 'bert or BertForMaskedLM'}"
+        + ("; doctor downloads nothing: give the folder of a checkpoint" if "/" in name else "")
     )
+
+
+@cache
+def _heads() -> dict[str, tuple[str, ...]]:
+    """The heads that can be fed of each model type; first the one that most people train."""
+    from transformers.models.auto import modeling_auto
+
+    found: dict[str, dict[str, None]] = {}
+    for task in _TASKS:
+        for kind, named in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}).items():
+            for name in (named,) if isinstance(named, str) else named:
+                if _samples_for(name):
+                    found.setdefault(kind, {})[name] = None
+    return {kind: tuple(names) for kind, names in found.items()}
+
+
+def heads_of(asked: str) -> tuple[str, ...]:
+    """The heads of a model type, however its words are joined; none for another name."""
+    return next((heads for kind, heads in _heads().items() if _joined(kind) == _joined(asked)), ())
+
+
+def suggestions(asked: str) -> list[str]:
+    """A few heads of the model that a name speaks of, those of the same task first; none where it names no model."""
+    words = _words(asked)
+    spans = {"".join(words[at:end]) for at in range(len(words)) for end in range(at, len(words) + 1)}
+    named = [kind for kind in _heads() if _joined(kind) in spans]
+    if not named:
+        return []
+    heads = _heads()[max(named, key=len)]
+    stems = {word[:4] for word in words}
+    return sorted(heads, key=lambda head: -len(stems & {word[:4] for word in _words(head)}))[:3]
+
+
+def _words(name: str) -> list[str]:
+    """The words of a name in camel case, or joined by signs."""
+    parts = re.findall(r"[A-Z]+[a-z]*\d*|[a-z]+\d*|\d+", name)
+    return [part.lower() for part in parts]
+
+
+def _joined(name: str) -> str:
+    return re.sub(r"[\W_]", "", name.lower())
 
 
 def _small_fields(config: Any) -> dict[str, Any]:
@@ -114,7 +162,7 @@ def _small_fields(config: Any) -> dict[str, Any]:
 def _checkpoint(folder: Path) -> Any:
     """The model of a folder; with fresh weights where it holds none."""
     config = transformers.AutoConfig.from_pretrained(folder)
-    named = (config.architectures or [None])[0]
+    named = (config.architectures or heads_of(config.model_type) or [None])[0]
     head: Any = getattr(transformers, named or "", None)
     if head is None:
         raise ContractError(

@@ -21,11 +21,7 @@ from hf_accum_fix.errors import AccumFixError, RankError
 def settle(host: Host, batches: Sequence[Any], number: Any = None, error: Exception | None = None) -> None:
     """Observe the loss of every task in a window where that has not been done, on every rank alike.
 
-    Args:
-        host: the training; its state is changed.
-        batches: the micro-batches of this rank; empty: its data have ended.
-        number: how many items upstream counts in them; None: it does not.
-        error: what kept this rank from fetching its window.
+    Takes what `core.window.open_window` takes, and changes the state of the host.
 
     Raises:
         RankError: if another rank failed, has no window, or labels where this one has none.
@@ -185,11 +181,7 @@ def remarks(
 ) -> Iterator[tuple[str, str]]:
     """The warnings that a contract asks for once it is in force, each with a name; nothing where it is exact.
 
-    Args:
-        head: the model's class.
-        found: its contract.
-        attempts: windows that were observed.
-        outcome: what becomes of a loss that no rule counts.
+    ``attempts``: windows that were observed; ``outcome``: what becomes of a loss that no rule counts.
     """
     if found.reduction is Reduction.SUM:
         yield "sum", f"{head}: the loss is a sum over the global batch, and grows with the global batch."

@@ -169,24 +169,14 @@ class Host(ABC):
             words = f"{self.where} is not exact: {why}. Every window is checked; report() has how many were not."
             self.warn_once("certificate", f"{self.head}: {words}")
 
-    def note_empty(self, total: Tensor) -> None:
-        """Take N of a window that this rank has a part in; where windows are not read as they end, it is read later."""
-        if not self.readable:
-            self.state.empty = (total == 0).long() + (0 if self.state.empty is None else self.state.empty)
-        elif not bool(total):
-            self._warn_empty()
-
     def warn_empty(self) -> None:
-        """Warn if a window had no target, of those that were not read; waits for the device."""
-        if self.state.empty is not None and int(self.state.empty):
-            self._warn_empty()
-
-    def _warn_empty(self) -> None:
-        self.warn_once(
-            "empty",
-            "a whole accumulation window had no target: its gradient and its logged loss are zero; look at truncation, "
-            "label masking, or samples without an answer",
-        )
+        """Warn if a window had no target; waits for the device."""
+        if "empty" not in self.warned and self.state.empty is not None and bool(self.state.empty):
+            self.warn_once(
+                "empty",
+                "a whole accumulation window had no target: its gradient and its logged loss are zero; look at "
+                "truncation, label masking, or samples without an answer",
+            )
 
     def warn_routing(self) -> None:
         """Warn once of what the router's loss has shown; waits for the device."""

@@ -52,7 +52,7 @@ class TrainingState:
         inexact: those that were not exact.
         unreported: one of them is not known to the other ranks yet.
         recorded: the training is in the report.
-        empty: windows without a target, of those that are not read as they end, 0-dim.
+        empty: a window had no target, 0-dim; None: none was counted.
         asks: a rank holds a task that was not observed, or reconsiders, and all ranks know.
         reconsiders: the losses are observed again in the next window: they changed, or two rules that fit disagree.
         reconsidered: how often that was done.

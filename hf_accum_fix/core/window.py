@@ -128,7 +128,11 @@ def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: E
         if not host.state.asks:
             break
     if batches and all(each.items is not None for each in host.state.contracts):
-        host.note_empty(window.total)
+        empty, before = window.total == 0, host.state.empty
+        # Where reading waits for the device it is read later.
+        host.state.empty = empty if before is None else before | empty
+        if host.readable:
+            host.warn_empty()
     return window
 
 
@@ -320,14 +324,8 @@ def count_routing(
 ) -> tuple[Tensor, Exception | None]:
     """This rank's numbers of a window, to be summed over ranks, and its error.
 
-    The model's own load-balancing loss is looked at first, on every rank alike.
-
-    Args:
-        host: the training.
-        forward: (inputs) -> loss, 0-dim, as training makes it.
-        batches: the micro-batches of this rank.
-        model: inside DistributedDataParallel; None: this rank has none at hand, and no micro-batch.
-        error: what this rank failed with before; None: nothing.
+    The model's own load-balancing loss is looked at first, on every rank alike. ``forward``: (inputs) -> loss, as
+    training makes it; ``model``: inside DistributedDataParallel; None: this rank has none, and no micro-batch.
     """
     router, contract, listed = host.router, host.contract, list(batches)
     assert contract is not None

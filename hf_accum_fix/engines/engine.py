@@ -29,14 +29,16 @@ def engine_divisor(accelerator: AcceleratorLike, backward_kwargs: Mapping[str, A
     return int(accelerator.deepspeed_engine_wrapped.engine.gradient_accumulation_steps())
 
 
-def reducing(accelerator: AcceleratorLike, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+def reducing(accelerator: AcceleratorLike | None, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
     """Around a forward and backward: the ranks reduce gradients in the last micro-batch of a window alone.
 
     Args:
-        accelerator: the live ``accelerate.Accelerator``.
+        accelerator: the live ``accelerate.Accelerator``, or None.
         model: as it was prepared.
         last: whether this is the last micro-batch.
     """
+    if accelerator is None:
+        return nullcontext() if last else getattr(model, "no_sync", nullcontext)()
     # accelerate's optimizer and scheduler, and DeepSpeed's engine, step only if this is set.
     accelerator.sync_gradients = last
     tell_last(accelerator, last)

@@ -14,13 +14,9 @@ logger = logging.getLogger("hf_accum_fix")
 
 
 def announce(session: Session, window: Window, part: Part, stock_scale: float) -> None:
-    """Log and record, once a run, what was observed.
+    """Log and record, once a run, what was observed; ``part``: of the first micro-batch.
 
-    Args:
-        session: of the trainer.
-        window: its first one.
-        part: what holds for the loss of its first micro-batch.
-        stock_scale: G times what the installed Trainer multiplies a loss by before it hands it to accelerate.
+    ``stock_scale``: G times what the installed Trainer multiplies a loss by before it hands it to accelerate.
     """
     if session.state.recorded:
         return

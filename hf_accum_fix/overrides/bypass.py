@@ -11,21 +11,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_accum_fix.errors import SeamError
 from hf_accum_fix.options import enabled
-from hf_accum_fix.upstream.protocols import TrainerLike
 
 
 @contextmanager
-def no_bypass(trainer: TrainerLike, session: Any) -> Iterator[None]:
+def no_bypass(session: Any) -> Iterator[None]:
     """While a trainer trains, refuse an optimizer step in which no micro-batch came through its wrapped step.
 
     Asked by torch, as part of the step itself, whatever engine, scaler or wrapper calls it, from the first one on. A
-    micro-batch that was left out leaves no gradient, and one micro-batch on one rank is not cut: neither is refused.
-
-    Args:
-        trainer: the one that trains.
-        session: what is known of it, and the window of the step; a window whose last micro-batch was left out is
-            closed, on every rank alike.
+    micro-batch that was left out leaves no gradient, and one micro-batch on one rank is not cut: neither is refused. A
+    window whose last micro-batch was left out is closed, on every rank alike.
     """
+    trainer = session.trainer
 
     def check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         window = session.window
@@ -38,8 +34,11 @@ def no_bypass(trainer: TrainerLike, session: Any) -> Iterator[None]:
             if window.done and not window.ended and _steps(trainer.optimizer, optimizer):
                 window.close(trainer.model_wrapped)
             return
-        cut = trainer.args.gradient_accumulation_steps * trainer.args.world_size > 1
-        if cut and _steps(trainer.optimizer, optimizer) and _has_gradients(optimizer):
+        if (
+            session.steps * session.world_size > 1
+            and _steps(trainer.optimizer, optimizer)
+            and _has_gradients(optimizer)
+        ):
             raise SeamError(
                 f"the optimizer of {type(trainer).__name__} is about to step by gradients of which none came through "
                 "Trainer.training_step or accelerator.backward, so nothing of them is mended: its step or its loop "

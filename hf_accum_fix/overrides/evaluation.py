@@ -85,7 +85,8 @@ def evaluation_loop(
     with session.inside("evaluation_loop"), overridden(trainer, "prediction_step", prediction_step):
         output = wrapped(*args, **kwargs)
     total = trainer.accelerator.reduce(sums, reduction="sum") if trainer.args.world_size > 1 else sums
-    name = f"{_prefix(*args, **kwargs)}_loss"
+    # The fifth argument in every release.
+    name = f"{kwargs.get('metric_key_prefix', args[4] if len(args) > 4 else 'eval')}_loss"
     if refused:
         session.warn_once("eval_loss", f"{name} is left as the Trainer averages it: {refused[0]}")
     elif output.metrics is not None and name in output.metrics and bool(total[1] > 0):
@@ -136,15 +137,3 @@ def _without_filling(items: Items, inputs: Mapping[str, Any], real: int) -> dict
         return {**inputs, **masked}
     rows = sample_count(inputs)
     return {key: value[:real] if has_rows(value) and len(value) == rows else value for key, value in inputs.items()}
-
-
-def _prefix(
-    dataloader: Any,
-    description: str,
-    prediction_loss_only: bool | None = None,
-    ignore_keys: list[str] | None = None,
-    metric_key_prefix: str = "eval",
-    **_: Any,
-) -> str:
-    """The prefix of the metrics among the arguments of ``evaluation_loop``, whose signature the releases share."""
-    return metric_key_prefix

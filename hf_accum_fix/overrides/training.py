@@ -47,7 +47,7 @@ def train(
     try:
         with (
             session.inside("train"),
-            no_bypass(trainer, session),
+            no_bypass(session),
             whole_windows(session, partial(open_in, session)),
             counted_as_returned(session),
             mark_passed_over(trainer),

@@ -54,7 +54,7 @@ class Backend:
         """Of its tests."""
         if self.compiles:
             return pytest.mark.cpu_adam
-        return pytest.mark.deepspeed if self.wrapped == DEEPSPEED else pytest.mark.backends
+        return pytest.mark.deepspeed if self.wrapped == DEEPSPEED else pytest.mark.slow
 
 
 DDP, FSDP1, FSDP2, DEEPSPEED, TENSOR_PARALLEL = (

@@ -9,7 +9,7 @@ import pytest
 from tests.torchrun import found_by
 
 
-@pytest.mark.backends
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_rank_that_begins_without_a_target_keeps_a_sharded_model_in_step(tmp_path: Path) -> None:
     found = found_by("tests.backends.owned", tmp_path / "rows.json", "ddp", "fsdp2-launched", timeout=120)

@@ -213,6 +213,57 @@ def test_a_checkpoint_that_cannot_be_built(tmp_path: Path, capsys: pytest.Captur
     assert "could not be built and trained" in observed(capsys, tmp_path)["error"]
 
 
-def test_neither_a_class_nor_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--model", "BertForMaskedML"]) == 2
-    assert "the nearest head is BertForMaskedLM" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("kind", "head"),
+    [("bert", "BertForMaskedLM"), ("GPT-2", "GPT2LMHeadModel"), ("llama", "LlamaForCausalLM"), ("vit", "ViTForImage")],
+)
+def test_a_model_type(kind: str, head: str, capsys: pytest.CaptureFixture[str]) -> None:
+    built = observed(capsys, kind)["built"]
+    assert built.startswith(f"a small {head}")
+    assert kind != "bert" or "BertForSequenceClassification" in built
+
+
+def test_a_checkpoint_that_names_no_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "bert", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}'
+    )
+    assert observed(capsys, tmp_path)["observed"]["head"] == "BertForMaskedLM"
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted", "unwanted"),
+    [
+        ("BertForMaskedML", "such as BertForMaskedLM", "Yoso"),
+        ("BertClassifier", "such as BertForSequenceClassification", "Yoso"),
+        ("meta-llama/Llama-3.1-8B", "such as LlamaForCausalLM", "Yoso"),
+        ("XLMRobertaForNer", "such as XLMRobertaFor", "RobertaPre"),
+        ("os.system", "such as bert or BertForMaskedLM", "Yoso"),
+        ("AutoModelForCausalLM", "such as bert or BertForMaskedLM", "Yoso"),
+    ],
+)
+def test_another_name_is_answered_by_what_it_means(
+    asked: str, wanted: str, unwanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--model", asked]) == 2
+    told = capsys.readouterr().err
+    assert wanted in told and unwanted not in told
+
+
+# --- an installation that does not work -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torch", "accelerate"])
+def test_run_is_not_recommended_where_nothing_can_be_imported(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    for words in ([], ["--model", "bert"]):
+        done = start([sys.executable, "-m", "hf_accum_fix", "doctor", *words], environment(tmp_path))
+        assert done.returncode == 3 and "could not tell" in done.stdout, done
+        assert "libcudart" in done.stdout and "hf-accum-fix run" not in done.stdout, done
+
+
+def test_a_failure_of_its_own_is_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "packaging.py").write_text("raise ModuleNotFoundError('No module named packaging', name='packaging')")
+    done = start([sys.executable, "-m", "hf_accum_fix", "doctor"], environment(tmp_path))
+    assert done.returncode == 3 and "packaging" in done.stderr and "Traceback" not in done.stderr, done

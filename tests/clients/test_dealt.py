@@ -21,7 +21,7 @@ EVERYDAY = ("tokens", "LLaVA")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.clients)
+        pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.slow)
         for name in WAYS
         if not name.startswith(EXPERTS)
     ],

@@ -18,11 +18,11 @@ import transformers as hf
 from torch import Tensor
 
 import hf_accum_fix
-from tests.attacks.runs import Cut, Ordered
 from tests.numerics.heads import Batch
 from tests.numerics.heads.head import collate
 from tests.numerics.heads.samples import text
 from tests.numerics.parity import trainable, training_arguments
+from tests.trainers.runs import Cut, Ordered
 
 pytestmark = pytest.mark.liger
 

@@ -32,7 +32,7 @@ WITH_SHORT_MICRO_BATCH = (3, 3)
 MEANS = [name for name, kind in PREFERENCES.items() if not kind.sampled]
 splits = pytest.mark.parametrize(
     "split",
-    [pytest.param(split, marks=() if split == EVERYDAY else pytest.mark.clients, id="x".join(map(str, split)))
+    [pytest.param(split, marks=() if split == EVERYDAY else pytest.mark.slow, id="x".join(map(str, split)))
      for split in (WHOLE, (4, 2), EVERYDAY, (1, 8))],
 )  # fmt: skip
 
@@ -138,7 +138,7 @@ def test_a_short_last_window_is_left_as_it_is(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "split",
-    [pytest.param(split, marks=() if split == EVERYDAY else pytest.mark.clients, id="x".join(map(str, split)))
+    [pytest.param(split, marks=() if split == EVERYDAY else pytest.mark.slow, id="x".join(map(str, split)))
      for split in (EVERYDAY, (1, 8), WITH_SHORT_MICRO_BATCH)],
 )  # fmt: skip
 @pytest.mark.parametrize("name", TWO_MEANS)

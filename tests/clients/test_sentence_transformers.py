@@ -19,7 +19,7 @@ from tests.clients.sentences import OBJECTIVES, sentences_step, weights
 from tests.numerics.heads import FLOAT32_LOSS
 from tests.numerics.parity import Step
 
-pytestmark = pytest.mark.clients
+pytestmark = pytest.mark.slow
 
 WHOLE = (8, 1)
 SPLITS = ((4, 2), (2, 4), (1, 8))

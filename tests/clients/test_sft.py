@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 EVERYDAY = (2, 4)
 splits = pytest.mark.parametrize(
     "split",
-    [pytest.param(split, marks=() if split == EVERYDAY else pytest.mark.clients, id="x".join(map(str, split)))
+    [pytest.param(split, marks=() if split == EVERYDAY else pytest.mark.slow, id="x".join(map(str, split)))
      for split in SPLITS],
 )  # fmt: skip
 
@@ -120,7 +120,7 @@ def test_what_training_runs_is_observed_and_leaves_no_trace_in_the_log(tmp_path:
     }
 
 
-@pytest.mark.clients
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_ranks_take_the_full_batch_step(tmp_path: Path) -> None:
     rows = found_by("tests.clients.sft_on_two_ranks", tmp_path / "rows.json", timeout=500)

@@ -22,7 +22,7 @@ from tests.torchrun import found_by
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 sizes = pytest.mark.parametrize(
-    "size", [pytest.param(size, marks=() if size == 4 else pytest.mark.clients) for size in (1, 2, 4, 8, 16)]
+    "size", [pytest.param(size, marks=() if size == 4 else pytest.mark.slow) for size in (1, 2, 4, 8, 16)]
 )
 
 
@@ -37,7 +37,7 @@ def test_exact_is_the_full_batch(config: dict[str, Any], size: int) -> None:
     assert step.trainer.state.log_history[0]["aux_loss"] == pytest.approx(value, rel=1e-9)
 
 
-@pytest.mark.clients
+@pytest.mark.slow
 def test_mean_is_trls_own_and_window_is_neither() -> None:
     stock, mean, window = (sft_error(convention, 4)[0] for convention in ("stock", "mean", "window"))
     assert mean == stock > 0.3
@@ -50,7 +50,7 @@ def test_without_the_term_nothing_more_is_run() -> None:
     assert not router.form.pools and router.moved is None
 
 
-@pytest.mark.clients
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_ranks(tmp_path: Path) -> None:
     errors = found_by("tests.clients.sft_router_loss", tmp_path / "errors.json", timeout=800)
@@ -59,7 +59,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert min(errors[f"mean {size}"], errors[f"window {size}"]) > 0.05
 
 
-@pytest.mark.clients
+@pytest.mark.slow
 def test_verify_says_exact_under_exact(tmp_path: Path) -> None:
     """The term is no part of the contract of a trainer that adds it itself; what was trained is known all the same."""
     head = with_coefficient(FAMILIES[FAMILY], COEFFICIENT)

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader
 from transformers import PretrainedConfig, Trainer
 
 from hf_accum_fix import observations, verify
-from tests.attacks.runs import Case, Ordered, full_batch, full_batch_loss, run
 from tests.numerics.heads import HEADS, Batch, Head, Sample
 from tests.numerics.heads.samples import text
 from tests.numerics.parity import training_arguments
+from tests.trainers.runs import Case, Ordered, full_batch, full_batch_loss, run
 
 CLASSES, MLM, DROPS, ANSWERS = (HEADS[name] for name in ("bert-classes", "bert-mlm", "drops-kwargs", "bert-answers"))
 #: Divides by the number it is handed, and is right in the stock Trainer.
@@ -31,7 +31,7 @@ EVERYDAY = (2, 4)
 
 def at(*chosen: tuple[int, int]) -> Any:
     """Splits of eight samples, of which one is for everyday."""
-    marked = [pytest.param(each, marks=() if each == EVERYDAY else pytest.mark.clients) for each in chosen]
+    marked = [pytest.param(each, marks=() if each == EVERYDAY else pytest.mark.slow) for each in chosen]
     return pytest.mark.parametrize("split", marked, ids=lambda split: f"{split[0]}x{split[1]}")
 
 

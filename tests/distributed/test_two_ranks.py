@@ -22,7 +22,7 @@ def every_case() -> Iterator[Any]:
     """Every head and cut, and some of them with a rank that has no item, as parameters."""
     for name, head in HEADS.items():
         for split in SPLITS if name not in LEFT_OUT else ():
-            marks = [] if split == (2, 2) and name in EVERYDAY else [pytest.mark.zoo]
+            marks = [] if split == (2, 2) and name in EVERYDAY else [pytest.mark.slow]
             # One rank shows the losses of heads that stand for a class alone.
             if head.in_zoo or not head.everyday or (split != (1, 4) and marks):
                 marks = [pytest.mark.thorough]

@@ -26,7 +26,7 @@ def sweep(output: Path, *more: str, room: int | None = None) -> subprocess.Compl
     return torchrun("recipes/llava_sweep.py", *SWEEP, "--output", output, *more, preexec_fn=limit)
 
 
-@pytest.mark.backends
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing_and_the_sweep_goes_on(tmp_path: Path) -> None:
     full = sweep(tmp_path / "out", room=ROOM)
     assert full.returncode != 0

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hf_accum_fix
 from hf_accum_fix import verify
 from hf_accum_fix.verification.report import Kind
-from tests.dealing.trainings import BALANCE, dealt
+from tests.balancing.trainings import BALANCE, dealt
 from tests.gpu.steps import FLOAT32_SUMS, FLOORS, RATE, by_trainer, full_batch, in_float32, in_float64
 from tests.numerics.heads import HEADS
 from tests.numerics.parity import cut, reference_step, take_step

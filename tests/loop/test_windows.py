@@ -32,7 +32,7 @@ def every_case() -> Iterator[Any]:
     """Every head by both ways; of those that stand for a class alone, one."""
     for name, head in LOOPED.items():
         for way in OURS:
-            later = [pytest.mark.zoo if way == OURS[0] else pytest.mark.thorough]
+            later = [pytest.mark.slow if way == OURS[0] else pytest.mark.thorough]
             yield pytest.param(name, way, marks=later if head.in_zoo else [], id=f"{name}-{way}")
 
 

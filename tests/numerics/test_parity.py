@@ -23,7 +23,7 @@ def every_cut() -> Iterator[Any]:
     """Every head and cut, as parameters."""
     for name, head in HEADS.items():
         for split in SPLITS:
-            marks = [] if split == ONE and head.everyday and not head.in_zoo else [pytest.mark.zoo]
+            marks = [] if split == ONE and head.everyday and not head.in_zoo else [pytest.mark.slow]
             stands_alone = head.in_zoo or not head.everyday
             if split not in (ONE, SEVERAL) or (stands_alone and split != ONE):
                 marks = [pytest.mark.thorough]

@@ -56,7 +56,7 @@ def test_what_is_left_out_is_not_in_the_zoo() -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case.head.everyday else pytest.mark.zoo) for case in NOT_DECOMPOSABLE],
+    [pytest.param(case, marks=() if case.head.everyday else pytest.mark.slow) for case in NOT_DECOMPOSABLE],
     ids=named,
 )
 def test_what_is_no_mean_over_items_is_recognised(case: LeftOut, tmp_path: Path) -> None:
@@ -79,14 +79,14 @@ def test_rows_that_change_one_another_are_weighed_by_their_items(tmp_path: Path)
     assert take_step(head, head.samples, 2, 4, "trainer", tmp_path).error(reference) <= FLOAT32_LOSS
 
 
-@pytest.mark.zoo
+@pytest.mark.slow
 def test_stock_cannot_log_a_loss_with_an_axis(tmp_path: Path) -> None:
     assert ONE_FORMER_HEAD.model in LEFT_OUT
     with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
         take_step(ONE_FORMER_HEAD, ONE_FORMER_HEAD.samples, 4, 2, "stock", tmp_path)
 
 
-@pytest.mark.zoo
+@pytest.mark.slow
 def test_points_drawn_at_random_are_no_term_of_the_contract(tmp_path: Path) -> None:
     """In the zoo every mask has the same points in every cut, as dropout is off; drawn, it has the same contract."""
     head = HEADS["Mask2FormerForUniversalSegmentation"]

@@ -39,7 +39,7 @@ def fine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found(tmp_path_factory, "1,512", [*LONG, BY_TRAINER])
 
 
-@pytest.mark.backends
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", [*ROUNDED, "fsdp2-reduces-float32"])
 def test_the_sum_is_right_to_the_noise_of_one_micro_batch(case: str, rows: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ def test_the_sum_is_right_to_the_noise_of_one_micro_batch(case: str, rows: dict[
         assert row["parameter 32"] <= NOISE * floor, row
 
 
-@pytest.mark.backends
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", [*LONG, BY_TRAINER])
 def test_so_is_that_of_1024_micro_batches(case: str, fine: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.releases, pytest.mark.timeout(1800)]
 
 #: Heads that every release knows and runs in float64; what is no head's runs as a whole.
 EVERYWHERE = "(llama or bert or t5 or no-kwargs or drops-kwargs or declares-false or uses or told) and not empty"
-ONE_RANK = ("tests/dealing/test_dealing.py", "tests/dealing/test_trainings.py")
+ONE_RANK = ("tests/balancing/test_dealing.py", "tests/balancing/test_trainings.py")
 
 
 #: Every release makes its dataloader in a way of its own; CI looks at the first and the newest of them.
@@ -26,4 +26,4 @@ def test_steps_trajectories_and_resumption(release: str) -> None:
 
 @pytest.mark.parametrize("release", (*LATER, "5.4.0"))
 def test_two_ranks(release: str) -> None:
-    run_tests_in(release, "tests/dealing/test_two_ranks.py")
+    run_tests_in(release, "tests/balancing/test_two_ranks.py")

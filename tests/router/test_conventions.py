@@ -37,7 +37,7 @@ def every_cut() -> Iterator[Any]:
     """Every family and size of a micro-batch, as parameters."""
     for family in FAMILIES:
         for size in SIZES:
-            marks = [] if family == MIXTRAL and size not in (2, 8) else [pytest.mark.zoo]
+            marks = [] if family == MIXTRAL and size not in (2, 8) else [pytest.mark.slow]
             if family != MIXTRAL and size != OF_A_FAMILY:
                 marks = [pytest.mark.thorough]
             yield pytest.param(family, size, marks=marks, id=f"{family}-{size}")
@@ -159,7 +159,7 @@ def test_the_convention_is_part_of_what_is_reported() -> None:
     assert [run["router_loss"] for run in observations.recorded()] == ["mean", "window", "exact"]
 
 
-@pytest.mark.zoo
+@pytest.mark.slow
 def test_a_compiled_model_is_stood_in_for_outside_of_its_graph() -> None:
     head = replace(FAMILIES[MIXTRAL], samples=FAMILIES[MIXTRAL].samples[:8])
     compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"}

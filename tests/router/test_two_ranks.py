@@ -39,7 +39,7 @@ def test_every_family_and_cut(tmp_path: Path) -> None:
     check(errors(2, [case for case in cases if case not in SLOW], tmp_path / "rows.json"))
 
 
-@pytest.mark.backends
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", [pytest.param(2, id="recognising"), pytest.param(5, id="counting")])
 def test_a_rank_that_fails_before_the_collective_stops_the_other(forward: int) -> None:
     out = torchrun("tests.router.failing_rank", str(forward), timeout=120).stdout

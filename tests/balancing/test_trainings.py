@@ -1,0 +1,221 @@
+"""Dealt windows inside the Trainer: the same gradient, the same samples in every step, the same trajectory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+import hf_accum_fix
+from hf_accum_fix.data.balancing import Dealer
+from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
+from hf_accum_fix.options import BalanceOptions, Options
+from hf_accum_fix.trainer import GlobalBatchTrainer
+from tests.balancing.trainings import BALANCE, KINDS, dealt, length_of, train
+from tests.numerics.heads import HEADS
+from tests.numerics.parity import (
+    ClassRecorder,
+    StockRecorder,
+    contract_of,
+    cut,
+    reference_step,
+    take_step,
+    training_arguments,
+)
+
+
+class DealtClass(ClassRecorder):
+    global_batch_options = Options(balance_windows=BALANCE)
+
+
+class DealtByHand(StockRecorder):
+    """A stock Trainer whose windows are dealt, and nothing mended."""
+
+    def get_train_dataloader(self) -> Any:
+        return Dealer(BALANCE, progress=False).around(super().get_train_dataloader(), 4)
+
+
+#: One of each way that a loss is reduced; the other kinds are marked "zoo".
+EVERYDAY = ("llama", "bert-mlm", "bert-classes", "uses-int", "wav2vec2-ctc-sum", "two-terms", "mean-of-sample-means")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in EVERYDAY else [pytest.mark.slow]) for name in KINDS]
+)
+def test_every_kind_of_loss_takes_the_full_batch_step(name: str, tmp_path: Path) -> None:
+    head = HEADS[name]
+    pieces = dealt(head, 4, 1, 2)
+    assert sorted(map(len, pieces)) != [2, 2, 2, 2]
+    reference = reference_step(head, pieces)
+    with hf_accum_fix.apply(balance_windows=BALANCE):
+        step = take_step(head, head.samples, 2, 4, "stock", tmp_path)
+    assert step.error(reference) <= head.tolerance
+    assert step.loss == pytest.approx(reference.loss, rel=max(head.tolerance, 1e-6))
+    assert contract_of(step).exact
+
+
+@pytest.mark.parametrize("name", ["bert-mlm", "no-kwargs", "drops-kwargs"])
+def test_dealing_alone_would_be_wrong(name: str, tmp_path: Path) -> None:
+    """A head that returns its own mean, dealt by length under the stock Trainer; the subclass mends it."""
+    head = HEADS[name]
+    reference = reference_step(head, cut(head.samples, 2))
+    assert take_step(head, head.samples, 2, 4, "stock", tmp_path, trainer_class=DealtByHand).error(reference) > 0.1
+    assert take_step(head, head.samples, 2, 4, "trainer", tmp_path, trainer_class=DealtClass).error(reference) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["root-of-mean", "clip", "segformer-batch-norm"])
+def test_a_loss_that_hangs_on_its_micro_batch_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    head = HEADS[name]
+    why = "BatchNorm" if "norm" in name else "would change such a loss"
+    with hf_accum_fix.apply(balance_windows=BALANCE), pytest.raises(UnsupportedSetupError, match=why):
+        take_step(head, [*head.samples, *head.samples], 2, 4, "stock", tmp_path)
+
+
+def test_a_router_loss_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    head = HEADS["mixtral"]
+    for balance in (False, True):
+        with hf_accum_fix.apply(balance_windows=balance):
+            take_step(head, head.samples, 2, 4, "stock", tmp_path)
+        said = [record.message for record in caplog.records if "depends on the cut" in record.message]
+        assert len(said) == balance
+
+
+def test_the_exact_router_loss_is_dealt_as_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    head = HEADS["mixtral"]
+    reference = reference_step(replace(head, router=0.0), [head.samples])
+    with hf_accum_fix.apply(balance_windows=True, router_loss="exact"):
+        step = take_step(head, head.samples, 2, 4, "stock", tmp_path)
+    assert step.error(reference) <= head.tolerance
+    assert not [record.message for record in caplog.records if "depends on the cut" in record.message]
+
+
+def test_off_by_default_and_what_is_given_is_checked() -> None:
+    assert Options().balance_windows is False
+    assert Options(balance_windows=True) == Options(balance_windows=BalanceOptions())
+    with pytest.raises(OptionsError, match="got balance_windows=1; expected True"):
+        Options(balance_windows=1)  # type: ignore[arg-type]
+    with pytest.raises(OptionsError, match="got max_rows_per_micro_batch=0; expected an integer"):
+        BalanceOptions(max_rows_per_micro_batch=0)
+    with pytest.raises(OptionsError, match="got lengths=3; expected a column"):
+        BalanceOptions(lengths=3)  # type: ignore[arg-type]
+
+
+# --- whole trajectories ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", [pytest.param("llama", marks=pytest.mark.slow), "bert-mlm"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"dataloader_drop_last": True}, {"dataloader_num_workers": 2}, {"stream": True}],
+    ids=["plain", "drop last", "workers", "stream"],
+)
+def test_the_trajectory_is_that_of_the_windows_as_they_come(head: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """Three epochs of windows of three, three and one micro-batches, the last one short of a sample."""
+    as_they_come = train(tmp_path, balance=False, head=head, **more)
+    found = train(tmp_path, balance=True, head=head, **more)
+    # Nine steps of a loss computed in float32 in llama.
+    assert found.error(as_they_come) <= (1e-5 if head == "llama" else 1e-11)
+    assert found.logged == pytest.approx(as_they_come.logged, rel=1e-5)
+    if "dataloader_num_workers" not in more:  # workers collate in processes of their own
+        assert found.windows == as_they_come.windows and len(found.windows) >= 6
+        assert sum(rows * width for rows, width in found.shapes) < sum(a * b for a, b in as_they_come.shapes)
+
+
+@pytest.mark.parametrize("saved", [4, 5, 7])
+def test_cut_and_resumed_it_is_the_same_trajectory(saved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut in the second epoch and in the third, counted from one, and before a short last window."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    uncut = train(tmp_path / "uncut", balance=True, save_strategy="steps", save_steps=saved)
+    checkpoint = tmp_path / "uncut" / f"checkpoint-{saved}"
+    found = train(tmp_path / "cut", balance=True, checkpoint=checkpoint)
+    assert found.windows == uncut.windows[saved:]
+    assert found.logged == uncut.logged
+    # What was loaded is the uncut run's float64 weights, so not a bit may differ.
+    assert all(torch.equal(found.change[name], uncut.change[name]) for name in uncut.change)
+
+
+def test_a_stream_resumed_in_its_first_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    uncut = train(tmp_path / "uncut", balance=True, stream=True, save_strategy="steps", save_steps=1)
+    found = train(tmp_path / "cut", balance=True, stream=True, checkpoint=tmp_path / "uncut" / "checkpoint-1")
+    assert found.windows == uncut.windows[1:]
+    assert all(torch.equal(found.change[name], uncut.change[name]) for name in uncut.change)
+
+
+def test_a_dispatched_stream_is_said_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path, balance=True, stream=True)
+    assert sum("dispatch_batches" in record.message for record in caplog.records) == 1
+    with pytest.raises(UnsupportedSetupError, match="dispatches"):
+        train(tmp_path, balance=True, stream=True, accelerator_config={"dispatch_batches": True})
+
+
+needs_batch_rebalance = pytest.mark.skipif(
+    "batch_rebalance" not in str(TrainingArguments.__dataclass_fields__.get("train_sampling_strategy")),
+    reason="batch_rebalance came with 5.17",
+)
+
+
+@needs_batch_rebalance
+@pytest.mark.parametrize("head", ["llama", "bert-mlm"])
+def test_the_trainers_own_dealing_is_left_to_it(head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """batch_rebalance: the micro-batches are its own, and gradient and log are mended."""
+    own = {"train_sampling_strategy": "batch_rebalance"}
+    found = train(tmp_path, balance=True, head=head, **own)
+    alone = train(tmp_path, balance=False, head=head, **own)
+    stock = train(tmp_path, balance=False, patched=False, head=head, **own)
+    assert found.shapes == alone.shapes == stock.shapes
+    assert all(torch.equal(found.change[name], alone.change[name]) for name in alone.change)
+    assert (stock.error(found) > 0.05) == (head == "bert-mlm")
+    assert sum("left to train_sampling_strategy" in record.message for record in caplog.records) == 1
+
+
+def test_lengths_are_kept_from_one_training_to_the_next(tmp_path: Path) -> None:
+    asked = 0
+
+    def counted(sample: Any) -> int:
+        nonlocal asked
+        asked += 1
+        return length_of(sample)
+
+    class Counted(GlobalBatchTrainer):
+        global_batch_options = Options(balance_windows=BalanceOptions(lengths=counted))
+
+    head = HEADS["llama"]
+    step = take_step(head, head.samples, 2, 4, "trainer", tmp_path, trainer_class=_recording(Counted))
+    step.trainer.train()
+    assert asked == len(head.samples)
+
+
+def _recording(cls: type) -> type:
+    from tests.numerics.parity import Recorder
+
+    return type("Recording", (Recorder, cls), {})
+
+
+def test_what_it_brought_is_said_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="hf_accum_fix"):
+        run, stock = train(tmp_path, balance=True), train(tmp_path, balance=False)
+    [said] = [record for record in caplog.records if "padded tokens for a real one" in record.message]
+    padded = [sum(rows * width for rows, width in each.shapes) for each in (run, stock)]
+    dealt, as_they_come = said.args
+    assert dealt / as_they_come == pytest.approx(padded[0] / padded[1])
+
+
+def test_the_trainer_is_left_as_it_was(tmp_path: Path) -> None:
+    run = train(tmp_path, balance=True)
+    assert run.trainer.get_train_dataloader.__func__ is Trainer.get_train_dataloader
+
+
+def test_verify_rehearses_its_own_cuts(tmp_path: Path) -> None:
+    head = HEADS["bert-mlm"]
+    with hf_accum_fix.apply(balance_windows=True):
+        args = training_arguments(tmp_path, 2, 4)
+        trainer = Trainer(model=head.build(), args=args, train_dataset=[*head.samples], data_collator=head.batch)
+        report = hf_accum_fix.verify(trainer)
+        assert str(report).startswith("exact at your 2 x 4\nalso looked at: exact at 8 x 1 and 1 x 8 and 3 x 4")
+        trainer.train()
+    assert trainer.state.global_step == 1

@@ -1,0 +1,211 @@
+"""Exact to the floor, or said, never silent, never worse than stock: over random trainings out of `parts`.
+
+HF_ACCUM_FIX_EXAMPLES raises the number of trainings, which then differ from run to run and are remembered where they
+fail; without it they are the same in every run. `campaign` draws many more, and goes on where one fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import hf_accum_fix
+from tests.numerics.heads import Batch
+from tests.random_trainings import loops
+from tests.random_trainings.compositions import Composition, compositions, installed_once, outcome, stock, suits, told
+from tests.random_trainings.pair_of_ranks import PairOfRanks
+from tests.random_trainings.parts import HEADS, OVERRIDES, Head
+
+pytestmark = pytest.mark.slow
+
+GIVEN = os.environ.get("HF_ACCUM_FIX_EXAMPLES")
+EXAMPLES = int(GIVEN or 500)
+ON_TWO_RANKS, IN_LOOPS = EXAMPLES // 20, EXAMPLES // 4
+_T = TypeVar("_T")
+
+
+@st.composite
+def of_kind(draw: st.DrawFn, kind: str) -> Composition:
+    def choose(several: Sequence[_T]) -> _T:
+        return draw(st.sampled_from(several))
+
+    return compositions(choose, kind)
+
+
+def examples(count: int) -> settings:
+    return settings(
+        max_examples=max(count, 1),
+        derandomize=GIVEN is None,
+        deadline=None,
+        phases=[Phase.reuse, Phase.generate, Phase.shrink],
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with installed_once():
+        yield tmp_path_factory.mktemp("property")
+
+
+@pytest.mark.timeout(0)
+@examples(EXAMPLES - ON_TWO_RANKS - IN_LOOPS)
+@given(composition=of_kind("one"))
+def test_exact_to_the_floor_or_said(composition: Composition, output: Path) -> None:
+    found = outcome(composition, output)
+    assert not found.faults, told(composition, found)
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.skipif(not IN_LOOPS, reason="none of so few")
+@examples(IN_LOOPS)
+@given(composition=of_kind("loop"))
+def test_exact_to_the_floor_or_said_in_a_loop(composition: Composition, output: Path) -> None:
+    found = outcome(composition, output)
+    assert not found.faults, told(composition, found)
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.skipif(not ON_TWO_RANKS, reason="none of so few")
+@examples(ON_TWO_RANKS)
+@given(composition=of_kind("two"))
+def test_exact_to_the_floor_or_said_on_two_ranks(composition: Composition, pair: PairOfRanks) -> None:
+    faults, words = pair.outcome(composition)
+    assert not faults, words
+
+
+# --- the test itself ----------------------------------------------------------------------------------------------
+
+#: One pair in seven of all, every part with many others.
+PAIRS = [(head, name) for head in HEADS for name, each in OVERRIDES.items() if each.suits(HEADS[head])][::7]
+#: Every part once, with the simplest of the other kind.
+ALONE = [
+    *((head, "none") for head in HEADS),
+    *(("number" if each.number else "mean", name) for name, each in OVERRIDES.items() if name != "none"),
+]
+#: What stock trains right however it is cut: what is by its number, without another term; and sums.
+RIGHT_IN_STOCK = {
+    "number", "number-of-tokens", "number-of-classes", "number-by-hand", "number-in-float32",
+    "number-and-kind-detached", "own-number", "own-number-by-hand", "func-number", "super-and-teacher-by-number",
+    "sum", "sum-of-classes",
+}  # fmt: skip
+
+
+def wrong_uncut(head: Head, override: str) -> bool:
+    """Where stock is off even in one micro-batch: in what it counts, and in the shift of what it smooths."""
+    by_number = head.by_number or override in ("own-number", "own-number-by-hand", "func-number")
+    counts_otherwise = override.startswith("masked") or head.ignore != -100
+    return (by_number and counts_otherwise) or (override == "smoothing" and head.level == "next")
+
+
+def held_against_stock(composition: Composition, output: Path) -> None:
+    """The reference of one micro-batch is stock's step, so that no reference is of another loss."""
+    found = stock(composition.case(), composition, output)
+    if found is None:
+        # It multiplies the loss in place, which a root's backward needs.
+        assert composition.head == "root"
+        return
+    wrong = not composition.loop and wrong_uncut(HEADS[composition.head], composition.override)
+    assert (max(found.errors) > 1e-3) is wrong
+    assert (max(found.errors) <= composition.floor) is not wrong
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("head", "override"), PAIRS)
+def test_the_reference_is_one_micro_batch_of_stock(head: str, override: str, output: Path) -> None:
+    held_against_stock(Composition(head, override, cut=(8, 1)), output)
+
+
+@pytest.mark.parametrize(("head", "override"), ALONE)
+def test_stock_is_right_uncut_and_wrong_where_it_is_cut(head: str, override: str, output: Path) -> None:
+    """Of every part, in each window that it needs to show what it does."""
+    windows = max(HEADS[head].windows, OVERRIDES[override].windows)
+    uncut = Composition(head, override, data=("ragged",) * windows, cut=(8, 1), seed=3)
+    cut = replace(uncut, cut=(2, 4), uneven=True)
+    ways = [False, True] if suits(OVERRIDES[override], HEADS[head], "loop") else [False]
+    for loop in ways:
+        held_against_stock(replace(uncut, loop=loop), output)
+        found = stock(replace(cut, loop=loop).case(), replace(cut, loop=loop), output)
+        # A loop hands no number over, and does not divide a sum.
+        right = not loop and (head if override == "none" else override) in RIGHT_IN_STOCK
+        assert found is None or (max(found.errors) <= cut.floor if right else max(found.errors) > 1e-3)
+
+
+def doing_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_accum_fix, "apply", nullcontext)
+    monkeypatch.setattr(loops, "ours", loops.by_hand)
+
+
+def tenfold(model: nn.Module, batches: Sequence[Batch], steps: int) -> Iterator[None]:
+    """Says so, and is far off."""
+    logging.getLogger("hf_accum_fix").warning("the loss is not exact")
+    for _ in loops.by_hand(model, batches, steps):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(10.0)
+        yield
+
+
+def raising(model: nn.Module, batches: Sequence[Batch], steps: int) -> Iterator[None]:
+    raise RuntimeError("a loop that cannot go on")
+    yield
+
+
+@pytest.mark.parametrize("loop", [False, True], ids=["trainer", "loop"])
+@pytest.mark.parametrize("head", ["mean", "mean-and-kind-stop-gradient", "tasks", "queue", "stack-of-rows"])
+def test_what_corrects_nothing_is_found(head: str, loop: bool, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    doing_nothing(monkeypatch)
+    found = outcome(Composition(head, seed=3, uneven=True, loop=loop), output)
+    assert found.verdict == "silent"
+
+
+@pytest.mark.parametrize("head", ["mean-and-kind-later", "mean-and-kind-alternating", "where-labelled"])
+def test_what_is_wrong_in_a_late_window_alone_is_found(
+    head: str, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = loops.ours
+
+    def late(model: nn.Module, batches: Sequence[Batch], steps: int) -> Iterator[None]:
+        for window, _ in enumerate(ours(model, batches, steps)):
+            for parameter in model.parameters():
+                if parameter.grad is not None and window == 2:
+                    parameter.grad.mul_(1.01)
+            yield
+
+    monkeypatch.setattr(loops, "ours", late)
+    found = outcome(Composition(head, data=("alike",) * 3, cut=(8, 1), seed=3, loop=True), output)
+    assert [fault.words[:8] for fault in found.faults if "unsaid" in fault.words] == ["window 2"]
+
+
+@pytest.mark.parametrize(("way", "verdict"), [(tenfold, "worse"), (raising, "crash"), (loops.by_hand, "silent")])
+def test_every_kind_of_fault_is_found(
+    way: Callable[..., Iterator[None]], verdict: str, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loops, "ours", way)
+    assert outcome(Composition("mean", cut=(2, 4), seed=3, loop=True), output).verdict == verdict
+
+
+def test_what_a_training_writes_is_where_the_next_window_begins(output: Path) -> None:
+    """A reference from the state at first is another."""
+    composition = Composition("over-average", data=("ragged",) * 3, cut=(8, 1), seed=3)
+    case = composition.case()
+
+    def from_the_beginning(model: Any, batch: Batch, step: int) -> Tensor:
+        model.average.fill_(1.0)
+        return case.loss(model, batch, step)
+
+    fresh = replace(case, loss=from_the_beginning)
+    for each, right in ((case, True), (fresh, False)):
+        found = stock(each, composition, output)
+        assert found is not None and (max(found.errors) <= composition.floor) is right

@@ -1,0 +1,440 @@
+"""Trainers as they are written in the wild, each cut down to what matters, with what each would learn uncut."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.numerics.heads import HEADS, Batch, DropsKwargs, Sample, seeded, shifted_cross_entropy
+from tests.numerics.heads.head import collate
+from tests.numerics.heads.samples import text
+from tests.trainers.runs import HALVES, PAIRS, Case, Ordered
+
+CLASSES, MLM, LLAMA, DROPS = (HEADS[name] for name in ("bert-classes", "bert-mlm", "llama", "drops-kwargs"))
+#: Divides by the number it is handed, in float64, and is right in the stock Trainer.
+NUMBER = dataclasses.replace(HEADS["uses-tensor"], name="number", samples=text())
+#: The library computes Llama's loss in float32.
+FLOAT32 = 1e-6
+
+
+# --- ms-swift's division ------------------------------------------------------------------------------------------
+
+
+class Divided(Ordered):
+    """Divides by G where a number came, since the stock Trainer then leaves the loss as it is."""
+
+    def for_the_window(self, loss: Tensor, num_items_in_batch: Any) -> Tensor:
+        if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
+            loss = loss / self.args.gradient_accumulation_steps
+        return loss
+
+
+class DividedMean(Divided):
+    """Sequence classification: its own mean over samples."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = self.for_the_window(F.cross_entropy(outputs.logits, labels), num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+class DividedReranker(Divided):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        loss = self.for_the_window(relevance(outputs.logits, inputs["labels"]), num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+def relevance(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(logits[:, 0], (labels > 0).to(logits))
+
+
+class DividedBase(Divided):
+    """The base's loss, asked for without the number; accuracy where the base has left labels behind."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        if inputs.get("labels") is not None:
+            self.accuracy = float((outputs["logits"].argmax(-1) == inputs["labels"]).double().mean())
+        loss = self.for_the_window(loss, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+class DividedEmbedding(DividedBase):
+    """Has no logits by token: an accuracy could not be had."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = Ordered.compute_loss(self, model, inputs, return_outputs=True)
+        if inputs.get("labels") is not None:
+            self.accuracy = (outputs["token_logits"].argmax(-1) == inputs["labels"]).double().mean()
+        loss = self.for_the_window(loss, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+def similarity(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A mean over samples, whatever number comes."""
+    return (outputs["logits"].norm(dim=-1) - labels).square().mean()
+
+
+def of_embeddings(model: nn.Module, batch: Batch) -> Tensor:
+    return similarity(model(**{**batch, "labels": None}), batch["labels"])
+
+
+def of_smoothed_classes(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(**{**batch, "labels": None}).logits, batch["labels"], label_smoothing=0.1)
+
+
+# --- preferences: rows that belong together -------------------------------------------------------------------------
+
+
+def preferences() -> list[Sample]:
+    """Eight pairs of answers, ragged, with the prompt masked."""
+    return [
+        {"chosen": one, "rejected": other}
+        for one, other in zip(text(), text(lengths=(7, 12, 4, 10, 15, 21, 8, 6), seed=3), strict=True)
+    ]
+
+
+def pairs(samples: Sequence[Sample]) -> Batch:
+    """The chosen answers first, then the rejected ones."""
+    return collate([sample["chosen"] for sample in samples] + [sample["rejected"] for sample in samples])
+
+
+PREFERENCES = dataclasses.replace(LLAMA, name="pairs", samples=preferences(), collate=pairs)
+
+
+def log_likelihoods(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Of each row [2 b]: summed, and the mean over its tokens."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    labels = batch["labels"][:, 1:]
+    valid = labels != -100
+    found = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * valid
+    return found.sum(1), found.sum(1) / valid.sum(1)
+
+
+def dpo(model: nn.Module, batch: Batch) -> Tensor:
+    chosen, rejected = log_likelihoods(model, batch)[0].chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def orpo(model: nn.Module, batch: Batch) -> Tensor:
+    """The likelihood of the chosen tokens, and a term over pairs."""
+    summed, mean = log_likelihoods(model, batch)
+    rows = len(summed) // 2
+    tokens = (batch["labels"][:rows, 1:] != -100).sum()
+    odds = mean - torch.log1p(-mean.exp())
+    return -summed[:rows].sum() / tokens - 0.1 * F.logsigmoid(odds[:rows] - odds[rows:]).mean()
+
+
+class DividedDpo(Divided):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss = self.for_the_window(dpo(model, inputs), num_items_in_batch)
+        return (loss, {}) if return_outputs else loss
+
+
+class DividedOrpo(Divided):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss = self.for_the_window(orpo(model, inputs), num_items_in_batch)
+        return (loss, {}) if return_outputs else loss
+
+
+# --- a division by the arguments, whatever comes ---------------------------------------------------------------------
+
+
+class DividesItsOwn(Ordered):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        loss = outputs["loss"] / self.args.gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
+
+
+class DividesInTraining(Ordered):
+    """By the micro-batches of this very window, and in training alone."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        loss = outputs["loss"]
+        if model.training:
+            loss = loss / self.current_gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
+
+
+class DividesTheBase(Ordered):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        loss = loss / self.args.gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
+
+
+# --- the number, left out or used -----------------------------------------------------------------------------------
+
+
+class WithoutTheNumber(Ordered):
+    """As four of ten excerpts of a public code search have it."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        return (loss, outputs) if return_outputs else loss
+
+
+class SumOverTheNumber(Ordered):
+    """Right on one rank; on W ranks 1/W of it, as it does not multiply by them."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        logits = model(input_ids=inputs["input_ids"], labels=inputs["labels"])["logits"]
+        if num_items_in_batch is None:
+            loss = shifted_cross_entropy(logits, inputs["labels"])
+        else:
+            loss = shifted_cross_entropy(logits, inputs["labels"], reduction="sum") / num_items_in_batch
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+class OwnNumber(Ordered):
+    """Counts what it trains on by itself, and trains on fewer labels than were fetched."""
+
+    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
+        return sum((with_fewer_labels(batch)["labels"] != -100).sum() for batch in batch_samples)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return super().compute_loss(model, with_fewer_labels(inputs), return_outputs, num_items_in_batch)
+
+
+# --- another batch than the one that was fetched -------------------------------------------------------------------
+
+
+def with_fewer_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without the labels of every third token, whatever its place; the last label of a row stays."""
+    ids, labels = batch["input_ids"], batch["labels"]
+    last = (labels != -100).long().flip(1).argmax(dim=1)
+    chosen = ids % 3 != 0
+    chosen[torch.arange(len(ids)), ids.shape[1] - 1 - last] = True
+    return {**batch, "labels": torch.where(chosen, labels, -100)}
+
+
+def with_fewer_rows(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with the rows that are of class 0 or 1."""
+    kept = batch["labels"] < 2
+    return {key: value[kept] for key, value in batch.items()}
+
+
+class MasksInTheStep(Ordered):
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return super().training_step(model, with_fewer_labels(inputs), *args, **kwargs)
+
+
+class MasksInTheStepInPlace(Ordered):
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        inputs["labels"].copy_(with_fewer_labels(inputs)["labels"])
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+class DropsInTheStep(Ordered):
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return super().training_step(model, with_fewer_rows(inputs), *args, **kwargs)
+
+
+class MasksAsFetched(Ordered):
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, number = super().get_batch_samples(*args, **kwargs)
+        return [with_fewer_labels(batch) for batch in batches], number
+
+
+class MasksAsFetchedInPlace(Ordered):
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, number = super().get_batch_samples(*args, **kwargs)
+        for batch in batches:
+            batch["labels"] = with_fewer_labels(batch)["labels"]
+        return batches, number
+
+
+class DropsAsFetched(Ordered):
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, number = super().get_batch_samples(*args, **kwargs)
+        return [with_fewer_rows(batch) for batch in batches], number
+
+
+class SplitsAsFetched(Ordered):
+    """Makes micro-batches of one sample of those that were fetched."""
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, number = super().get_batch_samples(*args, **kwargs)
+        rows = [(batch, row) for batch in batches for row in range(len(batch["labels"]))]
+        return [{key: value[row : row + 1] for key, value in batch.items()} for batch, row in rows], number
+
+
+def with_other_tokens(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {**batch, "input_ids": (batch["input_ids"] * 7 + 3) % 44 + 4}
+
+
+def with_other_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    labels = batch["labels"]
+    return {**batch, "labels": torch.where(labels >= 0, (labels + 1) % 48, labels)}
+
+
+class EditsTokensInPlace(Ordered):
+    """As an augmentation does that masks or swaps tokens: twice is not once."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs["input_ids"].copy_(with_other_tokens(inputs)["input_ids"])
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class EditsLabelsInPlace(Ordered):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs["labels"].copy_(with_other_labels(inputs)["labels"])
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class PreparesInPlace(Ordered):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        prepared = super()._prepare_inputs(inputs)
+        prepared["input_ids"].copy_(with_other_tokens(prepared)["input_ids"])
+        return prepared
+
+
+class ForwardInPlace(DropsKwargs):
+    """Edits the tokens that it is handed."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> dict[str, Tensor]:
+        input_ids.copy_(with_other_tokens({"input_ids": input_ids})["input_ids"])
+        return super().forward(input_ids, labels)
+
+
+def of_other_tokens(model: nn.Module, batch: Batch) -> Tensor:
+    return model(**with_other_tokens(batch))["loss"]
+
+
+def of_other_labels(model: nn.Module, batch: Batch) -> Tensor:
+    return model(**with_other_labels(batch))["loss"]
+
+
+def of_fewer_labels(model: nn.Module, batch: Batch) -> Tensor:
+    return model(**with_fewer_labels(batch))["loss"]
+
+
+def of_fewer_rows(model: nn.Module, batch: Batch) -> Tensor:
+    return model(**with_fewer_rows(batch))["loss"]
+
+
+# --- a training step of one's own ----------------------------------------------------------------------------------
+
+
+class OwnStep(Ordered):
+    """GLiNER's, without super(); right in the stock Trainer."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        loss = loss / self.args.gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class OwnStepDividedTwice(Ordered):
+    """Divides once more than accelerate did, so that stock trains at 1/G."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        loss = self.compute_loss(model, self._prepare_inputs(inputs)) / self.args.gradient_accumulation_steps
+        self.accelerator.backward(loss / self.args.gradient_accumulation_steps)
+        return loss.detach()
+
+
+OWN_STEPS = [
+    Case("own-step", CLASSES, OwnStep, right=True),
+    Case("own-step-divided-twice", CLASSES, OwnStepDividedTwice),
+]
+
+#: Half of each micro-batch of two goes, and of each of four.
+HALF_OF_EACH = dataclasses.replace(CLASSES, samples=[CLASSES.samples[i] for i in (0, 2, 1, 5, 3, 2, 4, 5)])
+
+CASES = [
+    Case("swift-classes", CLASSES, DividedMean, right=True),
+    Case("swift-classes-by-super", CLASSES, DividedBase, right=True),
+    Case("swift-tokens-by-super", NUMBER, DividedBase),
+    Case("swift-mlm-by-super", MLM, DividedBase),
+    Case(
+        "swift-reranker", CLASSES, DividedReranker, loss=lambda m, b: relevance(m(**b).logits, b["labels"]), right=True
+    ),
+    Case("swift-dpo", PREFERENCES, DividedDpo, loss=dpo, right=True),
+    Case("swift-orpo", PREFERENCES, DividedOrpo, loss=orpo),
+    Case(
+        "swift-embedding",
+        CLASSES,
+        DividedEmbedding,
+        loss=of_embeddings,
+        given={"compute_loss_func": similarity},
+        right=True,
+    ),
+    Case(
+        "swift-smoother",
+        CLASSES,
+        DividedEmbedding,
+        loss=of_smoothed_classes,
+        arguments={"label_smoothing_factor": 0.1},
+        floor=FLOAT32,
+        right=True,
+    ),
+    Case("divides-its-own", CLASSES, DividesItsOwn, right=True),
+    Case("divides-its-own-tokens", MLM, DividesItsOwn),
+    Case("divides-in-training", CLASSES, DividesInTraining, right=True),
+    Case("divides-the-base", CLASSES, DividesTheBase, right=True),
+    Case("divides-the-base-tokens", NUMBER, DividesTheBase),
+    Case("without-the-number", NUMBER, WithoutTheNumber),
+    Case("without-the-number-llama", LLAMA, WithoutTheNumber, floor=FLOAT32),
+    Case("without-the-number-mlm", MLM, WithoutTheNumber),
+    Case("sum-over-the-number", NUMBER, SumOverTheNumber, right=True),
+    Case("masks-in-the-step-mlm", MLM, MasksInTheStep, loss=of_fewer_labels),
+    Case("masks-in-the-step", NUMBER, MasksInTheStep, loss=of_fewer_labels, right_uncut=False),
+    Case("masks-in-the-step-in-place-mlm", MLM, MasksInTheStepInPlace, loss=of_fewer_labels),
+    Case("masks-in-the-step-in-place", NUMBER, MasksInTheStepInPlace, loss=of_fewer_labels, right_uncut=False),
+    Case("masks-as-fetched-mlm", MLM, MasksAsFetched, loss=of_fewer_labels),
+    Case("masks-as-fetched", NUMBER, MasksAsFetched, loss=of_fewer_labels, right_uncut=False),
+    Case("masks-as-fetched-in-place-mlm", MLM, MasksAsFetchedInPlace, loss=of_fewer_labels),
+    Case("masks-as-fetched-in-place", NUMBER, MasksAsFetchedInPlace, loss=of_fewer_labels, right_uncut=False),
+    Case("drops-in-the-step", HALF_OF_EACH, DropsInTheStep, loss=of_fewer_rows, cuts=(PAIRS, HALVES)),
+    Case("drops-as-fetched", HALF_OF_EACH, DropsAsFetched, loss=of_fewer_rows, cuts=(PAIRS, HALVES)),
+    Case("splits-as-fetched", MLM, SplitsAsFetched, cuts=(PAIRS,), right_uncut=False),
+    Case("edits-tokens-in-place", NUMBER, EditsTokensInPlace, loss=of_other_tokens, right=True),
+    Case("edits-labels-in-place", NUMBER, EditsLabelsInPlace, loss=of_other_labels, right=True),
+    Case("prepares-in-place", NUMBER, PreparesInPlace, loss=of_other_tokens, right=True),
+    Case("forward-in-place", dataclasses.replace(DROPS, build=seeded(ForwardInPlace)), Ordered),
+    Case("own-number", NUMBER, OwnNumber, loss=of_fewer_labels, right=True),
+    *OWN_STEPS,
+]

@@ -1,0 +1,156 @@
+"""Losses with terms, and losses that a trainer owns: each a mean over items of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.numerics.heads import HEADS, Batch, TokenModel, seeded, shifted_cross_entropy
+from tests.numerics.heads.head import Head
+from tests.numerics.heads.samples import text
+from tests.trainers.runs import Case, Ordered
+
+
+class Mean(TokenModel):
+    """Returns the mean over its own targets."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, attention_mask: Any = None) -> dict[str, Any]:
+        return {"logits": self.logits(input_ids)} if labels is None else self.mean(input_ids, labels)
+
+
+class Number(TokenModel):
+    """Divides by the number, as the library's causal heads do, beside a z-loss over attended tokens."""
+
+    weight = 0.0
+
+    def forward(self, input_ids: Tensor, labels: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        logits, number = self.logits(input_ids), kwargs.get("num_items_in_batch")
+        summed = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        loss = summed / ((labels[:, 1:] != -100).sum() if number is None else number)
+        return {"loss": loss + self.weight * z_loss(logits, attention_mask), "logits": logits}
+
+
+class NumberAndZ(Number):
+    """With it."""
+
+    weight = 0.1
+
+
+def z_loss(logits: Tensor, attended: Tensor) -> Tensor:
+    return logits.logsumexp(-1).square()[attended.bool()].mean()
+
+
+class Weighted(TokenModel):
+    """Classes of tokens, weighted, beside classes of texts: no rule counts the weights."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, kind: Any = None, attention_mask: Any = None) -> Any:
+        logits = self.logits(input_ids)
+        weight = torch.linspace(0.2, 1.0, logits.shape[-1], dtype=logits.dtype)
+        tokens = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), weight=weight)
+        return {"loss": tokens + F.cross_entropy(logits[:, 0, :2], kind), "logits": logits}
+
+
+class OwnMean(Ordered):
+    """Computes cross entropy by itself, and ignores the number."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs, labels=labels)
+        loss = shifted_cross_entropy(outputs["logits"], labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+class OwnByHand(Ordered):
+    """A mean over samples that no loss function of torch computes."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(input_ids=inputs["input_ids"])
+        loss = by_sample(outputs["logits"])
+        return (loss, outputs) if return_outputs else loss
+
+
+def by_sample(logits: Tensor) -> Tensor:
+    return -F.logsigmoid(logits[:, 0, 0] - logits[:, 0, 1]).mean()
+
+
+class MasksLater(Ordered):
+    """Takes every fourth token out of the labels after the window was fetched."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return super().training_step(model, masked_later(inputs), *args, **kwargs)
+
+
+def masked_later(inputs: Any) -> dict[str, Any]:
+    return {**inputs, "labels": inputs["labels"].masked_fill(inputs["input_ids"] % 4 == 0, -100)}
+
+
+class Distilled(Ordered):
+    """The base's loss, and a divergence from a fixed teacher over attended tokens."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch=num_items_in_batch)
+        loss = loss + 0.4 * divergence(outputs["logits"], inputs)
+        return (loss, outputs) if return_outputs else loss
+
+
+def divergence(logits: Tensor, inputs: Any) -> Tensor:
+    """Of a teacher that is a function of the tokens."""
+    teacher = torch.cos(inputs["input_ids"][..., None] * torch.arange(1, logits.shape[-1] + 1)).to(logits)
+    each = F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+    return each[inputs["attention_mask"].bool()].mean()
+
+
+def distilled(model: nn.Module, batch: Batch) -> Tensor:
+    outputs = model(**batch)
+    return outputs["loss"] + 0.4 * divergence(outputs["logits"], batch)
+
+
+def own_mean(model: nn.Module, batch: Batch) -> Tensor:
+    return shifted_cross_entropy(model(**batch)["logits"], batch["labels"])
+
+
+def own_by_hand(model: nn.Module, batch: Batch) -> Tensor:
+    return by_sample(model(**batch)["logits"])
+
+
+TEXT = text()
+KINDS = [{**sample, "kind": torch.tensor(i % 2)} for i, sample in enumerate(TEXT)]
+MEAN, NUMBER, NUMBER_AND_Z, WEIGHTED = (
+    Head(cls.__name__, seeded(cls), KINDS if cls is Weighted else TEXT) for cls in (Mean, Number, NumberAndZ, Weighted)
+)
+SHORT = (3, 3)
+CUTS = ((4, 2), (2, 4), (1, 8), SHORT)
+
+EXACT = [
+    Case("text-and-order", HEADS["bert-pretraining"], Ordered, cuts=CUTS),
+    Case("two-terms", HEADS["two-terms"], Ordered, cuts=CUTS),
+    Case("number-and-z-loss", NUMBER_AND_Z, Ordered, cuts=CUTS),
+    Case("own-mean", MEAN, OwnMean, own_mean, cuts=CUTS),
+    Case("own-mean-of-a-number-head", NUMBER, OwnMean, own_mean, cuts=CUTS),
+    Case("own-by-hand", MEAN, OwnByHand, own_by_hand, cuts=(SHORT,)),
+    Case("distilled-mean", MEAN, Distilled, distilled, cuts=CUTS),
+    Case("distilled-number", NUMBER, Distilled, distilled, cuts=CUTS),
+]
+#: A second term beside one that only its call counts, and terms whose items are known too late.
+SAID = [
+    Case("weighted-beside-classes", WEIGHTED, Ordered, cuts=CUTS),
+    *(
+        Case(
+            f"{name}-masked-later",
+            head,
+            MasksLater,
+            lambda model, batch: model(**masked_later(batch))["loss"],
+            cuts=CUTS,
+        )
+        for name, head in (("two-terms", HEADS["two-terms"]), ("number-and-z-loss", NUMBER_AND_Z))
+    ),
+]

@@ -1,0 +1,659 @@
+"""What trains by the stock Trainer trains on under the patch, and by nothing worse."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback
+
+import hf_accum_fix
+from hf_accum_fix.errors import AccumFixError, OptionsError
+from tests.numerics.heads import HEADS, Batch, DropsKwargs, Sample, TokenModel, seeded, shifted_cross_entropy
+from tests.numerics.heads.head import Head, collate
+from tests.numerics.heads.samples import text
+from tests.numerics.parity import training_arguments
+from tests.trainers.custom import CLASSES, MLM, NUMBER, SumOverTheNumber
+from tests.trainers.runs import FLOOR, PAIRS, SINGLES, WHOLE, Case, Cut, Ordered, full_batch, run
+
+DROPS = HEADS["drops-kwargs"]
+
+
+def _of(model: type[nn.Module], **changes: Any) -> Head:
+    """The weights are `DROPS`'s."""
+    return dataclasses.replace(Head(model.__name__, seeded(model), text()), **changes)
+
+
+def no_further_off(case: Case, cut: Cut, wanted: Mapping[str, Tensor] | None = None, **arguments: Any) -> None:
+    """Nor refused: nothing is wrong with what is trained here."""
+    wanted = full_batch(case) if wanted is None else wanted
+    stock, patched = (run(case, cut, path, **arguments) for path in ("stock", "apply"))
+    ours, theirs = patched.error(wanted), stock.error(wanted)
+    assert ours <= theirs * (1 + 1e-6) + case.floor
+
+
+def stocks_bits(case: Case, cut: Cut, **arguments: Any) -> None:
+    stock, patched = (run(case, cut, path, **arguments) for path in ("stock", "apply"))
+    same_bits = patched.same_bits(stock)
+    assert same_bits
+
+
+# --- memory that ends ---------------------------------------------------------------------------------------------
+
+
+class SmallMemory(DropsKwargs):
+    """Holds two samples with gradient; without, it holds all."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and len(input_ids) > 2:
+            raise RuntimeError("CUDA out of memory.")
+        return super().forward(input_ids, labels)
+
+
+@pytest.mark.parametrize("cut", [(4, 2), (4, 1), (8, 1)], ids=lambda cut: f"{cut[0]}x{cut[1]}")
+def test_a_batch_size_is_found_where_memory_ends_in_training(cut: Cut) -> None:
+    """Two samples of a micro-batch stay, and as many micro-batches as before."""
+    steps = {"auto_find_batch_size": True}
+    case = Case("small-memory", _of(SmallMemory), Ordered)
+    taken = dataclasses.replace(case.head, build=seeded(DropsKwargs), samples=text()[: 2 * cut[1]])
+    no_further_off(case, cut, full_batch(Case("", taken, Ordered)), **steps)
+    if cut[1] == 1:
+        stocks_bits(case, cut, **steps)
+
+
+# --- micro-batches that are left out --------------------------------------------------------------------------------
+
+
+class LeavesOut(Ordered):
+    """Leaves a micro-batch out that it does not like: the first, and one in the middle."""
+
+    entered = 0
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        self.entered += 1
+        if self.entered in (1, 3):
+            return torch.zeros((), dtype=torch.float64)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+class Forgiving(Ordered):
+    """Goes on after a micro-batch that raises."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        try:
+            return super().training_step(*args, **kwargs)
+        except ValueError:
+            return torch.zeros((), dtype=torch.float64)
+
+
+class Picky(TokenModel):
+    """Cannot run what begins with a certain token, but is not asked for gradients of it while it is observed."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and bool((input_ids[:, 0] == 1).any()):
+            raise ValueError("an image that cannot be read")
+        return self.mean(input_ids, labels)
+
+
+class PickyByNumber(Picky):
+    def forward(self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        out = super().forward(input_ids, labels)
+        if num_items_in_batch is None:
+            return out
+        return {"loss": shifted_cross_entropy(out["logits"], labels, reduction="sum") / num_items_in_batch}
+
+
+def _with_unreadable(*places: int) -> list[Sample]:
+    samples = text() * 2
+    return [
+        {**s, "input_ids": s["input_ids"].index_fill(0, torch.tensor([0]), 1)} if i in places else s
+        for i, s in enumerate(samples)
+    ]
+
+
+@pytest.mark.parametrize("head", [CLASSES, MLM, NUMBER], ids=lambda head: head.name)
+def test_a_step_that_leaves_micro_batches_out_is_stock_uncut(head: Head) -> None:
+    stocks_bits(Case("leaves-out", head, LeavesOut), (2, 1), steps=4, samples=head.samples, learning_rate=0.1)
+
+
+@pytest.mark.parametrize("places", [(0, 1), (2,), (14,), (0, 1, 2, 3, 4, 5, 6)], ids=str)
+def test_a_step_that_forgives_is_stock_uncut(places: tuple[int, ...]) -> None:
+    case = Case("forgiving", _of(Picky), Forgiving)
+    stocks_bits(case, (2, 1), steps=8, samples=_with_unreadable(*places), learning_rate=0.1)
+
+
+UNREADABLE = _with_unreadable(0, 4, 8, 9, 10)
+LEAVING_OUT = [Case("leaves-out", DROPS, LeavesOut), Case("forgiving", _of(Picky), Forgiving)]
+
+
+@pytest.mark.parametrize("cut", [PAIRS, SINGLES], ids=["2x4", "1x8"])
+@pytest.mark.parametrize("case", LEAVING_OUT, ids=lambda case: case.name)
+def test_a_step_that_leaves_micro_batches_out_goes_on(case: Case, cut: Cut) -> None:
+    patched = run(case, cut, "apply", steps=2, samples=UNREADABLE, learning_rate=0.1)
+    assert patched.raised is None
+
+
+@pytest.mark.parametrize("cut", [PAIRS, SINGLES], ids=["2x4", "1x8"])
+@pytest.mark.parametrize(
+    "case",
+    [Case("leaves-out", NUMBER, LeavesOut), Case("forgiving", _of(PickyByNumber), Forgiving)],
+    ids=lambda case: case.name,
+)
+def test_the_sum_of_what_is_left_is_over_the_number_as_in_stock(case: Case, cut: Cut) -> None:
+    stock, patched = (
+        run(case, cut, path, steps=2, samples=UNREADABLE, learning_rate=0.1) for path in ("stock", "apply")
+    )
+    ours = patched.error(stock.change)
+    assert ours <= case.floor
+
+
+@pytest.mark.parametrize("case", LEAVING_OUT, ids=lambda case: case.name)
+def test_a_window_that_is_left_out_whole_goes_on(case: Case) -> None:
+    patched = run(case, (1, 1), "apply", steps=8, samples=_with_unreadable(0, 2, 3), learning_rate=0.1)
+    assert patched.raised is None
+
+
+# --- batches of other shapes --------------------------------------------------------------------------------------
+
+
+class Nested(TokenModel):
+    def forward(self, text: Mapping[str, Tensor], labels: Any = None, **kwargs: Any) -> Any:
+        return self.mean(text["input_ids"], labels)
+
+
+class Takes(TokenModel):
+    """Something beside its tokens: one for each sample, three numbers for all of them, or how many there are."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Any = None,
+        each: Any = None,
+        three: Any = None,
+        rows: Any = None,
+        attention_mask: Any = None,
+    ) -> Any:
+        assert each is None or len(each) == len(input_ids)
+        assert three is None or len(three) == 3
+        assert rows is None or rows == len(input_ids)
+        return self.mean(input_ids, labels)
+
+
+class ThreePositions(TokenModel):
+    """Rotates by three positions a token, as vision-language models do."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+        assert position_ids.shape == (3, *input_ids.shape)
+        hidden = self.embed(input_ids) + 0.01 * position_ids.sum(0)[..., None]
+        return {"loss": shifted_cross_entropy(self.head(torch.tanh(self.mix(hidden))), labels)}
+
+
+def _nested(samples: Sequence[Sample]) -> Batch:
+    batch = collate(samples)
+    return {"text": {"input_ids": batch["input_ids"]}, "labels": batch["labels"]}
+
+
+def _nested_labels_first(samples: Sequence[Sample]) -> Batch:
+    batch = collate(samples)
+    return {"labels": batch["labels"], "text": {"input_ids": batch["input_ids"], "more": {"rows": len(samples)}}}
+
+
+def _beside(**found: Any) -> Any:
+    def batch(samples: Sequence[Sample]) -> Batch:
+        return {**collate(samples), **{key: make(samples) for key, make in found.items()}}
+
+    return batch
+
+
+class LabelsOfAnyShape(TokenModel):
+    """Labels in a list, a tuple or a dict."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, attention_mask: Any = None) -> Any:
+        if isinstance(labels, Mapping):
+            labels = labels["of"]
+        elif not isinstance(labels, Tensor):
+            labels = nn.utils.rnn.pad_sequence(list(labels), batch_first=True, padding_value=-100)
+        return self.mean(input_ids, labels)
+
+
+class InputsAndTargets(TokenModel):
+    def forward(self, inputs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Any:
+        return self.mean(inputs["input_ids"], targets["labels"])
+
+
+class AllPairs(TokenModel):
+    """Weighs every row by every row, which a matrix [b, b] says."""
+
+    def forward(self, input_ids: Tensor, alike: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+        assert alike.shape == (len(input_ids), len(input_ids))
+        return self.mean(input_ids, labels)
+
+
+def _labels(make: Callable[[Sequence[Tensor]], Any]) -> Any:
+    def batch(samples: Sequence[Sample]) -> Batch:
+        return {**collate(samples), "labels": make([sample["labels"] for sample in samples])}
+
+    return batch
+
+
+def _inputs_and_targets(samples: Sequence[Sample]) -> Batch:
+    batch = collate(samples)
+    return {"inputs": {"input_ids": batch["input_ids"]}, "targets": {"labels": batch["labels"]}}
+
+
+def _positions(samples: Sequence[Sample]) -> Batch:
+    batch = collate(samples)
+    rows, width = batch["input_ids"].shape
+    return {**batch, "position_ids": torch.arange(width).expand(3, rows, width).clone()}
+
+
+def _ahead(**found: Any) -> Any:
+    """The same, before the tokens."""
+
+    def batch(samples: Sequence[Sample]) -> Batch:
+        return {**{key: make(samples) for key, make in found.items()}, **collate(samples)}
+
+    return batch
+
+
+def _arrays_of_objects(samples: Sequence[Sample]) -> Any:
+    return np.array([{"of": len(sample["labels"])} for sample in samples], dtype=object)
+
+
+SHAPES = {
+    "tuple-a-sample": _beside(each=lambda samples: [(i, "name") for i, _ in enumerate(samples)]),
+    "tuple-of-samples": _beside(each=lambda samples: tuple(str(i) for i, _ in enumerate(samples))),
+    "tuple-of-samples-ahead": _ahead(each=lambda samples: tuple(str(i) for i, _ in enumerate(samples))),
+    "array-a-sample": _beside(each=lambda samples: [np.ones(2) for _ in samples]),
+    "array-of-samples": _beside(each=lambda samples: np.ones((len(samples), 2))),
+    "array-of-objects": _beside(each=_arrays_of_objects),
+    "tensors-of-any-size": _beside(each=lambda samples: [sample["input_ids"][None] for sample in samples]),
+    "number": _beside(rows=len),
+    "three-numbers": _beside(three=lambda samples: torch.tensor([0.1, 0.2, 0.3])),
+    "three-numbers-in-a-list": _beside(three=lambda samples: [0.1, 0.2, 0.3]),
+    "three-numbers-in-a-tuple-ahead": _ahead(three=lambda samples: (0.1, 0.2, 0.3)),
+    "nested": _nested,
+    "nested-labels-first": _nested_labels_first,
+    "three-positions": _positions,
+    "labels-in-a-list": _labels(list),
+    "labels-in-a-tuple": _labels(tuple),
+    "labels-in-a-dict": lambda samples: {**collate(samples), "labels": {"of": collate(samples)["labels"]}},
+    "inputs-and-targets": _inputs_and_targets,
+    "all-pairs": _beside(alike=lambda samples: torch.eye(len(samples))),
+    "sparse": _beside(each=lambda samples: torch.eye(len(samples)).to_sparse()),
+}
+MODELS = {
+    **dict.fromkeys(("nested", "nested-labels-first"), Nested),
+    **dict.fromkeys(("labels-in-a-list", "labels-in-a-tuple", "labels-in-a-dict"), LabelsOfAnyShape),
+    "three-positions": ThreePositions,
+    "inputs-and-targets": InputsAndTargets,
+    "all-pairs": AllPairs,
+}
+
+
+@pytest.mark.parametrize("cut", [(6, 1), (3, 2), (1, 6)], ids=lambda cut: f"{cut[0]}x{cut[1]}")
+@pytest.mark.parametrize("name", SHAPES)
+def test_batches_of_any_shape_train(name: str, cut: Cut) -> None:
+    """Six samples, as micro-batches of three rows are where three numbers look like rows."""
+    head = _of(MODELS.get(name, Takes), collate=SHAPES[name], samples=text()[:6])
+    case = Case(name, head, Ordered)
+    no_further_off(case, cut)
+    if cut[1] == 1:
+        stocks_bits(case, cut)
+
+
+class OneAtATime(TokenModel):
+    """Written for one sample: two in a batch raise, as images of any size do."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+        if len(input_ids) > 1:
+            raise ValueError("one sample at a time")
+        return self.mean(input_ids, labels)
+
+
+class OneAtATimeByNumber(OneAtATime):
+    def forward(self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        out = super().forward(input_ids, labels)
+        if num_items_in_batch is None:
+            return out
+        summed = shifted_cross_entropy(out["logits"], labels, reduction="sum")
+        return {**out, "loss": summed / num_items_in_batch}
+
+
+class MemoryForOne(TokenModel):
+    """Two samples do not fit, with or without gradient."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+        if len(input_ids) > 1:
+            raise RuntimeError("CUDA out of memory.")
+        return self.mean(input_ids, labels)
+
+
+@pytest.mark.parametrize("model", [OneAtATime, OneAtATimeByNumber, MemoryForOne])
+def test_a_model_for_one_sample_at_a_time_trains(model: type[nn.Module]) -> None:
+    finds = {"auto_find_batch_size": model is MemoryForOne}
+    case = Case("one-at-a-time", _of(model), Ordered, arguments=finds)
+    no_further_off(case, SINGLES, full_batch(Case("", _of(DropsKwargs), Ordered)))
+    stocks_bits(case, (1, 1), steps=3, samples=text(), learning_rate=0.1)
+
+
+class Unlabelled(TokenModel):
+    """Predicts its own input where nobody labelled it; takes no further arguments."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None) -> Any:
+        return self.mean(input_ids, input_ids if labels is None else labels)
+
+
+def _some_unlabelled(samples: Sequence[Sample]) -> Batch:
+    """No labels where the first sample has none."""
+    if "labels" not in samples[0]:
+        samples = [{key: value for key, value in sample.items() if key != "labels"} for sample in samples]
+    return collate(samples)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2], ids=["first-window", "second-window", "third-window"])
+@pytest.mark.parametrize("cut", [(2, 1), (2, 2)], ids=["2x1", "2x2"])
+def test_micro_batches_without_labels_train(cut: Cut, place: int) -> None:
+    window = cut[0] * cut[1]
+    samples = [dict(sample) for sample in (text() * 2)[: 3 * window]]
+    for sample in samples[place * window : place * window + 2]:
+        del sample["labels"]
+    case = Case("unlabelled", _of(Unlabelled, collate=_some_unlabelled), Ordered)
+    if cut[1] == 1:
+        stocks_bits(case, cut, steps=3, samples=samples, learning_rate=0.1)
+    else:
+        patched = run(case, cut, "apply", steps=3, samples=samples, learning_rate=0.1)
+        assert patched.refused or patched.raised is None
+
+
+# --- gradients inside of a forward, and what else cannot be run without them ------------------------------------------
+
+
+class Forces(nn.Module):
+    """Its forces are the gradient of its energy, as in models of molecules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 1)
+
+    def forward(self, positions: Tensor, labels: Any = None) -> Any:
+        positions = positions.clone().requires_grad_()
+        energy = self.last(torch.tanh(self.first(positions))).sum()
+        (gradient,) = torch.autograd.grad(energy, positions, create_graph=True)
+        return {"loss": (gradient + labels).square().mean()}
+
+
+class Adversarial(TokenModel):
+    """Steps along the gradient of its embeddings before it computes its loss, as SMART and VAT do."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+        embedded = self.embed(input_ids)
+        step = torch.zeros_like(embedded, requires_grad=True)
+        (gradient,) = torch.autograd.grad(self.of(embedded.detach() + step, labels), step)
+        return {"loss": self.of(embedded + 0.1 * gradient.sign(), labels)}
+
+    def of(self, embedded: Tensor, labels: Tensor) -> Tensor:
+        return shifted_cross_entropy(self.head(torch.tanh(self.mix(embedded))), labels)
+
+
+class EachByVmap(TokenModel):
+    """Its loss function runs inside vmap, where no number can be read."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+        def summed(logits: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(logits, targets, reduction="sum")
+
+        logits, targets = self.logits(input_ids)[:, :-1], labels[:, 1:]
+        return {"loss": torch.vmap(summed)(logits, targets).sum() / (targets != -100).sum()}
+
+
+class Penalised(Ordered):
+    """Its own mean, and the norm of a gradient."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        embedded = model.embed(inputs["input_ids"])
+        loss = shifted_cross_entropy(model.head(torch.tanh(model.mix(embedded))), inputs["labels"])
+        (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
+        loss = loss + gradient.square().sum()
+        return (loss, {}) if return_outputs else loss
+
+
+class TwoBackwards(Ordered):
+    """Hands the first half of its loss over by itself, to save memory."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if model.training:
+            self.accelerator.backward(model(**inputs)["loss"] / 2 / self.args.gradient_accumulation_steps)
+        outputs = model(**inputs)
+        return (outputs["loss"] / 2, outputs) if return_outputs else outputs["loss"] / 2
+
+
+class WantsGradient(Ordered):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        assert loss.requires_grad, "a frozen model cannot be trained"
+        return (loss, outputs) if return_outputs else loss
+
+
+def _molecules() -> list[Sample]:
+    g = torch.Generator().manual_seed(1)
+    return [
+        {key: torch.randn(3, generator=g, dtype=torch.float64) for key in ("positions", "labels")} for _ in range(8)
+    ]
+
+
+def _stacked(samples: Sequence[Sample]) -> Batch:
+    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+WITH_GRADIENT = [
+    Case("forces", Head("forces", seeded(Forces), _molecules(), collate=_stacked), Ordered),
+    Case("adversarial", _of(Adversarial), Ordered),
+    Case("each-by-vmap", _of(EachByVmap), Ordered),
+    Case("penalised", DROPS, Penalised),
+    Case("two-backwards", DROPS, TwoBackwards),
+    Case("wants-gradient", NUMBER, WantsGradient),
+]
+
+
+@pytest.mark.parametrize("case", WITH_GRADIENT, ids=lambda case: case.name)
+def test_what_needs_gradients_trains(case: Case) -> None:
+    stocks_bits(case, WHOLE, steps=2, learning_rate=0.1)
+    # Uncut stock is the full batch.
+    wanted = run(case, WHOLE, "stock").change
+    for cut in case.cuts:
+        no_further_off(case, cut, wanted)
+
+
+# --- data that are not copied ---------------------------------------------------------------------------------------
+
+
+class LooksAtItsData(SumOverTheNumber):
+    """Notes outside of itself whether the data it sees while it is observed are its own."""
+
+    data: Any = None
+    same: tuple[bool, ...] = ()
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        data = type(self).data
+        found: Any = self.train_dataset
+        type(self).same += (found is data, found[0] is data[0], found[0]["labels"] is data[0]["labels"])
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def test_a_list_of_data_is_not_copied(tmp_path: Path) -> None:
+    samples = [{key: value.tolist() for key, value in sample.items()} for sample in text()]
+
+    def batch(listed: Sequence[Any]) -> Batch:
+        return collate([{key: torch.tensor(value) for key, value in sample.items()} for sample in listed])
+
+    for path in ("stock", "apply"):
+        LooksAtItsData.data, LooksAtItsData.same = samples, ()
+        with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext():
+            LooksAtItsData(
+                model=NUMBER.build(), args=training_arguments(tmp_path), train_dataset=samples, data_collator=batch
+            ).train()
+        assert len(LooksAtItsData.same) >= 3 * 4
+        assert all(LooksAtItsData.same), path
+
+
+# --- arguments and checkpoints ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_saved_arguments_are_the_users(given: bool, tmp_path: Path) -> None:
+    class Saves(TrainerCallback):
+        trainer: Any = None
+        step = 0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.step += 1
+            self.trainer.save_model(str(tmp_path / f"saved-{self.step}"))
+
+    saves = Saves()
+    args = training_arguments(tmp_path, max_steps=2, logging_nan_inf_filter=given)
+    trainer = Ordered(
+        model=DROPS.build(), args=args, train_dataset=list(text()) * 2, data_collator=collate, callbacks=[saves]
+    )
+    saves.trainer = trainer
+    with hf_accum_fix.apply():
+        trainer.train()
+    saved = [torch.load(tmp_path / f"saved-{i}" / "training_args.bin", weights_only=False) for i in (1, 2)]
+    assert [each.logging_nan_inf_filter for each in saved] == [given, given]
+
+
+def test_no_callback_of_ours_is_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def trained(steps: int, resume: str | None = None) -> None:
+        args = training_arguments(
+            tmp_path, max_steps=steps, save_strategy="steps", save_steps=1, restore_callback_states_from_checkpoint=True
+        )
+        data = list(text()) * 2
+        trainer = Ordered(model=DROPS.build(), args=args, train_dataset=data, data_collator=collate)
+        trainer.train(resume_from_checkpoint=resume)
+
+    with hf_accum_fix.apply():
+        trained(1)
+        logger = logging.getLogger("transformers.trainer")
+        logger.addHandler(caplog.handler)
+        try:
+            trained(2, str(tmp_path / "checkpoint-1"))
+        finally:
+            logger.removeHandler(caplog.handler)
+    told = [record.getMessage() for record in caplog.records]
+    assert not [message for message in told if "callbacks not included" in message and "hf_accum_fix" in message]
+
+
+def test_a_contract_that_is_none_is_refused_at_once() -> None:
+    with pytest.raises(OptionsError), contextlib.ExitStack() as stack:
+        stack.enter_context(hf_accum_fix.apply(contract="mean"))  # type: ignore[arg-type]
+
+
+class OwnLoader:
+    """Gives micro-batches, has a length, and nothing else of torch's DataLoader."""
+
+    def __init__(self, samples: Sequence[Sample], rows: int) -> None:
+        self.samples, self.rows = samples, rows
+
+    def __len__(self) -> int:
+        return len(self.samples) // self.rows
+
+    def __iter__(self) -> Iterator[Batch]:
+        for start in range(0, len(self.samples), self.rows):
+            yield collate(self.samples[start : start + self.rows])
+
+
+class LoadsItself(Ordered):
+    def get_train_dataloader(self) -> Any:
+        return OwnLoader(self.train_dataset, self.args.per_device_train_batch_size)
+
+
+@pytest.mark.parametrize("loads", [True, False], ids=["own-loader", "torchs-own"])
+def test_windows_are_not_dealt_from_a_loader_of_ones_own_by_surprise(loads: bool, tmp_path: Path) -> None:
+    """Dealt, left as they are, or refused by an error of ours: never an AttributeError."""
+
+    class LoadsByTorch(Ordered):
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(self.train_dataset, batch_size=2, collate_fn=collate)
+
+    trainer: type[Trainer] = LoadsItself if loads else LoadsByTorch
+    case = Case("own-loader", DROPS, trainer)
+    with hf_accum_fix.apply(balance_windows=True):
+        made: Any = trainer(
+            model=DROPS.build(), args=training_arguments(tmp_path), train_dataset=text(), data_collator=collate
+        )
+        before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
+        try:
+            made.train()
+        except AccumFixError:
+            return
+    change = {name: p.detach() - before[name] for name, p in made.model.named_parameters()}
+    wanted = full_batch(case)
+    off = max(float((change[name] - wanted[name]).abs().max()) for name in wanted)
+    assert off <= FLOOR
+
+
+# --- what is said ---------------------------------------------------------------------------------------------------
+
+
+class PairLoss(Ordered):
+    """Its own mean, which takes no number: uncut, the patch changes nothing."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        logits = model(**{key: value for key, value in inputs.items() if key != "labels"}).logits
+        loss = F.cross_entropy(logits, inputs["labels"]).sqrt()
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+def test_uncut_nothing_is_said_of_micro_batches() -> None:
+    uncut, cut = (run(Case("pair-loss", CLASSES, PairLoss), each, "apply") for each in (WHOLE, PAIRS))
+    assert uncut.raised is None and cut.raised is None
+    assert not [message for message in uncut.warned if "plain mean over micro-batches" in message]
+    assert [message for message in cut.warned if "micro-batch" in message], "the same run, cut, has to be warned of"
+
+
+# --- verify ---------------------------------------------------------------------------------------------------------
+
+
+class NeedsTheNumber(Ordered):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        logits = model(input_ids=inputs["input_ids"])["logits"]
+        loss = shifted_cross_entropy(logits, inputs["labels"], reduction="sum") / num_items_in_batch
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+def test_verify_tells_of_a_loss_that_cannot_do_without_the_number(tmp_path: Path) -> None:
+    """A verdict, be it that it could not tell, and no TypeError."""
+
+    class WithoutLabels(TokenModel):
+        def forward(self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+            return {"logits": self.logits(input_ids)}
+
+    trainer = NeedsTheNumber(
+        model=seeded(WithoutLabels)(),
+        args=training_arguments(tmp_path),
+        train_dataset=text(),
+        data_collator=collate,
+    )
+    assert hf_accum_fix.verify(trainer, splits=[(2, 4)]).verdict is not None
