@@ -231,8 +231,8 @@ def judged(scenario: Scenario, runs: int, count: int, seed: int) -> list[Judged]
             its.rank_gradients += [log] * (gradients.judge(of_ranks) is not None)
             for norm, items in averaged:
                 norms.update(norm, items)
-            found = [trend.judge(reading) for trend in trends]
-            its.loss_over_time += [log for alarm in found if alarm is not None and not alarm.observation]
+            alarms = [trend.judge(reading) for trend in trends]
+            its.loss_over_time += [log for alarm in alarms if alarm is not None and not alarm.observation]
             its.gradient_norm += [log] * (norms.judge(norms.read()) is not None)
     return found
 
