@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -107,8 +108,7 @@ def _small_model(name: str) -> Any:
 @cache
 def _heads() -> dict[str, tuple[str, ...]]:
     """The heads that can be fed of each model type; first the one that most people train."""
-    from transformers.models.auto import modeling_auto
-
+    modeling_auto = import_module("transformers.models.auto.modeling_auto")
     found: dict[str, dict[str, None]] = {}
     for task in _TASKS:
         for kind, named in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}).items():

@@ -129,8 +129,13 @@ def settle(trainer: TrainerLike, window: list[Any], options: Options) -> LossCon
 
 def session_of(trainer: TrainerLike, options: Options) -> TrainerHost:
     """The session of a trainer, made at its first use."""
+    return known_session(trainer) or new_session(trainer, options)
+
+
+def known_session(trainer: TrainerLike) -> TrainerHost | None:
+    """The session of a trainer; None: it has none, or only the one of what it is a copy of."""
     session: TrainerHost | None = trainer.__dict__.get(SESSION)
-    return session if session is not None and session.trainer is trainer else new_session(trainer, options)
+    return session if session is not None and session.trainer is trainer else None
 
 
 def new_session(trainer: TrainerLike, options: Options) -> TrainerHost:

@@ -12,7 +12,7 @@ from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.bypass import no_bypass
-from hf_accum_fix.overrides.host import TrainerHost, new_session, session_of
+from hf_accum_fix.overrides.host import TrainerHost, known_session, new_session
 from hf_accum_fix.overrides.live import parallel_size
 from hf_accum_fix.overrides.loader import tell_saved, whole_windows
 from hf_accum_fix.overrides.loss_log import LossLog
@@ -37,7 +37,8 @@ def train(
     options: Options,
 ) -> Any:
     """Refuse what cannot be right, start from a fresh session, and warn at the end of what was kept on the device."""
-    if not enabled() or "train" in session_of(trainer, options).busy:
+    outer = known_session(trainer)
+    if not enabled() or (outer is not None and "train" in outer.busy):
         return wrapped(*args, **kwargs)
     off = check_setup(trainer)
     session = new_session(trainer, options)

@@ -238,7 +238,7 @@ def _names() -> Iterator[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith(("transformers", "accelerate")):
                 yield from {each.name for each in node.names} - {"Trainer", "Seq2SeqTrainer"}
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "shadow"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "overridden"):
                 holder, name = node.args[:2]
                 if ast.unparse(holder).removeprefix("self.").lstrip("_") in holders and isinstance(name, ast.Constant):
                     yield name.value
