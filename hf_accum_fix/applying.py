@@ -414,7 +414,7 @@ def on_line(environment: Environment, plan: Plan) -> str:
     """What is on, in one line."""
     from hf_accum_fix import __version__
 
-    line = f"{__version__} is on: transformers {environment.transformers}, {len(plan.mended)} defects mended"
+    line = f"{__version__} is on: transformers {environment.transformers}, {len(plan.fixed)} defects fixed"
     return line if plan.untested is None else f"{line}, UNTESTED: {plan.untested}"
 
 
@@ -438,15 +438,15 @@ def _announce(environment: Environment, plan: Plan) -> None:
     """The one line that says what was patched and what changes for the user's run."""
     from hf_accum_fix import __version__
 
-    felt = "; ".join(f"{defect.name} ({defect.gradient})" for defect in plan.mended if defect.gradient)
+    felt = "; ".join(f"{defect.name} ({defect.gradient})" for defect in plan.fixed if defect.gradient)
     _LOG.info(
-        "hf-accum-fix %s on transformers %s: wrapped Trainer.%s; %d defects of this release are mended. "
+        "hf-accum-fix %s on transformers %s: wrapped Trainer.%s; %d defects of this release are fixed. "
         "Where one of these met your model, the stock gradient was off by the factor in brackets, and clipping and "
         "learning rate felt it: %s%s",
         __version__,
         environment.transformers,
         ", ".join(state.seam.name for state in environment.seams),
-        len(plan.mended),
+        len(plan.fixed),
         felt,
         "" if plan.untested is None else f". UNTESTED: {plan.untested}",
     )

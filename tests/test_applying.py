@@ -272,7 +272,7 @@ def test_dropped_by_a_later_replacement_is_seen_and_revert_touches_nothing(monke
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "compute_loss", replacement)
         assert handle.missing() == ("compute_loss",)
-        assert "dropped by another patch since: compute_loss" in str(hf_accum_fix.report())
+        assert "dropped by a later patch: compute_loss" in str(hf_accum_fix.report())
         with pytest.raises(ForeignPatchError, match="nothing was touched"):
             handle.revert()
         assert handle.active and vars(Trainer)["train"] is not ORIGINALS["train"]
@@ -283,9 +283,9 @@ def test_one_line_says_what_was_done(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "hf_accum_fix"), hf_accum_fix.apply() as handle:
         hf_accum_fix.apply()
     [line] = [record.getMessage() for record in caplog.records]
-    for defect in handle.plan.mended:
+    for defect in handle.plan.fixed:
         assert (defect.name in line) == bool(defect.gradient)
-    assert f"{len(handle.plan.mended)} defects" in line and "compute_loss" in line
+    assert f"{len(handle.plan.fixed)} defects" in line and "compute_loss" in line
 
 
 def test_the_report_is_a_table_and_data() -> None:

@@ -21,9 +21,9 @@ class Reduction(str, Enum):
 
 
 _PREDICATES = {
-    "number": "divides by the number handed in",
-    "integer": "divides by the number handed in, cut to an integer",
-    "mean": "is the mean over its own items",
+    "number": "divides by the target count it is given",
+    "integer": "divides by the target count it is given, as an integer",
+    "mean": "is the mean over its own targets",
     "sum": "is a sum",
     "plain": "is averaged over micro-batches",
 }

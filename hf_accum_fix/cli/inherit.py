@@ -84,5 +84,5 @@ def apply_inherited() -> str:
         raise SystemExit(f"hf-accum-fix: {error}") from error
     if not handle.active:
         return f"{__version__} is off: {SWITCH}={os.environ.get(SWITCH)}"
-    line = f"{__version__} is on: transformers {detect().transformers}, {len(handle.plan.mended)} defects mended"
+    line = f"{__version__} is on: transformers {detect().transformers}, {len(handle.plan.fixed)} defects fixed"
     return line if handle.plan.untested is None else f"{line}, UNTESTED: {handle.plan.untested}"

@@ -62,7 +62,7 @@ class Defect:
         evidence: "run": measured on the released wheel; "read": its source was read.
         factors: what the right gradient is multiplied by, one or the other; empty: by no single factor.
         where: in which runs or windows, in words; empty: in all.
-        not_mended: what to do instead, if this package does not fix it; empty: it does.
+        not_fixed: what to do instead, if this package does not fix it; empty: it does.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Defect:
     evidence: Literal["run", "read"] = "run"
     factors: tuple[Factor, ...] = ()
     where: str = ""
-    not_mended: str = ""
+    not_fixed: str = ""
 
     def __post_init__(self) -> None:
         """Refuse a malformed row; a mistake here is ours, so it is a ValueError."""
@@ -613,7 +613,7 @@ DEFECTS: Final = (
         until="4.49.0",
         seam="compute_loss",
         source=(_issue(35078), _pull(35743)),
-        not_mended="evaluation is upstream's own: use eval_loss=True, or turn average_tokens_across_devices off",
+        not_fixed="evaluation is upstream's own: use eval_loss=True, or turn average_tokens_across_devices off",
     ),
     Defect(
         name="evaluation-mean-times-ranks",
@@ -625,7 +625,7 @@ DEFECTS: Final = (
         seam="compute_loss",
         source=(_line("5.23.0", 3262),),
         remove_when="an evaluated loss is multiplied by the ranks only where the head divided by their items",
-        not_mended="evaluation is upstream's own: use eval_loss=True, or turn average_tokens_across_devices off",
+        not_fixed="evaluation is upstream's own: use eval_loss=True, or turn average_tokens_across_devices off",
     ),
     Defect(
         name="epoch-tail-not-trained",
@@ -733,7 +733,7 @@ DEFECTS: Final = (
         seam="train",
         source=(_issue(34984), _pull(35157)),
         evidence="read",
-        not_mended="use transformers 4.47.1 on, or DeepSpeed before 0.16",
+        not_fixed="use transformers 4.47.1 on, or DeepSpeed before 0.16",
     ),
     Defect(
         name="apex-undivided",
@@ -746,7 +746,7 @@ DEFECTS: Final = (
         source=(_line("4.57.6", 4057),),
         evidence="read",
         factors=(Factor.G,),
-        not_mended=_NO_APEX,
+        not_fixed=_NO_APEX,
     ),
     Defect(
         name="apex-returns-no-loss",
@@ -758,7 +758,7 @@ DEFECTS: Final = (
         seam="training_step",
         source=(_line("4.55.4", 3847),),
         evidence="read",
-        not_mended=_NO_APEX,
+        not_fixed=_NO_APEX,
     ),
     Defect(
         name="data-parallel-mean-of-shares",
@@ -771,7 +771,7 @@ DEFECTS: Final = (
         source=(_issue(37474),),
         evidence="read",
         factors=(Factor.PER_GPUS,),
-        not_mended=_ONE_PROCESS_A_GPU,
+        not_fixed=_ONE_PROCESS_A_GPU,
     ),
     Defect(
         name="data-parallel-count-not-split",
@@ -783,7 +783,7 @@ DEFECTS: Final = (
         seam="get_batch_samples",
         source=(_issue(36492), _pull(36967)),
         evidence="read",
-        not_mended=_ONE_PROCESS_A_GPU,
+        not_fixed=_ONE_PROCESS_A_GPU,
     ),
     Defect(
         name="data-parallel-batch-lost",
@@ -795,7 +795,7 @@ DEFECTS: Final = (
         seam="get_batch_samples",
         source=(_pull(40799), _issue(38938)),
         evidence="read",
-        not_mended=_ONE_PROCESS_A_GPU,
+        not_fixed=_ONE_PROCESS_A_GPU,
     ),
     Defect(
         name="data-parallel-count-approximated",
@@ -807,7 +807,7 @@ DEFECTS: Final = (
         source=(_line("5.23.0", 2346),),
         remove_when="the item count covers all GPUs, with all options",
         evidence="read",
-        not_mended=_ONE_PROCESS_A_GPU,
+        not_fixed=_ONE_PROCESS_A_GPU,
     ),
     Defect(
         name="data-parallel-gathered-loss-times-gpus",
@@ -820,7 +820,7 @@ DEFECTS: Final = (
         remove_when="only losses computed on each GPU are multiplied",
         evidence="read",
         factors=(Factor.GPUS,),
-        not_mended=_ONE_PROCESS_A_GPU,
+        not_fixed=_ONE_PROCESS_A_GPU,
     ),
     Defect(
         name="tensor-parallel-loss-times-copies",
@@ -856,7 +856,7 @@ DEFECTS: Final = (
         source=(_line("5.23.0", 2153),),
         remove_when="the sum over the sequence-parallel group is divided by the global item count",
         evidence="read",
-        not_mended=_DATA_PARALLEL_ONLY,
+        not_fixed=_DATA_PARALLEL_ONLY,
     ),
 )
 

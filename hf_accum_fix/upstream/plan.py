@@ -26,8 +26,8 @@ _TESTED = f"{TESTED_RELEASES[0]} to {TESTED_RELEASES[-1]}"
 class Action(str, Enum):
     """What is done about a defect."""
 
-    MEND = "mend"
-    NOT_MENDED = "not mended"
+    FIX = "fix"
+    NOT_FIXED = "not fixed"
     NOT_AFFECTED = "not affected"
     UNKNOWN = "unknown"
     REFUSE = "refuse"
@@ -57,9 +57,9 @@ class Plan:
     untested: str | None
 
     @property
-    def mended(self) -> tuple[Defect, ...]:
+    def fixed(self) -> tuple[Defect, ...]:
         """The defects of this release that are fixed."""
-        return tuple(decision.defect for decision in self.decisions if decision.action is Action.MEND)
+        return tuple(decision.defect for decision in self.decisions if decision.action is Action.FIX)
 
 
 def make_plan(environment: Environment, options: Options) -> Plan:
@@ -126,9 +126,9 @@ def _decide(defect: Defect, release: Version | None, refusal: AccumFixError | No
     if not here:
         reason = f"{release} is no release: its version does not identify its commits"
         return Decision(defect, Action.UNKNOWN, reason)
-    if defect.not_mended:
-        return Decision(defect, Action.NOT_MENDED, defect.not_mended)
-    return Decision(defect, Action.MEND, f"at {TRAINER_CLASS}.{defect.seam}")
+    if defect.not_fixed:
+        return Decision(defect, Action.NOT_FIXED, defect.not_fixed)
+    return Decision(defect, Action.FIX, f"at {TRAINER_CLASS}.{defect.seam}")
 
 
 def _is_known(release: Version) -> bool:

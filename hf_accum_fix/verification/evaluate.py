@@ -18,7 +18,7 @@ from hf_accum_fix.upstream.seams import EVALUATION
 from hf_accum_fix.verification.modes import in_mode
 from hf_accum_fix.verification.reference import Scene
 from hf_accum_fix.verification.rehearsal import understudy
-from hf_accum_fix.verification.report import MENDED, EvalResult
+from hf_accum_fix.verification.report import PATCHED, EvalResult
 from hf_accum_fix.verification.sample import copied
 
 
@@ -54,13 +54,13 @@ def evaluate(
                 actor = understudy(trainer, trainer.args.per_device_train_batch_size, 1)
                 actor.args.per_device_eval_batch_size = size
                 actor.compute_metrics = None
-                if mode == MENDED:
+                if mode == PATCHED:
                     _mend(actor, replace(options, eval_loss=True))
                     metrics = actor.evaluate(rows)
                 else:
                     with in_mode(mode, trainer, options):
                         metrics = actor.evaluate(rows)
-                asked = "eval_loss=True" if mode == MENDED else mode
+                asked = "eval_loss=True" if mode == PATCHED else mode
                 results.append(EvalResult(asked, size, float(metrics["eval_loss"]), mean))
     except (AccumFixError, TypeError, ValueError, RuntimeError) as error:  # whatever the user's evaluation raises
         return (), f"eval_loss could not be compared: {type(error).__name__}: {error}"

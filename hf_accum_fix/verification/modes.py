@@ -10,14 +10,14 @@ from hf_accum_fix.applying import active_handle, apply
 from hf_accum_fix.options import SWITCH, Options, enabled
 from hf_accum_fix.trainer import GlobalBatchMixin
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.verification.report import MENDED, STOCK
+from hf_accum_fix.verification.report import PATCHED, STOCK
 
 
 def active_mode(trainer: TrainerLike) -> str:
     """The mode that this process trains in."""
     handle = active_handle()
     patched = isinstance(trainer, GlobalBatchMixin) or (handle is not None and handle.active)
-    return MENDED if patched and enabled() else STOCK
+    return PATCHED if patched and enabled() else STOCK
 
 
 def options_of(trainer: TrainerLike) -> Options:
@@ -31,8 +31,8 @@ def options_of(trainer: TrainerLike) -> Options:
 @contextmanager
 def in_mode(mode: str, trainer: TrainerLike, options: Options) -> Iterator[None]:
     """Train stock, with patch and subclass switched off, or mended."""
-    if mode == MENDED:
-        already = active_mode(trainer) == MENDED
+    if mode == PATCHED:
+        already = active_mode(trainer) == PATCHED
         with nullcontext() if already else apply(**vars(options), quiet=True):
             yield
         return

@@ -13,7 +13,7 @@ from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.reporting import table
 
 STOCK: Final = "stock"
-MENDED: Final = "apply()"
+PATCHED: Final = "apply()"
 
 _COLUMNS: Final = ("window", "split", "mode", "norm ratio", "error", "cosine", "log ratio", "verdict")
 #: How far the cosine of a multiple of the right gradient may be from 1, in squares of its error.
@@ -278,8 +278,8 @@ def judge_own(
     if found.kind is Kind.EXACT:
         return Verdict(Kind.EXACT, shown.amount.replace("exact", f"exact {place}", 1))
     words = f"{shown.amount} {place}" + (f" ({shown.why})" if shown.why else "")
-    patched = [each for each in owns or results if each.mode == MENDED]
-    if active == MENDED or not patched:
+    patched = [each for each in owns or results if each.mode == PATCHED]
+    if active == PATCHED or not patched:
         return Verdict(Kind.OFF, words)
     kind = judge(patched).kind
     makes = {Kind.EXACT: "makes it exact", Kind.OFF: "leaves it off", Kind.COULD_NOT_TELL: "could not be run"}

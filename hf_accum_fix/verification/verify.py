@@ -41,7 +41,7 @@ from hf_accum_fix.verification.reference import (
 )
 from hf_accum_fix.verification.rehearsal import Rehearsal, rehearse, understudy
 from hf_accum_fix.verification.report import (
-    MENDED,
+    PATCHED,
     STOCK,
     Kind,
     SplitResult,
@@ -165,7 +165,7 @@ class _Verification:
         own = (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps)
         drawn = draw(understudy(trainer, *own), windows, samples)
         notes += drawn.notes
-        modes = [STOCK, *([MENDED] if self.with_apply and enabled() else [])]
+        modes = [STOCK, *([PATCHED] if self.with_apply and enabled() else [])]
         modes = modes if self.with_apply else [self.blank.active]
         if self.with_apply and not enabled():
             notes.append(f"apply() was left out: {SWITCH}={os.environ[SWITCH]}")

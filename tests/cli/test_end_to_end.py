@@ -104,4 +104,4 @@ def test_a_refusal_ends_the_job(tmp_path: Path) -> None:
 def test_doctor_sees_the_patch_on() -> None:
     done = start([*RUN, sys.executable, "-m", "hf_accum_fix", "doctor"], environment(ROOT))
     assert done.returncode == 0, done.stderr
-    assert "fine, the patch is on and mends " in done.stdout
+    assert "fine, the patch is on and fixes " in done.stdout

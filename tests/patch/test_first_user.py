@@ -13,6 +13,7 @@ import pytest
 
 import hf_accum_fix
 from hf_accum_fix import observations
+from hf_accum_fix.accumulation.reduction import Reduction
 from hf_accum_fix.cli import main
 from hf_accum_fix.cli.doctor import _COMMON, Diagnosis, Verdict, judge, judge_model, to_text
 from hf_accum_fix.options import Options
@@ -103,7 +104,7 @@ def test_without_a_model_the_first_line_answers_too(capsys: pytest.CaptureFixtur
     assert len(lines) <= 12 and all(len(line) <= 80 for line in lines[1:])
     with hf_accum_fix.apply():
         code, lines = doctor(capsys)
-    assert (code, lines[0]) == (0, "transformers 5.23.0: fine, the patch is on and mends 19 of 23 defects")
+    assert (code, lines[0]) == (0, "transformers 5.23.0: fine, the patch is on and fixes 19 of 23 defects")
 
 
 @newest
@@ -122,7 +123,7 @@ READ = {
     ("number", 1.0, None): (Verdict.CLEAN, "fine, the stock Trainer trains it right"),
     ("number", 0.125, None): (Verdict.DEFECTS, "affected, 0.125x at G = 8"),
     ("number", None, 8.0): (Verdict.DEFECTS, "affected, its router loss 8x at G = 8"),
-    ("sum", None, None): (Verdict.COULD_NOT_TELL, "cannot be read off"),
+    ("sum", None, None): (Verdict.COULD_NOT_TELL, "unknown for its loss"),
     ("plain", None, None): (
         Verdict.COULD_NOT_TELL,
         "not known to be a mean over targets: why",
@@ -221,7 +222,7 @@ def test_the_report_is_narrow_and_holds_the_defects_present_alone(release: str) 
 
 
 @newest
-def test_after_a_block_the_report_is_headed_by_the_run_that_was_mended(tmp_path: Path) -> None:
+def test_after_a_block_the_report_is_headed_by_the_run_that_was_fixed(tmp_path: Path) -> None:
     head = HEADS["bert-classes"]
     take_step(head, head.samples, 1, 8, "apply", tmp_path)
     lines = str(hf_accum_fix.report()).splitlines()
@@ -264,15 +265,15 @@ def test_a_mean_that_holds_a_router_loss_has_one_factor(tmp_path: Path) -> None:
     assert run["stock_gradient_factor"] == pytest.approx(4) and run["stock_router_factor"] is None
 
 
-def test_a_run_is_told_in_plain_words() -> None:
+@pytest.mark.parametrize("reduction", Reduction)
+def test_a_run_is_reported_in_plain_words(reduction: Reduction) -> None:
     run: dict[str, Any] = {
         "head": "Toy",
         "exact": True,
-        "reduction": "number",
+        "reduction": reduction.value,
         "items": "shifted 'labels' other than -100",
-        "reason": "the loss moves with the number handed in",
     }
     observations.record(run)
-    told = str(hf_accum_fix.report())
-    above = told[: told.index("transformers")]
+    text = str(hf_accum_fix.report())
+    above = text[: text.index("transformers")]
     assert not [word for word in OURS if word in above], above

@@ -271,7 +271,7 @@ SAYS = "import hf_accum_fix, transformers.trainer; "
 def test_one_line_a_job_says_that_it_is_on(call: str, variables: dict[str, str], said: bool, toy: Path) -> None:
     told = fresh(SAYS + "hf_accum_fix." + call, toy, **variables).stderr
     assert told.count("\n") == said
-    assert told.startswith(f"{ON} 5.23.0, ") == said and ("defects mended" in told) == said
+    assert told.startswith(f"{ON} 5.23.0, ") == said and ("defects fixed" in told) == said
 
 
 def test_a_child_of_the_job_does_not_say_it_again(toy: Path) -> None:

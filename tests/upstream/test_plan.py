@@ -51,7 +51,7 @@ def done_about(defect: Defect, release: str) -> Action:
     """What has to be decided about a defect that a release has."""
     if Version(Version(release).base_version) < Version(FIRST_RELEASE):
         return Action.REFUSE
-    return Action.NOT_MENDED if defect.not_mended else Action.MEND
+    return Action.NOT_FIXED if defect.not_fixed else Action.FIX
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
@@ -69,7 +69,7 @@ def test_every_defect_at_the_edges_of_its_range(defect: Defect) -> None:
 @pytest.mark.parametrize("build", ["5.5.4.dev0", "5.5.4rc1", "4.49.0.dev0", "5.24.0.dev0", "5.24.0rc1+local"])
 def test_a_build_that_is_no_release_is_never_called_unaffected(build: str) -> None:
     decisions = plan(build, seams()).decisions
-    assert {decision.action for decision in decisions} <= {Action.MEND, Action.NOT_MENDED, Action.UNKNOWN}
+    assert {decision.action for decision in decisions} <= {Action.FIX, Action.NOT_FIXED, Action.UNKNOWN}
     for decision in decisions:
         if decision.action is Action.UNKNOWN:
             assert build in decision.reason and not decision.defect.is_in(Version(build))
@@ -80,11 +80,11 @@ def test_a_release_older_than_what_was_read_is_not_called_unaffected() -> None:
 
 
 @pytest.mark.parametrize("release", [None, "not a version", "4.40.2", "4.38.2", "4.40.99"])
-def test_a_release_that_cannot_be_mended_is_refused_with_what_to_do(release: str | None) -> None:
+def test_a_release_that_cannot_be_fixed_is_refused_with_what_to_do(release: str | None) -> None:
     made = plan(release)
     assert isinstance(made.refusal, UnsupportedVersionError)
     assert FIRST_RELEASE in str(made.refusal) and "pip install -U transformers" in str(made.refusal)
-    assert Action.MEND not in {decision.action for decision in made.decisions}
+    assert Action.FIX not in {decision.action for decision in made.decisions}
     assert len(made.decisions) == len(DEFECTS)
 
 

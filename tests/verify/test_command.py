@@ -17,14 +17,14 @@ VERIFY = [sys.executable, "-m", "hf_accum_fix", "verify"]
 
 
 @pytest.mark.slow
-def test_one_process_wrong_then_mended(tmp_path: Path) -> None:
+def test_one_process_wrong_then_fixed(tmp_path: Path) -> None:
     wrong = start([*VERIFY, "--json", str(tmp_path / "r.json"), "--splits", "2x2,1x4", SCRIPT], environment())
     assert wrong.returncode == 1 and "G times [classic-head-drops-item-count]" in wrong.stdout, wrong.stderr
     assert "trained" not in wrong.stdout
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["verdict"]["kind"] == "off" and len(report["results"]) == 4
-    mended = start([*VERIFY, "--splits", "1x4", SCRIPT, "mended"], environment())
-    assert mended.returncode == 0 and mended.stdout.startswith("exact at 1 x 4"), mended.stderr
+    fixed = start([*VERIFY, "--splits", "1x4", SCRIPT, "fixed"], environment())
+    assert fixed.returncode == 0 and fixed.stdout.startswith("exact at 1 x 4"), fixed.stderr
 
 
 @pytest.mark.slow

@@ -42,9 +42,9 @@ def test_stock_is_told_apart_and_apply_is_exact(name: str, wanted: str, told: di
     report = told[name]
     assert report["world_size"] == 2 and report["samples"] == [8]
     assert words(report, "stock", (1, 4)).endswith(wanted)
-    mended = [each for each in report["results"] if each["mode"] == "apply()"]
-    assert len(mended) == 4 and {each["verdict"]["kind"] for each in mended} == {"exact"}
-    assert all(each["error"] < 1e-6 for each in mended)
+    fixed = [each for each in report["results"] if each["mode"] == "apply()"]
+    assert len(fixed) == 4 and {each["verdict"]["kind"] for each in fixed} == {"exact"}
+    assert all(each["error"] < 1e-6 for each in fixed)
 
 
 def test_the_evaluation_is_the_item_mean_with_the_option(told: dict[str, Any]) -> None:

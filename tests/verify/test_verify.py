@@ -60,10 +60,10 @@ def test_stock_is_told_apart_and_apply_is_exact(name: str, tmp_path: Path) -> No
     else:
         assert report.verdict.kind is Kind.OFF and stock.error is not None and stock.error > 0.1
         assert stock.verdict.words.endswith(f": {wanted[0]}") and stock.defects == wanted[1]
-    mended = report.of("apply()")
-    assert [each.verdict.kind for each in mended] == [Kind.EXACT] * 4
-    assert all(each.error is not None and each.error < 1e-6 for each in mended)
-    assert all(("convention" in each.verdict.words) == (name == "mixtral") for each in mended)
+    fixed = report.of("apply()")
+    assert [each.verdict.kind for each in fixed] == [Kind.EXACT] * 4
+    assert all(each.error is not None and each.error < 1e-6 for each in fixed)
+    assert all(("convention" in each.verdict.words) == (name == "mixtral") for each in fixed)
 
 
 @pytest.mark.skipif(not before("5.6") or before("5.0"), reason="5.4.0 is the release whose log is right")
