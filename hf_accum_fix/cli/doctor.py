@@ -158,7 +158,7 @@ def _import_elsewhere() -> str | None:
     """The same in a separate process, so that this one imports nothing heavy."""
     command = [sys.executable, "-c", f"import {TRAINER_MODULE}"]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it ended without an error message"])[-1]
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no error message"])[-1]
 
 
 def _observed(model: str, obstacle: str | None) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def judge(report: Report) -> tuple[Verdict, str]:
     if release.is_prerelease:
         return Verdict.COULD_NOT_TELL, f"transformers {release} is a pre-release and may differ from the release"
     if not OLDEST <= Version(release.base_version) <= NEWEST:
-        return Verdict.COULD_NOT_TELL, f"the defects of {OLDEST} to {NEWEST} are known, not those of transformers {release}"
+        return Verdict.COULD_NOT_TELL, f"defects are known of {OLDEST} to {NEWEST}, not of transformers {release}"
     present = report.present
     if not present:
         return Verdict.CLEAN, f"transformers {release} has no known defect"
@@ -262,9 +262,9 @@ def to_text(diagnosis: Diagnosis) -> str:
     if report.present:
         fixed = len(report.plan.fixed)
         lines.append(f"apply() fixes {fixed} of {len(report.present)} defects: hf-accum-fix doctor --verbose")
-    lines += [f"in every release, by {each.owner}: hf-accum-fix explain {each.name}" for each in LIMITS]
+    lines += [f"in every release ({each.owner}): hf-accum-fix explain {each.name}" for each in LIMITS]
     if not diagnosis.head:
-        lines.append("ask for your model: hf-accum-fix doctor --model CLASS (or a checkpoint's folder)")
+        lines.append("for your model: hf-accum-fix doctor --model CLASS (or a checkpoint's folder)")
     return "\n".join([answer(diagnosis), "", *wrapped(*lines)])
 
 
@@ -279,7 +279,7 @@ def to_verbose(diagnosis: Diagnosis) -> str:
         facts = (line for line in (defect.summary, defect.who, left) if line)
         blocks.append([f"{defect.name}: {factor}", *(f"    {line}" for line in facts)])
     for limit in LIMITS:
-        first = f"{limit.name}: in every release, by {limit.owner}"
+        first = f"{limit.name}: in every release ({limit.owner})"
         blocks.append([first, *(f"    {line}" for line in (limit.summary, limit.who, f"set {limit.remedy}"))])
     blocks.append(_what_apply_does(diagnosis))
     return "\n\n".join("\n".join(block) for block in blocks if block)
@@ -296,7 +296,7 @@ def to_markdown(diagnosis: Diagnosis) -> str:
             cells = (link, defect.gradient or "-", defect.summary + left, defect.who or "-")
             lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
         lines.append("")
-    lines += [f"- in every release, by {each.owner}: `{each.name}`, {each.summary}" for each in LIMITS]
+    lines += [f"- in every release ({each.owner}): `{each.name}`, {each.summary}" for each in LIMITS]
     lines += [f"- {line}" for line in (*_why(diagnosis), *_what_apply_does(diagnosis), *_model(diagnosis))]
     return "\n".join(lines)
 

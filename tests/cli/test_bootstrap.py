@@ -136,7 +136,7 @@ OFF = "hf-accum-fix: NOT on: "
 
 
 @pytest.mark.parametrize("rank", [{}, {"RANK": "1"}, {"LOCAL_RANK": "3"}])
-@pytest.mark.parametrize("said", [{}, {"PYTHON_HF_ACCUM_FIX_SAID": "1"}])
+@pytest.mark.parametrize("said", [{}, {"PYTHON_HF_ACCUM_FIX_ANNOUNCED": "1"}])
 def test_a_process_that_is_not_on_says_so_whoever_spoke_before(
     rank: dict[str, str], said: dict[str, str], tmp_path: Path
 ) -> None:
@@ -151,7 +151,7 @@ def test_a_process_that_is_not_on_says_so_whoever_spoke_before(
 
 def test_a_process_that_was_switched_off_says_so(stand_in: Path) -> None:
     write(stand_in / "hf_accum_fix/cli/inherit.py", "def apply_inherited():\n    return 'stand-in is off: by hand'\n")
-    told = python(PATCHED, stand_in, RANK="1", PYTHON_HF_ACCUM_FIX_SAID="1")[1]
+    told = python(PATCHED, stand_in, RANK="1", PYTHON_HF_ACCUM_FIX_ANNOUNCED="1")[1]
     assert told == "hf-accum-fix: stand-in is off: by hand\n"
 
 

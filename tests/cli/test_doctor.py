@@ -35,10 +35,10 @@ def report_on(release: str | None, state: str = "not applied", missing: tuple[st
         ("5.23.0", Verdict.DEFECTS, "not fixed in this process (not applied)"),
         ("5.22.7", Verdict.DEFECTS, "transformers 5.22.7 has "),
         ("4.40.0", Verdict.DEFECTS, "transformers 4.40.0 has "),
-        ("5.24.0", Verdict.COULD_NOT_TELL, "not those of transformers 5.24.0"),
+        ("5.24.0", Verdict.COULD_NOT_TELL, "not of transformers 5.24.0"),
         ("5.23.1.dev0", Verdict.COULD_NOT_TELL, "pre-release"),
         ("5.0.0rc1", Verdict.COULD_NOT_TELL, "pre-release"),
-        ("4.38.1", Verdict.COULD_NOT_TELL, "not those of transformers 4.38.1"),
+        ("4.38.1", Verdict.COULD_NOT_TELL, "not of transformers 4.38.1"),
         ("from git", Verdict.COULD_NOT_TELL, "of no release: 'from git'"),
         (None, Verdict.COULD_NOT_TELL, "not installed"),
     ],
@@ -196,7 +196,7 @@ def test_the_text_says_what_the_stock_trainer_makes_of_it(tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("BertModel", "no samples are known for a BertModel"),
+        ("BertModel", "got BertModel; expected a class whose name ends in "),
         ("WhisperForConditionalGeneration", "forward takes no input_ids"),
     ],
 )

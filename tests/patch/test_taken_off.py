@@ -191,7 +191,7 @@ def trains(kind):
     try:
         return kind().loop()
     except hf_accum_fix.SeamError as error:
-        return "refused" if "loaded anew" in str(error) else error
+        return "refused" if "reloaded" in str(error) else error
 print(old is new, len(first.missing()), trains(new), trains(old))
 second = hf_accum_fix.apply()
 print(second.active, first.active, second.missing(), trains(new), trains(old))

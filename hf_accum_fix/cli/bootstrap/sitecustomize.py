@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _TRAINER = "transformers.trainer"
 #: Set by the first process that printed "is on", for the processes it starts.
-_SAID = "PYTHON_HF_ACCUM_FIX_SAID"
+_ANNOUNCED = "PYTHON_HF_ACCUM_FIX_ANNOUNCED"
 
 
 class _Finder:
@@ -70,19 +70,19 @@ def _patch() -> None:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "hf_accum_fix":
             raise
-        _say(f"NOT on: {sys.executable} has no hf_accum_fix with a command line; install it there")
+        _print(f"NOT on: {sys.executable} has no hf_accum_fix with a command line; install it there")
     else:
         line = apply_inherited()
-        _say(line, once=" is on" in line)
+        _print(line, once=" is on" in line)
 
 
-def _say(line: str, once: bool = False) -> None:
+def _print(line: str, once: bool = False) -> None:
     """Print a line: "is on" once a job, on the first rank; "NOT on" in every process that has no patch."""
     if once:
         rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-        if _SAID in os.environ or rank != "0":
+        if _ANNOUNCED in os.environ or rank != "0":
             return
-        os.environ[_SAID] = "1"
+        os.environ[_ANNOUNCED] = "1"
     if sys.stderr is not None:
         sys.stderr.write(f"hf-accum-fix: {line}\n")
 
