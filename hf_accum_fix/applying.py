@@ -212,7 +212,7 @@ class PatchHandle:
             _print_once_per_job(on_line(environment, self.plan))
 
     def _watch(self, _: ModuleType) -> None:
-        """Wrap what every Trainer calls as training begins, to check the methods: the hook at the import of callbacks."""
+        """Wrap on_train_begin, to check the methods as training begins: the hook at the import of callbacks."""
         from hf_accum_fix.upstream.patch import Patch, install
         from hf_accum_fix.upstream.seams import GUARD
 

@@ -64,7 +64,7 @@ def inherited_options(environment: Mapping[str, str]) -> Options:
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         shown = text if len(text) <= 100 else f"{text[:100]}..."
         raise OptionsError(
-            f"got {VARIABLE}={shown!r}; expected the JSON that hf-accum-fix run stores; unset it and start with hf-accum-fix run"
+            f"got {VARIABLE}={shown!r}; expected the JSON of hf-accum-fix run; unset it, and start with that command"
         ) from error
 
 
@@ -76,6 +76,7 @@ def apply_inherited() -> str:
             ImportError about missing requirements, which scripts catch and continue without the Trainer.
     """
     from hf_accum_fix import __version__, apply
+    from hf_accum_fix.applying import on_line
     from hf_accum_fix.upstream.environment import detect
 
     try:
@@ -84,5 +85,4 @@ def apply_inherited() -> str:
         raise SystemExit(f"hf-accum-fix: {error}") from error
     if not handle.active:
         return f"{__version__} is off: {SWITCH}={os.environ.get(SWITCH)}"
-    line = f"{__version__} is on: transformers {detect().transformers}, {len(handle.plan.fixed)} defects fixed"
-    return line if handle.plan.untested is None else f"{line}, UNTESTED: {handle.plan.untested}"
+    return on_line(detect(), handle.plan)

@@ -53,7 +53,7 @@ class Request:
     plot: str | None
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The environment in which a script verifies instead of training; its temporary files are deleted afterwards."""
+        """The environment in which a script verifies instead of training, with a temporary folder of its own."""
         before = inherited.get("PYTHONPATH", "")
         folders = [BOOTSTRAP, *(folder for folder in before.split(os.pathsep) if folder and folder != BOOTSTRAP)]
         temporary = Path(self.folder, "tmp")

@@ -113,7 +113,7 @@ def test_wrong_usage_is_told_before_the_script_is_run(tmp_path: Path, capsys: py
     assert main(["verify", "--json", str(tmp_path), str(script)]) == 2
     assert main(["verify", "--plot", str(tmp_path), str(script)]) == 2
     assert main(["verify", "-m", "no_such_module_at_all"]) == 2
-    assert "it is a folder; name a file" in capsys.readouterr().err
+    assert "is a folder; expected a writable file; name another path" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
 
 

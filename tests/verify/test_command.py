@@ -52,7 +52,7 @@ def test_a_script_that_does_not_train_could_not_be_told(capsys: pytest.CaptureFi
 def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "no_such_script.py"]) == 2
     assert main(["verify", "--json", "no_such_folder/r.json", SCRIPT]) == 2
-    assert "no_such_folder; make it first" in capsys.readouterr().err
+    assert "no_such_folder first" in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
         main(["verify", "--splits", "2by2", SCRIPT])
     assert end.value.code == 2
