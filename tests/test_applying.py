@@ -261,7 +261,7 @@ def test_a_replacement_is_refused_by_name_unless_it_is_allowed(
         assert vars(Trainer)["train"] is ORIGINALS["train"]
         report = hf_accum_fix.report()
         assert {decision.action for decision in report.plan.decisions} == {Action.REFUSE, Action.NOT_AFFECTED}
-        assert f"replaced by {name}" in " ".join(str(report).split())
+        assert f"got {name} in place of Trainer.compute_loss" in " ".join(str(report).split())
         with hf_accum_fix.apply(allow_foreign=(name,)):
             assert blank().compute_loss(None, {}) == "our compute_loss"
         assert vars(Trainer)["compute_loss"] is replacement
@@ -273,7 +273,7 @@ def test_dropped_by_a_later_replacement_is_seen_and_revert_touches_nothing(monke
         patched.setattr(Trainer, "compute_loss", replacement)
         assert handle.missing() == ("compute_loss",)
         assert "dropped by a later patch: compute_loss" in str(hf_accum_fix.report())
-        with pytest.raises(ForeignPatchError, match="nothing was touched"):
+        with pytest.raises(ForeignPatchError, match="nothing was changed"):
             handle.revert()
         assert handle.active and vars(Trainer)["train"] is not ORIGINALS["train"]
     assert handle.missing() == ()

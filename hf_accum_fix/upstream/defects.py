@@ -1,9 +1,9 @@
-"""DATA: what is wrong with gradient accumulation in transformers, release by release, and what is done about it.
+"""DATA: the defects of gradient accumulation in transformers, release by release, and where each is fixed.
 
-The equations speak of one optimizer step. m runs over its micro-batches on all ranks, k over the ranks. S_m is the
-summed loss of a micro-batch and n_m its items; N is the sum of all n_m, and N_k that of rank k. G is
-gradient_accumulation_steps, r the micro-batches of a window that is shorter, W the number of data-parallel ranks.
-"grad" is the gradient that the optimizer sees, "log" the logged loss; where no log is given, it is off as the gradient.
+The equations are of one optimizer step. m runs over its micro-batches on all ranks, k over the ranks. S_m is the summed
+loss of a micro-batch and n_m its items; N is the sum of all n_m, and N_k that of rank k. G is
+gradient_accumulation_steps, r the micro-batches of a shorter window, W the number of data-parallel ranks. "grad" is the
+gradient of the optimizer step, "log" the logged loss; without an entry it has the same factor as the gradient.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from packaging.version import Version
 from hf_accum_fix.upstream.seams import SEAMS, is_between
 
 OLDEST_READ: Final = "4.38.2"
-"""The reading starts here: a row that starts here may be older."""
+"""The oldest release whose source was read: a defect since this release may be older."""
 
 _REPOSITORY: Final = "https://github.com/huggingface/transformers"
 _KEBAB_CASE: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 class Factor(str, Enum):
-    """What a right gradient is multiplied by; A: the accumulation steps that the launcher was given."""
+    """Wrong gradient over right gradient; A: the accumulation steps given to the launcher."""
 
     G = "G"
     W = "W"
@@ -46,22 +46,22 @@ class Factor(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Defect:
-    """One thing that is wrong upstream in a range of releases.
+    """One defect of a range of releases.
 
     Attributes:
         name: kebab-case, stable: what users search for.
-        summary: what happens, in one line.
-        who: whose runs it affects, in one clause.
-        wrong: the result, as an equation or, where there is none, in words.
-        right: the result that is wanted.
-        since: first release read that has it (the reading starts at `OLDEST_READ`).
+        summary: the effect, in one line.
+        who: the affected runs, in one clause.
+        wrong: the result, as an equation or in words.
+        right: the correct result.
+        since: first release with it, from `OLDEST_READ` on.
         until: first release without it; None while the newest one has it.
-        seam: the Trainer method through which it is fixed.
-        source: where it is reported, else the line of the release.
-        remove_when: what has to happen before the row can go; with ``until``: that no older release is supported.
-        evidence: "run": measured on the released wheel; "read": its source was read.
-        factors: what the right gradient is multiplied by, one or the other; empty: by no single factor.
-        where: in which runs or windows, in words; empty: in all.
+        seam: the Trainer method at which it is fixed.
+        source: its report, else the line in a release.
+        remove_when: when the row can be deleted; with ``until``: once no older release is supported.
+        evidence: "run": measured on the released wheel; "read": found in the source.
+        factors: wrong gradient over right gradient, one of several; empty: no single factor.
+        where: the affected runs or windows, in words; empty: all.
         not_fixed: what to do instead, if this package does not fix it; empty: it does.
     """
 
@@ -81,7 +81,7 @@ class Defect:
     not_fixed: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a malformed row; a mistake here is ours, so it is a ValueError."""
+        """Refuse a malformed row; it is our own mistake, so raise a ValueError."""
         if not _KEBAB_CASE.fullmatch(self.name):
             raise ValueError(f"{self.name!r} is not kebab-case")
         if self.until is not None and Version(self.since) >= Version(self.until):
@@ -96,21 +96,21 @@ class Defect:
 
     @property
     def gradient(self) -> str:
-        """What the right gradient is multiplied by, in symbols; empty: by no single factor."""
+        """Wrong gradient over right gradient, in symbols; empty: no single factor."""
         return " ".join(filter(None, (", or ".join(self.factors), self.where)))
 
     @property
     def goes_when(self) -> str:
-        """What has to happen before the row can go."""
+        """When the row can be deleted."""
         return self.remove_when or (f"transformers {self.until} is the oldest release supported" if self.until else "")
 
     @property
     def range(self) -> str:
-        """The releases that have it, in words."""
+        """The affected releases, in words."""
         return f"{self.since} on" if self.until is None else f"{self.since} to before {self.until}"
 
     def is_in(self, release: Version) -> bool:
-        """Whether a release has it; a dev or rc build is judged as the release it leads to."""
+        """Whether a release has it; a dev or rc build counts as the release that it precedes."""
         return is_between(release, self.since, self.until)
 
 

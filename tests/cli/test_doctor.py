@@ -97,7 +97,7 @@ def test_what_apply_would_do_is_told() -> None:
         ("5.23.0", "apply() would wrap train, get_batch_samples, training_step, compute_loss of Trainer"),
         ("4.45.2", "apply() would wrap train, training_step, compute_loss of Trainer"),
         ("5.24.0", "UNTESTED"),
-        ("4.40.0", "apply() refuses: transformers 4.40.0"),
+        ("4.40.0", "apply() refuses: got transformers 4.40.0"),
     ):
         report = report_on(release)
         diagnosis = Diagnosis(report, *judge(report), {})

@@ -144,8 +144,8 @@ import sys, hf_accum_fix
 try:
     hf_accum_fix.apply()
 except hf_accum_fix.SeamError as error:
-    print("has no module transformers.trainer" in str(error), "transformers" in sys.modules)
-print("refused: transformers 5.23.0 has no module" in str(hf_accum_fix.report()))
+    print("without a module transformers.trainer" in str(error), "transformers" in sys.modules)
+print("refused: got transformers 5.23.0 without a module" in str(hf_accum_fix.report()))
 """
     assert fresh(script, toy).stdout.split() == ["True", "False", "True"]
 
@@ -229,7 +229,8 @@ def test_a_refusal_is_said_and_is_not_undone_by_importing_again(toy: Path) -> No
     trainer.write_text(trainer.read_text().replace(f"step(self, {', '.join(step.parameters)})", "step(self, batch)"))
     done = fresh(REFUSED_TWICE, toy)
     assert done.stdout.split() == ["SeamError", "True", "refused", "stock"]
-    assert done.stderr.startswith("hf-accum-fix: NOT on: Trainer.training_step takes (self, batch)")
+    assert done.stderr.startswith("hf-accum-fix: NOT on: got transformers ")
+    assert " with Trainer.training_step(self, batch); expected (self, model, " in done.stderr
     assert done.stderr.count("\n") == 1
     assert fresh(REFUSED_TWICE, toy, HF_ACCUM_FIX_QUIET="1").stderr == ""
 
@@ -354,6 +355,6 @@ main(["doctor"])
     printed = fresh(script, tmp_path).stdout
     first, *told = printed.splitlines()
     assert first.split() == [code, "4.49.0", str(imported)]
-    words = f"UNTESTED: transformers is {code} by its code, 4.49.0 by its metadata; install transformers again"
+    words = f"UNTESTED: transformers is {code} in its code, 4.49.0 in its metadata; reinstall transformers"
     assert words in " ".join(printed.split())
     assert f"transformers {code}" in told[0]
