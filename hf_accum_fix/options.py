@@ -93,7 +93,7 @@ class Options:
         balance_windows: length-balance the micro-batches of a global batch; True is `BalanceOptions()`.
         per_sample: train the mean of sample means: every sample has the same weight, however many targets it has;
             off, because stock weights every target equally.
-        accumulate_in: the dtype in which gradients of 16-bit parameters are summed: "parameter", their own, as in torch;
+        accumulate_in: the dtype that sums gradients of 16-bit parameters: "parameter", their own, as torch does;
             "float32", 4 more bytes per parameter; "compensated", two 16-bit numbers, 2 more bytes.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The two modes in which a trainer is verified: stock and mended."""
+"""The two modes in which a trainer is verified: stock and patched."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hf_accum_fix.verification.report import PATCHED, STOCK
 
 
 def active_mode(trainer: TrainerLike) -> str:
-    """The mode that this process trains in."""
+    """The mode in which this process trains."""
     handle = active_handle()
     patched = isinstance(trainer, GlobalBatchMixin) or (handle is not None and handle.active)
     return PATCHED if patched and enabled() else STOCK
 
 
 def options_of(trainer: TrainerLike) -> Options:
-    """Options of the active patch, or of the trainer's class; the defaults without either."""
+    """The options of the trainer's class, or of the active patch; else the defaults."""
     handle = active_handle()
     if isinstance(trainer, GlobalBatchMixin):
         return trainer.global_batch_options
@@ -30,7 +30,7 @@ def options_of(trainer: TrainerLike) -> Options:
 
 @contextmanager
 def in_mode(mode: str, trainer: TrainerLike, options: Options) -> Iterator[None]:
-    """Train stock, with patch and subclass switched off, or mended."""
+    """Train stock, with patch and subclass switched off, or patched."""
     if mode == PATCHED:
         already = active_mode(trainer) == PATCHED
         with nullcontext() if already else apply(**vars(options), quiet=True):

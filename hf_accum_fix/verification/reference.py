@@ -21,7 +21,7 @@ from hf_accum_fix.overrides.live import hands_number
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, Sum, distance, dots, on_cpu, take
 from hf_accum_fix.verification.sample import Collate
-from hf_accum_fix.verification.traceless import random_state, seed
+from hf_accum_fix.verification.restore import random_state, seed
 
 FULL = "full batch in one forward"
 STREAMED = "streamed sample by sample, from sums and counts"
@@ -82,7 +82,7 @@ class Scene:
     """Everything a gradient is computed from.
 
     Attributes:
-        trainer: an understudy, whose contract is settled.
+        trainer: an copy_for_split, whose contract is settled.
         parameters: the trainable ones.
         contract: of its loss.
         collate: samples to a batch.

@@ -23,7 +23,7 @@ from hf_accum_fix.accumulation.preserve import overridden, reached
 from hf_accum_fix.accumulation.window import has_rows
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.verification.traceless import seed
+from hf_accum_fix.verification.restore import seed
 
 logger = logging.getLogger("hf_accum_fix")
 

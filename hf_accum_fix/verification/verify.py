@@ -39,7 +39,7 @@ from hf_accum_fix.verification.reference import (
     out_of_memory,
     without_outputs,
 )
-from hf_accum_fix.verification.rehearsal import Rehearsal, rehearse, understudy
+from hf_accum_fix.verification.dry_run import DryRun, dry_run, copy_for_split
 from hf_accum_fix.verification.report import (
     PATCHED,
     STOCK,
@@ -51,7 +51,7 @@ from hf_accum_fix.verification.report import (
     judge_own,
 )
 from hf_accum_fix.verification.sample import Drawn, Split, draw, splits_of
-from hf_accum_fix.verification.traceless import traceless, without_dropout
+from hf_accum_fix.verification.restore import restored, without_dropout
 
 #: Smallest tolerance, in units of machine epsilon of the coarsest type of parameters or loss.
 _ROUNDINGS: Final = 2.0
@@ -110,7 +110,7 @@ def verify(
     )
     try:
         _check(trainer)
-        with traceless(trainer) as state:
+        with restored(trainer) as state:
             verification = _Verification(trainer, blank, splits, reference, with_apply, step)
             report = verification.run(windows, samples, eval_samples)
             lost = tuple(f"{each} was read or written to, and cannot be put back" for each in state.lost())
@@ -163,7 +163,7 @@ class _Verification:
         notes = ["dropout was turned off for the comparison"] if without_dropout(trainer.model) else []
         notes += _not_looked_at(trainer)
         own = (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps)
-        drawn = draw(understudy(trainer, *own), windows, samples)
+        drawn = draw(copy_for_split(trainer, *own), windows, samples)
         notes += drawn.notes
         modes = [STOCK, *([PATCHED] if self.with_apply and enabled() else [])]
         modes = modes if self.with_apply else [self.blank.active]
@@ -243,7 +243,7 @@ class _Verification:
             return
         if samples is None:
             own = (self.trainer.args.per_device_train_batch_size, self.trainer.args.gradient_accumulation_steps)
-            further = draw(understudy(self.trainer, *own), windows + _FURTHER, None)
+            further = draw(copy_for_split(self.trainer, *own), windows + _FURTHER, None)
             for rows in further.windows:
                 every = self._of_all_ranks(rows)
                 if not _is_uniform(replace(scene, collate=further.collate), every):
@@ -257,7 +257,7 @@ class _Verification:
 
     def _scene(self, drawn: Drawn, rows: Sequence[Any], options: Options) -> Scene:
         """The trainer without accumulation, its contract observed on the window as the user splits it."""
-        alone = understudy(self.trainer, len(rows), 1, self.step)
+        alone = copy_for_split(self.trainer, len(rows), 1, self.step)
         if compute_loss_of(alone) is not None:
             alone.compute_loss = without_outputs(alone.compute_loss)
         own = Split(self.trainer.args.per_device_train_batch_size, 1)
@@ -300,7 +300,7 @@ class _Run:
         )
         try:
             with in_mode(mode, self.trainer, options):
-                run = rehearse(
+                run = dry_run(
                     self.trainer,
                     self.verification.parameters,
                     self.micro_batches(),
@@ -324,7 +324,7 @@ class _Run:
         self.verification.router_is_whole |= _is_whole(run.router)
         return self._compared(blank, run, count)
 
-    def _compared(self, blank: SplitResult, run: Rehearsal, count: int) -> SplitResult:
+    def _compared(self, blank: SplitResult, run: DryRun, count: int) -> SplitResult:
         """The numbers and the verdict, every rank alike."""
         release = self.verification.blank.transformers
         lost = is_present(explanation.LOST, release) and run.steps_run < count
@@ -407,7 +407,7 @@ class _Run:
         trained.settle(numbers, len(batches), world_size)
         return self.scene.router(batches, trained.micro_batch)
 
-    def _why(self, run: Rehearsal, router: Any, logged: float, count: int, tolerance: float) -> Explanation:
+    def _why(self, run: DryRun, router: Any, logged: float, count: int, tolerance: float) -> Explanation:
         """Try the candidates one after the other, the cheap ones first."""
         assert run.gradient is not None
         precision = min(max(_NEAR * tolerance, _NEAREST), WIDEST)

@@ -126,7 +126,9 @@ def test_a_tested_release_with_another_body_is_marked_untested() -> None:
 def test_a_missing_method_is_refused() -> None:
     made = plan("6.0.0", seams(parameters=None, fits=False, composable=False))
     assert isinstance(made.refusal, SeamError)
-    assert "without Trainer.compute_loss; expected Trainer.compute_loss(self, model, inputs, return_outputs" in str(made.refusal)
+    assert "without Trainer.compute_loss; expected Trainer.compute_loss(self, model, inputs, return_outputs" in str(
+        made.refusal
+    )
     assert {decision.action for decision in made.decisions} == {Action.REFUSE, Action.NOT_AFFECTED}
 
 

@@ -22,7 +22,7 @@ _TALKATIVE = ("transformers.trainer", "accelerate", "hf_accum_fix")
 
 
 @contextmanager
-def traceless(trainer: TrainerLike) -> Iterator[Preserved]:
+def restored(trainer: TrainerLike) -> Iterator[Preserved]:
     """Restore, also after an error, whatever is reachable from a trainer, and the random states; gradients are off."""
     stance = getattr(torch.compiler, "set_stance", None)
     eager: AbstractContextManager[Any] = stance("force_eager") if stance is not None else nullcontext()
@@ -40,7 +40,7 @@ def traceless(trainer: TrainerLike) -> Iterator[Preserved]:
 def without_dropout(model: nn.Module) -> bool:
     """Set every dropout rate of a module and its configuration to zero, layerdrop's as well.
 
-    `traceless` puts them back.
+    `restored` puts them back.
 
     Returns:
         Whether there was one.
