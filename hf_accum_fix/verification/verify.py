@@ -26,6 +26,7 @@ from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import VERIFY
 from hf_accum_fix.verification import explanation
+from hf_accum_fix.verification.dry_run import DryRun, copy_for_split, dry_run
 from hf_accum_fix.verification.evaluate import evaluate
 from hf_accum_fix.verification.explanation import Explanation, Facts
 from hf_accum_fix.verification.gradients import Gradient, Sum, averaged, distance, dots, fit, take
@@ -39,7 +40,6 @@ from hf_accum_fix.verification.reference import (
     out_of_memory,
     without_outputs,
 )
-from hf_accum_fix.verification.dry_run import DryRun, dry_run, copy_for_split
 from hf_accum_fix.verification.report import (
     PATCHED,
     STOCK,
@@ -50,8 +50,8 @@ from hf_accum_fix.verification.report import (
     could_not_tell,
     judge_own,
 )
-from hf_accum_fix.verification.sample import Drawn, Split, draw, splits_of
 from hf_accum_fix.verification.restore import restored, without_dropout
+from hf_accum_fix.verification.sample import Drawn, Split, draw, splits_of
 
 #: Smallest tolerance, in units of machine epsilon of the coarsest type of parameters or loss.
 _ROUNDINGS: Final = 2.0
