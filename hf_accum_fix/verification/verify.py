@@ -208,7 +208,7 @@ class _Verification:
                 and any(abs(factor / each - 1) < 1e-3 for each in (own[1], 1 / own[1]))
             ):
                 notes.append(
-                    f"{type(trainer).__name__}.compute_loss returns {factor:.4g} times the model's loss for all splits: "
+                    f"{type(trainer).__name__}.compute_loss returns {factor:.4g} times the model's loss at any split: "
                     f"if that factor is gradient_accumulation_steps={own[1]}, remove it"
                 )
         evaluated, reason = evaluate(self.trainer, scene, eval_samples, modes, options)
