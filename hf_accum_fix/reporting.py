@@ -15,7 +15,9 @@ from hf_accum_fix.upstream.plan import Action, Decision, Plan
 WIDTH: Final = 80
 """Width of a report in columns; links may be longer."""
 
-_LETTERS: Final = "(G: gradient_accumulation_steps, W: data-parallel ranks, N: targets of a step)"
+_LETTERS: Final = (
+    "(G: gradient_accumulation_steps, W: data-parallel ranks, N: items of a step, the targets that count in its loss)"
+)
 
 _STATES: Final = {
     "applied": "fixed in this process",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_accum_fix.accumulation.weigh import WindowCheck
 from hf_accum_fix.accumulation.window import count_dtype
 
-_OTHER = "its terms divide by other target counts than predicted"
+_OTHER = "its terms divide by other items than were predicted"
 
 
 class Run(Protocol):
@@ -130,7 +130,7 @@ class Closing:
         if abs(seen - predicted) > 1e-6 * predicted:
             self.differs = True
             kept = "; DeepSpeed keeps the gradients, so that none is divided by that" if run.steps_in_backward else ""
-            run.report_inexact(f"its loss divides by {seen:g} targets, where {predicted:g} were predicted{kept}")
+            run.report_inexact(f"its loss divides by {seen:g} items, where {predicted:g} were predicted{kept}")
 
     def _read_later(self, flag: Tensor) -> None:
         self._flag = flag if self._flag is None else self._flag | flag

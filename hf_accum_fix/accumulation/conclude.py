@@ -143,7 +143,7 @@ def _concluded(
         doubt = doubt or "a learnt factor multiplies several of its terms at once, which have weights of their own"
     if len({each.group for each in specs}) > 1 and not all(each.rules for each in means if not each.handed):
         # No one number corrects several terms.
-        doubt = doubt or "no rule counts the targets of one of its terms beforehand"
+        doubt = doubt or "no rule counts the items of one of its terms beforehand"
         specs = tuple(
             replace(each, how=How.PLAIN, counts=())
             if each.how is How.MEAN and not (each.rules or each.handed)
@@ -173,7 +173,7 @@ def _concluded(
         )
         takes_world_size = takes and setting.multiplies if setting.custom and setting.world_size > 1 else None
         return contract(
-            kind, items, takes_world_size=takes_world_size, reason="its graph divides by the target count it is given"
+            kind, items, takes_world_size=takes_world_size, reason="its graph divides by the number handed in"
         )
     if means:
         empty = means[0].count == 0.0 or not all(each.shows for each in tested)
@@ -209,7 +209,7 @@ def with_rules(found: LossContract, alone: Reading | None) -> LossContract:
             counted = {rule: float(rule.count(alone.batch)) for rule in ways_of_counting(alone.batch)}
             terms[at] = replace(spec, rules=tuple(rule for rule, count in counted.items() if count in divisors))
             if divisors and not terms[at].rules:
-                found = replace(found, doubt=found.doubt or "no rule counts the targets that it divides by")
+                found = replace(found, doubt=found.doubt or "no rule counts the items that it divides by")
     items = next((each.rules[0] for each in terms if each.handed and each.rules), found.items)
     assert items is not None
     filled = (replace(each, rules=each.rules or (items,)) if each.handed else each for each in terms)

@@ -176,7 +176,7 @@ class LossContract:
     def by_rule(self) -> LossContract:
         """The same where the graph hides the terms (compiled code): the loss is weighed by its rule."""
         if self.groups > 1 or (self.terms and not self.is_counted):
-            reason = "its terms count targets of their own, and compiled code hides them"
+            reason = "its terms count items of their own, and compiled code hides them"
             return replace(self, reduction=Reduction.PLAIN, items=None, terms=(), reason=reason)
         return replace(self, terms=())
 

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from importlib import import_module
@@ -257,8 +257,8 @@ def to_json(diagnosis: Diagnosis) -> str:
 def to_text(diagnosis: Diagnosis) -> str:
     """The answer and its reasons, on one screen."""
     report = diagnosis.report
-    lines = ["G: gradient_accumulation_steps"] if " G = " in answer(diagnosis) else []
-    lines += [*_why(diagnosis), *_model(diagnosis), *_in_the_way(report), _installed(diagnosis)]
+    reasons = [*_why(diagnosis), *_model(diagnosis)]
+    lines = [*_definitions([answer(diagnosis), *reasons]), *reasons, *_in_the_way(report), _installed(diagnosis)]
     if report.present:
         fixed = len(report.plan.fixed)
         lines.append(f"apply() fixes {fixed} of {len(report.present)} defects: hf-accum-fix doctor --verbose")
@@ -306,6 +306,14 @@ _LEGEND: Final = f"{LEGEND}\nhf-accum-fix explain NAME has the equations and the
 
 def _installed(diagnosis: Diagnosis) -> str:
     return f"hf-accum-fix {diagnosis.report.version}, {versions(diagnosis.report.environment)}"
+
+
+def _definitions(lines: Sequence[str]) -> list[str]:
+    """Define the terms in some lines."""
+    text = "\n".join(lines)
+    terms = {" G = ": "G: gradient_accumulation_steps", " items": "items: the targets that count in the loss"}
+    found = [definition for term, definition in terms.items() if term in text]
+    return ["; ".join(found)] if found else []
 
 
 def _why(diagnosis: Diagnosis) -> list[str]:

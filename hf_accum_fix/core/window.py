@@ -303,7 +303,7 @@ def _compare_rules(host: Host, counts: _Counts) -> None:
                 state.reconsider()
                 state.asks = state.asks or state.reconsiders
             if not state.reconsiders:
-                host.report_inexact("several counting rules fit its terms, and differ here")
+                host.report_inexact("several rules fit the items of its terms, and count this window differently")
 
 
 def _check_given(host: Host, batches: Sequence[Any]) -> None:

@@ -190,7 +190,7 @@ def test_the_text_says_what_the_stock_trainer_makes_of_it(tmp_path: Path, capsys
     told = capsys.readouterr().out
     assert "BertForMaskedLM on " in told and "affected, 8x at G = 8; run: hf-accum-fix run COMMAND" in told
     told = " ".join(told.split())
-    assert "its loss is the mean over its own targets ('labels' other than -100); under apply() exact for every" in told
+    assert "its loss is the mean over its own items ('labels' other than -100); under apply() exact for every" in told
 
 
 @pytest.mark.parametrize(

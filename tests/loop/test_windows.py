@@ -113,8 +113,8 @@ def test_what_was_observed_is_kept_and_said_once(caplog: pytest.LogCaptureFixtur
     # torch before 2.5 shows a shape by a gradient, which needs a run that keeps something for one.
     observes = 3 if hasattr(torch.ones((), requires_grad=True).neg().grad_fn, "_input_metadata") else 6
     assert calls.count(True) == 12 + observes and not calls.count(False)
-    assert [record.message for record in caplog.records if "the mean over its own targets" in record.message] == [
-        "BertForMaskedLM: the loss is the mean over its own targets ('labels' other than -100); G=2, W=1."
+    assert [record.message for record in caplog.records if "the mean over its own items" in record.message] == [
+        "BertForMaskedLM: the loss is the mean over its own items ('labels' other than -100); G=2, W=1."
     ]
     assert "BertForMaskedLM" in str(hf_accum_fix.report())
 
