@@ -102,7 +102,7 @@ class Scene:
         """The loss of a batch, and the router loss in it, times its coefficient."""
         loss, outputs = self._alone(inputs)
         if not isinstance(loss, Tensor) or loss.ndim > 0:
-            raise ContractError(f"got {loss!r} as the loss of a batch; expected a scalar tensor")
+            raise ContractError(f"got {loss!r} as the loss of a batch; expected one number")
         router = self.contract.carried(outputs)
         return loss, None if router is None else router.to(loss.device)
 

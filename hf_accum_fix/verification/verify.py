@@ -315,7 +315,7 @@ class _Run:
                 )
         except AccumFixError as error:
             return replace(blank, verdict=could_not_tell(str(error)))
-        except TypeError as error:  # The loss requires the number, and this mode hands it none.
+        except TypeError as error:  # The loss requires num_items_in_batch, which this mode does not pass.
             take(self.verification.parameters)
             return replace(blank, verdict=could_not_tell(f"{mode} cannot run this micro-batch: {error}"))
         except (RuntimeError, ValueError) as error:
