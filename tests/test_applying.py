@@ -279,7 +279,7 @@ def test_dropped_by_a_later_replacement_is_seen_and_revert_touches_nothing(monke
     assert handle.missing() == ()
 
 
-def test_one_line_says_what_was_done(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_lists_what_was_patched(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "hf_accum_fix"), hf_accum_fix.apply() as handle:
         hf_accum_fix.apply()
     [line] = [record.getMessage() for record in caplog.records]

@@ -70,7 +70,7 @@ def test_a_refusal_is_no_error_that_a_script_catches(monkeypatch: pytest.MonkeyP
     assert hf_accum_fix.active_handle() is None
 
 
-def test_switched_off_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_off_it_reports_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ACCUM_FIX", "0")
     assert apply_inherited() == f"{hf_accum_fix.__version__} is off: HF_ACCUM_FIX=0"
 

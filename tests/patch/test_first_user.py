@@ -1,4 +1,4 @@
-"""What a first user asks, and where the answer stood: first, in one line, about their own model, in plain words."""
+"""What a first user asks: the answer comes first, in one line, about their own model, in plain words."""
 
 from __future__ import annotations
 
@@ -161,8 +161,8 @@ def test_every_release_has_an_answer(release: str | None) -> None:
     expected["5.3.0"] = "affected, many models 1/8x at G = 8; run"
     assert expected.get(name, "could not tell") in first
     for state in ("not applied", "pending", "applied", "switched off"):
-        told = replace(report, state=state)
-        assert str(told).splitlines()[0] == told.answer and told.answer.startswith(f"transformers {name}: ")
+        printed = replace(report, state=state)
+        assert str(printed).splitlines()[0] == printed.answer and printed.answer.startswith(f"transformers {name}: ")
 
 
 def test_the_defects_that_meet_models_at_large_are_rows() -> None:
@@ -175,24 +175,24 @@ def test_the_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) ->
     shown = re.findall(r"^\$ hf-accum-fix (doctor.*)\n((?:.+\n|\n(?!```))*?)```", pages, flags=re.MULTILINE)
     assert len(shown) == 2
     for words, block in shown:
-        told = doctor(capsys, *words.split()[1:])[1]
-        assert {line for line in block.splitlines() if line != "..."} <= {*told}
+        printed = doctor(capsys, *words.split()[1:])[1]
+        assert {line for line in block.splitlines() if line != "..."} <= {*printed}
 
 
 def test_json_has_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     _, lines = doctor(capsys)
-    _, told = doctor(capsys, "--json")
-    assert json.loads("\n".join(told))["answer"] == lines[0]
+    _, printed = doctor(capsys, "--json")
+    assert json.loads("\n".join(printed))["answer"] == lines[0]
 
 
 @newest
 def test_doctor_uses_no_word_that_it_does_not_define(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ((), ("--model", "BertForSequenceClassification"), ("--model", "LlamaForCausalLM")):
-        told = "\n".join(doctor(capsys, *words)[1])
-        assert not [word for word in OURS if word in told.lower().replace("lmheadmodel", "")], told
-    told = "\n".join(doctor(capsys, "--verbose")[1])
+        printed = "\n".join(doctor(capsys, *words)[1])
+        assert not [word for word in OURS if word in printed.lower().replace("lmheadmodel", "")], printed
+    printed = "\n".join(doctor(capsys, "--verbose")[1])
     for word in ("head:", "item:", "window:", "G:", "W:"):
-        assert word in told
+        assert word in printed
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_a_router_loss_is_not_called_right(tmp_path: Path) -> None:
 
 @newest
 def test_a_mean_that_holds_a_router_loss_has_one_factor(tmp_path: Path) -> None:
-    """Nothing of such a loss is divided, so that one factor says it."""
+    """Nothing of such a loss is divided, so one factor holds."""
     head = HEADS["NllbMoeForConditionalGeneration"]
     take_step(head, head.samples, 2, 4, "apply", tmp_path)
     [run] = observations.recorded()

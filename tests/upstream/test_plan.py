@@ -105,13 +105,13 @@ def test_a_newer_release_or_a_build_before_one_is_marked_untested(release: str |
 
 
 @pytest.mark.parametrize(
-    ("torch", "said"),
+    ("torch", "marked"),
     [("2.2.0", False), ("2.13.0+cpu", False), ("2.15.1", False), ("2.16.0", True), ("3.0.0.dev0", True), (None, False)],
 )
-def test_a_torch_that_was_not_run_is_marked_untested(torch: str | None, said: bool) -> None:
+def test_a_torch_that_was_not_run_is_marked_untested(torch: str | None, marked: bool) -> None:
     untested = make_plan(Environment("5.23.0", "1.15.0", torch, "3.11.7"), Options()).untested
-    assert (untested is not None) == said
-    assert not said or untested == f"our tests have run torch 2.2.2 to 2.15.0, not {torch}"
+    assert (untested is not None) == marked
+    assert not marked or untested == f"our tests have run torch 2.2.2 to 2.15.0, not {torch}"
 
 
 def test_a_patch_release_with_bodies_that_were_run_is_tested() -> None:
@@ -161,7 +161,7 @@ def test_a_release_without_the_module_of_the_trainer_is_refused() -> None:
     assert isinstance(missing.refusal, UnsupportedVersionError)
 
 
-def test_metadata_of_another_release_are_told_and_the_code_is_judged() -> None:
+def test_metadata_of_another_release_are_reported_and_the_code_is_judged() -> None:
     made = make_plan(Environment("5.23.0", None, None, "3.11.7", stale_metadata="4.49.0"), Options())
     assert "4.49.0" in str(made.untested) and made.refusal is None
     assert made.decisions == plan("5.23.0").decisions

@@ -22,7 +22,7 @@ def test_a_loss_that_is_random_with_dropout_off(tmp_path: Path) -> None:
     assert not report.results
 
 
-def test_dropout_alone_is_turned_off_and_said(tmp_path: Path) -> None:
+def test_dropout_alone_is_turned_off_and_noted(tmp_path: Path) -> None:
     report = verify(small(Regression(dropout=0.5), tmp_path, points(8)), splits=[2, 8])
     assert report.verdict.kind is Kind.EXACT and "dropout was turned off for the comparison" in report.notes
 

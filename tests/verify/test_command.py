@@ -34,17 +34,17 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["world_size"] == 2 and report["samples"] == [8]
-    told = {(each["mode"], each["per_device"], each["steps"]): each for each in report["results"]}
-    assert told["stock", 1, 4]["verdict"]["words"].endswith("G x W times")
-    assert told["stock", 1, 4]["norm_ratio"] == pytest.approx(8, rel=1e-5)
-    assert {each["verdict"]["kind"] for key, each in told.items() if key[0] == "apply()"} == {"exact"}
+    found = {(each["mode"], each["per_device"], each["steps"]): each for each in report["results"]}
+    assert found["stock", 1, 4]["verdict"]["words"].endswith("G x W times")
+    assert found["stock", 1, 4]["norm_ratio"] == pytest.approx(8, rel=1e-5)
+    assert {each["verdict"]["kind"] for key, each in found.items() if key[0] == "apply()"} == {"exact"}
     evaluated = {(each["mode"], each["per_device"]): each["error"] for each in report["evaluation"]}
     assert evaluated["stock", 1] > 0.5
     assert evaluated["eval_loss=True", 8] < 1e-6 and evaluated["eval_loss=True", 1] < 1e-6
 
 
 @pytest.mark.slow
-def test_a_script_that_does_not_train_could_not_be_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_does_not_train_has_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     done = start([*VERIFY, SCRIPT, "stops"], environment())
     assert done.returncode == 3 and "did not call trainer.train()" in done.stderr
 
