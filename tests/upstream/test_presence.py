@@ -1,4 +1,4 @@
-"""Names of transformers and accelerate that we use: without one, a SeamError names it, or a feature is off with a warning."""
+"""Names of transformers and accelerate that we use: if one is missing, a SeamError names it, or a feature is off."""
 
 from __future__ import annotations
 
