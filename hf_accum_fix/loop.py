@@ -40,10 +40,10 @@ from hf_accum_fix.accumulation.declared import (
     wants_number,
 )
 from hf_accum_fix.accumulation.observe import observe
-from hf_accum_fix.accumulation.share import loss_among, of_window, run_by_rule, share_of
-from hf_accum_fix.accumulation.values import listening
+from hf_accum_fix.accumulation.scaling import loss_among, of_window, run_by_rule, scale_of
+from hf_accum_fix.accumulation.values import capture
 from hf_accum_fix.accumulation.weigh import unlike_declared, weigh
-from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules, count_dtype
+from hf_accum_fix.accumulation.window import Items, ZeroWeightBatch, count_by_rules, count_dtype
 from hf_accum_fix.core.contracts import remarks, settle
 from hf_accum_fix.core.host import Host, Observed
 from hf_accum_fix.core.window import Part, Window, count_routing, open_window
@@ -150,7 +150,7 @@ class LoopHost(Host):
         assert contract is not None
         if self.world_size == 1:
             # A loop has no log to read with; on several ranks this takes one more collective.
-            self.state.closing.corrects = contract.is_read
+            self.state.correction.corrects = contract.is_read
         if model is None or (was_settled and contract is before):
             return
         if first.is_settled:
@@ -291,16 +291,18 @@ class AccumulationWindow:
         """
         host, window = self._host, self._window(model, next(iter(model.parameters())).device)
         part, batch, counts = self._found(window, batch)
-        contract, cut = part.contract, part.cut
+        contract, normalizer = part.contract, part.normalizer
         with host.router.micro_batch(max(self._begun - 1, 0)):
             if not contract.is_read:
                 items = counts.get(contract.items) if contract.items is not None else None
                 forward = partial(host.forward, model)
-                return self._add(run_by_rule(contract, batch, items, cut, forward, rounded=host.rounds_inputs)[0])
-            with listening(contract, host.bare(model)) as heard:
-                loss, _ = host.forward(model, batch, cut.number if contract.hands_number else None)
-        weightless = isinstance(batch, Weightless)
-        weighed = weigh(loss, contract, cut, part.check, batch, counts, heard, weightless=weightless)
+                return self._add(
+                    run_by_rule(contract, batch, items, normalizer, forward, rounded=host.rounds_inputs)[0]
+                )
+            with capture(contract, host.bare(model)) as captured:
+                loss, _ = host.forward(model, batch, normalizer.number if contract.hands_number else None)
+        zero_weight = isinstance(batch, ZeroWeightBatch)
+        weighed = weigh(loss, contract, normalizer, part.check, batch, counts, captured, zero_weight=zero_weight)
         window.add(weighed.value)
         return weighed.loss
 
@@ -320,15 +322,15 @@ class AccumulationWindow:
         part, batch, counts = self._found(self._window(None, loss.device), batch)
         contract = part.contract
         items = counts.get(contract.items) if contract.items is not None else None
-        if unlike := unlike_declared(loss, contract, items, part.cut):
+        if unlike := unlike_declared(loss, contract, items, part.normalizer):
             self._host.warn_once(
                 "declared",
                 f"scale(): got a loss whose graph shows that {unlike}; expected one that {contract}, as the contract "
                 "says: it gets the plain mean over micro-batches and is not exact; give the contract that it has",
             )
             return self._add(loss)
-        share = share_of(contract, batch, items, part.cut, own_loss=True, rounded=self._host.rounds_inputs)
-        return self._add(share.of(loss))
+        scale = scale_of(contract, batch, items, part.normalizer, own_loss=True, rounded=self._host.rounds_inputs)
+        return self._add(scale.apply(loss))
 
     @property
     def mean_items(self) -> Tensor:
@@ -337,7 +339,7 @@ class AccumulationWindow:
         Raises:
             ContractError: if the window has not been counted: no loss of it was asked for, and no contract given.
         """
-        return self._window(None, None).parts[0].cut.mean
+        return self._window(None, None).parts[0].normalizer.mean
 
     def mean_loss(self) -> Tensor:
         """The loss of the global batch: the mean over the items of all its micro-batches and ranks.
@@ -365,16 +367,16 @@ class AccumulationWindow:
         """What holds for a micro-batch's loss, the micro-batch as it is to be run, and its items by every rule."""
         part, counts = window.part_of(batch), window.counts_of(batch)
         # None: it was put on another device, or made anew; then it is counted again.
-        if counts is None and self._begun and isinstance(self.batches[self._begun - 1], Weightless):
-            batch = Weightless(batch)
+        if counts is None and self._begun and isinstance(self.batches[self._begun - 1], ZeroWeightBatch):
+            batch = ZeroWeightBatch(batch)
         if counts is None:
-            counts = count_by_rules(part.contract.rules, [batch], part.cut.mean.device)[0][0]
+            counts = count_by_rules(part.contract.rules, [batch], part.normalizer.mean.device)[0][0]
         return part, batch, counts
 
-    def _add(self, share: Tensor) -> Tensor:
+    def _add(self, scaled: Tensor) -> Tensor:
         assert self._counted is not None
-        self._counted.add(share.detach() / len(self))
-        return of_window(share, len(self), self._host.engine_divisor)
+        self._counted.add(scaled.detach() / len(self))
+        return of_window(scaled, len(self), self._host.engine_divisor)
 
     def _check_run(self) -> None:
         if self._begun < len(self):
@@ -447,7 +449,7 @@ class AccumulationWindows:
             finally:
                 host.gradient.drop()
             window._check_run()
-        host.state.closing.read(host)
+        host.state.correction.read(host)
         if self.world_size > 1:
             # A rank that has more joins this with its next window, so that it learns of it instead of waiting for ever.
             host.open(None, None, [])

@@ -13,7 +13,7 @@ from hf_accum_fix.errors import ContractError
 Gather: TypeAlias = "Callable[[list[Any]], list[Any]]"
 
 
-class InStep:
+class SyncedRanks:
     """Ranks that go on as long as any of them has to; on leaving, each waits for all to have left.
 
     Without ``gather`` this rank goes on by itself.
@@ -26,7 +26,7 @@ class InStep:
         """Whether any rank wants it."""
         return wanted if self._gather is None else any(wants for wants, _ in self._gather([(wanted, False)]))
 
-    def __enter__(self) -> InStep:
+    def __enter__(self) -> SyncedRanks:
         return self
 
     def __exit__(self, *_: object) -> None:

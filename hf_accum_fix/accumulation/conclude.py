@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Coupling, How, LossContract, Reduction, TermSpec
-from hf_accum_fix.accumulation.reading import Reading, Seen
+from hf_accum_fix.accumulation.reading import Reading, TermReading
 from hf_accum_fix.accumulation.rules import is_near, is_padded, listed_targets, matching_rules, ways_of_counting
 from hf_accum_fix.accumulation.window import Items, sample_count
 
@@ -70,7 +70,7 @@ class Candidate:
     """One term, or the rows of one mean, in the three forwards."""
 
     spec: TermSpec
-    seen: tuple[Seen, Seen, Seen]
+    seen: tuple[TermReading, TermReading, TermReading]
     counts: tuple[float, ...]
     values: tuple[float | None, ...]
     trouble: str = ""
@@ -251,7 +251,7 @@ def _nothing_seen(whole: Reading, rules: Sequence[Items]) -> LossContract:
     return LossContract(Reduction.MEAN, rules[0], dtype=whole.dtype, conclusive=False, reason=reason)
 
 
-def _without_number(seen: Sequence[list[Seen]], readings: Sequence[Reading]) -> tuple[list[Seen], bool]:
+def _without_number(seen: Sequence[list[TermReading]], readings: Sequence[Reading]) -> tuple[list[TermReading], bool]:
     """The last forward as it would be without the number, and whether it divided by that."""
     number = readings[2].number
     assert number is not None
@@ -271,7 +271,9 @@ def _without_number(seen: Sequence[list[Seen]], readings: Sequence[Reading]) -> 
     return shown, by_number
 
 
-def _matched(seen: Sequence[list[Seen]], readings: Sequence[Reading], setting: Setting) -> tuple[list[Candidate], str]:
+def _matched(
+    seen: Sequence[list[TermReading]], readings: Sequence[Reading], setting: Setting
+) -> tuple[list[Candidate], str]:
     """The terms of the three forwards, each beside the same term of the others; in words, what cannot be matched."""
     found: list[Candidate] = []
     trouble = ""
@@ -302,7 +304,7 @@ def _are_rows(whole: int, one: int, other: int, readings: Sequence[Reading]) -> 
 
 
 def _candidate(
-    terms: Sequence[Sequence[Seen]], place: int | None, readings: Sequence[Reading], setting: Setting
+    terms: Sequence[Sequence[TermReading]], place: int | None, readings: Sequence[Reading], setting: Setting
 ) -> Candidate:
     """What is a count, a number or a constant among the factors of one term."""
     first = (terms[0][0], terms[1][0], terms[2][0])
@@ -407,8 +409,8 @@ def _tested(
             # One that stock divides by the number is weighed by its items all the same.
             keeps = setting.by_number and rules
             return candidate.judged(_COUPLED, rules=rules, times=times) if keeps else candidate.doubted(_COUPLED)
-        untold = "the values of two of its terms could not be told from each other"
-        return candidate.judged("" if has_values else untold, rules=rules, times=times)
+        doubt = "the values of two of its terms could not be told from each other"
+        return candidate.judged("" if has_values else doubt, rules=rules, times=times)
     if has_values and values[0] == values[1] == values[2] and batches[1] is not batches[2] and not whole.holds_data:
         # Zero says nothing, unless it is multiplied by zero.
         return candidate.judged(how=How.CONSTANT, shows=bool(values[0]) or 0.0 in whole.factors)

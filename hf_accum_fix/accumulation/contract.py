@@ -151,7 +151,7 @@ class LossContract:
         if self.items is None and self.reduction in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN):
             raise ContractError(f"a loss that {self.reduction.words} needs its items; pass items=Items(...)")
 
-    def carried(self, outputs: Any) -> Tensor | None:
+    def weighted_router_loss(self, outputs: Any) -> Tensor | None:
         """The router losses inside the loss, weighed, 0-dim; None: the loss has none.
 
         Raises:
@@ -203,7 +203,7 @@ class LossContract:
         counted = ([totals[rule] for rule in self._rules_of(each)] for each in self.terms)
         return any(max(each) - min(each) > 1e-6 * max(each) for each in counted if len(each) > 1)
 
-    def telling(self, window: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    def distinguishing(self, window: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """A micro-batch that rules of one term count differently, and one that they do not; none: the window."""
         rules = [self._rules_of(each) for each in self.terms if len(self._rules_of(each)) > 1]
         differ = [

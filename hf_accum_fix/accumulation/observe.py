@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hf_accum_fix.accumulation.agreement import Gather, InStep
+from hf_accum_fix.accumulation.agreement import Gather, SyncedRanks
 from hf_accum_fix.accumulation.conclude import (
     NUMBERS,
     OF_THE_SPLIT,
@@ -28,8 +28,8 @@ from hf_accum_fix.accumulation.conclude import (
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Coupling, How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.loss_graph import read
-from hf_accum_fix.accumulation.own_division import RANKS, own_division, suspects
-from hf_accum_fix.accumulation.preserve import undisturbed
+from hf_accum_fix.accumulation.own_division import RANKS, own_division, step_candidates
+from hf_accum_fix.accumulation.preserve import preserved_state
 from hf_accum_fix.accumulation.reading import (
     ForgottenError,
     Forward,
@@ -41,7 +41,7 @@ from hf_accum_fix.accumulation.reading import (
 )
 from hf_accum_fix.accumulation.rules import listed_targets, targets_padding, ways_of_counting
 from hf_accum_fix.accumulation.samples import Split, splits
-from hf_accum_fix.accumulation.window import Weightless
+from hf_accum_fix.accumulation.window import ZeroWeightBatch
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -71,10 +71,10 @@ def observe(
         others: objects beside the model whose attributes are put back, such as the trainer.
         leave: objects that nothing is noted on, such as data sets.
         more_steps: a context in which the arguments say other accumulation steps, and so many times the ranks.
-        gather: as for `InStep`.
+        gather: as for `SyncedRanks`.
     """
     # A repeated sample shows as much as any.
-    window = [dict(batch) if isinstance(batch, Weightless) else batch for batch in window]
+    window = [dict(batch) if isinstance(batch, ZeroWeightBatch) else batch for batch in window]
     sharded = holds_shards(model)
     listed = any(next(listed_targets(batch), None) is not None for batch in window)
     numbers: tuple[float | None, ...] = NUMBERS if setting.hands_number or setting.hands_own else (None, None, None)
@@ -82,8 +82,8 @@ def observe(
         numbers = (None, None, NUMBERS[2])
 
     with (
-        undisturbed(model, *others, leave=leave, sharded=sharded) as state,
-        InStep(gather) as ranks,
+        preserved_state(model, *others, leave=leave, sharded=sharded) as state,
+        SyncedRanks(gather) as ranks,
     ):
         norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
 
@@ -143,13 +143,13 @@ def observe(
             if readings and not settled:
                 latest = conclude(readings, window, replace(setting, apart=split.apart, again=found is not None))
                 was_guess = found is not None and found.is_guess and latest.conclusive
-                better = _better(found, latest, tells=split.tells)
+                better = _better(found, latest, shows_coupling=split.shows_coupling)
                 found, whole = better, readings[0] if better is latest else whole
                 other_tasks = split.tasks and found.doubt.endswith(OTHER_TERMS)
                 shows = _has_shown(found) and not _may_be_the_split(found) and not found.is_guess
                 settled = sharded or was_guess or other_tasks or shows
             following = None if settled else next(search, None)
-            settled = following is None or bool(found and not following.tells and _has_shown(found))
+            settled = following is None or bool(found and not following.shows_coupling and _has_shown(found))
             split = split if settled or following is None else following
         if found is None and trouble is not None:
             raise trouble
@@ -164,12 +164,12 @@ def observe(
             put_back()
         if found.by_number and any(each.handed for each in found.terms):
             found = with_rules(found, alone)
-        suspected = suspects(found, whole, setting) if setting.custom or setting.func else []
+        candidates = step_candidates(found, whole, setting) if setting.custom or setting.func else []
         times_ranks = RANKS if setting.world_size > 1 and any(each.number for each in found.terms) else 1
-        if ranks.any(bool(suspected) or times_ranks > 1):
+        if ranks.any(bool(candidates) or times_ranks > 1):
             try:
                 more = run(whole.batch, whole.number, partial(more_steps, times_ranks))
-                found = own_division(found, suspected, whole, more, setting)
+                found = own_division(found, candidates, whole, more, setting)
             except Exception:
                 # A loss that gathers metrics does not run with other ranks.
                 if times_ranks == 1:
@@ -206,7 +206,7 @@ def _divides_unseen(alone: float, handed: float) -> bool:
     return items >= 1 and abs(items - round(items)) <= 1e-3
 
 
-def _better(found: LossContract | None, latest: LossContract, *, tells: bool) -> LossContract:
+def _better(found: LossContract | None, latest: LossContract, *, shows_coupling: bool) -> LossContract:
     """What to make of one more split of the samples."""
     if found is None:
         return latest
@@ -219,7 +219,7 @@ def _better(found: LossContract | None, latest: LossContract, *, tells: bool) ->
     if not latest.conclusive or _may_be_the_split(latest):
         return found
     # In a batch beside itself all factors that are no counts look constant.
-    return latest if tells else replace(latest, doubt=latest.doubt or found.doubt)
+    return latest if shows_coupling else replace(latest, doubt=latest.doubt or found.doubt)
 
 
 def _has_shown(found: LossContract) -> bool:
@@ -253,7 +253,7 @@ def _doubted(found: LossContract) -> LossContract:
 def shift_of(call: Forward, window: Sequence[Mapping[str, Any]], model: nn.Module, *, sharded: bool) -> bool | None:
     """Whether a model's own loss, one forward of it a ``call``, drops position 0 of its labels; None: not shown."""
     batch = max(window, key=lambda each: float(next(ways_of_counting(each)).count(each)))
-    with undisturbed(model, sharded=sharded), torch.enable_grad(), saved_tensors_hooks(kept_small, unpacked):
+    with preserved_state(model, sharded=sharded), torch.enable_grad(), saved_tensors_hooks(kept_small, unpacked):
         shown = [is_shifted(term, batch) for term in read(call(dict(batch), None))]
     return next((shift for shift in shown if shift is not None), None)
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.reading import Reading, Seen
+from hf_accum_fix.accumulation.reading import Reading, TermReading
 from hf_accum_fix.accumulation.rules import is_near
 
 #: So many times the ranks are named to a loss that divides by the number; steps are named twice or three times.
 RANKS = 5
 
 
-def suspects(found: LossContract, whole: Reading, setting: Setting) -> list[tuple[int, int]]:
+def step_candidates(found: LossContract, whole: Reading, setting: Setting) -> list[tuple[int, int]]:
     """Constants that may hang on the accumulation steps: places of terms, and of their factors."""
     if setting.steps * setting.world_size == 1:
         return []
@@ -32,14 +32,14 @@ def suspects(found: LossContract, whole: Reading, setting: Setting) -> list[tupl
     ]
 
 
-def _terms_of(found: LossContract, reading: Reading) -> list[Seen]:
+def _terms_of(found: LossContract, reading: Reading) -> list[TermReading]:
     """The terms of a forward in the order of a contract's."""
     terms = reading.inside if found.inside else reading.terms
     return [[each for each in terms if each.shape == spec.shape][spec.place or 0] for spec in found.terms]
 
 
 def own_division(
-    found: LossContract, suspected: Sequence[tuple[int, int]], whole: Reading, more: Reading, setting: Setting
+    found: LossContract, candidates: Sequence[tuple[int, int]], whole: Reading, more: Reading, setting: Setting
 ) -> LossContract:
     """Which of the `suspects` moved with the steps that the arguments name: those are the trainer's division.
 
@@ -59,7 +59,7 @@ def own_division(
         by_ranks = {place for place, each in enumerate(times) if spec.number and is_near(each, 1 / RANKS)}
         if by_ranks:
             found = replace(found, takes_world_size=setting.multiplies)
-        places = [place for term, place in suspected if term == at and place not in by_ranks]
+        places = [place for term, place in candidates if term == at and place not in by_ranks]
         own = [place for place in places if is_near(times[place], 2.0) or is_near(times[place], 3.0)]
         still = [place for place in places if is_near(times[place], 1.0)]
         scales = [*(before[at].factors[place] for place in still), before[at].product(still)]

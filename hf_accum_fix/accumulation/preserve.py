@@ -610,7 +610,7 @@ class overridden(AbstractContextManager[None]):
 
 
 @contextmanager
-def undisturbed(
+def preserved_state(
     model: nn.Module, *others: object, leave: Iterable[object] = (), sharded: bool = False
 ) -> Iterator[Preserved]:
     """Run forwards as training does, without gradient, and leave everything as it was; arguments as `Preserved`'s."""

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_accum_fix.accumulation.loss_graph import Term, holds_layers, read
 from hf_accum_fix.accumulation.noise import WithoutNoise
 from hf_accum_fix.accumulation.rules import ways_of_counting
-from hf_accum_fix.accumulation.values import Heard, listening
+from hf_accum_fix.accumulation.values import Captured, capture
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.errors import ContractError
 
@@ -28,7 +28,7 @@ Forward = Callable[[Mapping[str, Any], Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
-class Seen:
+class TermReading:
     """One term in one forward, as numbers; what is not named here is as in `loss_graph`.
 
     Attributes:
@@ -89,8 +89,8 @@ class Reading:
     number: float | None
     loss: float
     dtype: torch.dtype
-    terms: list[Seen]
-    inside: list[Seen]
+    terms: list[TermReading]
+    inside: list[TermReading]
     drew: bool
 
     @property
@@ -122,7 +122,7 @@ def read_batch(
     handed = None if number is None else torch.tensor(number, device=device)
     with (
         WithoutNoise(alike=listed),
-        listening(None, head) as heard,
+        capture(None, head) as captured,
         within(),
         torch.enable_grad(),
         nullcontext() if keep else saved_tensors_hooks(kept_small, unpacked),
@@ -131,9 +131,9 @@ def read_batch(
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ContractError(f"got {type(loss).__name__} as the loss of a micro-batch; expected a tensor of one number")
     total = float(loss.detach())
-    shown = partial(read, loss, heard.routers, deep=True, returned=heard.returned)
+    shown = partial(read, loss, captured.routers, deep=True, returned=captured.returned)
     rows, inside = (
-        _filled([_seen(term, heard, batch) for term in terms], total)
+        _filled([_term_reading(term, captured, batch) for term in terms], total)
         for terms in (shown(inside=False), shown(inside=True))
     )
     return Reading(batch, number, total, loss.dtype, rows, inside, _random_state() != before)
@@ -153,15 +153,15 @@ def unpacked(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _seen(term: Term, heard: Heard, batch: Mapping[str, Any]) -> Seen:
+def _term_reading(term: Term, captured: Captured, batch: Mapping[str, Any]) -> TermReading:
     with _disable_current_modes():
         values = [each.value.detach() if isinstance(each.value, Tensor) else each.value for each in term.factors]
         factors = tuple(map(float, values))
-        kept = None if heard.values is None else heard.values.of(term.path.top)
+        kept = None if captured.values is None else captured.values.of(term.path.top)
         of_top = None if kept is None else float(kept)
         ignored, named = _targets(term, batch)
         total = float(getattr(term.leaf, "_saved_total_weight", 0.0))
-    seen = Seen(
+    seen = TermReading(
         term.name,
         term.shape,
         factors,
@@ -169,7 +169,7 @@ def _seen(term: Term, heard: Heard, batch: Mapping[str, Any]) -> Seen:
         term.readable,
         term.divides,
         term.rows,
-        heard.routers.get(term.leaf, ""),
+        captured.routers.get(term.leaf, ""),
         ignored,
         named,
         is_shifted(term, batch),
@@ -185,7 +185,7 @@ def _seen(term: Term, heard: Heard, batch: Mapping[str, Any]) -> Seen:
     return seen if of_top is None else replace(seen, value=of_top * seen.product(range(term.path.above)))
 
 
-def _filled(terms: list[Seen], loss: float) -> list[Seen]:
+def _filled(terms: list[TermReading], loss: float) -> list[TermReading]:
     """Give what is left of a loss to its only term, or to the only one without a value."""
     blank = terms if len(terms) == 1 else [each for each in terms if each.value is None]
     if len(blank) != 1 or any(each.added for each in terms):

@@ -41,10 +41,10 @@ def matching_rules(
         fits = [_is_close(n, max(times * m, float(rule.entry is not None))) for n, m in zip(counts, found, strict=True)]
         if times and all(fits):
             in_proportion[rule] = times
-    told_apart = batches[1] is not batches[2]
+    distinct = batches[1] is not batches[2]
     usable = [each for each in in_proportion.values() if _is_close(each, 1.0)]
     usable += [
-        n for n in in_proportion.values() if told_apart and (_is_close(n, round(n)) or _is_close(1 / n, round(1 / n)))
+        n for n in in_proportion.values() if distinct and (_is_close(n, round(n)) or _is_close(1 / n, round(1 / n)))
     ]
     best = usable[0] if usable else 0.0
     if not best and (mixed := _mixed(counts, batches)) is not None:

@@ -30,7 +30,7 @@ class Split(NamedTuple):
     one: Batch
     other: Batch
     apart: bool = True
-    tells: bool = True
+    shows_coupling: bool = True
     tasks: bool = False
 
 
@@ -40,10 +40,10 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     Rows of its most telling micro-batch; two micro-batches beside the batch of both; rows whose second half belongs to
     the first (DPO); a micro-batch beside itself; and micro-batches as they are, of which nothing is put together.
     """
-    ordered = sorted(window, key=_tells, reverse=True)
+    ordered = sorted(window, key=_informative, reverse=True)
     batch = ordered[0]
     # The one that is least like it, but has targets.
-    others = [each for each in reversed(ordered[1:]) if _tells(each)[0]] or ordered[1:]
+    others = [each for each in reversed(ordered[1:]) if _informative(each)[0]] or ordered[1:]
     # Tasks that a column names are seen together.
     unseen = _unseen(window, batch)
     others.sort(key=lambda each: -len(unseen & _marks(each)))
@@ -70,14 +70,14 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     if others and by_row and not odd and (both := _merged(batch, others[0], interleaved=True)) is not None:
         yield Split(both, batch, others[0])
     if (twice := _twice(batch)) is not None:
-        yield Split(twice, batch, batch, tells=False)
+        yield Split(twice, batch, batch, shows_coupling=False)
     one, other, *_ = (*others, batch, batch)
-    yield Split(batch, one, other, apart=False, tells=False)
+    yield Split(batch, one, other, apart=False, shows_coupling=False)
     for each in ordered:
-        yield Split(each, each, each, apart=False, tells=False)
+        yield Split(each, each, each, apart=False, shows_coupling=False)
 
 
-def _tells(batch: Batch) -> tuple[bool, bool, int, float]:
+def _informative(batch: Batch) -> tuple[bool, bool, int, float]:
     """How much a micro-batch tells: ways of counting that differ in it, and its targets."""
     # Halves of a batch differ in any.
     counts = [float(rule.count(batch)) for rule in ways_of_counting(batch) if not rule.first_half]
@@ -154,22 +154,22 @@ def _merged(one: Batch, other: Batch, *, interleaved: bool = False) -> dict[str,
     """Two micro-batches as one, padded on the right; None where that cannot be done safely."""
     result: dict[str, Any] = {}
     for key, value in one.items():
-        beside = other.get(key)
-        if isinstance(value, Tensor) and isinstance(beside, Tensor):
-            if value.ndim == 0 or value.ndim != beside.ndim or (interleaved and len(value) != len(beside)):
+        second = other.get(key)
+        if isinstance(value, Tensor) and isinstance(second, Tensor):
+            if value.ndim == 0 or value.ndim != second.ndim or (interleaved and len(value) != len(second)):
                 return None
             if value.ndim == 2 or not value.is_floating_point():
-                width = max(value.shape[-1], beside.shape[-1])
+                width = max(value.shape[-1], second.shape[-1])
                 fill = -100 if "label" in key else 0
-                value, beside = (
+                value, second = (
                     F.pad(each, (0, width - each.shape[-1]), value=fill) if each.ndim > 1 else each
-                    for each in (value, beside)
+                    for each in (value, second)
                 )
-            if value.shape[1:] != beside.shape[1:]:
+            if value.shape[1:] != second.shape[1:]:
                 return None
-            result[key] = torch.stack([value, beside], 1).flatten(0, 1) if interleaved else torch.cat([value, beside])
-        elif isinstance(value, list) and isinstance(beside, list) and not interleaved:
-            result[key] = [*value, *beside]
+            result[key] = torch.stack([value, second], 1).flatten(0, 1) if interleaved else torch.cat([value, second])
+        elif isinstance(value, list) and isinstance(second, list) and not interleaved:
+            result[key] = [*value, *second]
         elif isinstance(value, (bool, str)) or value is None:
             result[key] = value
         else:

@@ -41,7 +41,7 @@ class Values(TorchFunctionMode):
 
 
 @dataclass
-class Heard:
+class Captured:
     """What was heard of one forward.
 
     Attributes:
@@ -56,13 +56,13 @@ class Heard:
 
 
 @contextmanager
-def listening(contract: LossContract | None, head: nn.Module | None) -> Iterator[Heard]:
+def capture(contract: LossContract | None, head: nn.Module | None) -> Iterator[Captured]:
     """Around the forward of a loss; without a contract it is observed, and everything is listened to.
 
     ``head`` is the model whose outputs carry a router's loss; None: there is none.
     """
     several = contract is None or contract.groups > 1 or contract.added
-    heard = Heard(Values() if several else None)
+    captured = Captured(Values() if several else None)
 
     def note(module: nn.Module, given: Any, outputs: Any) -> None:
         named = outputs if isinstance(outputs, Mapping) else {"loss": outputs[0]} if isinstance(outputs, tuple) else {}
@@ -70,16 +70,16 @@ def listening(contract: LossContract | None, head: nn.Module | None) -> Iterator
             if not isinstance(value, Tensor) or value.grad_fn is None:
                 continue
             if key == "loss" and value.numel() == 1:
-                heard.returned.add(value.grad_fn)
+                captured.returned.add(value.grad_fn)
             for kind in ("aux_loss", "z_loss"):
                 if f"_{key}".endswith(f"_{kind}"):
-                    heard.routers[value.grad_fn] = kind
+                    captured.routers[value.grad_fn] = kind
 
     carried = contract is None or any(each.how is How.ROUTER for each in contract.terms)
     handle = head.register_forward_hook(note) if head is not None and carried else None
     try:
-        with heard.values or nullcontext():
-            yield heard
+        with captured.values or nullcontext():
+            yield captured
     finally:
         if handle is not None:
             handle.remove()

@@ -23,8 +23,8 @@ from torch import Tensor
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.loss_graph import Term, has_several_outputs, read
 from hf_accum_fix.accumulation.per_sample import sum_of_samples
-from hf_accum_fix.accumulation.share import Cut
-from hf_accum_fix.accumulation.values import Heard, Values
+from hf_accum_fix.accumulation.scaling import Normalizer
+from hf_accum_fix.accumulation.values import Captured, Values
 from hf_accum_fix.accumulation.window import Items, count_dtype
 
 #: A Python number, or a tensor of one element on the device.
@@ -140,13 +140,13 @@ class Weighed:
 def weigh(
     loss: Tensor,
     contract: LossContract,
-    cut: Cut,
+    normalizer: Normalizer,
     check: WindowCheck,
     inputs: Mapping[str, Any],
     predicted: Mapping[Items, Tensor],
-    heard: Heard,
+    captured: Captured,
     *,
-    weightless: bool = False,
+    zero_weight: bool = False,
 ) -> Weighed:
     """Weigh the loss of a micro-batch, before its backward.
 
@@ -162,35 +162,37 @@ def weigh(
     """
     if (rule := contract.items) is not None and rule.per_sample:
         # The sum of sample means over n_mean samples.
-        count = 0.0 if weightless else rule.count(inputs, cut.mean.device)
-        check.note(0, count, 0.0 if weightless else predicted.get(rule, count))
-        return _ready(sum_of_samples(loss, rule, inputs), math.inf if weightless else cut.left_means[rule], cut)
-    terms = read(loss, heard.routers, inside=contract.inside, deep=contract.deep)
-    if cut.is_whole and not weightless and not any(each.own for each in contract.terms):
+        count = 0.0 if zero_weight else rule.count(inputs, normalizer.mean.device)
+        check.note(0, count, 0.0 if zero_weight else predicted.get(rule, count))
+        return _ready(
+            sum_of_samples(loss, rule, inputs), math.inf if zero_weight else normalizer.left_means[rule], normalizer
+        )
+    terms = read(loss, captured.routers, inside=contract.inside, deep=contract.deep)
+    if normalizer.is_whole and not zero_weight and not any(each.own for each in contract.terms):
         _note_number(terms, contract, check, predicted)
-        return _ready(loss, cut.left, cut)
+        return _ready(loss, normalizer.left, normalizer)
     matched = _matched(terms, contract.terms)
-    if matched is None and weightless:
-        return _ready(loss, math.inf, cut)
+    if matched is None and zero_weight:
+        return _ready(loss, math.inf, normalizer)
     if matched is None:
         names = sorted({each.name for each in terms}) or ["none with a gradient"]
         check.changed = f"its loss has other terms than when it was observed: {', '.join(names)}"
         if contract.terms[0].number:
             # It divides by the number of the global batch, whatever its terms are.
-            return _ready(loss, cut.left / cut.micro_batches, cut)
+            return _ready(loss, normalizer.left / normalizer.micro_batches, normalizer)
         # A trainer that divides for the window goes on to.
         scaled = next((each for each in contract.terms if each.own or each.as_stock), None)
-        return _ready(loss, cut.left, cut, None if scaled is None else replace(scaled, as_stock=True))
+        return _ready(loss, normalizer.left, normalizer, None if scaled is None else replace(scaled, as_stock=True))
     weights: list[tuple[Term, Number, TermSpec]] = []
     for place, (spec, found) in enumerate(matched):
         if found:
-            rule = spec.rules[0] if spec.rules else None if cut.is_corrected else contract.items
-            value = None if len(found) > 1 or contract.groups == 1 else _value(found[0], heard.values)
+            rule = spec.rules[0] if spec.rules else None if normalizer.is_corrected else contract.items
+            value = None if len(found) > 1 or contract.groups == 1 else _value(found[0], captured.values)
             is_own = value is not None or (len(terms) == 1 and not contract.added)
             value = loss if value is None else value
-            counts = _counts(spec, rule, found[0], cut, inputs, predicted, value, is_own=is_own)
+            counts = _counts(spec, rule, found[0], normalizer, inputs, predicted, value, is_own=is_own)
             if counts is not None and (spec.handed or not spec.as_stock):
-                noted = (0.0, 0.0) if weightless else (counts.seen, counts.predicted)
+                noted = (0.0, 0.0) if zero_weight else (counts.seen, counts.predicted)
                 check.note(place, *(noted if spec.times == 1.0 else (each / spec.times for each in noted)))
                 if found[0].rows and _differ(*noted):
                     check.changed = f"{found[0].name} is a mean over what its samples have, not over the samples"
@@ -204,14 +206,14 @@ def weigh(
                         f"{found[0].name} is not over every position of a text, as it was when it was observed"
                     )
             plain = check.is_unpredicted(place)
-            weight = _weight(spec, rule, found[0], counts, cut, weightless=weightless, plain=plain)
+            weight = _weight(spec, rule, found[0], counts, normalizer, zero_weight=zero_weight, plain=plain)
             weights += [(term, weight, spec) for term in found]
             for term in found:
-                if counts is not None and (counts.by_hand or term.path.learnt):
+                if counts is not None and (counts.is_custom or term.path.learnt):
                     _keep_finite(term, counts.divisor)
     if contract.groups == 1 and not contract.added:
-        return _ready(loss, weights[0][1], cut, weights[0][2])
-    return _hooked(loss, weights, heard.values, cut, added=contract.added)
+        return _ready(loss, weights[0][1], normalizer, weights[0][2])
+    return _hooked(loss, weights, captured.values, normalizer, added=contract.added)
 
 
 def _note_number(
@@ -227,14 +229,14 @@ def _note_number(
                 check.note(place, total, _product(term, spec.number or spec.counts))
 
 
-def unlike_declared(loss: Tensor, contract: LossContract, items: Number | None, cut: Cut) -> str:
+def unlike_declared(loss: Tensor, contract: LossContract, items: Number | None, normalizer: Normalizer) -> str:
     """What the graph of a loss of n ``items`` shows against the contract given for it, in words; empty: nothing."""
     terms = read(loss)
     if contract.reduction not in (Reduction.MEAN, Reduction.NUMBER) or not terms:
         return ""
     if len(terms) > 1:
         return f"it is a sum of {len(terms)} terms"
-    term, count = terms[0], items if contract.reduction is Reduction.MEAN else cut.mean
+    term, count = terms[0], items if contract.reduction is Reduction.MEAN else normalizer.mean
     if not term.readable:
         # A function of the user's own is taken as it is declared.
         is_own = isinstance(term.leaf, torch.autograd.function.BackwardCFunction)
@@ -248,11 +250,11 @@ def unlike_declared(loss: Tensor, contract: LossContract, items: Number | None, 
     return "" if shows else f"{term.name} divides by {', '.join(f'{float(each):g}' for each in divisors)}"
 
 
-def _ready(loss: Tensor, weight: Number, cut: Cut, spec: TermSpec | None = None) -> Weighed:
+def _ready(loss: Tensor, weight: Number, normalizer: Normalizer, spec: TermSpec | None = None) -> Weighed:
     """A loss times one weight; a tensor of its own, since DeepSpeed hangs hooks on the model's output (stage 0)."""
     weighed = loss / _cast(weight, loss)
     value = _settled(weighed.detach(), weight == math.inf)
-    value = value if cut.engine_divisor == 1 else value / cut.engine_divisor
+    value = value if normalizer.engine_divisor == 1 else value / normalizer.engine_divisor
     if spec is None or not spec.as_stock:
         return Weighed(weighed, value)
     return Weighed(weighed, value, value, spec.handed)
@@ -286,7 +288,7 @@ class Counts:
     divisor: Number
     seen: Number
     predicted: Number
-    by_hand: bool
+    is_custom: bool
     unclear: bool = False
 
 
@@ -294,7 +296,7 @@ def _counts(
     spec: TermSpec,
     rule: Items | None,
     term: Term,
-    cut: Cut,
+    normalizer: Normalizer,
     inputs: Mapping[str, Any],
     predicted: Mapping[Items, Tensor],
     value: Tensor,
@@ -306,7 +308,7 @@ def _counts(
         return None
     by_rule: Number = spec.count
     if rule is not None:
-        counted = predicted[rule] if rule in predicted else rule.count(inputs, cut.mean.device)
+        counted = predicted[rule] if rule in predicted else rule.count(inputs, normalizer.mean.device)
         by_rule = counted if spec.times == 1.0 else counted * spec.times
     divisor = _product(term, spec.counts) if spec.counts else by_rule
     is_function = term.divides and spec.counts == (len(term.factors) - 1,)
@@ -340,31 +342,31 @@ def _weight(
     rule: Items | None,
     term: Term,
     counts: Counts | None,
-    cut: Cut,
+    normalizer: Normalizer,
     *,
-    weightless: bool,
+    zero_weight: bool,
     plain: bool,
 ) -> Number:
     """What to divide a term by, so that its sum over micro-batches, averaged over ranks, is right."""
-    if weightless and (counts is not None or spec.handed or spec.how is How.SUM):
+    if zero_weight and (counts is not None or spec.handed or spec.how is How.SUM):
         return math.inf
     own = _product(term, spec.own)
     if counts is None and spec.handed:
         # It was divided by the items of the global batch: the engine's mean over ranks is all that follows.
-        return cut.left / cut.micro_batches / own
+        return normalizer.left / normalizer.micro_batches / own
     if counts is None or (spec.as_stock and not spec.handed):
         # What stock hands over is divided for the window already, or not.
-        steps = 1 if spec.as_stock else cut.micro_batches
-        return cut.left / (steps * cut.world_size if spec.how is How.SUM else 1) / own
+        steps = 1 if spec.as_stock else normalizer.micro_batches
+        return normalizer.left / (steps * normalizer.world_size if spec.how is How.SUM else 1) / own
     if plain:
         # Its number is a count of the global batch: what it has of its own items is their mean.
         relative = counts.seen / counts.divisor if spec.handed and counts.seen else 1.0
-        return relative * cut.left / own
-    mean: Number = spec.count * cut.left
+        return relative * normalizer.left / own
+    mean: Number = spec.count * normalizer.left
     if rule is not None:
-        mean = cut.left_means[rule] if spec.times == 1.0 else cut.left_means[rule] * spec.times
+        mean = normalizer.left_means[rule] if spec.times == 1.0 else normalizer.left_means[rule] * spec.times
     # What is not corrected in the end is weighed as predicted, or its scale would be another.
-    as_predicted = not cut.is_corrected and not spec.handed
+    as_predicted = not normalizer.is_corrected and not spec.handed
     count = counts.predicted if as_predicted else counts.divisor
     weight = mean / count if isinstance(count, Tensor) or count else math.inf
     return weight / own if spec.own else weight
@@ -404,7 +406,7 @@ def _hooked(
     loss: Tensor,
     weights: Sequence[tuple[Term, Number, TermSpec]],
     values: Values | None,
-    cut: Cut,
+    normalizer: Normalizer,
     *,
     added: bool,
 ) -> Weighed:
@@ -416,7 +418,7 @@ def _hooked(
     leaves = [term.leaf for term, *_ in weights]
     handed = any(spec.as_stock and spec.handed for *_, spec in weights)
     # A node that others send gradients to, too, cannot be weighed: the loss is, and the other terms relative to that.
-    base = next((weight for term, weight, _ in weights if _is_shared(term.path.top)), cut.left)
+    base = next((weight for term, weight, _ in weights if _is_shared(term.path.top)), normalizer.left)
     for term, weight, spec in weights:
         value = _value(term, values)
         if value is None:
@@ -438,8 +440,10 @@ def _hooked(
         # What has no value of its own is left over.
         blank = base if added or blank is None else blank
         total = total + _settled(rest / _cast(blank, rest), blank == math.inf)
-    total = total if cut.engine_divisor == 1 else total / cut.engine_divisor
-    return Weighed(loss / _cast(base, loss), total, None if kept is None else kept / cut.engine_divisor, handed, stock)
+    total = total if normalizer.engine_divisor == 1 else total / normalizer.engine_divisor
+    return Weighed(
+        loss / _cast(base, loss), total, None if kept is None else kept / normalizer.engine_divisor, handed, stock
+    )
 
 
 def _is_parameter(node: Any) -> bool:
@@ -469,11 +473,11 @@ def _scaled(weight: Number, stock: list[float] | None) -> Any:
     return scale
 
 
-def _cast(weight: Number, beside: Tensor) -> Number:
+def _cast(weight: Number, like: Tensor) -> Number:
     """A weight in the precision of what it multiplies, at least float32."""
     if not isinstance(weight, Tensor):
         return weight
-    return weight.to(beside.device, beside.dtype if beside.dtype.itemsize > 2 else torch.float32)
+    return weight.to(like.device, like.dtype if like.dtype.itemsize > 2 else torch.float32)
 
 
 def _settled(value: Tensor, nothing: Tensor | bool) -> Tensor:

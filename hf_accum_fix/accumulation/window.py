@@ -55,7 +55,7 @@ def has_rows(value: Any) -> bool:
     return isinstance(value, (list, tuple)) or (isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0)
 
 
-class Weightless(dict[str, Any]):
+class ZeroWeightBatch(dict[str, Any]):
     """A micro-batch that is run and counts nothing: a rank without a sample of its own keeps in step by it."""
 
 
@@ -90,7 +90,7 @@ class Items:
 
     def has_targets(self, inputs: Mapping[str, Any]) -> bool:
         """Whether a micro-batch holds what is counted."""
-        return not self.keys or isinstance(inputs, Weightless) or inputs.get(self.keys[0]) is not None
+        return not self.keys or isinstance(inputs, ZeroWeightBatch) or inputs.get(self.keys[0]) is not None
 
     def targets(self, inputs: Mapping[str, Any]) -> Tensor:
         """Boolean tensor shaped like the counted input: which of its positions are targets.
@@ -120,13 +120,13 @@ class Items:
         """Items of one micro-batch: 0-dim tensor on ``device`` (default: the targets'); no device sync."""
         if self.mix:
             return torch.stack([factor * rule.count(inputs, device) for factor, rule in self.mix]).sum()
-        if self.entry is not None and not isinstance(inputs, Weightless):
+        if self.entry is not None and not isinstance(inputs, ZeroWeightBatch):
             rows = sum(len(each[self.entry] if self.entry else each) for each in inputs[self.keys[0]])
             device = device or torch.device("cpu")
             return torch.full((), rows, dtype=count_dtype(device), device=device)
-        if not self.keys or isinstance(inputs, Weightless):
+        if not self.keys or isinstance(inputs, ZeroWeightBatch):
             device = device or torch.device("cpu")
-            samples = 0 if isinstance(inputs, Weightless) else sample_count(inputs)
+            samples = 0 if isinstance(inputs, ZeroWeightBatch) else sample_count(inputs)
             return torch.full((), samples, dtype=count_dtype(device), device=device)
         found = self.targets(inputs)
         if self.per_sample:
@@ -244,7 +244,7 @@ def mean_item_count(total: Tensor, micro_batches: int, world_size: int) -> Tenso
     return total.clamp(min=1) / (micro_batches * world_size)
 
 
-def share_of_mean(loss: Tensor, ratio: Tensor | float, carried: Tensor | None = None) -> Tensor:
+def scale_mean(loss: Tensor, ratio: Tensor | float, carried: Tensor | None = None) -> Tensor:
     """``(loss - carried) * ratio + carried``, out of place, in the loss's own precision (at least float32).
 
     ``ratio`` is ``n / n_mean``, ``carried`` a term that is a mean per micro-batch whatever the batch (a router loss).

@@ -9,9 +9,9 @@ from typing import Any
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Coupling, LossContract, Reduction
-from hf_accum_fix.accumulation.kinds import Kind, kind_of, words_of
 from hf_accum_fix.accumulation.observe import out_of_memory
 from hf_accum_fix.accumulation.per_sample import by_sample
+from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 from hf_accum_fix.core.host import Host
 from hf_accum_fix.core.state import ALL, LossState, TrainingState
 from hf_accum_fix.engines import ranks
@@ -30,7 +30,7 @@ def settle(host: Host, batches: Sequence[Any], number: Any = None, error: Except
     if state.first.contract is None:
         state.tasks, state.without_target = {}, {}
     # Where ranks meet in every forward, all would have to hold the same tasks.
-    held = [ALL if host.shards else kind_of(batch) for batch in batches]
+    held = [ALL if host.shards else task_of(batch) for batch in batches]
     mine = [ALL] if host.shards else list(dict.fromkeys(held))
 
     def batches_of(loss: LossState) -> list[Any]:
@@ -68,7 +68,7 @@ def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -
     """Observe one loss in a window, and change what is known of it."""
     state, is_first = host.state, loss is host.state.first
     if loss.contract is not None and state.compared == state.opened:
-        batches = loss.contract.telling(batches)
+        batches = loss.contract.distinguishing(batches)
     seen, error = host.observe(batches, number)
     goes_on = host.world_size == 1 or (not is_first and loss.contract is None)
     if error is not None and goes_on and not isinstance(error, AccumFixError) and not out_of_memory(error):
@@ -108,7 +108,7 @@ def _begin_with_a_target(state: TrainingState, window: int) -> None:
     state.take(first.contract, first)
 
 
-def _add_task(host: Host, task: Kind, window: int, *, was_pooled: bool) -> None:
+def _add_task(host: Host, task: Task, window: int, *, was_pooled: bool) -> None:
     """Train a new task by a loss of its own, where it is another than those of the tasks before."""
     state, loss = host.state, host.state.tasks[task]
     found = loss.contract
@@ -128,7 +128,7 @@ def _add_task(host: Host, task: Kind, window: int, *, was_pooled: bool) -> None:
         reason = "others hold some of these labels, and a term that both have is no one mean over them all"
     if reason:
         loss.contract = found = replace(found, doubt=reason, reason=reason)
-    words = words_of(task)
+    words = describe(task)
     if was_pooled and host.matters:
         host.warn_inexact(
             f"pooled {words}",
@@ -141,7 +141,7 @@ def _add_task(host: Host, task: Kind, window: int, *, was_pooled: bool) -> None:
         observations.amend({"exact": state.exact, **state.facts()})
 
 
-def _is_one_loss(state: TrainingState, task: Kind, other: Kind) -> bool:
+def _is_one_loss(state: TrainingState, task: Task, other: Task) -> bool:
     """Whether two tasks are reduced and counted alike, so that all of their items are of one mean."""
     one, another = state.tasks[task].contract, state.tasks[other].contract
     if one is None or another is None or (one.reduction, one.rules) != (another.reduction, another.rules):
@@ -154,8 +154,8 @@ def _is_one_loss(state: TrainingState, task: Kind, other: Kind) -> bool:
 
 
 def check_alike(
-    host: Host, batches: Sequence[Any], error: Exception | None, tasks: Sequence[Kind] = ()
-) -> tuple[list[Kind], bool]:
+    host: Host, batches: Sequence[Any], error: Exception | None, tasks: Sequence[Task] = ()
+) -> tuple[list[Task], bool]:
     """Before the ranks run forwards together: each has fetched its window, and all hold labels or none does.
 
     Returns:

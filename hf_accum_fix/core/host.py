@@ -144,7 +144,7 @@ class Host(ABC):
 
     def all_of(self, value: Value, error: Exception | None) -> list[Value]:
         """The value of every rank, in their order; the error of one is raised on all."""
-        return ranks.agreed(value, error, rank=self.rank, world_size=self.world_size, gather=self.gather)
+        return ranks.all_gather_or_raise(value, error, rank=self.rank, world_size=self.world_size, gather=self.gather)
 
     @property
     def contract(self) -> LossContract | None:

@@ -8,16 +8,16 @@ from typing import Any
 from torch import Tensor
 
 from hf_accum_fix import observations
-from hf_accum_fix.accumulation.closing import Closing
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.kinds import Kind, kind_of, words_of
+from hf_accum_fix.accumulation.correction import GradientCorrection
+from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 
 #: Windows that are observed before an inconclusive contract is taken as it is.
 ATTEMPTS = 3
 #: Windows at most in which a loss is observed again that was not as observed.
 RECONSIDERED = 8
 #: The one task, where they are not distinguished.
-ALL: Kind = frozenset({("", 0)})
+ALL: Task = frozenset({("", 0)})
 
 
 @dataclass(eq=False)
@@ -60,10 +60,10 @@ class TrainingState:
     """
 
     first: LossState = field(default_factory=LossState)
-    tasks: dict[Kind, LossState] = field(default_factory=dict)
-    without_target: dict[Kind, int] = field(default_factory=dict)
-    given_for: Kind | None = None
-    closing: Closing = field(default_factory=Closing)
+    tasks: dict[Task, LossState] = field(default_factory=dict)
+    without_target: dict[Task, int] = field(default_factory=dict)
+    given_for: Task | None = None
+    correction: GradientCorrection = field(default_factory=GradientCorrection)
     opened: int = 0
     inexact: int = 0
     unreported: bool = False
@@ -85,7 +85,7 @@ class TrainingState:
         """How each of these losses is reduced, as far as it was observed."""
         return [each.contract for each in self.losses if each.contract is not None]
 
-    def loss_of(self, task: Kind) -> LossState | None:
+    def loss_of(self, task: Task) -> LossState | None:
         """The loss of a task; None: it was not observed."""
         if not self.tasks or ALL in self.tasks:
             return self.first
@@ -93,12 +93,12 @@ class TrainingState:
 
     def contract_of(self, batch: Any) -> LossContract:
         """How the loss of a micro-batch is reduced; of a task that was not observed, as the first one's."""
-        loss = self.loss_of(kind_of(batch)) if len(self.tasks) > 1 else self.first
+        loss = self.loss_of(task_of(batch)) if len(self.tasks) > 1 else self.first
         contract = (loss or self.first).contract
         assert contract is not None
         return contract
 
-    def knows(self, task: Kind) -> bool:
+    def knows(self, task: Task) -> bool:
         """Whether a task was observed by its targets, or in this window."""
         return self.without_target.get(task, self.opened) == self.opened and self.loss_of(task) is not None
 
@@ -106,7 +106,7 @@ class TrainingState:
         """Train a loss by a contract from this window on."""
         loss.contract = contract
         uncounted = any(not each.is_counted for each in self.contracts)
-        self.closing.corrects = uncounted or (loss is not self.first and self.closing.corrects)
+        self.correction.corrects = uncounted or (loss is not self.first and self.correction.corrects)
 
     def reconsider(self) -> None:
         """Observe the losses again in the next window, some times at most: each takes three forwards."""
@@ -141,11 +141,11 @@ class TrainingState:
     @property
     def corrects_others(self) -> bool:
         """Whether a rank without a check joins as a window ends: another may hold a loss that is corrected."""
-        return self.closing.corrects and len(self.losses) > 1
+        return self.correction.corrects and len(self.losses) > 1
 
     def facts(self) -> dict[str, Any]:
         """What a report holds of the tasks with a loss of their own; empty: there is one loss."""
         tasks = {
-            words_of(task): each.contract.facts() for task, each in self.tasks.items() if each.contract is not None
+            describe(task): each.contract.facts() for task, each in self.tasks.items() if each.contract is not None
         }
         return {"kinds": tasks} if len(self.losses) > 1 else {}

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.closing import scale_gradients
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.kinds import kind_of, words_of
-from hf_accum_fix.accumulation.share import Cut
+from hf_accum_fix.accumulation.correction import scale_gradients
+from hf_accum_fix.accumulation.scaling import Normalizer
+from hf_accum_fix.accumulation.tasks import describe, task_of
 from hf_accum_fix.accumulation.weigh import WindowCheck
 from hf_accum_fix.accumulation.window import Items, count_by_rules, count_dtype
 from hf_accum_fix.core.host import Host
@@ -40,7 +40,7 @@ class Part:
     """
 
     contract: LossContract
-    cut: Cut
+    normalizer: Normalizer
     check: WindowCheck
 
 
@@ -103,8 +103,8 @@ class Window:
         checks = self.checks
         if not self.batches or not (checks or host.state.corrects_others):
             return None
-        times = host.state.closing.end(host, checks, len(self.batches) - self.done)
-        if host.state.closing.was_other and host.state.tasks:
+        times = host.state.correction.end(host, checks, len(self.batches) - self.done)
+        if host.state.correction.was_other and host.state.tasks:
             host.state.reconsider()
         if times is not None:
             scale_gradients(model, times)
@@ -167,7 +167,7 @@ def count_window(
         state.note_inexact()
     zero = torch.zeros((), dtype=count_dtype(host.device), device=host.device)
     contracts = state.contracts
-    new = state.reconsiders or not all(state.knows(kind_of(batch)) for batch in batches)
+    new = state.reconsiders or not all(state.knows(task_of(batch)) for batch in batches)
     try:
         # A new task is observed, and all are counted again.
         counts = _counted(host, batches, zero, strict=several and not new)
@@ -192,8 +192,8 @@ def count_window(
         state.note_inexact()
     window = Window(host, list(batches), _parts(host, counts, len(batches)), counts.each, zero, counts.number)
     if routing is not None:
-        cut = window.parts[0].cut
-        host.router.settle(routing, cut.micro_batches, cut.world_size)
+        normalizer = window.parts[0].normalizer
+        host.router.settle(routing, normalizer.micro_batches, normalizer.world_size)
     totals = [each[0] for each in counts.totals]
     window.total = totals[0] if len(totals) == 1 else torch.stack(totals).sum()
     return window
@@ -233,22 +233,22 @@ def _sum_over_ranks(
     state, like = host.state, counts.totals[0][0]
     runs = len(batches) if host.shards else min(len(batches), 1)
     # A window of several losses is not corrected.
-    corrected = state.closing.corrects and len(counts.totals) == 1
+    corrected = state.correction.corrects and len(counts.totals) == 1
     reports = any(each.is_read for each in state.contracts) and not corrected
     sent = {
         "totals": list(chain(*counts.totals)),
         "number": [torch.zeros_like(like) if counts.number is None else counts.number],
-        "marks": ranks.marks(runs, error, like),
+        "marks": ranks.pack_status(runs, error, like),
         "samples": counts.samples,
         "new": [torch.full_like(like, new)] if state.tasks else [],
-        "inexact": [torch.full_like(like, each) for each in (state.closing.differs, state.unreported)] * reports,
+        "inexact": [torch.full_like(like, each) for each in (state.correction.differs, state.unreported)] * reports,
     }
     numbers = torch.stack([*chain(*sent.values())])
     sums = host.summed(numbers if routing is None else torch.cat([numbers, routing]))
     summed = dict(zip(sent, torch.split(sums[: len(numbers)], [*map(len, sent.values())]), strict=True))
     fetched, suspects = len(batches), runs < (host.steps if host.shards else 1)
     place = {"rank": host.rank, "world_size": host.world_size}
-    ranks.check_marks(summed["marks"], runs, error, fetched=fetched, suspects=suspects, gather=host.gather, **place)
+    ranks.check_status(summed["marks"], runs, error, fetched=fetched, suspects=suspects, gather=host.gather, **place)
     # Tensor-parallel ranks hold the same samples, and have all counted them.
     copies = host.world_size // host.data_ranks
     totals = iter((summed["totals"] / copies).unbind())
@@ -260,7 +260,7 @@ def _sum_over_ranks(
         state.asks = new = bool(summed["new"])
     if host.device.type == "cpu" and reports:
         differs, unreported = summed["inexact"].tolist()
-        state.closing.corrects = state.closing.corrects or bool(differs)
+        state.correction.corrects = state.correction.corrects or bool(differs)
         if unreported > state.unreported:
             state.note_inexact(state.opened - bool(batches))
     return new, None if routing is None else sums[len(numbers) :] / copies
@@ -273,21 +273,21 @@ def _parts(host: Host, counts: _Counts, micro_batches: int) -> list[Part]:
     ] or [None]
     # Off the CPU every window may be one of several losses.
     held = [each for each in counts.samples if host.device.type != "cpu" or each]
-    host.state.closing.several_losses = len(held) > 1
-    corrected, divisor = host.state.closing.will_correct(host), host.engine_divisor
+    host.state.correction.several_losses = len(held) > 1
+    corrected, divisor = host.state.correction.will_correct(host), host.engine_divisor
     parts = []
-    for contract, (total, *others), share in zip(host.state.contracts, counts.totals, samples, strict=True):
-        cut = Cut.of(
+    for contract, (total, *others), fraction in zip(host.state.contracts, counts.totals, samples, strict=True):
+        normalizer = Normalizer.of(
             contract,
             total,
             micro_batches,
             host.data_ranks,
             others,
-            share,
+            fraction,
             is_corrected=corrected,
             engine_divisor=divisor,
         )
-        parts.append(Part(contract, cut, WindowCheck(contract, cut.is_corrected)))
+        parts.append(Part(contract, normalizer, WindowCheck(contract, normalizer.is_corrected)))
     return parts
 
 
@@ -311,12 +311,12 @@ def _check_given(host: Host, batches: Sequence[Any]) -> None:
     state = host.state
     counted = {key for contract in state.contracts for rule in contract.rules for key in rule.keys}
     for batch in batches if counted else ():
-        held = frozenset((key, axes) for key, axes in kind_of(batch) if key in counted)
+        held = frozenset((key, axes) for key, axes in task_of(batch) if key in counted)
         state.given_for = held if state.given_for is None else state.given_for
         if held != state.given_for:
-            covered = words_of(state.given_for)
+            covered = describe(state.given_for)
             host.report_inexact(
-                f"a micro-batch holds {words_of(kind_of(batch))}, and the contract given covers {covered}"
+                f"a micro-batch holds {describe(task_of(batch))}, and the contract given covers {covered}"
             )
             return
 

@@ -14,7 +14,7 @@ from typing import Any
 import wrapt
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
 
-from hf_accum_fix.accumulation.window import Weightless, has_rows, sample_count
+from hf_accum_fix.accumulation.window import ZeroWeightBatch, has_rows, sample_count
 from hf_accum_fix.data.balancing import is_balanced
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.upstream.presence import require
@@ -74,7 +74,7 @@ class WithoutDuplicates(wrapt.ObjectProxy):  # type: ignore[type-arg]
     Args:
         loader: the dataloader, prepared by accelerate.
         drop: leave them out: a micro-batch keeps its own rows, and one of repeated samples alone becomes a
-            `Weightless` one of one row, so that the ranks stay in step.
+            `ZeroWeightBatch` one of one row, so that the ranks stay in step.
         found: called with the number of repeated samples, over all ranks, of an epoch that has some.
     """
 
@@ -176,4 +176,4 @@ def _own_rows(batch: Any, last: LastRound) -> Any:
         )
     # If all are repeated, keep one: every rank has to run a micro-batch.
     kept = {key: value[: max(last.own, 1)] if has_rows(value) else value for key, value in batch.items()}
-    return kept if last.own else Weightless(kept)
+    return kept if last.own else ZeroWeightBatch(kept)

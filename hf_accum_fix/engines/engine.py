@@ -41,13 +41,13 @@ def reducing(accelerator: AcceleratorLike | None, model: nn.Module, *, last: boo
         return nullcontext() if last else getattr(model, "no_sync", nullcontext)()
     # accelerate's optimizer and scheduler, and DeepSpeed's engine, step only if this is set.
     accelerator.sync_gradients = last
-    tell_last(accelerator, last)
+    set_last_micro_batch(accelerator, last)
     # DeepSpeed goes by that boundary; its own no_sync refuses ZeRO-2 and -3.
     alone = last or accelerator.distributed_type == DistributedType.DEEPSPEED
     return nullcontext() if alone else accelerator.no_sync(model)
 
 
-def tell_last(accelerator: AcceleratorLike, last: bool) -> None:
+def set_last_micro_batch(accelerator: AcceleratorLike, last: bool) -> None:
     """Set DeepSpeed's accumulation boundary; without it DeepSpeed counts windows of one length.
 
     accelerate sets it from 1.8 on; before, the short window at the end of an epoch is not stepped.

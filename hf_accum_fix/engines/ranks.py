@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 Gather = Callable[[list[Any]], list[Any]]
 
 
-def agreed(
+def all_gather_or_raise(
     value: Value, error: Exception | None, *, rank: int, world_size: int, gather: Gather | None = None
 ) -> list[Value]:
     """Gather a value from every rank, in their order, or raise if one has an error; every rank must call this.
@@ -61,8 +61,8 @@ def by_rank(messages: Sequence[object]) -> str:
     return "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(messages) if each is not None)
 
 
-def marks(runs: int, error: Exception | None, like: Tensor) -> list[Tensor]:
-    """Three numbers to add to a sum over ranks, for `check_marks` to read.
+def pack_status(runs: int, error: Exception | None, like: Tensor) -> list[Tensor]:
+    """Three numbers to add to a sum over ranks, for `check_status` to read.
 
     Args:
         runs: what must be the same on every rank, such as its micro-batches.
@@ -72,7 +72,7 @@ def marks(runs: int, error: Exception | None, like: Tensor) -> list[Tensor]:
     return [torch.full_like(like, value) for value in (runs, runs * runs, error is not None)]
 
 
-def check_marks(
+def check_status(
     summed: Tensor,
     runs: int,
     error: Exception | None,
@@ -112,7 +112,7 @@ def check_marks(
         return
     if not together:
         raise error or uneven({rank: fetched})
-    raise uneven(dict(enumerate(agreed(fetched, error, rank=rank, world_size=world_size, gather=gather))))
+    raise uneven(dict(enumerate(all_gather_or_raise(fetched, error, rank=rank, world_size=world_size, gather=gather))))
 
 
 def uneven(runs: dict[int, int]) -> UnevenRanksError:

@@ -22,7 +22,7 @@ def announce(session: Session, window: Window, part: Part, stock_scale: float) -
         return
     trainer, contract = session.trainer, part.contract
     factor, router_factor = _stock_factors(session, window, part, stock_scale)
-    steps, world_size = len(window.batches), part.cut.world_size
+    steps, world_size = len(window.batches), part.normalizer.world_size
     words = "" if factor is None else f" The stock Trainer would train at about {factor:.3g}x this gradient."
     if factor is not None and abs(factor - 1) > 0.02:
         words += " Clipping and learning rate felt it."
@@ -55,7 +55,7 @@ def _stock_factors(session: Session, window: Window, part: Part, scale: float) -
     undivided = scale / session.accelerator.gradient_accumulation_steps
     handed = session.passes_number or loss_func(trainer) is not None
     averaged = getattr(trainer.args, "average_tokens_across_devices", False) and handed and number is not None
-    of_means = undivided * (part.cut.world_size if averaged else 1)
+    of_means = undivided * (part.normalizer.world_size if averaged else 1)
     if contract.has_router_loss and contract.by_number:
         # Two terms, each off by a factor of its own: no one factor holds for both.
         return None, of_means

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.kinds import kind_of
 from hf_accum_fix.accumulation.preserve import overridden
+from hf_accum_fix.accumulation.tasks import task_of
 from hf_accum_fix.accumulation.window import Items, count_dtype, has_rows, sample_count
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.forward import loss_alone
@@ -54,11 +54,11 @@ def evaluation_loop(
 
     def prediction_step(model: Any, inputs: Mapping[str, Any], *rest: Any, **step_kwargs: Any) -> Any:
         # Several ranks would have to observe a new task together.
-        if session.contract is None or session.world_size == 1 or state.loss_of(kind_of(inputs)) is not None:
+        if session.contract is None or session.world_size == 1 or state.loss_of(task_of(inputs)) is not None:
             session.settle([inputs], None, None)
         contract = session.contract
         assert contract is not None
-        is_one = state.loss_of(kind_of(inputs)) is state.first and len(state.losses) == 1
+        is_one = state.loss_of(task_of(inputs)) is state.first and len(state.losses) == 1
         if reason := _why_not(contract) if is_one else _SEVERAL_TASKS:
             refused.append(reason)
             return original_step(model, inputs, *rest, **step_kwargs)
@@ -73,7 +73,7 @@ def evaluation_loop(
         if own_func or real is not None or contract.has_router_loss or rule.per_sample:
             with torch.no_grad():
                 loss, outputs = loss_alone(trainer, model, counted or dict(inputs))
-            router = contract.carried(outputs)
+            router = contract.weighted_router_loss(outputs)
             loss = loss if router is None else loss - router.to(loss.device)
         if loss is None:
             refused.append("prediction_step returned no loss")

@@ -14,7 +14,7 @@ from hf_accum_fix.accumulation.contract import router_loss
 from hf_accum_fix.accumulation.declared import has_parameter, router_coefficients
 from hf_accum_fix.accumulation.per_sample import sum_of_samples
 from hf_accum_fix.accumulation.preserve import overridden
-from hf_accum_fix.accumulation.share import loss_among
+from hf_accum_fix.accumulation.scaling import loss_among
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.overrides.live import bare_model, data_ranks, hands_number, loss_func
 from hf_accum_fix.overrides.session import SESSION, Session

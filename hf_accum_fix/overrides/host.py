@@ -37,7 +37,7 @@ class TrainerHost(Session):
         if self.observed_for != computed_by:
             state.first.contract, state.first.attempts, self.observed_for = None, 0, computed_by
             self.passes_number = accepts_number(trainer) and takes_number(trainer.model_wrapped)
-            state.closing.corrects = False
+            state.correction.corrects = False
         was_settled, before = state.first.is_settled, self.contract
         if self.options.contract is None:
             contracts.settle(self, batches, number, error)
@@ -109,13 +109,13 @@ class TrainerHost(Session):
             return count_routing(self, lambda inputs: run(inputs, number, number)[0], batches, module, error)
 
     @property
-    def router_loss_depends_on_the_cut(self) -> bool:
+    def router_loss_depends_on_split(self) -> bool:
         """Whether another cut of the same global batch, such as one by length, trains another router loss.
 
         To be asked once the first window is counted: only then it is known whether "exact" is in force.
         """
         if self.router.form is not None and self.router.form.pools:
-            return self.router.depends_on_the_cut
+            return self.router.depends_on_split
         return self.contract is not None and self.contract.has_router_loss
 
 

@@ -53,7 +53,7 @@ def whole_windows(session: Session, opened: Callable[[list[Any]], object]) -> It
         if isinstance(loader, (WholeWindows, WithoutDuplicates, BalancedStream)):
             return loader
         _let_epochs_through(loader)
-        loader = _dealt(session, loader)
+        loader = _balanced(session, loader)
         # A loader of the trainer's own, which accelerate did not prepare, repeats nothing.
         if trainer.args.world_size > 1 and isinstance(loader, DataLoaderStateMixin):
             loader = WithoutDuplicates(loader, options.drop_duplicates, partial(_warn_repeated, session))
@@ -98,7 +98,7 @@ def _let_epochs_through(loader: Any) -> None:
         shard.set_epoch = sampler.set_epoch
 
 
-def _dealt(session: Session, loader: Any) -> Any:
+def _balanced(session: Session, loader: Any) -> Any:
     """The loader with its windows dealt by length, where that is asked for."""
     trainer, args, balance = session.trainer, session.trainer.args, session.options.balance_windows
     if not isinstance(balance, BalanceOptions) or isinstance(loader, (WholeWindows, BalancedStream)):
@@ -131,7 +131,7 @@ def _dealt(session: Session, loader: Any) -> Any:
     )
 
 
-def tell_saved(trainer: TrainerLike) -> None:
+def log_padding_saved(trainer: TrainerLike) -> None:
     """What dealing brought, in padded tokens, at the end of a training."""
     dealer = trainer.__dict__.get(DEALER)
     if dealer is None or not dealer.real or trainer.args.process_index > 0:

@@ -45,7 +45,7 @@ class LossLog:
         self._first_step: int | None = None
         self._logged_at = 0
         self._logged = False
-        self._said = False
+        self._warned = False
 
     def add(self, loss: Tensor) -> None:
         """Take the loss of one micro-batch, 0-dim, and have the training loop add it up unfiltered; no device sync."""
@@ -82,7 +82,7 @@ class LossLog:
         original_log, original_turn = trainer.log, trainer._maybe_log_save_evaluate
 
         def log(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            self._tell(logs)
+            self._add_filtered(logs)
             return original_log(logs, *args, **kwargs)
 
         def turn(tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +111,7 @@ class LossLog:
         ):
             yield
 
-    def _tell(self, logs: dict[str, Any]) -> None:
+    def _add_filtered(self, logs: dict[str, Any]) -> None:
         """Put upstream's value beside a loss that is not finite."""
         if "train_loss" in logs:
             # The last of the run.
@@ -131,14 +131,14 @@ class LossLog:
             filtered = torch.tensor(self._filtered, device=self._trainer.args.device)
             mean = float(self._trainer.accelerator.reduce(filtered, reduction="mean")) / steps
             logs[FILTERED["loss"]] = mean
-            self._say()
+            self._warn()
         self._filtered_total += mean * steps
         self._filtered = 0.0
         self._windows.clear()
         self._logged_at, self._logged = self._trainer.state.global_step, True
 
-    def _say(self) -> None:
-        if not self._said and self._trainer.args.process_index == 0:
+    def _warn(self) -> None:
+        if not self._warned and self._trainer.args.process_index == 0:
             logger.warning(
                 "step %d: the loss of a micro-batch is not finite, and is logged so; %r is what upstream's %s would "
                 "have logged",
@@ -146,4 +146,4 @@ class LossLog:
                 FILTERED["loss"],
                 _SWITCH,
             )
-        self._said = True
+        self._warned = True

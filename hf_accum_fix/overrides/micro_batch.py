@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.preserve import overridden
-from hf_accum_fix.accumulation.share import of_window, run_by_rule
-from hf_accum_fix.accumulation.values import Heard, listening
+from hf_accum_fix.accumulation.scaling import of_window, run_by_rule
+from hf_accum_fix.accumulation.values import Captured, capture
 from hf_accum_fix.accumulation.weigh import Weighed, WindowCheck, weigh
-from hf_accum_fix.accumulation.window import Weightless
+from hf_accum_fix.accumulation.window import ZeroWeightBatch
 from hf_accum_fix.core.window import Window
-from hf_accum_fix.engines.engine import engine_divisor, tell_last
+from hf_accum_fix.engines.engine import engine_divisor, set_last_micro_batch
 from hf_accum_fix.errors import AccumFixError, SeamError, UnsupportedSetupError
 from hf_accum_fix.overrides.announcing import announce
 from hf_accum_fix.overrides.forward import base_loss
@@ -32,18 +32,18 @@ from hf_accum_fix.upstream.defects import is_present
 _LAST_NOT_REDUCED = is_present("last-micro-batch-not-reduced", transformers.__version__)
 
 
-def _remembered(method: Callable[..., Any]) -> Callable[..., Any]:
+def _keep_error(method: Callable[..., Any]) -> Callable[..., Any]:
     """Keep an error of ours for the optimizer's step, since the step of a trainer's own may catch it."""
 
     @wraps(method)
-    def remembering(self: MicroBatch, *args: Any, **kwargs: Any) -> Any:
+    def keeping(self: MicroBatch, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         except AccumFixError as error:
             self.session.refused = error
             raise
 
-    return remembering
+    return keeping
 
 
 class MicroBatch:
@@ -66,14 +66,14 @@ class MicroBatch:
         its = next((batch for batch in window.batches if batch is inputs), None)
         self.part = window.part_of((window.batches[window.done :] or window.batches[-1:])[0] if its is None else its)
         self.counts = window.counts_of(inputs)
-        self.weightless = isinstance(inputs, Weightless)
-        self.share: Tensor | None = None
+        self.zero_weight = isinstance(inputs, ZeroWeightBatch)
+        self.scaled_loss: Tensor | None = None
         self.value: Tensor | None = None
         self.reported: Tensor | None = None
         self._inputs = dict(inputs) if isinstance(inputs, Mapping) else {}
         self._node: Any = None
         self._weighed: Weighed | None = None
-        self._heard: Heard | None = None
+        self._captured: Captured | None = None
         self._inside = False
         trainer = session.trainer
         self._compute_loss, self._backward = trainer.compute_loss, trainer.accelerator.backward
@@ -90,7 +90,7 @@ class MicroBatch:
         session.micro_batch, session.base_loss = self, self.base_loss
         try:
             with (
-                self._listening() if session.own_step is not None else nullcontext() as self._heard,
+                self._capture() if session.own_step is not None else nullcontext() as self._captured,
                 overridden(trainer, "compute_loss", self.compute_loss),
                 overridden(trainer.accelerator, "backward", self.backward),
                 self._reduced_in_the_last(model),
@@ -100,8 +100,8 @@ class MicroBatch:
         finally:
             session.micro_batch = session.base_loss = None
 
-    def _listening(self) -> AbstractContextManager[Heard]:
-        return listening(self.part.contract, bare_model(self.session.trainer))
+    def _capture(self) -> AbstractContextManager[Captured]:
+        return capture(self.part.contract, bare_model(self.session.trainer))
 
     def _reduced_in_the_last(self, model: nn.Module) -> AbstractContextManager[None]:
         """Reduce over ranks in the last micro-batch of a window alone; 4.46.2 does so in every other one."""
@@ -117,19 +117,24 @@ class MicroBatch:
 
     def base_loss(self, model: nn.Module, inputs: Mapping[str, Any], given: Any) -> tuple[Tensor, Any]:
         """The base's loss: as it is where it is read at the end, else weighed by its rule."""
-        session, trainer, contract, cut = self.session, self.session.trainer, self.part.contract, self.part.cut
+        session, trainer, contract, normalizer = (
+            self.session,
+            self.session.trainer,
+            self.part.contract,
+            self.part.normalizer,
+        )
         if not (contract.is_read or contract.custom):
             return run_by_rule(
                 contract,
-                Weightless(inputs) if self.weightless else inputs,
+                ZeroWeightBatch(inputs) if self.zero_weight else inputs,
                 None if self.counts is None or contract.items is None else self.counts.get(contract.items),
-                cut,
+                normalizer,
                 lambda inputs, number: base_loss(session, model, inputs, number),
                 own_loss=loss_func(trainer) is not None,
                 rounded=session.rounds_inputs,
             )
-        number = cut.number.ceil() if contract.reduction is Reduction.INTEGER else cut.number
-        if cut.is_whole and given is not None and (not contract.by_number or counts_itself(trainer)):
+        number = normalizer.number.ceil() if contract.reduction is Reduction.INTEGER else normalizer.number
+        if normalizer.is_whole and given is not None and (not contract.by_number or counts_itself(trainer)):
             number = given
         asks = given is not None if contract.custom else contract.hands_number
         handed = number if asks or loss_func(trainer) is not None else None
@@ -137,10 +142,10 @@ class MicroBatch:
         if loss.requires_grad or contract.items is None:
             return loss, outputs
         # A constant, where there is no target: with one its gradient is zero, and touches every parameter.
-        self.weightless = True
+        self.zero_weight = True
         return base_loss(session, model, contract.items.with_target(inputs), handed)
 
-    @_remembered
+    @_keep_error
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """The trainer's ``compute_loss``, whose result is weighed."""
         if self._inside:
@@ -152,25 +157,25 @@ class MicroBatch:
         try:
             with (
                 self.session.router.micro_batch(self.window.done),
-                nullcontext() if self.session.own_step is not None else self._listening() as heard,
+                nullcontext() if self.session.own_step is not None else self._capture() as captured,
             ):
                 result = self._compute_loss(*args, **kwargs)
         finally:
             self._inside = False
-        if heard is not None:
+        if captured is not None:
             # Now: 4.46.0 scales in place what it is handed. And never the model's output itself: DeepSpeed hangs hooks
             # on that, which divide once more (stage 0).
-            self._weigh(result[0] if isinstance(result, tuple) else result, heard)
+            self._weigh(result[0] if isinstance(result, tuple) else result, captured)
         return result
 
-    @_remembered
+    @_keep_error
     def backward(self, loss: Tensor, **kwargs: Any) -> Any:
         """``accelerator.backward``, which is handed the share in the place of what the trainer has made of it."""
         session, window, accelerator = self.session, self.window, self.session.trainer.accelerator
-        tell_last(accelerator, self.is_last)
-        if self._heard is not None:
-            self._weigh(loss, self._heard)
-        if self.share is None:
+        set_last_micro_batch(accelerator, self.is_last)
+        if self._captured is not None:
+            self._weigh(loss, self._captured)
+        if self.scaled_loss is None:
             return self._backward(loss, **kwargs)
         if self.reported is not None:
             session.warn_inexact(
@@ -178,29 +183,31 @@ class MicroBatch:
                 f"{type(session.trainer).__name__} hands two losses of one micro-batch to accelerator.backward: "
                 "the step is not called exact",
             )
-        share, weighed, steps = self.share, self._weighed, len(window.batches)
+        scaled_loss, weighed, steps = self.scaled_loss, self._weighed, len(window.batches)
         keeps_scale, first = weighed is not None and weighed.as_stock is not None, window.done == 0
         stock = _factor_over(loss, self._node) if first or keeps_scale else 1.0
         if weighed is not None and keeps_scale:
             # What stock hands over, with its own division or without it.
-            share, self.value = weighed.scaled(stock, steps)
+            scaled_loss, self.value = weighed.scaled(stock, steps)
         self.reported = self.value
         if first:
             announce(session, window, self.part, stock * steps)
-        divided = engine_divisor(accelerator, kwargs) / self.part.cut.engine_divisor
-        return self._backward(share if divided == 1 else share * divided, **kwargs)
+        divided = engine_divisor(accelerator, kwargs) / self.part.normalizer.engine_divisor
+        return self._backward(scaled_loss if divided == 1 else scaled_loss * divided, **kwargs)
 
-    def _weigh(self, loss: Tensor, heard: Heard) -> None:
+    def _weigh(self, loss: Tensor, captured: Captured) -> None:
         """Keep what a loss adds to the window's; averaged over ranks the sum is the global batch's loss."""
         session, window, part = self.session, self.window, self.part
-        contract, cut, steps = part.contract, part.cut, len(window.batches)
+        contract, normalizer, steps = part.contract, part.normalizer, len(window.batches)
         self._node = loss.grad_fn
         if contract.is_read:
             predicted = self.counts
             if predicted is None:
                 predicted = window.counts[min(window.done, len(window.counts) - 1)] if window.counts else {}
-            weighed = weigh(loss, contract, cut, part.check, self._inputs, predicted, heard, weightless=self.weightless)
-            self._weighed, self.share, self.value = weighed, weighed.loss, weighed.value
+            weighed = weigh(
+                loss, contract, normalizer, part.check, self._inputs, predicted, captured, zero_weight=self.zero_weight
+            )
+            self._weighed, self.scaled_loss, self.value = weighed, weighed.loss, weighed.value
             return
         if session.own_step is not None:
             divided = _names(loss, {steps, session.steps})
@@ -209,9 +216,11 @@ class MicroBatch:
         later = contract.reason == MADE_LATER and declares_scale(session.trainer)
         if later or contract.reason == MADE_BY_STEP:
             loss = _as_the_first(loss, part.check)
-        loss = loss * 0.0 if self.weightless and contract.custom else loss
+        loss = loss * 0.0 if self.zero_weight and contract.custom else loss
         self.value = of_window(loss.detach(), steps, steps if divided else 1)
-        self.share = of_window(loss, steps, steps * cut.engine_divisor if divided else cut.engine_divisor)
+        self.scaled_loss = of_window(
+            loss, steps, steps * normalizer.engine_divisor if divided else normalizer.engine_divisor
+        )
 
     def check_reported(self) -> None:
         """Compare what the step has handed to the engine with what it has computed.
@@ -222,7 +231,7 @@ class MicroBatch:
         session, name = self.session, type(self.session.trainer).__name__
         if self.reported is not None:
             return
-        if self.share is not None:
+        if self.scaled_loss is not None:
             raise SeamError(
                 f"the step of {name} computed a loss but did not hand it to accelerator.backward; "
                 "its gradient was not mended: use accelerator.backward, or revert()"

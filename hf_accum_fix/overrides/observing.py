@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.agreement import Gather, InStep
+from hf_accum_fix.accumulation.agreement import Gather, SyncedRanks
 from hf_accum_fix.accumulation.conclude import OWN_NUMBERS, Setting
 from hf_accum_fix.accumulation.contract import SHIFT_UNKNOWN, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import (
@@ -44,7 +44,7 @@ def observed_of(session: Session, window: list[Any], upstream_number: Any = None
     collectives = session.world_size > 1 and training_loss_of(session) is not None
     gather = ranks.gather_object if collectives else None
     if not window:
-        with InStep(gather):
+        with SyncedRanks(gather):
             return None, None
     try:
         # The loop notes the length of a window once it was fetched; a custom loss may divide a term by it.

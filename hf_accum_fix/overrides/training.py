@@ -14,10 +14,10 @@ from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.bypass import no_bypass
 from hf_accum_fix.overrides.host import TrainerHost, known_session, new_session
 from hf_accum_fix.overrides.live import parallel_size
-from hf_accum_fix.overrides.loader import tell_saved, whole_windows
+from hf_accum_fix.overrides.loader import log_padding_saved, whole_windows
 from hf_accum_fix.overrides.loss_log import LossLog
 from hf_accum_fix.overrides.steps import training_step
-from hf_accum_fix.overrides.windows import counted_as_returned, mark_passed_over, open_in
+from hf_accum_fix.overrides.windows import count_returned_batches, hide_state_marker, open_in
 from hf_accum_fix.upstream.presence import require_trainer
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import LOSS_LOG
@@ -50,13 +50,13 @@ def train(
             session.inside("train"),
             no_bypass(session),
             whole_windows(session, partial(open_in, session)),
-            counted_as_returned(session),
-            mark_passed_over(trainer),
-            _own_step_entered(session),
-            overridden(trainer.accelerator, "backward", _watched(session, trainer.accelerator.backward)),
-            overridden(trainer.accelerator, "clip_grad_norm_", _closed_first(session)),
+            count_returned_batches(session),
+            hide_state_marker(trainer),
+            _wrap_own_step(session),
+            overridden(trainer.accelerator, "backward", _detect_second_backward(session, trainer.accelerator.backward)),
+            overridden(trainer.accelerator, "clip_grad_norm_", _close_before_clip(session)),
             session.loss_log.installed() if session.loss_log is not None else nullcontext(),
-            overridden(trainer, "log", _with_exact_windows(session)),
+            overridden(trainer, "log", _log_exact_windows(session)),
         ):
             _TRAINING.append(session)
             result = wrapped(*args, **kwargs)
@@ -67,14 +67,14 @@ def train(
     session.warn_empty()
     session.warn_routing()
     state = session.state
-    state.closing.read(session)
+    state.correction.read(session)
     if state.recorded:
         observations.amend({"exact": state.exact, "windows": state.opened, "inexact_windows": state.inexact})
-    tell_saved(trainer)
+    log_padding_saved(trainer)
     return result
 
 
-def _with_exact_windows(session: TrainerHost) -> Callable[..., Any]:
+def _log_exact_windows(session: TrainerHost) -> Callable[..., Any]:
     """``Trainer.log``, with the number of exact windows from the first one on that is not; until then it is stock's."""
     original, state = session.trainer.log, session.state
 
@@ -82,7 +82,7 @@ def _with_exact_windows(session: TrainerHost) -> Callable[..., Any]:
         # What else a trainer logs has no learning rate.
         if ("loss" in logs and "learning_rate" in logs) or "train_loss" in logs:
             # Waits for nothing: the loss was read just now.
-            state.closing.read(session)
+            state.correction.read(session)
             if state.inexact and session.is_split:
                 may_be = state.can_be_exact or state.reconsidered
                 logs[EXACT_WINDOWS] = state.opened - state.inexact if may_be else 0
@@ -91,7 +91,7 @@ def _with_exact_windows(session: TrainerHost) -> Callable[..., Any]:
     return log
 
 
-def _own_step_entered(session: TrainerHost) -> AbstractContextManager[None]:
+def _wrap_own_step(session: TrainerHost) -> AbstractContextManager[None]:
     """Let a ``training_step`` that never calls the base's be run as a micro-batch."""
     if session.own_step is None:
         return nullcontext()
@@ -110,21 +110,21 @@ def hand_back(options: Options) -> None:
             session.gradient.finish()
 
 
-def _closed_first(session: TrainerHost) -> Callable[..., Any]:
+def _close_before_clip(session: TrainerHost) -> Callable[..., Any]:
     """``Accelerator.clip_grad_norm_``, before which a window is closed whose last micro-batch was left out."""
     trainer, clip = session.trainer, session.trainer.accelerator.clip_grad_norm_
 
-    def closed_first(*args: Any, **kwargs: Any) -> Any:
+    def close_first(*args: Any, **kwargs: Any) -> Any:
         window = session.window
-        left_out = window is not None and window.done and not window.ended and session.micro_batch is None
-        if window is not None and left_out and trainer.accelerator.sync_gradients:
+        skipped = window is not None and window.done and not window.ended and session.micro_batch is None
+        if window is not None and skipped and trainer.accelerator.sync_gradients:
             window.close(trainer.model_wrapped)
         return clip(*args, **kwargs)
 
-    return closed_first
+    return close_first
 
 
-def _watched(session: TrainerHost, backward: Callable[..., Any]) -> Callable[..., Any]:
+def _detect_second_backward(session: TrainerHost, backward: Callable[..., Any]) -> Callable[..., Any]:
     """``Accelerator.backward``, watched for gradients that ``Trainer.training_step`` does not make."""
 
     def watched(*args: Any, **kwargs: Any) -> Any:

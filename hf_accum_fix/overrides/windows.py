@@ -50,10 +50,10 @@ def get_batch_samples(
 
 def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> Any:
     """What a ``compute_loss`` is handed as the number of items."""
-    contract, cut = window.parts[0].contract, window.parts[0].cut
+    contract, normalizer = window.parts[0].contract, window.parts[0].normalizer
     if contract.items is None or not (contract.by_number if contract.custom else upstream_number is not None):
         return upstream_number
-    if contract.custom and cut.is_whole and upstream_number is not None:
+    if contract.custom and normalizer.is_whole and upstream_number is not None:
         return upstream_number
     if not (contract.custom and contract.by_number):
         return window.total.long()
@@ -61,11 +61,11 @@ def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> An
     multiplies = contract.takes_world_size
     if multiplies is None:
         multiplies = getattr(trainer.args, "average_tokens_across_devices", False)
-    return window.total.long() if multiplies else window.total / cut.world_size
+    return window.total.long() if multiplies else window.total / normalizer.world_size
 
 
 @contextmanager
-def counted_as_returned(session: TrainerHost) -> Iterator[None]:
+def count_returned_batches(session: TrainerHost) -> Iterator[None]:
     """Count what a ``get_batch_samples`` of the trainer's own returns, not what it was given."""
     trainer = session.trainer
     own = getattr(trainer, "get_batch_samples", None)
@@ -103,7 +103,7 @@ def open_in(session: TrainerHost, batches: list[Any], number: Any = None, error:
             f"got {len(batches)} micro-batches in a window; expected at most gradient_accumulation_steps="
             f"{session.steps}, after which the Trainer steps: the step is not called exact",
         )
-    if session.options.balance_windows and session.router_loss_depends_on_the_cut:
+    if session.options.balance_windows and session.router_loss_depends_on_split:
         session.warn_once(
             "router loss of dealt windows",
             f"balance_windows: {session.head} has a router loss that depends on the cut; micro-batches of about "
@@ -125,7 +125,7 @@ def _mark_state(session: TrainerHost) -> None:
 
 
 @contextmanager
-def mark_passed_over(trainer: TrainerLike) -> Iterator[None]:
+def hide_state_marker(trainer: TrainerLike) -> Iterator[None]:
     """Let the Trainer restore the states of its callbacks without our mark, which is none of them."""
     load = getattr(trainer, "_load_callback_state", None)
     if load is None:

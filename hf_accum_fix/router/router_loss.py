@@ -48,7 +48,7 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.noise import random_states_kept
 from hf_accum_fix.accumulation.preserve import buffers_kept
-from hf_accum_fix.accumulation.window import Items, Weightless, count_dtype
+from hf_accum_fix.accumulation.window import Items, ZeroWeightBatch, count_dtype
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.router.load_balancing import FUNCTION, Call, Swap, Tally
 
@@ -182,7 +182,7 @@ class RouterLoss:
         return self.form is None or not self.form.settled or self.in_force is Convention.EXACT
 
     @property
-    def depends_on_the_cut(self) -> bool:
+    def depends_on_split(self) -> bool:
         """Whether another split of the same global batch, such as one by length, has another loss."""
         return self.in_force is not Convention.EXACT
 
@@ -290,7 +290,7 @@ class RouterLoss:
             world_size: W.
         """
         self._first_pass, self._running, self.shares, self._mean_tokens = [], [], [], []
-        self._counts = [not isinstance(inputs, Weightless) for inputs in window]
+        self._counts = [not isinstance(inputs, ZeroWeightBatch) for inputs in window]
         pools = self._pools
         if not pools or len(window) * world_size == 1:
             return self.nothing(device)

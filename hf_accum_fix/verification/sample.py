@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from hf_accum_fix.accumulation.kinds import Kind, kind_of, words_of
 from hf_accum_fix.accumulation.preserve import overridden, reached
+from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 from hf_accum_fix.accumulation.window import has_rows
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -137,12 +137,12 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
     kinds = _kinds(collate, rows) if trainer.args.world_size == 1 else {}
     if len(kinds) > 1 and samples is not None:
         raise UnsupportedSetupError(
-            f"got samples with {' and with '.join(map(words_of, kinds))}; expected samples of one kind, since they are "
+            f"got samples with {' and with '.join(map(describe, kinds))}; expected samples of one kind, since they are "
             "put into new micro-batches; give samples=[...] of one kind"
         )
     if len(kinds) > 1:
         kind, rows = next(iter(_kinds(collate, list(first_rows(loader, _SEVERAL_KINDS * windows * size))).items()))
-        notes.append(f"the samples are of several kinds; only those with {words_of(kind)} were split anew")
+        notes.append(f"the samples are of several kinds; only those with {describe(kind)} were split anew")
     groups = tuple(tuple(rows[at : at + size]) for at in range(0, min(len(rows), windows * size), size))
     if len(rows) < windows * size:
         notes.append(f"the data has {len(rows)} samples for a rank, fewer than the {windows * size} asked for")
@@ -158,17 +158,17 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
     return Drawn(groups, collate, tuple(notes))
 
 
-def _kinds(collate: Collate, rows: Sequence[Any]) -> dict[Kind, list[Any]]:
+def _kinds(collate: Collate, rows: Sequence[Any]) -> dict[Task, list[Any]]:
     """The samples by the labels that the collator makes of them; as one kind, if it takes no single sample."""
-    found: dict[Kind, list[Any]] = {}
+    found: dict[Task, list[Any]] = {}
     for place, row in enumerate(rows):
         seed(place)
         try:
-            kind = kind_of(fresh(collate)([row]))
+            kind = task_of(fresh(collate)([row]))
         except Exception:
             # The split into single samples reports it.
             logger.debug("a sample was not collated by itself", exc_info=True)
-            return {kind_of(None): list(rows)}
+            return {task_of(None): list(rows)}
         found.setdefault(kind, []).append(row)
     return found
 

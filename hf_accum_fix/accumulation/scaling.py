@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.window import Items, Weightless, mean_item_count, share_of_mean
+from hf_accum_fix.accumulation.window import Items, ZeroWeightBatch, mean_item_count, scale_mean
 from hf_accum_fix.errors import ContractError
 
 
 @dataclass(frozen=True)
-class Cut:
+class Normalizer:
     """How a global batch is cut: what all micro-batches of one rank's window have in common.
 
     Attributes:
@@ -47,23 +47,23 @@ class Cut:
         total: Tensor,
         micro_batches: int,
         world_size: int,
-        beside: Sequence[Tensor] = (),
+        other_totals: Sequence[Tensor] = (),
         part: Tensor | None = None,
         *,
         is_corrected: bool = True,
         engine_divisor: int = 1,
-    ) -> Cut:
+    ) -> Normalizer:
         """A global batch of N items (``total``), counted ``beside`` by each rule of the contract but the first.
 
         ``part``: of the global batch's samples, those whose loss is reduced so (see `kinds`); None: all.
         """
         steps = max(micro_batches, 1)
-        means = [mean_item_count(each, steps, world_size) for each in (total, *beside)]
+        means = [mean_item_count(each, steps, world_size) for each in (total, *other_totals)]
         means = means if part is None else [mean / part for mean in means]
         left = steps / engine_divisor
         left_means = {
             rule: contract.as_number(mean if left == 1 else mean * left)
-            for rule, mean in zip(contract.rules, means, strict=bool(beside))
+            for rule, mean in zip(contract.rules, means, strict=bool(other_totals))
         }
         number = contract.as_number(means[0])
         return cls(means[0], number, steps, world_size, is_corrected, engine_divisor, left_means)
@@ -75,7 +75,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Share:
+class LossScale:
     """How one micro-batch is run, so that the plain mean over micro-batches and ranks is the global batch's loss.
 
     Attributes:
@@ -88,21 +88,21 @@ class Share:
     number: Tensor | None
     ratio: Tensor | float | None
 
-    def of(self, loss: Tensor, carried: Tensor | None = None) -> Tensor:
-        """The share that a loss makes, 0-dim; ``carried`` as in `share_of_mean`."""
-        return loss if self.ratio is None else share_of_mean(loss, self.ratio, carried)
+    def apply(self, loss: Tensor, router: Tensor | None = None) -> Tensor:
+        """The share that a loss makes, 0-dim; ``carried`` as in `scale_mean`."""
+        return loss if self.ratio is None else scale_mean(loss, self.ratio, router)
 
 
-def share_of(
+def scale_of(
     contract: LossContract,
     inputs: Mapping[str, Any],
     items: Tensor | None,
-    cut: Cut,
+    normalizer: Normalizer,
     *,
     own_loss: bool = False,
     rounded: bool = False,
-) -> Share:
-    """The share of one micro-batch of n ``items`` by its rule; of a `Weightless` one it is zero, but for router terms.
+) -> LossScale:
+    """The share of one micro-batch of n ``items`` by its rule; of a `ZeroWeightBatch` one it is zero, but for router terms.
 
     Args:
         contract: how its loss is reduced.
@@ -113,50 +113,50 @@ def share_of(
             it is always given one.
         rounded: the engine rounds floating-point inputs to 16 bits: the number goes past it as an integer.
     """
-    if isinstance(inputs, Weightless):
-        counted = share_of(contract, dict(inputs), items, cut, own_loss=own_loss, rounded=rounded)
+    if isinstance(inputs, ZeroWeightBatch):
+        counted = scale_of(contract, dict(inputs), items, normalizer, own_loss=own_loss, rounded=rounded)
         return replace(counted, ratio=0.0)
-    mean, number = cut.mean, cut.number
+    mean, number = normalizer.mean, normalizer.number
     if contract.reduction is Reduction.NUMBER and not own_loss:
-        return Share(inputs, mean.ceil().long(), mean.ceil() / mean) if rounded else Share(inputs, number, None)
+        return LossScale(inputs, mean.ceil().long(), mean.ceil() / mean) if rounded else LossScale(inputs, number, None)
     if contract.reduction is Reduction.PLAIN:
-        return Share(inputs, number if contract.items else None, None)
+        return LossScale(inputs, number if contract.items else None, None)
     if contract.reduction is Reduction.SUM:
-        return Share(inputs, number, cut.micro_batches * cut.world_size)
+        return LossScale(inputs, number, normalizer.micro_batches * normalizer.world_size)
     if contract.reduction is Reduction.INTEGER:
         whole = mean.ceil()
-        return Share(inputs, contract.as_number(whole), whole / mean)
+        return LossScale(inputs, contract.as_number(whole), whole / mean)
     assert contract.items is not None
     items = (contract.items.count(inputs) if items is None else items).to(mean.device)
     ratio = (items > 0) * 1.0 if contract.by_number else contract.items.divisor(items) / mean
-    return Share(contract.items.with_target(inputs, items), number, ratio)
+    return LossScale(contract.items.with_target(inputs, items), number, ratio)
 
 
 def run_by_rule(
     contract: LossContract,
     inputs: Mapping[str, Any],
     items: Tensor | None,
-    cut: Cut,
+    normalizer: Normalizer,
     run: Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]],
-    **of_share: bool,
+    **of_scale: bool,
 ) -> tuple[Tensor, Any]:
     """Run a micro-batch whose loss is not read (a contract given, compiled code), and weigh it by its rule.
 
     ``run`` is its forward, (inputs, number or None) -> (loss, outputs); the others are as for `share_of`.
     """
-    share = share_of(contract, inputs, items, cut, **of_share)
-    loss, outputs = run(share.inputs, share.number)
-    carried = contract.carried(outputs) if share.ratio is not None else None
-    return share.of(loss, None if carried is None else carried.to(loss.device)), outputs
+    scale = scale_of(contract, inputs, items, normalizer, **of_scale)
+    loss, outputs = run(scale.inputs, scale.number)
+    router = contract.weighted_router_loss(outputs) if scale.ratio is not None else None
+    return scale.apply(loss, None if router is None else router.to(loss.device)), outputs
 
 
-def of_window(share: Tensor, micro_batches: int, divided: int = 1) -> Tensor:
+def of_window(scale: Tensor, micro_batches: int, divided: int = 1) -> Tensor:
     """What a share adds to its window's loss, which is the mean over its micro-batches; a tensor of its own.
 
     ``divided``: by what the share was divided already, or the engine is about to; to the bit as it is where that is G.
     """
     # Never the model's output itself: DeepSpeed hangs hooks on that, which divide once more (stage 0).
-    return share * 1.0 if divided == micro_batches else share * divided / micro_batches
+    return scale * 1.0 if divided == micro_batches else scale * divided / micro_batches
 
 
 def loss_among(outputs: Any, inputs: Mapping[str, Any], model: object) -> Tensor:

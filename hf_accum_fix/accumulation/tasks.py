@@ -15,13 +15,13 @@ from typing import Any
 
 #: The labels of a micro-batch by name, and how many axes they have; -1: they are no tensor. Empty: it has none, and is
 #: no kind of its own beside others: what left its labels out may be a fault.
-Kind = frozenset[tuple[str, int]]
+Task = frozenset[tuple[str, int]]
 
 #: Labels by another name, as heads for question answering have them.
 _LABELS = ("start_positions", "end_positions")
 
 
-def kind_of(batch: Any) -> Kind:
+def task_of(batch: Any) -> Task:
     """The kind of a micro-batch, which its names and axes tell without reading it."""
     if not isinstance(batch, Mapping):
         return frozenset()
@@ -29,7 +29,7 @@ def kind_of(batch: Any) -> Kind:
     return frozenset((key, getattr(value, "ndim", -1)) for key, value in labels if value is not None)
 
 
-def words_of(kind: Kind) -> str:
+def describe(kind: Task) -> str:
     """A kind, for people."""
     shapes = {-1: "a list", 0: "one number", 1: "one axis"}
     return ", ".join(f"{key!r} ({shapes.get(axes, f'{axes} axes')})" for key, axes in sorted(kind)) or "no labels"

@@ -20,7 +20,7 @@ from hf_accum_fix.accumulation.window import count_dtype
 _OTHER = "its terms divide by other items than were predicted"
 
 
-class Run(Protocol):
+class Host(Protocol):
     """What ending a window asks of a training (see `core.host`)."""
 
     @property
@@ -47,7 +47,7 @@ class Run(Protocol):
 
 
 @dataclass
-class Closing:
+class GradientCorrection:
     """What ends the windows of one training.
 
     Attributes:
@@ -66,43 +66,43 @@ class Closing:
     unread: Tensor | None = None
     _flag: Tensor | None = None
 
-    def will_correct(self, run: Run) -> bool:
+    def will_correct(self, host: Host) -> bool:
         """Whether a window's gradient is divided, as it ends, by what its loss calls counted more than its rule."""
-        corrects = self.corrects or (run.data_ranks == 1 and run.readable)
-        return corrects and not (self.several_losses or run.steps_in_backward)
+        corrects = self.corrects or (host.data_ranks == 1 and host.readable)
+        return corrects and not (self.several_losses or host.steps_in_backward)
 
-    def end(self, run: Run, checks: Sequence[WindowCheck], left_out: int = 0) -> Tensor | float | None:
+    def end(self, host: Host, checks: Sequence[WindowCheck], skipped: int = 0) -> Tensor | float | None:
         """What gradient and logged loss of a window are to be multiplied by; None: they are right, or cannot be.
 
         ``checks``: of the window, one for each loss; ``left_out``: micro-batches of it that this rank did not run.
         """
         self._flag, self.was_other = None, any(check.changed for check in checks)
         # Counts first: a window warns once, and they give the more telling words.
-        times = self._times(run, checks, left_out)
+        times = self._times(host, checks, skipped)
         for check in checks:
-            self._hold(run, check)
+            self._check(host, check)
         if self._flag is not None:
             self.unread = self._flag.long() if self.unread is None else self.unread + self._flag
         return times
 
-    def _times(self, run: Run, checks: Sequence[WindowCheck], left_out: int) -> Tensor | float | None:
-        readable, several, corrects = run.readable, run.data_ranks > 1, self.will_correct(run)
-        if left_out and not (several and corrects):
-            run.report_inexact(f"{left_out} of its micro-batches were left out")
+    def _times(self, host: Host, checks: Sequence[WindowCheck], skipped: int) -> Tensor | float | None:
+        readable, several, corrects = host.readable, host.data_ranks > 1, self.will_correct(host)
+        if skipped and not (several and corrects):
+            host.report_inexact(f"{skipped} of its micro-batches were left out")
         if not corrects:
             for check in checks:
-                self._compare(run, check)
+                self._compare(host, check)
             return None
         if not self.corrects and not any(each.counted for each in checks):
             return None
         # Every rank joins the collective once, whatever its micro-batches have shown.
-        counts = [each.counts(run.device) for each in checks]
-        counts = counts or [torch.zeros(2, dtype=count_dtype(run.device), device=run.device)]
+        counts = [each.counts(host.device) for each in checks]
+        counts = counts or [torch.zeros(2, dtype=count_dtype(host.device), device=host.device)]
         sums = counts[0] if len(counts) == 1 else torch.stack(counts).sum(dim=0)
         if several:
-            sums = run.summed(torch.cat([sums, sums.new_full((1,), left_out)]))
+            sums = host.summed(torch.cat([sums, sums.new_full((1,), skipped)]))
             if readable and float(sums[2]):
-                run.report_inexact(f"{float(sums[2]):g} micro-batches of its ranks were left out")
+                host.report_inexact(f"{float(sums[2]):g} micro-batches of its ranks were left out")
             sums = sums[:2]
         if not readable:
             return torch.where(sums[0] > 0, sums[1] / sums[0], torch.ones_like(sums[0]))
@@ -110,41 +110,41 @@ class Closing:
         times = predicted / seen if seen else 1.0
         return None if abs(times - 1) <= 1e-12 else float(times)
 
-    def read(self, run: Run) -> None:
+    def read(self, host: Host) -> None:
         """Read what was found on the device since the last log, when the log has just waited for it."""
         if self.unread is not None and (windows := int(self.unread)):
-            run.report_inexact(_OTHER, windows)
+            host.report_inexact(_OTHER, windows)
             # From here on what is counted otherwise is corrected, unread; ranks would have to agree on it.
-            self.corrects = self.corrects or run.data_ranks == 1
+            self.corrects = self.corrects or host.data_ranks == 1
         self.unread = None
 
-    def _compare(self, run: Run, check: WindowCheck) -> None:
+    def _compare(self, host: Host, check: WindowCheck) -> None:
         """Say where the loss calls of one loss counted otherwise than its rule, and leave it."""
         if not check.counted:
             return
-        sums = check.counts(run.device)
-        if not run.readable:
+        sums = check.counts(host.device)
+        if not host.readable:
             self._read_later((sums[0] - sums[1]).abs() > 1e-6 * sums[1])
             return
         seen, predicted = sums.tolist()
         if abs(seen - predicted) > 1e-6 * predicted:
             self.differs = True
-            kept = "; DeepSpeed keeps the gradients, so that none is divided by that" if run.steps_in_backward else ""
-            run.report_inexact(f"its loss divides by {seen:g} items, where {predicted:g} were predicted{kept}")
+            kept = "; DeepSpeed keeps the gradients, so that none is divided by that" if host.steps_in_backward else ""
+            host.report_inexact(f"its loss divides by {seen:g} items, where {predicted:g} were predicted{kept}")
 
     def _read_later(self, flag: Tensor) -> None:
         self._flag = flag if self._flag is None else self._flag | flag
 
-    def _hold(self, run: Run, check: WindowCheck) -> None:
+    def _check(self, host: Host, check: WindowCheck) -> None:
         """Hold a window against what was observed."""
         if check.changed:
-            run.report_inexact(check.changed)
-        elif (broken := check.broken(run.device)) is not None:
-            if not run.readable:
+            host.report_inexact(check.changed)
+        elif (broken := check.broken(host.device)) is not None:
+            if not host.readable:
                 self._read_later(broken)
             elif bool(broken):
                 self.was_other = True
-                run.report_inexact(_OTHER)
+                host.report_inexact(_OTHER)
 
 
 def scale_gradients(model: nn.Module, times: Tensor | float) -> None:
