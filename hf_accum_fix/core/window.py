@@ -1,11 +1,11 @@
-"""The accumulation window: counted over all ranks by one collective, weighed as it is run, corrected as it ends.
+"""The accumulation window: counted over all ranks by one collective, weighted as it runs, corrected at its end.
 
 window = open_window(host, batches)                 # settles the contract of each loss, counts, sums over ranks
 for each micro-batch:
     part = window.part_of(batch)                    # contract, n_mean and check of its loss
-    with host.adding(model, len(batches), begun):   # what its gradient is added in
+    with host.adding(model, len(batches), begun):   # the dtype of its gradient sum
         ...                                         # forward, window.weigh(loss, ...), backward
-window.close(model)                                 # compares what was divided by with what was predicted
+window.close(model)                                 # compares divisors with the prediction
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Part:
 
     Attributes:
         contract: how their loss is reduced.
-        cut: n_mean, G and W.
+        normalizer: n_mean, G and W.
         check: what their losses divided by.
     """
 
@@ -54,10 +54,10 @@ class Window:
         parts: one for each loss, the first task's first.
         counts: items of each micro-batch, 0-dim, by each rule of its loss.
         total: N over all ranks and tasks, 0-dim.
-        number: items as upstream counts them, over all ranks, 0-dim; None: it does not.
+        number: items as upstream counts them, over all ranks, 0-dim; None: upstream does not.
         done: micro-batches that were run.
-        value: what they have added to the loss for the log, 0-dim.
-        ended: what its losses divided by was compared with what was predicted.
+        value: their sum for the logged loss, 0-dim.
+        ended: it was closed.
     """
 
     host: Host
@@ -71,7 +71,7 @@ class Window:
     ended: bool = False
 
     def part_of(self, batch: Any) -> Part:
-        """What holds for the loss of a micro-batch."""
+        """The part of a micro-batch."""
         if len(self.parts) == 1:
             return self.parts[0]
         contract = self.host.state.contract_of(batch)
@@ -82,7 +82,7 @@ class Window:
         return next((each for one, each in zip(self.batches, self.counts, strict=False) if one is batch), None)
 
     def add(self, value: Tensor) -> None:
-        """Add what a micro-batch has to the loss for the log."""
+        """Add a micro-batch's part of the logged loss."""
         self.value = value if self.value is None else self.value + value
 
     @property
@@ -93,10 +93,10 @@ class Window:
         return [each for each in checks if each.contract.is_read or each.counted or each.changed]
 
     def close(self, model: nn.Module) -> Tensor | float | None:
-        """Correct the gradient if the losses divided by other items than predicted; warn if they changed.
+        """Correct the gradient if the losses divided by another number of items than predicted; warn if they changed.
 
         Returns:
-            What gradient and ``value`` were multiplied by; None: they were right.
+            What gradient and ``value`` were multiplied by; None: nothing.
         """
         host, self.ended = self.host, True
         host.gradient.finish()
@@ -104,7 +104,7 @@ class Window:
         if not self.batches or not (checks or host.state.corrects_others):
             return None
         times = host.state.correction.end(host, checks, len(self.batches) - self.done)
-        if host.state.correction.was_other and host.state.tasks:
+        if host.state.correction.changed and host.state.tasks:
             host.state.reconsider()
         if times is not None:
             scale_gradients(model, times)
@@ -118,8 +118,8 @@ def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: E
     Args:
         host: the training.
         batches: the micro-batches of this rank; empty: its data have ended.
-        number: another count of them, summed as well; None: there is none.
-        error: what kept this rank from fetching its window; raised on all ranks.
+        number: upstream's count of them, summed as well; None: there is none.
+        error: raised while this rank fetched its window; it is raised on all ranks.
     """
     while True:
         host.settle(batches, number, error)
@@ -129,7 +129,7 @@ def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: E
             break
     if batches and all(each.items is not None for each in host.state.contracts):
         empty, before = window.total == 0, host.state.empty
-        # Where reading waits for the device it is read later.
+        # Reading would wait for the device.
         host.state.empty = empty if before is None else before | empty
         if host.readable:
             host.warn_empty()
@@ -138,12 +138,12 @@ def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: E
 
 @dataclass
 class _Counts:
-    """Items of a window: of this rank, then of all.
+    """Items of a window: first of this rank, then of all.
 
     Attributes:
         each: of each micro-batch, by each rule.
         totals: of each loss, by each rule.
-        samples: of each loss, where there are several: a mean over one loss's samples is weighed by how many they are.
+        samples: of each loss, which weigh the losses where there are several.
         number: as upstream counts.
     """
 
@@ -163,13 +163,13 @@ def count_window(
     """Count a window over all ranks, by the one collective of an optimizer step."""
     state, several = host.state, host.world_size > 1
     if state.reconsidered and not state.can_be_exact:
-        # Windows before may have been exact.
+        # Its own contract is not exact, though earlier ones were.
         state.note_inexact()
     zero = torch.zeros((), dtype=count_dtype(host.device), device=host.device)
     contracts = state.contracts
     new = state.reconsiders or not all(state.knows(task_of(batch)) for batch in batches)
     try:
-        # A new task is observed, and all are counted again.
+        # With a new task the window is observed, and counted again.
         counts = _counted(host, batches, zero, strict=several and not new)
     except Exception as caught:
         error = error or caught
@@ -186,9 +186,9 @@ def count_window(
     if not state.tasks:
         _check_given(host, batches)
     if new and not state.asks:
-        host.report_inexact("it holds micro-batches of a kind that was not observed")
+        host.report_inexact("it has micro-batches of a task that was not observed")
     if any(not state.contract_of(batch).exact for batch in batches if len(contracts) > 1):
-        # The first task's may be.
+        # The first task's contract may be exact.
         state.note_inexact()
     window = Window(host, list(batches), _parts(host, counts, len(batches)), counts.each, zero, counts.number)
     if routing is not None:
@@ -200,7 +200,7 @@ def count_window(
 
 
 def _counted(host: Host, batches: Sequence[Any], zero: Tensor, *, strict: bool) -> _Counts:
-    """Items of this rank; ``strict``: a micro-batch without what is counted is an error."""
+    """Items of this rank; ``strict``: a micro-batch without the counted input is an error."""
     state, counts = host.state, _Counts()
     contracts, by_batch = state.contracts, dict[int, dict[Items, Tensor]]()
     alone = len(contracts) == 1
@@ -225,14 +225,14 @@ def _sum_over_ranks(
     new: bool,
     routing: Tensor | None,
 ) -> tuple[bool, Tensor | None]:
-    """Sum the counts over all ranks, and with them what a rank has to report: an error, a new task, inexact windows.
+    """Sum the counts over all ranks, and with them each rank's errors, new tasks and inexact windows.
 
     Returns:
-        Whether any rank holds a new task, and the routing of all.
+        Whether any rank has a new task, and the routing of all.
     """
     state, like = host.state, counts.totals[0][0]
     runs = len(batches) if host.shards else min(len(batches), 1)
-    # A window of several losses is not corrected.
+    # One number cannot correct several losses.
     corrected = state.correction.corrects and len(counts.totals) == 1
     reports = any(each.is_read for each in state.contracts) and not corrected
     sent = {
@@ -249,13 +249,13 @@ def _sum_over_ranks(
     fetched, suspects = len(batches), runs < (host.steps if host.shards else 1)
     place = {"rank": host.rank, "world_size": host.world_size}
     ranks.check_status(summed["marks"], runs, error, fetched=fetched, suspects=suspects, gather=host.gather, **place)
-    # Tensor-parallel ranks hold the same samples, and have all counted them.
+    # Tensor-parallel ranks have all counted the same samples.
     copies = host.world_size // host.data_ranks
     totals = iter((summed["totals"] / copies).unbind())
     counts.totals = [[next(totals) for _ in each] for each in counts.totals]
     counts.samples = list((summed["samples"] / copies).unbind())
     counts.number = None if counts.number is None else summed["number"][0]
-    # Read only where that waits for no device: on another one these are never set.
+    # Reading waits for any other device: there these are never set.
     if host.device.type == "cpu" and state.tasks:
         state.asks = new = bool(summed["new"])
     if host.device.type == "cpu" and reports:
@@ -267,11 +267,11 @@ def _sum_over_ranks(
 
 
 def _parts(host: Host, counts: _Counts, micro_batches: int) -> list[Part]:
-    """What holds for each loss in the window, now that all ranks are counted."""
+    """The part of each loss in the window."""
     samples: Sequence[Tensor | None] = [
         each.clamp(min=1) / torch.stack(counts.samples).sum().clamp(min=1) for each in counts.samples
     ] or [None]
-    # Off the CPU every window may be one of several losses.
+    # Off the CPU samples are not read, so a window may have all losses.
     held = [each for each in counts.samples if host.device.type != "cpu" or each]
     host.state.correction.several_losses = len(held) > 1
     corrected, divisor = host.state.correction.will_correct(host), host.engine_divisor
@@ -292,7 +292,7 @@ def _parts(host: Host, counts: _Counts, micro_batches: int) -> list[Part]:
 
 
 def _compare_rules(host: Host, counts: _Counts) -> None:
-    """Have the losses observed again, on this window, if rules that fitted so far count it differently."""
+    """Observe the losses again on this window if rules that fitted so far count it differently."""
     state = host.state
     for contract, totals in zip(state.contracts, counts.totals, strict=True):
         if not contract.has_rules_to_compare:
@@ -307,7 +307,7 @@ def _compare_rules(host: Host, counts: _Counts) -> None:
 
 
 def _check_given(host: Host, batches: Sequence[Any]) -> None:
-    """A given contract covers one task: warn of a window with another than the first micro-batch's."""
+    """Warn of a task that a given contract, which covers one, does not cover."""
     state = host.state
     counted = {key for contract in state.contracts for rule in contract.rules for key in rule.keys}
     for batch in batches if counted else ():
@@ -316,7 +316,7 @@ def _check_given(host: Host, batches: Sequence[Any]) -> None:
         if held != state.given_for:
             covered = describe(state.given_for)
             host.report_inexact(
-                f"a micro-batch holds {describe(task_of(batch))}, and the contract given covers {covered}"
+                f"got a micro-batch with {describe(task_of(batch))}; expected {covered}, which the given contract covers"
             )
             return
 
@@ -324,10 +324,10 @@ def _check_given(host: Host, batches: Sequence[Any]) -> None:
 def count_routing(
     host: Host, forward: Forward, batches: Sequence[Any], model: nn.Module | None, error: Exception | None
 ) -> tuple[Tensor, Exception | None]:
-    """This rank's numbers of a window, to be summed over ranks, and its error.
+    """This rank's routing counts of a window, to be summed over ranks, and its error.
 
-    The model's own load-balancing loss is looked at first, on every rank alike. ``forward``: (inputs) -> loss, as
-    training makes it; ``model``: inside DistributedDataParallel; None: this rank has none, and no micro-batch.
+    The model's load-balancing loss is recognised first, on every rank. ``forward``: (inputs) -> loss, as in training;
+    ``model``: inside DistributedDataParallel; None: this rank has no micro-batch.
     """
     router, contract, listed = host.router, host.contract, list(batches)
     assert contract is not None
@@ -349,6 +349,6 @@ def count_routing(
         if model is not None:
             return router.count(forward, listed, model, host.device, host.data_ranks), error
     except Exception as caught:
-        # Raised as soon as the other ranks know.
+        # Raised once the other ranks have it.
         error = error or caught
     return router.nothing(host.device), error
