@@ -19,8 +19,8 @@ _LETTERS: Final = "(G: gradient_accumulation_steps, W: data-parallel ranks, N: t
 
 #: Our terms in what was observed, and what everybody calls them.
 _PLAIN: Final = (
-    ("the number handed in, cut to an integer", "the count of targets that it is given, as an integer"),
-    ("the number handed in", "the count of targets that it is given"),
+    ("num_items_in_batch, rounded down", "the count of targets that it is given, as an integer"),
+    ("num_items_in_batch", "the count of targets that it is given"),
     ("items", "targets"),
 )
 

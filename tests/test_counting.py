@@ -88,7 +88,7 @@ def test_a_loss_that_no_window_has_shown_is_said_once(caplog: pytest.LogCaptureF
     assert found == [
         (
             "inexact",
-            f"Head: the loss {ZERO}, as far as {ATTEMPTS} windows tell: the loss of samples with targets is zero.",
+            f"Head: after {ATTEMPTS} windows the loss {ZERO}: the loss of samples with targets is zero.",
         )
     ]
 

@@ -395,7 +395,7 @@ def test_a_model_without_a_loss_is_named(tmp_path: Path) -> None:
     trainer = GlobalBatchTrainer(
         model=NoLoss(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
     )
-    with pytest.raises(ContractError, match="returned no loss"):
+    with pytest.raises(ContractError, match="without a loss"):
         trainer.train()
 
 

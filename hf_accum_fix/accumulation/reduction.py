@@ -1,4 +1,4 @@
-"""What a loss does with the items of its micro-batch: a value for data, and words for people."""
+"""The reduction of a loss over the items of its micro-batch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Reduction(str, Enum):
 
     @property
     def words(self) -> str:
-        """The same as the predicate of a sentence about a loss."""
+        """The predicate of a sentence about the loss."""
         return _PREDICATES[self.value]
 
 
 _PREDICATES = {
-    "number": "divides by the number handed in",
-    "integer": "divides by the number handed in, cut to an integer",
+    "number": "divides by num_items_in_batch",
+    "integer": "divides by num_items_in_batch, rounded down",
     "mean": "is the mean over its own items",
     "sum": "is a sum",
     "plain": "is averaged over micro-batches",

@@ -1,4 +1,4 @@
-"""A micro-batch's share of its global batch: what its forward is handed, and what its loss is multiplied by."""
+"""Scale the loss of one micro-batch by its rule, so that plain averaging gives the global batch's loss."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from hf_accum_fix.errors import ContractError
 
 @dataclass(frozen=True)
 class Normalizer:
-    """How a global batch is cut: what all micro-batches of one rank's window have in common.
+    """The denominators of all micro-batches in one rank's window.
 
     Attributes:
         mean: n_mean, 0-dim.
-        number: the same, as a loss is handed it.
+        number: n_mean in the dtype in which it is passed to the loss.
         micro_batches: G, of this rank's window; 1 where it has none.
-        is_corrected: the gradient is divided in the end by what the loss divided by more than predicted; else a mean
-            is weighed by its rule's items.
-        engine_divisor: what the engine divides a loss by.
-        left_means: n_mean by rule, times what is left of G to divide by.
+        is_corrected: the gradient is corrected at the end of the window; else a mean is weighted by its rule's items.
+        engine_divisor: the number that the engine divides a loss by.
+        left_means: n_mean by rule, times `left`.
     """
 
     mean: Tensor
@@ -53,9 +52,9 @@ class Normalizer:
         is_corrected: bool = True,
         engine_divisor: int = 1,
     ) -> Normalizer:
-        """A global batch of N items (``total``), counted ``beside`` by each rule of the contract but the first.
+        """For a global batch of N = ``total`` items by the contract's first rule, ``other_totals`` by its other rules.
 
-        ``part``: of the global batch's samples, those whose loss is reduced so (see `kinds`); None: all.
+        ``part``: fraction of the samples that have this loss (see `tasks`); None: all.
         """
         steps = max(micro_batches, 1)
         means = [mean_item_count(each, steps, world_size) for each in (total, *other_totals)]
@@ -70,7 +69,7 @@ class Normalizer:
 
     @property
     def left(self) -> float:
-        """What is left of G to divide a weighed loss by, before the engine divides."""
+        """The part of G that the engine does not divide a loss by."""
         return self.micro_batches / self.engine_divisor
 
 
@@ -80,8 +79,8 @@ class LossScale:
 
     Attributes:
         inputs: of the forward.
-        number: for a loss that divides by it, 0-dim; None: none is to be handed over.
-        ratio: what the loss is multiplied by; None: it is right as it is.
+        number: num_items_in_batch, 0-dim; None: not passed.
+        ratio: factor of the loss; None: 1.
     """
 
     inputs: Mapping[str, Any]
@@ -89,7 +88,7 @@ class LossScale:
     ratio: Tensor | float | None
 
     def apply(self, loss: Tensor, router: Tensor | None = None) -> Tensor:
-        """The share that a loss makes, 0-dim; ``carried`` as in `scale_mean`."""
+        """The scaled loss, 0-dim; ``router`` as in `scale_mean`."""
         return loss if self.ratio is None else scale_mean(loss, self.ratio, router)
 
 
@@ -102,16 +101,16 @@ def scale_of(
     own_loss: bool = False,
     rounded: bool = False,
 ) -> LossScale:
-    """The share of one micro-batch of n ``items`` by its rule; of a `ZeroWeightBatch` one it is zero, but for router terms.
+    """How to run a micro-batch of n ``items``; the scaled loss of a `ZeroWeightBatch` is zero, but for router terms.
 
     Args:
         contract: how its loss is reduced.
         inputs: of its forward.
         items: 0-dim; None counts them.
-        cut: of its global batch.
-        own_loss: a function of the user's own, which may return a constant without a graph where it finds no target:
-            it is always given one.
-        rounded: the engine rounds floating-point inputs to 16 bits: the number goes past it as an integer.
+        normalizer: of its window.
+        own_loss: a compute_loss_func, which may return a constant without a graph where it finds no target, so it
+            always gets one.
+        rounded: the engine rounds floating-point inputs to 16 bits, so the number is passed as an integer.
     """
     if isinstance(inputs, ZeroWeightBatch):
         counted = scale_of(contract, dict(inputs), items, normalizer, own_loss=own_loss, rounded=rounded)
@@ -140,9 +139,9 @@ def run_by_rule(
     run: Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]],
     **of_scale: bool,
 ) -> tuple[Tensor, Any]:
-    """Run a micro-batch whose loss is not read (a contract given, compiled code), and weigh it by its rule.
+    """Run a micro-batch whose loss is not read (a contract given, compiled code), and scale the loss by its rule.
 
-    ``run`` is its forward, (inputs, number or None) -> (loss, outputs); the others are as for `share_of`.
+    ``run`` is its forward, (inputs, number or None) -> (loss, outputs); the other arguments are those of `scale_of`.
     """
     scale = scale_of(contract, inputs, items, normalizer, **of_scale)
     loss, outputs = run(scale.inputs, scale.number)
@@ -151,11 +150,11 @@ def run_by_rule(
 
 
 def of_window(scale: Tensor, micro_batches: int, divided: int = 1) -> Tensor:
-    """What a share adds to its window's loss, which is the mean over its micro-batches; a tensor of its own.
+    """A scaled loss divided by G, in a new tensor.
 
-    ``divided``: by what the share was divided already, or the engine is about to; to the bit as it is where that is G.
+    ``divided``: the part of G by which it was divided already, or the engine divides; if that is G, no bit changes.
     """
-    # Never the model's output itself: DeepSpeed hangs hooks on that, which divide once more (stage 0).
+    # A new tensor: DeepSpeed (stage 0) hangs hooks that divide once more on the model's output itself.
     return scale * 1.0 if divided == micro_batches else scale * divided / micro_batches
 
 
@@ -163,12 +162,12 @@ def loss_among(outputs: Any, inputs: Mapping[str, Any], model: object) -> Tensor
     """The loss that a model returned: its output ``loss``, or the first.
 
     Raises:
-        ContractError: if its outputs are named and none of them is the loss.
+        ContractError: if its outputs are named and none is the loss.
     """
     if isinstance(outputs, Mapping) and "loss" not in outputs:
         raise ContractError(
-            f"{type(model).__name__} returned no loss, only {sorted(outputs)}, from the inputs {sorted(inputs)}; "
-            "training needs its targets among the inputs, or a loss function of its own"
+            f"{type(model).__name__}: got outputs {sorted(outputs)} without a loss, from the inputs {sorted(inputs)}; "
+            "expected a loss; add the targets to the inputs, or pass compute_loss_func"
         )
     loss: Tensor = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
     return loss

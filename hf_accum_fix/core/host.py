@@ -174,7 +174,7 @@ class Host(ABC):
         if "empty" not in self.warned and self.state.empty is not None and bool(self.state.empty):
             self.warn_once(
                 "empty",
-                "got an accumulation window without a target, so its gradient and logged loss are zero; look at "
+                "got an accumulation window with no target, so its gradient and logged loss are zero; look at "
                 "truncation, label masking, or samples without an answer",
             )
 
