@@ -165,8 +165,8 @@ class LossContract:
             if term is None:
                 found = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
                 raise ContractError(
-                    f"got outputs with {found}; expected {name}, since the contract has {factor:g} x {name} in the loss; "
-                    "return the router loss from the model"
+                    f"got outputs with {found}; expected {name}, since the contract has {factor:g} x {name} in the "
+                    "loss; return the router loss from the model"
                 )
         weighed = [factor * term for _, factor, term in terms if term is not None]
         return sum(weighed[1:], start=weighed[0]) if weighed else None

@@ -1,8 +1,8 @@
 """End a window: compare what its losses divided by with the prediction, and correct the gradient.
 
-If its losses divided by ``N seen`` items and its rule predicted ``N predicted``, the gradient is ``N seen / N predicted``
-times too large, and is divided by that before the optimizer step. On a CPU the numbers are read; on a GPU reading would
-wait for it, so a window is corrected there without reading, if its loss was observed to need it.
+If its losses divided by ``N seen`` items and its rule predicted ``N predicted``, the gradient is too large by
+``N seen / N predicted``, and is divided by that before the optimizer step. Reading these numbers would wait for a GPU,
+so a window is corrected there without reading, if its loss was observed to need it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run one batch without leaving anything for a backward, and read the loss it makes."""
+"""Run one batch without saving tensors for a backward, and read its loss."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ Forward = Callable[[Mapping[str, Any], Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class TermReading:
-    """One term in one forward, as numbers; what is not named here is as in `loss_graph`.
+    """One term in one forward, as numbers; other attributes as in `loss_graph`.
 
     Attributes:
-        value: its part of the loss; None: it could not be followed.
-        named: the rules whose targets are those that the leaf has kept.
-        shift: the loss drops position 0 of the labels; None: the leaf does not show it.
-        total: the weight of its targets, of a cross entropy; 0.0: the leaf does not show it.
+        value: its part of the loss; None: unknown.
+        named: the rules whose targets the leaf has saved.
+        shift: the loss drops position 0 of the labels; None: unknown.
+        total: the weight of a cross entropy's targets; 0.0: unknown.
         learnt: it is a function of single parameters, and of no data.
-        holds_data: what cannot be read holds a layer of a model, so that its gradient depends on the data.
-        shares_learnt: a factor with a gradient of its own is other terms', too.
+        holds_data: there is a layer of a model below an unreadable leaf, so its gradient depends on the data.
+        shares_learnt: other terms have the same learnt factor.
     """
 
     name: str
@@ -62,11 +62,11 @@ class TermReading:
     shares_learnt: bool
 
     def is_own_count(self, place: int) -> bool:
-        """Whether a factor is what the loss function itself divides by."""
+        """Whether a factor is the loss function's own divisor."""
         return self.divides and place == len(self.factors) - 1
 
     def product(self, places: Iterable[int]) -> float:
-        """Of the factors in these places, each multiplied or divided by; nan: one divides by zero."""
+        """The product of these factors; nan: one divides by zero."""
         result = 1.0
         for place in places:
             value, (divides, _) = self.factors[place], self.shape[2 + place]
@@ -79,10 +79,10 @@ class Reading:
     """One forward.
 
     Attributes:
-        number: that it was handed; None: none.
-        terms: stacked numbers taken for rows.
-        inside: stacked numbers taken for terms.
-        drew: it drew at random, dropout aside.
+        number: passed to it; None: none.
+        terms: with stacked numbers as rows.
+        inside: with stacked numbers as terms.
+        drew: it drew random numbers, apart from dropout.
     """
 
     batch: Mapping[str, Any]
@@ -95,12 +95,12 @@ class Reading:
 
     @property
     def numbers(self) -> list[Any]:
-        """All that it shows of the loss."""
+        """All values of the loss, to compare."""
         return [self.loss, *((each.shape, each.factors, each.value) for each in self.terms)]
 
 
 class ForgottenError(ContractError):
-    """A loss takes a gradient itself, in a forward that kept nothing for one."""
+    """A loss takes a gradient itself, in a forward that saved no tensors for one."""
 
 
 def read_batch(
@@ -114,7 +114,7 @@ def read_batch(
     listed: bool,
     keep: bool,
 ) -> Reading:
-    """Run a batch with gradient, and read the loss; unless ``keep``, what a backward would need is forgotten."""
+    """Run a batch with gradient, and read the loss; unless ``keep``, no tensors are saved for a backward."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -140,15 +140,15 @@ def read_batch(
 
 
 def kept_small(tensor: Tensor) -> Tensor | None:
-    """Keep counts and labels, and nothing of activations."""
+    """Save counts and labels, and no activations."""
     return tensor if tensor.numel() <= 1 or not tensor.is_floating_point() else None
 
 
 def unpacked(tensor: Tensor | None) -> Tensor:
-    """What was kept of a tensor."""
+    """A tensor that was saved."""
     if tensor is None:
         raise ForgottenError(
-            "got a gradient inside of a forward that kept nothing for one; expected none: run it with one"
+            "got a gradient inside a forward without saved tensors; expected none; run it with keep=True"
         )
     return tensor
 
@@ -186,7 +186,7 @@ def _term_reading(term: Term, captured: Captured, batch: Mapping[str, Any]) -> T
 
 
 def _filled(terms: list[TermReading], loss: float) -> list[TermReading]:
-    """Give what is left of a loss to its only term, or to the only one without a value."""
+    """Assign the rest of a loss to its only term, or to the only one without a value."""
     blank = terms if len(terms) == 1 else [each for each in terms if each.value is None]
     if len(blank) != 1 or any(each.added for each in terms):
         return terms
@@ -195,7 +195,7 @@ def _filled(terms: list[TermReading], loss: float) -> list[TermReading]:
 
 
 def _targets(term: Term, batch: Mapping[str, Any]) -> tuple[int | None, tuple[Items, ...]]:
-    """The ignored index of a cross entropy, and the rules whose targets it has kept."""
+    """The ignored index of a cross entropy, and the rules whose targets it has saved."""
     if not term.name.startswith("NllLoss"):
         return None, ()
     ignored = int(term.leaf._saved_ignore_index)
@@ -212,7 +212,7 @@ def _targets(term: Term, batch: Mapping[str, Any]) -> tuple[int | None, tuple[It
 
 
 def is_shifted(term: Term, batch: Mapping[str, Any]) -> bool | None:
-    """Whether a cross entropy drops position 0 of the labels; None: what it has kept does not show it."""
+    """Whether a cross entropy drops position 0 of the labels; None: unknown."""
     labels = batch.get("labels")
     if not term.name.startswith("NllLoss") or not isinstance(labels, Tensor) or labels.ndim < 2:
         return None

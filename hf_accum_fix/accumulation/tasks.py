@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-#: The labels of a micro-batch by name, and how many axes they have; -1: not a tensor. Empty: no labels, which is no task
-#: where there are others, since missing labels may be a fault.
+#: The labels of a micro-batch by name, and how many axes they have; -1: not a tensor. Empty: no labels, which is no
+#: task where there are others, since missing labels may be a fault.
 Task = frozenset[tuple[str, int]]
 
 #: Labels of question answering.

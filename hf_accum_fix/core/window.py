@@ -316,7 +316,7 @@ def _check_given(host: Host, batches: Sequence[Any]) -> None:
         if held != state.given_for:
             covered = describe(state.given_for)
             host.report_inexact(
-                f"got a micro-batch with {describe(task_of(batch))}; expected {covered}, which the given contract covers"
+                f"got a micro-batch with {describe(task_of(batch))}; expected {covered}, as the given contract does"
             )
             return
 

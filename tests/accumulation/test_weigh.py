@@ -505,7 +505,7 @@ def test_another_loss_than_the_observed_one_is_left_as_the_plain_mean(
     case, model, own = replace(named("one mean"), loss=loss), Model(), Model()
     check = WindowCheck(case.contract)
     weighed = run_one(case, model, WINDOW[0], normalizer_of(case, 4, 1), check)
-    assert check.changed == f"its loss has other terms than when it was observed: {names}"
+    assert check.changed == f"its loss has other terms than the observed one: {names}"
     assert torch.allclose(weighed.loss, loss(own, WINDOW[0], torch.ones(())) / 4, rtol=1e-15)
 
 
