@@ -1,11 +1,10 @@
-"""``eval_loss`` as the mean over the items of the evaluation set, asked for by ``eval_loss=True``.
+"""``eval_loss`` as the mean over the items of the evaluation set, with ``eval_loss=True``.
 
-The Trainer repeats the mean of each batch once for each of its samples and averages those, so that the number depends
-on the eval batch size: short texts weigh as much as long ones of the same batch. Here each batch's mean is weighted by
-its items, over all ranks. Samples that only fill up the ranks' last batches do not count, nor does a router loss, which
-is a term of training and has no mean over items. Releases that hand the evaluated model the number of items multiply
-its loss by the ranks, whether or not it divides by that number (5.23.0 reports W times the loss of a BERT classifier);
-here the model gets no number, and returns its own mean.
+The Trainer weights the mean of each batch by its samples, so the number depends on the eval batch size. Here each
+batch's mean is weighted by its items, over all ranks. Samples that only fill up the ranks' last batches do not count,
+nor does a router loss, which has no mean over items. Releases that pass num_items_in_batch to the evaluated model
+multiply its loss by the ranks, whether or not it divides by that number (5.23.0 reports W times the loss of a BERT
+classifier); here the model gets no number, and returns its own mean.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from hf_accum_fix.upstream.protocols import TrainerLike
 
 logger = logging.getLogger("hf_accum_fix")
 
-_SEVERAL_TASKS = "its batches are of several kinds, each with a loss of its own"
+_SEVERAL_TASKS = "its batches have several tasks, each with its own loss"
 _WEIGHTED = (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN)
 
 
@@ -41,9 +40,9 @@ def evaluation_loop(
     *,
     options: Options,
 ) -> Any:
-    """Run the original loop, and put the item mean in the place of its loss.
+    """Run the original loop, and replace its loss by the mean over items.
 
-    The contract of the loss comes from training; before any training it is observed on the first batch.
+    The contract comes from training; before any training the loss is observed on the first batch.
     """
     session = session_of(trainer, options)
     if not options.eval_loss or not enabled() or "evaluation_loop" in session.busy:
@@ -66,7 +65,7 @@ def evaluation_loop(
         assert rule is not None
         number = rule.count(inputs, sums.device) if own_func else None
         with overridden(trainer, "compute_loss", _handed(trainer.compute_loss, number)):
-            # The loss may remove the labels from the inputs it is handed.
+            # The loss may remove the labels from its inputs.
             result = original_step(model, dict(inputs), *rest, **step_kwargs)
         loss, real = result[0], _real_rows(trainer, inputs)
         counted = dict(inputs) if real is None else _without_filling(rule, inputs, real)
@@ -88,14 +87,14 @@ def evaluation_loop(
     # The fifth argument in every release.
     name = f"{kwargs.get('metric_key_prefix', args[4] if len(args) > 4 else 'eval')}_loss"
     if refused:
-        session.warn_once("eval_loss", f"{name} is left as the Trainer averages it: {refused[0]}")
+        session.warn_once("eval_loss", f"{name} stays the Trainer's average: {refused[0]}")
     elif output.metrics is not None and name in output.metrics and bool(total[1] > 0):
         output.metrics[name] = float(total[0] / total[1])
     return output
 
 
 def _handed(compute_loss: Callable[..., Any], number: Tensor | None) -> Callable[..., Any]:
-    """The same with no number of items, so that a head returns the mean over its own."""
+    """``compute_loss`` with another number of items; None: a head returns the mean over its own."""
 
     def call(model: Any, inputs: Any, return_outputs: bool = False, *rest: Any, **kwargs: Any) -> Any:
         given = {**kwargs, "num_items_in_batch": number}
@@ -107,14 +106,14 @@ def _handed(compute_loss: Callable[..., Any], number: Tensor | None) -> Callable
 def _why_not(contract: LossContract) -> str:
     """Why there is no mean over items; empty where there is one."""
     if contract.groups > 1 and len(contract.rules) > 1:
-        return "the loss is a sum of terms, each a mean over items of its own"
+        return "the loss has several terms, each a mean over its own items"
     if contract.reduction in _WEIGHTED:
         return ""
     return f"the loss {contract.reduction.words} ({contract.reason})"
 
 
 def _real_rows(trainer: TrainerLike, inputs: Mapping[str, Any]) -> int | None:
-    """Samples of this rank's batch that no other batch holds, where it repeats some to be of one size; None: none."""
+    """Samples of this rank's batch that are not repeated to fill it up; None: all."""
     state, rows = trainer.accelerator.gradient_state, sample_count(inputs)
     if trainer.args.world_size == 1 or not state.end_of_dataloader:
         return None
@@ -125,7 +124,7 @@ def _real_rows(trainer: TrainerLike, inputs: Mapping[str, Any]) -> int | None:
 
 
 def _without_filling(items: Items, inputs: Mapping[str, Any], real: int) -> dict[str, Any]:
-    """The batch with the targets of its first ``real`` samples alone; empty where none is left."""
+    """The batch with only the targets of its first ``real`` samples; empty if there are none."""
     if real == 0:
         return {}
     target = inputs.get(items.keys[0]) if items.keys else None

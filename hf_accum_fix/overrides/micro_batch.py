@@ -1,4 +1,4 @@
-"""One micro-batch of a Trainer, while its step runs: the loss it computes, and the one that accelerate is handed."""
+"""One micro-batch of a Trainer, while its step runs: the loss it computes, and the one that accelerate gets."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from hf_accum_fix.overrides.observing import MADE_BY_STEP, MADE_LATER
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.upstream.defects import is_present
 
-#: Looked up once: it takes longer than all that is done in a micro-batch.
+#: Cached at import: the look-up costs more than a micro-batch.
 _LAST_NOT_REDUCED = is_present("last-micro-batch-not-reduced", transformers.__version__)
 
 
 def _keep_error(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep an error of ours for the optimizer's step, since the step of a trainer's own may catch it."""
+    """Keep an error of ours for the optimizer step, since a custom training_step may catch it."""
 
     @wraps(method)
     def keeping(self: MicroBatch, *args: Any, **kwargs: Any) -> Any:
@@ -51,18 +51,18 @@ class MicroBatch:
 
     Attributes:
         session: of the trainer.
-        window: that it is of.
-        part: what holds for its loss.
-        counts: items of it, 0-dim, by each rule; None: it is not one of the window's.
-        weightless: it counts nothing.
-        share: its loss, such that the sum over the window, averaged over ranks, is the global batch's.
-        value: the same for the log, without a graph.
-        reported: ``value``, once the loss was handed to the engine.
+        window: that contains it.
+        part: of its loss.
+        counts: its items, 0-dim, by each rule; None: it is not one of the window's.
+        zero_weight: it counts nothing.
+        scaled_loss: summed over the window and averaged over ranks, the global batch's loss.
+        value: ``scaled_loss`` for the log, without a graph.
+        reported: ``value``, once the engine has got the loss.
     """
 
     def __init__(self, session: Session, window: Window, inputs: Any) -> None:
         self.session, self.window = session, window
-        # Where somebody handed over another object, the one at its place.
+        # If the step gets another object, take the batch at its place.
         its = next((batch for batch in window.batches if batch is inputs), None)
         self.part = window.part_of((window.batches[window.done :] or window.batches[-1:])[0] if its is None else its)
         self.counts = window.counts_of(inputs)
@@ -80,7 +80,7 @@ class MicroBatch:
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends its window."""
+        """Whether it is the last of its window."""
         return self.window.done + 1 == len(self.window.batches)
 
     @contextmanager
@@ -104,19 +104,19 @@ class MicroBatch:
         return capture(self.part.contract, bare_model(self.session.trainer))
 
     def _reduced_in_the_last(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Reduce over ranks in the last micro-batch of a window alone; 4.46.2 does so in every other one."""
+        """Reduce over ranks in the last micro-batch of a window only; 4.46.2 reduces in all but that one."""
         if not _LAST_NOT_REDUCED or self.session.world_size == 1:
             return nullcontext()
         if not isinstance(model, DistributedDataParallel):
             raise UnsupportedSetupError(
-                f"transformers {transformers.__version__} leaves the gradients of the last micro-batch on each rank, "
-                f"and only under DistributedDataParallel can that be mended, not under {type(model).__name__}; take "
+                f"got transformers {transformers.__version__}, which does not reduce the last micro-batch's gradients, "
+                f"under {type(model).__name__}; expected DistributedDataParallel, where it can be corrected; install "
                 "4.46.3"
             )
         return overridden(model, "require_backward_grad_sync", self.is_last)
 
     def base_loss(self, model: nn.Module, inputs: Mapping[str, Any], given: Any) -> tuple[Tensor, Any]:
-        """The base's loss: as it is where it is read at the end, else weighed by its rule."""
+        """The base's loss: unchanged if its graph is read later, else scaled by its rule."""
         session, trainer, contract, normalizer = (
             self.session,
             self.session.trainer,
@@ -141,17 +141,17 @@ class MicroBatch:
         loss, outputs = base_loss(session, model, inputs, handed)
         if loss.requires_grad or contract.items is None:
             return loss, outputs
-        # A constant, where there is no target: with one its gradient is zero, and touches every parameter.
+        # A constant without a graph: with a dummy target every parameter gets a zero gradient.
         self.zero_weight = True
         return base_loss(session, model, contract.items.with_target(inputs), handed)
 
     @_keep_error
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's ``compute_loss``, whose result is weighed."""
+        """The trainer's ``compute_loss``, whose result is weighted."""
         if self._inside:
             return self._compute_loss(*args, **kwargs)
         given = kwargs["inputs"] if "inputs" in kwargs else args[1]
-        # Before a ``compute_loss`` takes labels out of it.
+        # A copy, since a ``compute_loss`` may remove the labels.
         self._inputs = dict(given) if isinstance(given, Mapping) else {}
         self._inside = True
         try:
@@ -163,14 +163,14 @@ class MicroBatch:
         finally:
             self._inside = False
         if captured is not None:
-            # Now: 4.46.0 scales in place what it is handed. And never the model's output itself: DeepSpeed hangs hooks
-            # on that, which divide once more (stage 0).
+            # Now, since 4.46.0 scales the loss in place; and in a new tensor, since DeepSpeed (stage 0) hangs hooks that
+            # divide once more on the model's output.
             self._weigh(result[0] if isinstance(result, tuple) else result, captured)
         return result
 
     @_keep_error
     def backward(self, loss: Tensor, **kwargs: Any) -> Any:
-        """``accelerator.backward``, which is handed the share in the place of what the trainer has made of it."""
+        """``accelerator.backward`` with the scaled loss instead of the trainer's."""
         session, window, accelerator = self.session, self.window, self.session.trainer.accelerator
         set_last_micro_batch(accelerator, self.is_last)
         if self._captured is not None:
@@ -180,14 +180,14 @@ class MicroBatch:
         if self.reported is not None:
             session.warn_inexact(
                 "two losses",
-                f"{type(session.trainer).__name__} hands two losses of one micro-batch to accelerator.backward: "
-                "the step is not called exact",
+                f"{type(session.trainer).__name__} passes two losses of one micro-batch to accelerator.backward; "
+                "the step is reported as not exact",
             )
         scaled_loss, weighed, steps = self.scaled_loss, self._weighed, len(window.batches)
         keeps_scale, first = weighed is not None and weighed.as_stock is not None, window.done == 0
         stock = _factor_over(loss, self._node) if first or keeps_scale else 1.0
         if weighed is not None and keeps_scale:
-            # What stock hands over, with its own division or without it.
+            # These terms keep the stock Trainer's scale.
             scaled_loss, self.value = weighed.scaled(stock, steps)
         self.reported = self.value
         if first:
@@ -196,7 +196,7 @@ class MicroBatch:
         return self._backward(scaled_loss if divided == 1 else scaled_loss * divided, **kwargs)
 
     def _weigh(self, loss: Tensor, captured: Captured) -> None:
-        """Keep what a loss adds to the window's; averaged over ranks the sum is the global batch's loss."""
+        """Set ``scaled_loss`` and ``value`` for a loss."""
         session, window, part = self.session, self.window, self.part
         contract, normalizer, steps = part.contract, part.normalizer, len(window.batches)
         self._node = loss.grad_fn
@@ -223,35 +223,35 @@ class MicroBatch:
         )
 
     def check_reported(self) -> None:
-        """Compare what the step has handed to the engine with what it has computed.
+        """Check that the loss has reached the engine.
 
         Raises:
-            SeamError: if it was a loss that never reached ``accelerator.backward``.
+            SeamError: if a loss was computed that never reached ``accelerator.backward``.
         """
         session, name = self.session, type(self.session.trainer).__name__
         if self.reported is not None:
             return
         if self.scaled_loss is not None:
             raise SeamError(
-                f"the step of {name} computed a loss but did not hand it to accelerator.backward; "
-                "its gradient was not mended: use accelerator.backward, or revert()"
+                f"got a step of {name} that did not pass its loss to accelerator.backward; expected that, since "
+                "otherwise the gradient is not corrected; use accelerator.backward, or revert()"
             )
         if session.own_step is not None and len(self.window.batches) * session.world_size > 1:
             session.warn_inexact(
                 "no loss",
-                f"the training_step of {name} handed no loss of a micro-batch to accelerator.backward: "
-                "the step is not called exact",
+                f"{name}.training_step passed no loss of a micro-batch to accelerator.backward; "
+                "the step is reported as not exact",
             )
 
 
 def _as_the_first(loss: Tensor, check: WindowCheck) -> Tensor:
-    """A loss that is not observed, weighed by what it divides by over what the first one of its window does.
+    """An unobserved loss, weighted by its divisor relative to the first micro-batch's.
 
-    The end of the window divides by the sum of both, as it does for every loss whose items no rule counts.
+    At its end the window is corrected by their sums, as for every loss that no rule counts.
     """
     terms = read(loss)
     if len(terms) != 1 or not terms[0].readable:
-        check.changed = "what it divides by cannot be read: " + ", ".join(sorted({each.name for each in terms}))
+        check.changed = "the number it divides by cannot be read: " + ", ".join(sorted({each.name for each in terms}))
         return loss
     divisor: Tensor | float = 1.0
     for each in terms[0].factors:
@@ -263,7 +263,7 @@ def _as_the_first(loss: Tensor, check: WindowCheck) -> Tensor:
 
 
 def _names(loss: Tensor, steps: set[int]) -> bool:
-    """Whether a loss names the micro-batches of a window: then the trainer may have divided by them already."""
+    """Whether a loss has a factor 1/G: then the trainer may have divided by the accumulation steps already."""
     numbers = {float(each) for each in steps if each > 1}
     return any(
         float(each.value) in numbers or (each.value and 1 / float(each.value) in numbers)
@@ -274,7 +274,7 @@ def _names(loss: Tensor, steps: set[int]) -> bool:
 
 
 def _factor_over(loss: Tensor, node: Any) -> float:
-    """What a loss was multiplied by since a node returned it."""
+    """The factor on a loss since a node returned it."""
     factor = 1.0
     for term in read(loss, (node,)):
         for each in term.factors if term.leaf is node else ():
