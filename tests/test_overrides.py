@@ -384,7 +384,7 @@ def test_a_forward_that_fails_is_said_and_raised(tmp_path: Path, caplog: pytest.
     )
     with caplog.at_level("ERROR", logger="hf_accum_fix"), pytest.raises(RuntimeError, match="no such kernel"):
         trainer.train()
-    assert "give the contract: apply(contract=LossContract(...))" in caplog.text
+    assert "pass the contract: apply(contract=LossContract(...))" in caplog.text
 
 
 def test_a_model_without_a_loss_is_named(tmp_path: Path) -> None:
@@ -501,7 +501,7 @@ def test_a_training_step_that_bypasses_ours_is_refused(tmp_path: Path) -> None:
 
     args = arguments(tmp_path, max_steps=2)
     trainer = Bypasses(model=DROPS.build(), args=args, train_dataset=list(DROPS.samples) * 2, data_collator=DROPS.batch)
-    with hf_accum_fix.apply(), pytest.raises(SeamError, match="without calling super"):
+    with hf_accum_fix.apply(), pytest.raises(SeamError, match="came through neither"):
         trainer.train()
 
 
@@ -516,7 +516,7 @@ def test_a_window_that_was_not_counted_is_refused(tmp_path: Path) -> None:
         train_dataset=list(DROPS.samples),
         data_collator=DROPS.batch,
     )
-    with hf_accum_fix.apply(), pytest.raises(SeamError, match="no window was counted"):
+    with hf_accum_fix.apply(), pytest.raises(SeamError, match="without a counted window"):
         trainer.train()
 
 
@@ -634,7 +634,7 @@ def test_the_window_ends_with_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("contract", "message"),
     [
-        (LossContract(Reduction.NUMBER, Items(("labels",))), "is not handed the number"),
+        (LossContract(Reduction.NUMBER, Items(("labels",))), "gets no num_items_in_batch"),
         ("is a sum", "expected one of Reduction"),
     ],
 )

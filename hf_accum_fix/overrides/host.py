@@ -110,7 +110,7 @@ class TrainerHost(Session):
 
     @property
     def router_loss_depends_on_split(self) -> bool:
-        """Whether the router loss depends on the split, such as one by length; known once the first window is counted."""
+        """Whether the router loss depends on the split; known once the first window is counted."""
         if self.router.form is not None and self.router.form.pools:
             return self.router.depends_on_split
         return self.contract is not None and self.contract.has_router_loss

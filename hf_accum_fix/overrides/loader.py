@@ -1,4 +1,4 @@
-"""The train dataloader while the Trainer trains: whole, length-balanced windows; repeated samples reported or dropped."""
+"""The train dataloader in training: whole, length-balanced windows; repeated samples reported or dropped."""
 
 from __future__ import annotations
 

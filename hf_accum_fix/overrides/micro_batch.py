@@ -163,8 +163,8 @@ class MicroBatch:
         finally:
             self._inside = False
         if captured is not None:
-            # Now, since 4.46.0 scales the loss in place; and in a new tensor, since DeepSpeed (stage 0) hangs hooks that
-            # divide once more on the model's output.
+            # Now, since 4.46.0 scales the loss in place; and in a new tensor, since DeepSpeed (stage 0) sets hooks on
+            # the model's output that divide once more.
             self._weigh(result[0] if isinstance(result, tuple) else result, captured)
         return result
 
