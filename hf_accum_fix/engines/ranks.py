@@ -1,4 +1,4 @@
-"""Errors that reach every rank, so that none waits for ever for one that failed or has nothing to run.
+"""Raise errors on every rank, so that none waits for ever for one that failed or has nothing to run.
 
 A rank with an error before a collective keeps it, joins the collective, and raises it afterwards; the others raise a
 `RankError` that names the rank.
@@ -65,7 +65,7 @@ def pack_status(runs: int, error: Exception | None, like: Tensor) -> list[Tensor
     """Three numbers to add to a sum over ranks, for `check_status` to read.
 
     Args:
-        runs: what must be the same on every rank, such as its micro-batches.
+        runs: a number that must be the same on every rank, such as its micro-batches.
         error: what this rank failed with; None: nothing.
         like: 0-dim tensor of the dtype and device wanted.
     """
@@ -89,14 +89,14 @@ def check_status(
     that only a rank with a reason to suspect something reads them; the launcher ends the others when it ends.
 
     Args:
-        summed: the three numbers of `marks`, summed over ranks.
-        runs: as given to `marks`.
-        error: as given to `marks`.
+        summed: the three numbers of `pack_status`, summed over ranks.
+        runs: as given to `pack_status`.
+        error: as given to `pack_status`.
         fetched: micro-batches of this rank, for the error message.
         rank: of this process.
         world_size: processes.
         suspects: whether this rank has a reason.
-        gather: as in `agreed`.
+        gather: as in `all_gather_or_raise`.
 
     Raises:
         Exception: ``error`` itself.
