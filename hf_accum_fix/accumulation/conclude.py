@@ -138,15 +138,15 @@ def _concluded(
         doubt = "its micro-batches cannot be divided into samples, so coupled samples would not be detected"
     coupled = any(each.doubt == _COUPLED for each in tested)
     means = [each for each in specs if each.how is How.MEAN]
-    handed = [each for each in specs if each.handed]
+    numbered = [each for each in specs if each.by_number]
     if len({each.group for each in specs}) > 1 and any(each.seen[0].shares_learnt for each in tested):
         doubt = doubt or "one learnt factor multiplies several of its terms, which need different weights"
-    if len({each.group for each in specs}) > 1 and not all(each.rules for each in means if not each.handed):
+    if len({each.group for each in specs}) > 1 and not all(each.rules for each in means if not each.by_number):
         # One number cannot correct several terms.
         doubt = doubt or "the items of one of its terms cannot be predicted from the inputs"
         specs = tuple(
             replace(each, how=How.PLAIN, counts=())
-            if each.how is How.MEAN and not (each.rules or each.handed)
+            if each.how is How.MEAN and not (each.rules or each.by_number)
             else each
             for each in specs
         )
@@ -164,12 +164,15 @@ def _concluded(
         deep=any(each.within for terms in seen for each in terms),
         shift=next((each.shift for each in seen[0] if each.shift is not None), None),
     )
-    if handed:
-        items = next((each.rules[0] for each in (*handed, *means) if each.rules), None)
+    if numbered:
+        items = next((each.rules[0] for each in (*numbered, *means) if each.rules), None)
         items = items or number_rule(whole.batch, window, setting)
-        reduction = Reduction.INTEGER if handed[0].whole else Reduction.NUMBER
+        reduction = Reduction.INTEGER if numbered[0].whole else Reduction.NUMBER
         takes = any(
-            is_near(value, setting.world_size) for each in tested if each.spec.handed for value in each.seen[0].factors
+            is_near(value, setting.world_size)
+            for each in tested
+            if each.spec.by_number
+            for value in each.seen[0].factors
         )
         takes_world_size = takes and setting.multiplies if setting.custom and setting.world_size > 1 else None
         return contract(
@@ -199,7 +202,7 @@ def with_rules(found: LossContract, alone: Reading | None) -> LossContract:
     """
     terms = list(found.terms)
     for at, spec in enumerate(terms):
-        if spec.handed and not spec.rules and alone is not None:
+        if spec.by_number and not spec.rules and alone is not None:
             # Without the number the path to the same leaf may differ.
             divisors = {
                 value
@@ -214,9 +217,9 @@ def with_rules(found: LossContract, alone: Reading | None) -> LossContract:
                 found = replace(
                     found, doubt=found.doubt or "the number it divides by cannot be predicted from the inputs"
                 )
-    items = next((each.rules[0] for each in terms if each.handed and each.rules), found.items)
+    items = next((each.rules[0] for each in terms if each.by_number and each.rules), found.items)
     assert items is not None
-    filled = (replace(each, rules=each.rules or (items,)) if each.handed else each for each in terms)
+    filled = (replace(each, rules=each.rules or (items,)) if each.by_number else each for each in terms)
     return replace(found, terms=tuple(filled), items=items)
 
 
@@ -318,7 +321,7 @@ def _candidate(
     targets = [each.total for each in first] if any(each.total for each in first) else None
     guarded = [[max(n, 1.0) for n in each] for each in (listed, targets) if each is not None]
     own: list[int] = []
-    handed: list[int] = []
+    numbered: list[int] = []
     moving: list[int] = []
     whole = False
     for at, values in enumerate(zip(*(each.factors for each in first), strict=True)):
@@ -327,7 +330,7 @@ def _candidate(
             # Each row has its own count.
             continue
         if (form := _form_of_number(values, numbers)) is not None:
-            (own if form == "own" else handed).append(at)
+            (own if form == "own" else numbered).append(at)
             whole = whole or form == "integer"
             continue
         # A loss function's own divisor is a count, even if it is the same in every micro-batch.
@@ -341,17 +344,17 @@ def _candidate(
     if targets is not None and counts == tuple(max(n, 1.0) for n in targets):
         # It divides by at least 1.
         counts = tuple(targets)
-    if not own and not handed and (form := _form_of_number(counts, numbers)) is not None:
+    if not own and not numbered and (form := _form_of_number(counts, numbers)) is not None:
         # A mean times items / number: the product is 1 / number.
-        own, handed, whole = (moving, [], False) if form == "own" else ([], moving, form == "integer")
+        own, numbered, whole = (moving, [], False) if form == "own" else ([], moving, form == "integer")
     sums = tuple(
         None if any(s.value is None for s in each) else math.fsum(s.value or 0.0 for s in each) for each in terms
     )
     spec = TermSpec(
         first[0].shape, place, How.MEAN if moving else How.PLAIN, tuple(moving), count=counts[0] if moving else 1.0
     )
-    if handed or own:
-        spec = replace(spec, handed=True, whole=whole, number=tuple(own), counts=tuple(handed), how=How.MEAN)
+    if numbered or own:
+        spec = replace(spec, by_number=True, whole=whole, number=tuple(own), counts=tuple(numbered), how=How.MEAN)
     return Candidate(spec, first, counts, sums)
 
 
@@ -385,7 +388,7 @@ def _tested(
     named = [rule for rule in whole.named if all(rule in each.named for each in candidate.seen)]
     if not setting.apart:
         tolerance = math.inf
-    if spec.handed:
+    if spec.by_number:
         places = spec.number or spec.counts
         sums = [(value or 0.0) / seen.product(places) for value, seen in zip(values, candidate.seen, strict=True)]
         totals = [each.total for each in candidate.seen]

@@ -52,7 +52,7 @@ class TermSpec:
         rules: every rule that predicts the count; the first is in use.
         times: ratio of the count to that of the rules.
         count: in the observed batch.
-        handed: the loss divides by the number passed to it; ``whole``: rounded to an integer.
+        by_number: the loss divides by num_items_in_batch; ``whole``: rounded to an integer.
         as_stock: a constant may be the trainer's 1/G or 1/W, so the term keeps the stock Trainer's scale.
     """
 
@@ -65,7 +65,7 @@ class TermSpec:
     rules: tuple[Items, ...] = ()
     times: float = 1.0
     count: float = 1.0
-    handed: bool = False
+    by_number: bool = False
     whole: bool = False
     as_stock: bool = False
 
@@ -78,12 +78,12 @@ class TermSpec:
     def is_guess(self) -> bool:
         """Whether it was found by values alone: a sum, or a mean over a count that no rule gives for sure."""
         by_chance = self.shape[0].startswith("Sum") and self.times != 1.0 and self.rules[:1] == (Items(),)
-        return self.how is How.SUM or (self.how is How.MEAN and not self.handed and (not self.rules or by_chance))
+        return self.how is How.SUM or (self.how is How.MEAN and not self.by_number and (not self.rules or by_chance))
 
     @property
     def group(self) -> tuple[Any, ...]:
         """Equal for terms that are divided by the same count in every micro-batch."""
-        return (self.how, self.own, self.number, self.as_stock, self.handed, self.rules[:1] or self.count)
+        return (self.how, self.own, self.number, self.as_stock, self.by_number, self.rules[:1] or self.count)
 
 
 def router_loss(outputs: Any, name: str) -> Tensor | None:
@@ -191,7 +191,7 @@ class LossContract:
     def _rules_of(self, term: TermSpec) -> tuple[Items, ...]:
         """Those that may count one term; of a loss of one term, which is corrected, only the first."""
         # A cross entropy saves the weight of its targets, also where it divides by the number.
-        kept = not term.handed or (not term.number and term.shape[0].startswith("NllLoss"))
+        kept = not term.by_number or (not term.number and term.shape[0].startswith("NllLoss"))
         corrected = self.is_corrected and len(self.terms) == 1 and kept
         return term.rules[:1] if corrected or term.how is not How.MEAN else term.rules
 

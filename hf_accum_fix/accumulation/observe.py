@@ -101,9 +101,9 @@ def observe(
 
         def run_all(split: Split) -> tuple[list[Reading], float | None]:
             """The three forwards; and a loss with the number, if the number hides the divisor."""
-            handed = (None, None, None) if setting.only_shows and not split.apart else numbers
+            passed = (None, None, None) if setting.only_shows and not split.apart else numbers
             readings: list[Reading] = []
-            for batch, number in zip(split[:3], handed, strict=True):
+            for batch, number in zip(split[:3], passed, strict=True):
                 if readings:
                     put_back()
                 readings.append(run(batch, number))
@@ -154,7 +154,7 @@ def observe(
         if found is None and failure is not None:
             raise failure
         assert found is not None and whole is not None
-        hidden = any(each.handed and not each.rules for each in found.terms)
+        hidden = any(each.by_number and not each.rules for each in found.terms)
         alone = None
         if ranks.any(hidden and setting.custom and not setting.func):
             try:
@@ -162,7 +162,7 @@ def observe(
             except Exception:
                 logger.debug("a loss needs its number", exc_info=True)
             put_back()
-        if found.by_number and any(each.handed for each in found.terms):
+        if found.by_number and any(each.by_number for each in found.terms):
             found = with_rules(found, alone)
         candidates = step_candidates(found, whole, setting) if setting.custom or setting.func else []
         times_ranks = RANKS if setting.world_size > 1 and any(each.number for each in found.terms) else 1
@@ -200,9 +200,9 @@ def observe(
     return replace(found, custom=setting.custom, hands_number=setting.hands_number)
 
 
-def _divides_unseen(alone: float, handed: float) -> bool:
+def _divides_unseen(alone: float, passed: float) -> bool:
     """Whether a loss with a hidden divisor is a mean without the number, and the sum over the number with it."""
-    items = NUMBERS[2] * handed / alone if alone else 0.0
+    items = NUMBERS[2] * passed / alone if alone else 0.0
     return items >= 1 and abs(items - round(items)) <= 1e-3
 
 

@@ -70,7 +70,7 @@ def own_division(
             doubt = doubt or (
                 "it is scaled by the accumulation steps in a way that is not recognised; the scale is kept"
             )
-        elif still and either and not own and not (spec.handed and found.takes_world_size):
+        elif still and either and not own and not (spec.by_number and found.takes_world_size):
             terms[at] = replace(spec, as_stock=True)
             doubt = doubt or (
                 f"the constant {either[0]:g} may be a coefficient or the trainer's division by the accumulation steps; "

@@ -243,15 +243,15 @@ def reached(
             continue
         seen[id(each)] = each
         yield each
-        kind = type(each)
+        cls = type(each)
         follows = follow_modules if isinstance(each, nn.Module) else _holds_state(each, thorough)
         if _is_container(each, _DICTS):
             pending.extend(each.values() if len(each) <= _MOST_ELEMENTS else ())
-            pending.append(vars(each) if kind not in _DICTS and hasattr(each, "__dict__") else None)
+            pending.append(vars(each) if cls not in _DICTS and hasattr(each, "__dict__") else None)
         elif _is_container(each, _SEQUENCES):
             pending.extend(each if len(each) <= _MOST_ELEMENTS else ())
-            pending.append(vars(each) if kind not in _SEQUENCES and hasattr(each, "__dict__") else None)
-        elif kind in (tuple, set):
+            pending.append(vars(each) if cls not in _SEQUENCES and hasattr(each, "__dict__") else None)
+        elif cls in (tuple, set):
             pending.extend(islice(each, _MOST_ELEMENTS))
         elif isinstance(each, _FUNCTIONS):
             pending.extend(_held_by_function(each) if thorough else ())
@@ -259,8 +259,8 @@ def reached(
             pending.extend(vars(each).values() if thorough else ())
         elif follows or (id(each) in rooted and hasattr(each, "__dict__")):
             pending.append(vars(each))
-            pending.extend(kind.__mro__ if thorough else ())
-        if not isinstance(each, type) and (thorough or not _is_machinery(kind)):
+            pending.extend(cls.__mro__ if thorough else ())
+        if not isinstance(each, type) and (thorough or not _is_machinery(cls)):
             pending.extend(value for _, value in _slots(each))
 
 
@@ -299,16 +299,16 @@ def _noted(
     kept: list[Kept] = []
     names: dict[int, str] = {}
     for each in reached(*roots, leave=leave, follow_modules=follow_modules, thorough=thorough):
-        kind = type(each)
+        cls = type(each)
         if isinstance(each, Tensor):
             kept += _tensor_kept(each, thorough)
         elif isinstance(each, np.ndarray):
-            kept += _array_kept(each, thorough) if thorough or kind is np.ndarray else []
+            kept += _array_kept(each, thorough) if thorough or cls is np.ndarray else []
         elif _is_container(each, _DICTS):
             kept += _dict_kept(each, names.get(id(each), ""))
         elif _is_container(each, _SEQUENCES):
             kept.append(_sequence_kept(each))
-        elif kind is set:
+        elif cls is set:
             kept.append(_set_kept(each))
         elif isinstance(each, _GENERATORS):
             kept.append(_generator_kept(each))
@@ -321,16 +321,16 @@ def _noted(
         elif thorough and isinstance(each, types.GeneratorType):
             kept.append(_generator_watched(each))
         elif hasattr(each, "__dict__") and not isinstance(each, (type, *_FUNCTIONS)):
-            names[id(vars(each))] = kind.__name__
+            names[id(vars(each))] = cls.__name__
         if isinstance(each, nn.Module) and follow_modules:
             kept += _buffers_kept(each)
-        if not isinstance(each, type) and (thorough or not _is_machinery(kind)):
+        if not isinstance(each, type) and (thorough or not _is_machinery(cls)):
             kept += [Kept(partial(slot.__set__, each, value)) for slot, value in _slots(each)]
     return kept
 
 
-def _is_machinery(kind: Any) -> bool:
-    return kind.__name__ not in _NOTED_ON and (kind.__module__ or "").partition(".")[0] in _MACHINERY
+def _is_machinery(cls: Any) -> bool:
+    return cls.__name__ not in _NOTED_ON and (cls.__module__ or "").partition(".")[0] in _MACHINERY
 
 
 def _holds_state(value: object, thorough: bool) -> bool:
@@ -521,11 +521,11 @@ def _bytes_kept(value: Any) -> Kept:
 
 def _slots(value: object) -> Iterator[tuple[Any, Any]]:
     """The filled slots of an object, and their values."""
-    for kind in type(value).__mro__:
-        slots = vars(kind).values() if "__slots__" in vars(kind) else ()
+    for cls in type(value).__mro__:
+        slots = vars(cls).values() if "__slots__" in vars(cls) else ()
         for slot in (each for each in slots if isinstance(each, MemberDescriptorType)):
             try:
-                yield slot, slot.__get__(value, kind)
+                yield slot, slot.__get__(value, cls)
             except AttributeError:
                 continue
 

@@ -119,7 +119,7 @@ def read_batch(
     np.random.seed(0)
     torch.manual_seed(0)
     before = _random_state()
-    handed = None if number is None else torch.tensor(number, device=device)
+    passed = None if number is None else torch.tensor(number, device=device)
     with (
         WithoutNoise(alike=listed),
         capture(None, head) as captured,
@@ -127,7 +127,7 @@ def read_batch(
         torch.enable_grad(),
         nullcontext() if keep else saved_tensors_hooks(kept_small, unpacked),
     ):
-        loss = call(dict(batch), handed)
+        loss = call(dict(batch), passed)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ContractError(f"got {type(loss).__name__} as the loss of a micro-batch; expected a tensor of one number")
     total = float(loss.detach())

@@ -116,20 +116,20 @@ class Weighed:
         loss: for the engine's backward, 0-dim, with gradient.
         value: its part of the window's logged loss, 0-dim.
         as_stock: the part of ``value`` whose terms keep the stock Trainer's scale; None: none does.
-        handed: those terms divide by the number of the global batch, not by a count of their own.
+        by_number: those terms divide by the number of the global batch, not by a count of their own.
         stock: that scale, for the hooks of those terms; None: the whole loss has it.
     """
 
     loss: Tensor
     value: Tensor
     as_stock: Tensor | None = None
-    handed: bool = False
+    by_number: bool = False
     stock: list[float] | None = None
 
     def scaled(self, stock: float, micro_batches: int) -> tuple[Tensor, Tensor]:
         """Loss and value with the stock Trainer's scale, ``stock``."""
         assert self.as_stock is not None
-        times = stock if self.handed else stock * micro_batches
+        times = stock if self.by_number else stock * micro_batches
         if self.stock is None:
             return self.loss * times, self.value * times
         self.stock[0] = times
@@ -190,7 +190,7 @@ def weigh(
             is_own = value is not None or (len(terms) == 1 and not contract.added)
             value = loss if value is None else value
             counts = _counts(spec, rule, found[0], normalizer, inputs, predicted, value, is_own=is_own)
-            if counts is not None and (spec.handed or not spec.as_stock):
+            if counts is not None and (spec.by_number or not spec.as_stock):
                 noted = (0.0, 0.0) if zero_weight else (counts.seen, counts.predicted)
                 check.note(place, *(noted if spec.times == 1.0 else (each / spec.times for each in noted)))
                 if found[0].rows and _differ(*noted):
@@ -220,7 +220,7 @@ def _note_number(
     if contract.hides_number:
         check.changed = "it depends on num_items_in_batch in a way that cannot be read"
     for place, (spec, found) in enumerate(_matched(terms, contract.terms) or ()):
-        for term in found[:1] if spec.handed else ():
+        for term in found[:1] if spec.by_number else ():
             total = getattr(term.leaf, "_saved_total_weight", predicted.get(spec.rules[0]) if spec.rules else None)
             if total is not None and not term.divides:
                 check.note(place, total, _product(term, spec.number or spec.counts))
@@ -254,7 +254,7 @@ def _ready(loss: Tensor, weight: Number, normalizer: Normalizer, spec: TermSpec 
     value = value if normalizer.engine_divisor == 1 else value / normalizer.engine_divisor
     if spec is None or not spec.as_stock:
         return Weighed(weighed, value)
-    return Weighed(weighed, value, value, spec.handed)
+    return Weighed(weighed, value, value, spec.by_number)
 
 
 def _matched(terms: Sequence[Term], specs: Sequence[TermSpec]) -> list[tuple[TermSpec, list[Term]]] | None:
@@ -313,7 +313,7 @@ def _counts(
         # A divisor that is itself a mean over no items.
         divisor = divisor.nan_to_num(0.0)
     seen, unclear = divisor, False
-    if spec.handed:
+    if spec.by_number:
         seen = by_rule if spec.place is None else getattr(term.leaf, "_saved_total_weight", by_rule)
     if isinstance(seen, Tensor) and seen.dtype.itemsize < 4:
         # 16 bits round the count.
@@ -321,7 +321,7 @@ def _counts(
     if rule is not None and rule.entry is not None:
         # Heads with lists of targets divide by at least 1.
         seen = seen if float(rule.count(inputs)) else 0.0
-    elif not is_function and spec.counts and not spec.handed:
+    elif not is_function and spec.counts and not spec.by_number:
         # So do masks with a clamped sum.
         hidden = nothing = value == 0
         if rule is not None:
@@ -345,25 +345,25 @@ def _weight(
     plain: bool,
 ) -> Number:
     """What to divide a term by, so that its sum over micro-batches, averaged over ranks, is exact."""
-    if zero_weight and (counts is not None or spec.handed or spec.how is How.SUM):
+    if zero_weight and (counts is not None or spec.by_number or spec.how is How.SUM):
         return math.inf
     own = _product(term, spec.own)
-    if counts is None and spec.handed:
+    if counts is None and spec.by_number:
         # Already divided by the items of the global batch; only the engine's mean over ranks follows.
         return normalizer.left / normalizer.micro_batches / own
-    if counts is None or (spec.as_stock and not spec.handed):
+    if counts is None or (spec.as_stock and not spec.by_number):
         # The stock Trainer's scale includes its own division, if any.
         steps = 1 if spec.as_stock else normalizer.micro_batches
         return normalizer.left / (steps * normalizer.world_size if spec.how is How.SUM else 1) / own
     if plain:
         # Undo the division by the global batch's number, for the mean over its own items.
-        relative = counts.seen / counts.divisor if spec.handed and counts.seen else 1.0
+        relative = counts.seen / counts.divisor if spec.by_number and counts.seen else 1.0
         return relative * normalizer.left / own
     mean: Number = spec.count * normalizer.left
     if rule is not None:
         mean = normalizer.left_means[rule] if spec.times == 1.0 else normalizer.left_means[rule] * spec.times
     # Without a correction at the end, weights have to use the predicted counts.
-    as_predicted = not normalizer.is_corrected and not spec.handed
+    as_predicted = not normalizer.is_corrected and not spec.by_number
     count = counts.predicted if as_predicted else counts.divisor
     weight = mean / count if isinstance(count, Tensor) or count else math.inf
     return weight / own if spec.own else weight
@@ -413,7 +413,7 @@ def _hooked(
     kept: Tensor | None = None
     blank: Number | None = None
     leaves = [term.leaf for term, *_ in weights]
-    handed = any(spec.as_stock and spec.handed for *_, spec in weights)
+    by_number = any(spec.as_stock and spec.by_number for *_, spec in weights)
     # A shared node cannot have a hook for one term, so the base is that term's weight.
     base = next((weight for term, weight, _ in weights if _is_shared(term.path.top)), normalizer.left)
     for term, weight, spec in weights:
@@ -439,7 +439,7 @@ def _hooked(
         total = total + _settled(rest / _cast(blank, rest), blank == math.inf)
     total = total if normalizer.engine_divisor == 1 else total / normalizer.engine_divisor
     return Weighed(
-        loss / _cast(base, loss), total, None if kept is None else kept / normalizer.engine_divisor, handed, stock
+        loss / _cast(base, loss), total, None if kept is None else kept / normalizer.engine_divisor, by_number, stock
     )
 
 

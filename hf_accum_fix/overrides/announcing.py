@@ -53,8 +53,8 @@ def _stock_factors(session: Session, window: Window, part: Part, scale: float) -
     if contract.custom or trainer.label_smoother is not None:
         return None, None
     undivided = scale / session.accelerator.gradient_accumulation_steps
-    handed = session.passes_number or loss_func(trainer) is not None
-    averaged = getattr(trainer.args, "average_tokens_across_devices", False) and handed and number is not None
+    passed = session.passes_number or loss_func(trainer) is not None
+    averaged = getattr(trainer.args, "average_tokens_across_devices", False) and passed and number is not None
     of_means = undivided * (part.normalizer.world_size if averaged else 1)
     if contract.has_router_loss and contract.by_number:
         # Two terms with different factors.

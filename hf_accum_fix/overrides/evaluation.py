@@ -64,7 +64,7 @@ def evaluation_loop(
         rule, own_func = contract.items, loss_func(trainer) is not None
         assert rule is not None
         number = rule.count(inputs, sums.device) if own_func else None
-        with overridden(trainer, "compute_loss", _handed(trainer.compute_loss, number)):
+        with overridden(trainer, "compute_loss", _with_number(trainer.compute_loss, number)):
             # The loss may remove the labels from its inputs.
             result = original_step(model, dict(inputs), *rest, **step_kwargs)
         loss, real = result[0], _real_rows(trainer, inputs)
@@ -93,7 +93,7 @@ def evaluation_loop(
     return output
 
 
-def _handed(compute_loss: Callable[..., Any], number: Tensor | None) -> Callable[..., Any]:
+def _with_number(compute_loss: Callable[..., Any], number: Tensor | None) -> Callable[..., Any]:
     """``compute_loss`` with another number of items; None: a head returns the mean over its own."""
 
     def call(model: Any, inputs: Any, return_outputs: bool = False, *rest: Any, **kwargs: Any) -> Any:

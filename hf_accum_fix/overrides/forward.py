@@ -127,7 +127,7 @@ def training_loss_of(session: Session) -> Callable[..., Any] | None:
     def compute_loss(
         model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> tuple[Tensor, Any]:
-        handed: list[Tensor] = []
+        passed: list[Tensor] = []
         caught: list[Exception] = []
         outputs: Any = None
 
@@ -145,14 +145,14 @@ def training_loss_of(session: Session) -> Callable[..., Any] | None:
         given = {"num_items_in_batch": num_items_in_batch} if has_parameter(step, "num_items_in_batch") else {}
         with (
             overridden(trainer, "compute_loss", kept),
-            overridden(trainer.accelerator, "backward", lambda loss, **_: handed.append(loss)),
+            overridden(trainer.accelerator, "backward", lambda loss, **_: passed.append(loss)),
         ):
             step(model, inputs, **given)
         if caught:
             raise caught[0]
-        if not handed:
+        if not passed:
             raise RuntimeError(f"{type(trainer).__name__}.training_step passed no loss to accelerator.backward")
-        return handed[0], outputs
+        return passed[0], outputs
 
     return compute_loss
 

@@ -23,13 +23,13 @@ def data_ranks(trainer: TrainerLike) -> int:
     return int(trainer.args.world_size) // parallel_size(trainer, "tp")
 
 
-def parallel_size(trainer: TrainerLike, kind: str) -> int:
+def parallel_size(trainer: TrainerLike, axis: str) -> int:
     """Size of a parallel dimension, "tp", "cp" or "sp"."""
-    size = getattr(trainer, f"get_{kind}_size", None)
+    size = getattr(trainer, f"get_{axis}_size", None)
     if size is not None:
         return int(size())
     config = getattr(trainer.accelerator, "parallelism_config", None)
-    return int(getattr(config, f"{kind}_size", 1) or 1)
+    return int(getattr(config, f"{axis}_size", 1) or 1)
 
 
 def bare_model(trainer: TrainerLike) -> nn.Module:
@@ -90,10 +90,10 @@ def own_step(trainer: TrainerLike) -> Callable[..., Any] | None:
     """A custom ``training_step`` that never calls the base's; None: there is none, or it calls it."""
     ours = ("hf_accum_fix.trainer", Trainer.__module__)
     steps: list[Any] = [vars(trainer).get("training_step")]
-    for kind in type(trainer).__mro__:
-        if kind.__module__ in ours:
+    for cls in type(trainer).__mro__:
+        if cls.__module__ in ours:
             break
-        steps += [vars(kind)["training_step"].__get__(trainer)] if "training_step" in vars(kind) else []
+        steps += [vars(cls)["training_step"].__get__(trainer)] if "training_step" in vars(cls) else []
     for step in (each for each in steps if each is not None):
         bare = inspect.unwrap(step)
         if getattr(bare, "__module__", "") not in ours and not _calls_base(type(trainer), bare, {"training_step"}):
@@ -101,7 +101,7 @@ def own_step(trainer: TrainerLike) -> Callable[..., Any] | None:
     return None
 
 
-def _calls_base(kind: type, function: Any, seen: set[str]) -> bool:
+def _calls_base(cls: type, function: Any, seen: set[str]) -> bool:
     """Whether a method names ``training_step``, or calls a method of its class that does."""
     # A wrapper's closure has what it calls.
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
@@ -109,9 +109,9 @@ def _calls_base(kind: type, function: Any, seen: set[str]) -> bool:
         return True
     for name in [each for each in function.__code__.co_names if each not in seen]:
         seen.add(name)
-        helper = inspect.unwrap(getattr(kind, name, None))  # type: ignore[arg-type]
+        helper = inspect.unwrap(getattr(cls, name, None))  # type: ignore[arg-type]
         own = inspect.isfunction(helper) and helper.__module__ != Trainer.__module__
-        if own and _calls_base(kind, helper, seen):
+        if own and _calls_base(cls, helper, seen):
             return True
     return False
 

@@ -137,13 +137,13 @@ class MicroBatch:
         if normalizer.is_whole and given is not None and (not contract.by_number or counts_itself(trainer)):
             number = given
         asks = given is not None if contract.custom else contract.hands_number
-        handed = number if asks or loss_func(trainer) is not None else None
-        loss, outputs = base_loss(session, model, inputs, handed)
+        passed = number if asks or loss_func(trainer) is not None else None
+        loss, outputs = base_loss(session, model, inputs, passed)
         if loss.requires_grad or contract.items is None:
             return loss, outputs
         # A constant without a graph: with a dummy target every parameter gets a zero gradient.
         self.zero_weight = True
-        return base_loss(session, model, contract.items.with_target(inputs), handed)
+        return base_loss(session, model, contract.items.with_target(inputs), passed)
 
     @_keep_error
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

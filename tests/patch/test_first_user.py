@@ -270,7 +270,7 @@ def test_a_run_is_told_in_plain_words() -> None:
         "exact": True,
         "reduction": "number",
         "items": "shifted 'labels' other than -100",
-        "reason": "the loss moves with the number handed in",
+        "reason": "the loss moves with num_items_in_batch",
     }
     observations.record(run)
     told = str(hf_accum_fix.report())
