@@ -296,9 +296,8 @@ class AccumulationWindow:
             if not contract.is_read:
                 items = counts.get(contract.items) if contract.items is not None else None
                 forward = partial(host.forward, model)
-                return self._add(
-                    run_by_rule(contract, batch, items, normalizer, forward, rounded=host.rounds_inputs)[0]
-                )
+                scaled, _ = run_by_rule(contract, batch, items, normalizer, forward, rounded=host.rounds_inputs)
+                return self._add(scaled)
             with capture(contract, host.bare(model)) as captured:
                 loss, _ = host.forward(model, batch, normalizer.number if contract.hands_number else None)
         zero_weight = isinstance(batch, ZeroWeightBatch)
@@ -353,9 +352,7 @@ class AccumulationWindow:
             SeamError: if no loss of this window has been computed.
         """
         if self._counted is None or self._counted.value is None:
-            raise SeamError(
-                "got mean_loss() before any loss of this window; expected a loss; call it after loss() or scale()"
-            )
+            raise SeamError("got mean_loss() before any loss of this window; call it after loss() or scale()")
         loss = self._counted.value
         return self._host.summed(loss.to(count_dtype(loss.device))) / self._host.world_size
 

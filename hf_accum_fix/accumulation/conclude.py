@@ -188,9 +188,7 @@ def _concluded(
         reduction = Reduction.NUMBER if by_number else Reduction.MEAN
         return contract(reduction, rule, conclusive=not empty, reason=f"its graph divides {means[0].shape[0]} by them")
     if specs and all(each.how is How.SUM for each in specs):
-        return contract(
-            Reduction.SUM, reason="its graph divides by nothing, and the losses of two parts of a batch add up"
-        )
+        return contract(Reduction.SUM, reason="its graph divides by nothing, and the losses of two parts add up")
     doubt = doubt or "none of its terms is divided by a count"
     return contract(Reduction.PLAIN, conclusive=all(each.shows for each in tested), doubt=doubt, reason=doubt)
 
@@ -214,9 +212,7 @@ def with_rules(found: LossContract, alone: Reading | None) -> LossContract:
             counted = {rule: float(rule.count(alone.batch)) for rule in ways_of_counting(alone.batch)}
             terms[at] = replace(spec, rules=tuple(rule for rule, count in counted.items() if count in divisors))
             if divisors and not terms[at].rules:
-                found = replace(
-                    found, doubt=found.doubt or "the number it divides by cannot be predicted from the inputs"
-                )
+                found = replace(found, doubt=found.doubt or "its divisor cannot be predicted from the inputs")
     items = next((each.rules[0] for each in terms if each.by_number and each.rules), found.items)
     assert items is not None
     filled = (replace(each, rules=each.rules or (items,)) if each.by_number else each for each in terms)

@@ -149,9 +149,7 @@ class LossContract:
             known = ", ".join(f"Reduction.{each.name}" for each in Reduction)
             raise ContractError(f"got reduction={self.reduction!r}; expected one of {known}")
         if self.items is None and self.reduction in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN):
-            raise ContractError(
-                f"got a loss that {self.reduction.words}, without items; expected items=Items(...); pass them"
-            )
+            raise ContractError(f"got a loss that {self.reduction.words}, without items; expected items=Items(...)")
 
     def weighted_router_loss(self, outputs: Any) -> Tensor | None:
         """The router losses in the loss, times their coefficients, 0-dim; None: the loss has none.

@@ -67,9 +67,7 @@ def own_division(
         terms[at] = replace(spec, own=(*spec.own, *own))
         if len(own) + len(still) < len(places):
             terms[at] = replace(spec, as_stock=True)
-            doubt = doubt or (
-                "it is scaled by the accumulation steps in a way that is not recognised; the scale is kept"
-            )
+            doubt = doubt or "it is scaled by the accumulation steps in an unknown way; the scale is kept"
         elif still and either and not own and not (spec.by_number and found.takes_world_size):
             terms[at] = replace(spec, as_stock=True)
             doubt = doubt or (

@@ -163,9 +163,8 @@ def weigh(
         # The sum of sample means over n_mean samples.
         count = 0.0 if zero_weight else rule.count(inputs, normalizer.mean.device)
         check.note(0, count, 0.0 if zero_weight else predicted.get(rule, count))
-        return _ready(
-            sum_of_samples(loss, rule, inputs), math.inf if zero_weight else normalizer.left_means[rule], normalizer
-        )
+        weight = math.inf if zero_weight else normalizer.left_means[rule]
+        return _ready(sum_of_samples(loss, rule, inputs), weight, normalizer)
     terms = read(loss, captured.routers, inside=contract.inside, deep=contract.deep)
     if normalizer.is_whole and not zero_weight and not any(each.own for each in contract.terms):
         _note_number(terms, contract, check, predicted)
@@ -438,9 +437,8 @@ def _hooked(
         blank = base if added or blank is None else blank
         total = total + _settled(rest / _cast(blank, rest), blank == math.inf)
     total = total if normalizer.engine_divisor == 1 else total / normalizer.engine_divisor
-    return Weighed(
-        loss / _cast(base, loss), total, None if kept is None else kept / normalizer.engine_divisor, by_number, stock
-    )
+    kept = None if kept is None else kept / normalizer.engine_divisor
+    return Weighed(loss / _cast(base, loss), total, kept, by_number, stock)
 
 
 def _is_parameter(node: Any) -> bool:

@@ -117,12 +117,8 @@ class MicroBatch:
 
     def base_loss(self, model: nn.Module, inputs: Mapping[str, Any], given: Any) -> tuple[Tensor, Any]:
         """The base's loss: unchanged if its graph is read later, else scaled by its rule."""
-        session, trainer, contract, normalizer = (
-            self.session,
-            self.session.trainer,
-            self.part.contract,
-            self.part.normalizer,
-        )
+        session, trainer = self.session, self.session.trainer
+        contract, normalizer = self.part.contract, self.part.normalizer
         if not (contract.is_read or contract.custom):
             return run_by_rule(
                 contract,
@@ -218,9 +214,7 @@ class MicroBatch:
             loss = _as_the_first(loss, part.check)
         loss = loss * 0.0 if self.zero_weight and contract.custom else loss
         self.value = of_window(loss.detach(), steps, steps if divided else 1)
-        self.scaled_loss = of_window(
-            loss, steps, steps * normalizer.engine_divisor if divided else normalizer.engine_divisor
-        )
+        self.scaled_loss = of_window(loss, steps, normalizer.engine_divisor * (steps if divided else 1))
 
     def check_reported(self) -> None:
         """Check that the loss has reached the engine.

@@ -161,9 +161,7 @@ def check_setup(trainer: TrainerLike) -> dict[str, str]:
             "with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one GPU"
         )
     if getattr(trainer, "use_apex", False):
-        raise UnsupportedSetupError(
-            f"got apex in {name}, which bypasses accelerate.backward; expected torch's bf16 or fp16; use these"
-        )
+        raise UnsupportedSetupError(f"got apex in {name}, which bypasses accelerate; expected torch's bf16 or fp16")
     split = {axis: size for axis in ("cp", "sp") if (size := parallel_size(trainer, axis)) > 1}
     if split:
         found = ", ".join(f"{axis}_size={size}" for axis, size in split.items())
