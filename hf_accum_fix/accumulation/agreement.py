@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction
 from hf_accum_fix.errors import ContractError
 
-#: Makes one list of the ranks' lists, in their order: a collective.
+#: Concatenate the ranks' lists in order: a collective.
 Gather: TypeAlias = "Callable[[list[Any]], list[Any]]"
 
 
@@ -40,7 +40,7 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     ``ranks``: what each observed, in order; empty: no rank had a micro-batch.
 
     Raises:
-        ContractError: if ranks observed losses that are reduced in different ways.
+        ContractError: if ranks observed losses with different reductions.
     """
     if not ranks:
         return LossContract(Reduction.PLAIN, conclusive=False, reason=NO_TARGET_SEEN)

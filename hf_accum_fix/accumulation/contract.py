@@ -46,8 +46,8 @@ class TermSpec:
     Attributes:
         shape: equal for the same term of another micro-batch (`loss_graph.Term.shape`).
         place: which of the terms of that shape it is; None: all of them, the rows of one mean or sum.
-        counts: the places of the factors whose product it is divided by, for `How.MEAN`.
-        own: the places of factors by which a trainer has divided it for the accumulation window already.
+        counts: the places of the factors whose product is its divisor, for `How.MEAN`.
+        own: the places of a trainer's own division by the accumulation steps.
         number: the places of the number passed to a custom ``compute_loss``, which counts the global batch.
         rules: every rule that predicts the count; the first is in use.
         times: ratio of the count to that of the rules.

@@ -45,9 +45,9 @@ ROWS: Mapping[str, str] = MappingProxyType(
 #: Losses that divide by rows, not by elements.
 _BY_ROW = ("MultiMarginLossBackward0", "MultilabelMarginLossBackward0")
 _SEVERAL_OUTPUTS = ("Unbind", "Split", "VarMean", "StdMean")
-#: The loss that was read last.
+#: The last loss that was read.
 _last: Callable[[], Tensor | None] = lambda: None  # noqa: E731
-#: Nodes through which data reach a loss.
+#: Layers, through which data reach a loss.
 _LAYERS = ("Embedding", "Convolution", "Addmm", "Mm", "Bmm")
 #: Most nodes that are searched below one.
 _MOST_BELOW = 10_000

@@ -29,7 +29,7 @@ def random_states_kept(devices: Sequence[int] | None = None, device_type: str = 
 
     Args:
         devices: their indices; None: every CUDA device.
-        device_type: of the devices.
+        device_type: their type.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     used = list(range(torch.cuda.device_count())) if devices is None else list(devices)

@@ -62,7 +62,7 @@ def observe(
     """Observe how a loss is reduced, on samples of one window, and restore all state (see `preserved_state`).
 
     Args:
-        call: one forward of the training's own loss.
+        call: one forward of the trained loss.
         window: the micro-batches.
         model: its modes, buffers and parameters are restored.
         setting: of the training.
@@ -171,7 +171,7 @@ def observe(
                 more = run(whole.batch, whole.number, partial(more_steps, times_ranks))
                 found = own_division(found, candidates, whole, more, setting)
             except Exception:
-                # A loss that gathers metrics does not run with other ranks.
+                # A loss that gathers metrics cannot run with another number of ranks.
                 if times_ranks == 1:
                     raise
                 logger.debug("a loss was not run with other ranks", exc_info=True)

@@ -65,7 +65,7 @@ _NOTED_ON = frozenset(
 _ALIVE = frozenset({"asyncio", "concurrent", "logging", "psutil", "subprocess", "threading", "weakref"})
 
 
-#: The name of every generator of random numbers in `Preserved.changed`.
+#: The name of random generators in `Preserved.changed`.
 RANDOM_NUMBERS = "a generator of random numbers"
 
 

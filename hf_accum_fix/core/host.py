@@ -42,7 +42,7 @@ class Host(ABC):
         warned: names of the warnings that were given.
         passes_number: the model gets num_items_in_batch.
         rank: this process among all.
-        world_size: processes that meet in a collective.
+        world_size: processes in a collective.
         data_ranks: W, data-parallel ranks.
         shards: the ranks meet in every micro-batch, not only in the last one of a window.
         device: of the counts.
@@ -99,7 +99,7 @@ class Host(ABC):
 
     @property
     def shows(self) -> bool:
-        """Whether an inexact window is worth a warning."""
+        """Whether to warn of an inexact window."""
         return self.is_split
 
     @property
@@ -128,7 +128,7 @@ class Host(ABC):
 
     @abstractmethod
     def gather(self, values: list[Any]) -> list[Any]:
-        """One list of the ranks' lists, in their order: a collective."""
+        """Concatenate the ranks' lists in order: a collective."""
 
     @abstractmethod
     def settle(self, batches: Sequence[Any], number: Any, error: Exception | None) -> None:

@@ -52,7 +52,7 @@ class TrainingState:
         inexact: those that were not exact.
         unreported: the other ranks do not know of one of them yet.
         recorded: the training is in the report.
-        empty: a window had no target, 0-dim; None: none was counted.
+        empty: a window had no target, 0-dim; None: no window was counted.
         asks: all ranks know that one has a new task, or reconsiders.
         reconsiders: the losses are observed again in the next window: they changed, or two rules that fit disagree.
         reconsidered: how often that was done.

@@ -31,12 +31,12 @@ from hf_accum_fix.router.router_loss import Form, Forward, one_form
 
 @dataclass(frozen=True)
 class Part:
-    """What the micro-batches of one loss have in common in a window.
+    """The micro-batches of one loss in a window.
 
     Attributes:
         contract: how their loss is reduced.
         normalizer: n_mean, G and W.
-        check: what their losses divided by.
+        check: of their divisors.
     """
 
     contract: LossContract
@@ -87,7 +87,7 @@ class Window:
 
     @property
     def checks(self) -> list[WindowCheck]:
-        """One for each loss of its micro-batches that is read."""
+        """For each loss of its micro-batches that is read."""
         parts = dict.fromkeys(id(self.part_of(batch)) for batch in self.batches)
         checks = (part.check for part in self.parts if id(part) in parts)
         return [each for each in checks if each.contract.is_read or each.counted or each.changed]

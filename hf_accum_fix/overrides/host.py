@@ -1,4 +1,4 @@
-"""The Trainer as a host of windows: settle how its loss is reduced, observe it, count its routing."""
+"""The Trainer as a host: settle how its loss is reduced, observe it, count its routing."""
 
 from __future__ import annotations
 
