@@ -264,7 +264,7 @@ class AccumulationWindow:
         host, self._begun = self._host, self._begun + 1
         if self._begun > len(self):
             raise SeamError(
-                f"micro_batch() was entered {self._begun} times in a window of {len(self)} micro-batches; "
+                f"got micro_batch() {self._begun} times in a window of {len(self)} micro-batches; "
                 "expected once for each; enter it around one forward and backward"
             )
         last = self._begun == len(self)
@@ -380,7 +380,7 @@ class AccumulationWindow:
     def _check_run(self) -> None:
         if self._begun < len(self):
             raise SeamError(
-                f"{self._begun} of the {len(self)} micro-batches of a window were run inside micro_batch(); "
+                f"got {self._begun} of the {len(self)} micro-batches of a window inside micro_batch(); "
                 "expected all of them, since the ranks reduce their gradients in the last; do not break out of a window"
             )
 

@@ -109,5 +109,5 @@ def test_other_trouble_is_left_to_training_to_show() -> None:
     settle(host, [BATCH])
     found = host.contract
     assert found is not None
-    assert found.reduction is Reduction.PLAIN and found.reason == "it could not be observed: no such kernel"
+    assert found.reduction is Reduction.PLAIN and found.reason == "its loss could not be observed: no such kernel"
     assert not host.state.exact and not host.state.first.is_settled

@@ -119,7 +119,7 @@ def uneven(runs: dict[int, int]) -> UnevenRanksError:
     """The error for ranks with unequal numbers of micro-batches."""
     counts = ", ".join(f"rank {rank} has {count}" for rank, count in runs.items())
     return UnevenRanksError(
-        f"the ranks do not have the same number of micro-batches in this window ({counts}), so that some would wait "
-        "for ever; expected at least one on every rank, and under FSDP and DeepSpeed equally many; set "
-        "even_batches=True in accelerate, or drop the rest"
+        f"got unequal numbers of micro-batches in this window ({counts}); expected at least one on every rank, and "
+        "under FSDP and DeepSpeed equally many, since others would wait for ever; set even_batches=True in accelerate, "
+        "or drop the rest"
     )

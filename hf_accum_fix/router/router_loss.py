@@ -400,7 +400,7 @@ def _noting(found: list[Tally], pools: Sequence[Pool]) -> Callable[[Call], Any]:
 
 def _other_calls(found: int, wanted: int) -> ContractError:
     return ContractError(
-        f"{FUNCTION} was called {found} times in one micro-batch; expected {wanted} times, as in the "
+        f"got {found} calls of {FUNCTION} in one micro-batch; expected {wanted}, as in the "
         'first one; use router_loss="mean"'
     )
 

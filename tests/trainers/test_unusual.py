@@ -258,7 +258,7 @@ def test_sample_means_are_exact_on_two_ranks(on_ranks: list[dict[str, Any]]) -> 
 def test_another_loss_than_the_observed_one_is_said_on_any_device(caplog: pytest.LogCaptureFixture) -> None:
     """Which terms a loss has is known without waiting for the device."""
     contract = LossContract(Reduction.MEAN, Items(), terms=(TermSpec(("MeanBackward0", True, (True, False))),))
-    check = WindowCheck(contract, changed="its loss has other terms than when it was observed: SumBackward0")
+    check = WindowCheck(contract, changed="its loss has other terms than the observed one: SumBackward0")
     number = torch.ones(())
     normalizer = Normalizer(number, number, 1, 1)
     model = nn.Linear(1, 1)
