@@ -23,7 +23,7 @@ class Normalizer:
         micro_batches: G, of this rank's window; 1 where it has none.
         is_corrected: the gradient is corrected at the end of the window; else a mean is weighted by its rule's items.
         engine_divisor: the number that the engine divides a loss by.
-        left_means: n_mean by rule, times `left`.
+        mean_by_rule: n_mean by rule, times `remaining_divisor`.
     """
 
     mean: Tensor
@@ -32,7 +32,7 @@ class Normalizer:
     world_size: int
     is_corrected: bool = True
     engine_divisor: int = 1
-    left_means: Mapping[Items, Tensor] = field(default_factory=dict)
+    mean_by_rule: Mapping[Items, Tensor] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
@@ -60,15 +60,15 @@ class Normalizer:
         means = [mean_item_count(each, steps, world_size) for each in (total, *other_totals)]
         means = means if part is None else [mean / part for mean in means]
         left = steps / engine_divisor
-        left_means = {
+        mean_by_rule = {
             rule: contract.as_number(mean if left == 1 else mean * left)
             for rule, mean in zip(contract.rules, means, strict=bool(other_totals))
         }
         number = contract.as_number(means[0])
-        return cls(means[0], number, steps, world_size, is_corrected, engine_divisor, left_means)
+        return cls(means[0], number, steps, world_size, is_corrected, engine_divisor, mean_by_rule)
 
     @property
-    def left(self) -> float:
+    def remaining_divisor(self) -> float:
         """The part of G that the engine does not divide a loss by."""
         return self.micro_batches / self.engine_divisor
 

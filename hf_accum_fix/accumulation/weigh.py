@@ -163,12 +163,12 @@ def weigh(
         # The sum of sample means over n_mean samples.
         count = 0.0 if zero_weight else rule.count(inputs, normalizer.mean.device)
         check.note(0, count, 0.0 if zero_weight else predicted.get(rule, count))
-        weight = math.inf if zero_weight else normalizer.left_means[rule]
+        weight = math.inf if zero_weight else normalizer.mean_by_rule[rule]
         return _ready(sum_of_samples(loss, rule, inputs), weight, normalizer)
     terms = read(loss, captured.routers, inside=contract.inside, deep=contract.deep)
     if normalizer.is_whole and not zero_weight and not any(each.own for each in contract.terms):
         _note_number(terms, contract, check, predicted)
-        return _ready(loss, normalizer.left, normalizer)
+        return _ready(loss, normalizer.remaining_divisor, normalizer)
     matched = _matched(terms, contract.terms)
     if matched is None and zero_weight:
         return _ready(loss, math.inf, normalizer)
@@ -177,10 +177,12 @@ def weigh(
         check.changed = f"its loss has other terms than the observed one: {', '.join(names)}"
         if contract.terms[0].number:
             # It divides by the number of the global batch, whatever its terms.
-            return _ready(loss, normalizer.left / normalizer.micro_batches, normalizer)
+            return _ready(loss, normalizer.remaining_divisor / normalizer.micro_batches, normalizer)
         # A trainer that divides by the accumulation steps still does.
         scaled = next((each for each in contract.terms if each.own or each.as_stock), None)
-        return _ready(loss, normalizer.left, normalizer, None if scaled is None else replace(scaled, as_stock=True))
+        return _ready(
+            loss, normalizer.remaining_divisor, normalizer, None if scaled is None else replace(scaled, as_stock=True)
+        )
     weights: list[tuple[Term, Number, TermSpec]] = []
     for place, (spec, found) in enumerate(matched):
         if found:
@@ -349,18 +351,18 @@ def _weight(
     own = _product(term, spec.own)
     if counts is None and spec.by_number:
         # Already divided by the items of the global batch; only the engine's mean over ranks follows.
-        return normalizer.left / normalizer.micro_batches / own
+        return normalizer.remaining_divisor / normalizer.micro_batches / own
     if counts is None or (spec.as_stock and not spec.by_number):
         # The stock Trainer's scale includes its own division, if any.
         steps = 1 if spec.as_stock else normalizer.micro_batches
-        return normalizer.left / (steps * normalizer.world_size if spec.how is How.SUM else 1) / own
+        return normalizer.remaining_divisor / (steps * normalizer.world_size if spec.how is How.SUM else 1) / own
     if plain:
         # Undo the division by the global batch's number, for the mean over its own items.
         relative = counts.seen / counts.divisor if spec.by_number and counts.seen else 1.0
-        return relative * normalizer.left / own
-    mean: Number = spec.count * normalizer.left
+        return relative * normalizer.remaining_divisor / own
+    mean: Number = spec.count * normalizer.remaining_divisor
     if rule is not None:
-        mean = normalizer.left_means[rule] if spec.times == 1.0 else normalizer.left_means[rule] * spec.times
+        mean = normalizer.mean_by_rule[rule] if spec.times == 1.0 else normalizer.mean_by_rule[rule] * spec.times
     # Without a correction at the end, weights have to use the predicted counts.
     as_predicted = not normalizer.is_corrected and not spec.by_number
     count = counts.predicted if as_predicted else counts.divisor
@@ -414,7 +416,7 @@ def _hooked(
     leaves = [term.leaf for term, *_ in weights]
     by_number = any(spec.as_stock and spec.by_number for *_, spec in weights)
     # A shared node cannot have a hook for one term, so the base is that term's weight.
-    base = next((weight for term, weight, _ in weights if _is_shared(term.path.top)), normalizer.left)
+    base = next((weight for term, weight, _ in weights if _is_shared(term.path.top)), normalizer.remaining_divisor)
     for term, weight, spec in weights:
         value = _value(term, values)
         if value is None:

@@ -167,7 +167,7 @@ class Host(ABC):
         self.state.note_inexact(windows=windows)
         if self.shows:
             words = f"{self.where} is not exact: {why}. Every window is checked; report() has how many were not."
-            self.warn_once("certificate", f"{self.head}: {words}")
+            self.warn_once("inexact window", f"{self.head}: {words}")
 
     def warn_empty(self) -> None:
         """Warn if a window had no target; waits for the device."""
