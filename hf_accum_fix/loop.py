@@ -1,19 +1,19 @@
-"""The promise for a training loop written by hand, with accelerate, with DistributedDataParallel, or on one process.
+"""Exact accumulation in your own training loop: with accelerate, with DistributedDataParallel, or on one process.
 
     windows = accumulation_windows(dataloader, accelerator)     # without accelerate: steps=G
     for epoch in range(epochs):
         for window in windows:
             for batch in window:
                 with window.micro_batch(model):
-                    loss = window.loss(model, batch)            # a loss of your own: window.scale(loss, batch)
+                    loss = window.loss(model, batch)            # a custom loss: window.scale(loss, batch)
                     accelerator.backward(loss)                  # without accelerate: loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             log(window.mean_loss())
 
-A window is fetched whole and counted over all ranks by one collective, before its first loss; the short one at the end
-of an epoch is a window like any other. How the model reduces its loss is observed in the first window, as under the
-Trainer. Nothing waits for the device until a number is read.
+A window is fetched whole and counted over all ranks by one collective, before its first loss, and may be shorter at the
+end of an epoch. How the model reduces its loss is observed in the first window, as under the Trainer. Nothing waits for
+the device until a number is read.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from hf_accum_fix.accumulation.declared import (
     wants_number,
 )
 from hf_accum_fix.accumulation.observe import observe
-from hf_accum_fix.accumulation.share import loss_among, of_window, run_by_rule, share_of
-from hf_accum_fix.accumulation.values import listening
+from hf_accum_fix.accumulation.scaling import loss_among, of_window, run_by_rule, scale_of
+from hf_accum_fix.accumulation.values import capture
 from hf_accum_fix.accumulation.weigh import unlike_declared, weigh
-from hf_accum_fix.accumulation.window import Items, Weightless, count_by_rules, count_dtype
+from hf_accum_fix.accumulation.window import Items, ZeroWeightBatch, count_by_rules, count_dtype
 from hf_accum_fix.core.contracts import remarks, settle
 from hf_accum_fix.core.host import Host, Observed
 from hf_accum_fix.core.window import Part, Window, count_routing, open_window
@@ -64,10 +64,10 @@ Batch = Mapping[str, Any]
 
 
 class LoopHost(Host):
-    """A hand-written loop: its ranks and engine, and the model of the window that is open.
+    """A hand-written loop: its ranks and engine, and the model of the open window.
 
     Attributes:
-        model: as it is trained; None: the loss is not the model's, or this rank has no micro-batch.
+        model: as it is trained; None: the loss is custom, or this rank has no micro-batch.
     """
 
     model: nn.Module | None = None
@@ -104,7 +104,7 @@ class LoopHost(Host):
 
     @property
     def readable(self) -> bool:
-        # A loss of one term is corrected unread.
+        # A loss of one term is corrected without reading.
         return self.device.type == "cpu" and any(len(each.terms) > 1 for each in self.state.contracts)
 
     def summed(self, numbers: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class LoopHost(Host):
         return numbers
 
     def gather(self, values: list[Any]) -> list[Any]:
-        # accelerate's asks for its own state, which a loop without it has not.
+        # accelerate's gather needs its own state, which a loop may lack.
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, values[0])
         return gathered
@@ -140,8 +140,8 @@ class LoopHost(Host):
             return
         if model is None and batches and not first.is_settled:
             raise ContractError(
-                "got a loss of your own, which cannot be observed; expected how it is reduced and what it counts; give "
-                "accumulation_windows(..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
+                "got a custom loss, which cannot be observed; expected its contract; pass accumulation_windows(..., "
+                "contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
             )
         was_settled, before = first.is_settled, first.contract
         settle(self, batches)
@@ -149,8 +149,8 @@ class LoopHost(Host):
         contract = first.contract
         assert contract is not None
         if self.world_size == 1:
-            # A loop has no log to read with; on several ranks this takes one more collective.
-            self.state.closing.corrects = contract.is_read
+            # A loop has no log at which to read; several ranks would need one more collective.
+            self.state.correction.corrects = contract.is_read
         if model is None or (was_settled and contract is before):
             return
         if first.is_settled:
@@ -163,14 +163,14 @@ class LoopHost(Host):
                 self.warn_once(name, message)
 
     def _check_given(self, given: LossContract) -> None:
-        """Compare a contract that was given with what can be known without a forward."""
+        """Check a given contract, without a forward."""
         if self.model is None:
             return
         self.passes_number = given.by_number
         if given.by_number and not wants_number(self.bare(self.model)):
             raise ContractError(
-                f"the contract given says that the loss {given.reduction.words}, but {self.head} does not take "
-                "num_items_in_batch; give Reduction.MEAN"
+                f"got a contract by which the loss {given.reduction.words}, but {self.head} takes no "
+                "num_items_in_batch; expected Reduction.MEAN"
             )
 
     def observe(self, batches: Sequence[Batch], number: Any) -> Observed:
@@ -199,8 +199,8 @@ class LoopHost(Host):
         model, contract = self.model, self.contract
         if model is None and batches:
             raise ContractError(
-                f"router_loss={self.router.convention.value!r} needs the model's own loss, window.loss(model, batch); "
-                "of a loss of your own only the mean over micro-batches is taken"
+                f"got router_loss={self.router.convention.value!r} and window.scale(); expected window.loss(model, "
+                "batch), since a custom loss only has the mean over micro-batches"
             )
 
         def forward(inputs: Batch) -> Tensor:
@@ -216,7 +216,7 @@ class LoopHost(Host):
         return self.forward(inside_ddp(model) or model, inputs, number)[0]
 
     def forward(self, model: nn.Module, inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:
-        """Loss and outputs of a forward, which is handed the number where it takes one."""
+        """Loss and outputs of a forward; a model that takes num_items_in_batch gets the number."""
         given = {"num_items_in_batch": number} if self.passes_number and number is not None else {}
         with own_counts(inputs):
             outputs = model(**{**inputs, **given})
@@ -225,15 +225,15 @@ class LoopHost(Host):
     def warn_repeated(self, samples: int) -> None:
         """Warn once that the dataloader repeats samples."""
         if self.note_repeated(samples) and not self.options.drop_duplicates:
-            words = f"repeat {samples} samples, so that every rank has as many, and count them twice"
-            self.warn_once("repeated", f"an epoch's last micro-batches {words}; drop_duplicates=True leaves them out")
+            words = f"repeat {samples} samples to even out the ranks, which count twice"
+            self.warn_once("repeated", f"an epoch's last micro-batches {words}; drop_duplicates=True drops them")
 
 
 class AccumulationWindow:
     """The micro-batches of one optimizer step on this rank; made by iterating over `AccumulationWindows`.
 
     Attributes:
-        batches: the micro-batches, as the dataloader gave them.
+        batches: the micro-batches.
     """
 
     def __init__(self, host: LoopHost, batches: list[Batch]) -> None:
@@ -253,7 +253,7 @@ class AccumulationWindow:
 
     @contextmanager
     def micro_batch(self, model: nn.Module) -> Iterator[None]:
-        """Around one forward and its backward: ranks reduce gradients in the last micro-batch of the window alone.
+        """Around one forward and its backward: ranks reduce gradients only in the last micro-batch of the window.
 
         Args:
             model: as it is trained, prepared by accelerate or wrapped in DistributedDataParallel.
@@ -264,7 +264,7 @@ class AccumulationWindow:
         host, self._begun = self._host, self._begun + 1
         if self._begun > len(self):
             raise SeamError(
-                f"micro_batch() was entered {self._begun} times in a window of {len(self)} micro-batches; "
+                f"got micro_batch() {self._begun} times in a window of {len(self)} micro-batches; "
                 "expected once for each; enter it around one forward and backward"
             )
         last = self._begun == len(self)
@@ -276,43 +276,44 @@ class AccumulationWindow:
                 self._counted.close(model)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss of one micro-batch by the model's own head, to be handed to ``backward``.
+        """The loss of one micro-batch by the model's own head, for ``backward``.
 
         Args:
-            model: called with the batch's items as keywords, and with ``num_items_in_batch`` where it takes it.
+            model: called with the batch as keywords, and with ``num_items_in_batch`` if it takes it.
             batch: one of the window's, on the model's device.
 
         Returns:
-            0-dim, with gradient; for the log take `mean_loss`.
+            0-dim, with gradient; for the log use `mean_loss`.
 
         Raises:
-            ContractError: if the model returned no loss, or how it reduces it could not be settled.
+            ContractError: if the model returned no loss, or its reduction could not be settled.
             RankError: if the ranks' dataloaders ended at different times, or another rank failed.
         """
         host, window = self._host, self._window(model, next(iter(model.parameters())).device)
         part, batch, counts = self._found(window, batch)
-        contract, cut = part.contract, part.cut
+        contract, normalizer = part.contract, part.normalizer
         with host.router.micro_batch(max(self._begun - 1, 0)):
             if not contract.is_read:
                 items = counts.get(contract.items) if contract.items is not None else None
                 forward = partial(host.forward, model)
-                return self._add(run_by_rule(contract, batch, items, cut, forward, rounded=host.rounds_inputs)[0])
-            with listening(contract, host.bare(model)) as heard:
-                loss, _ = host.forward(model, batch, cut.number if contract.hands_number else None)
-        weightless = isinstance(batch, Weightless)
-        weighed = weigh(loss, contract, cut, part.check, batch, counts, heard, weightless=weightless)
+                scaled, _ = run_by_rule(contract, batch, items, normalizer, forward, rounded=host.rounds_inputs)
+                return self._add(scaled)
+            with capture(contract, host.bare(model)) as captured:
+                loss, _ = host.forward(model, batch, normalizer.number if contract.hands_number else None)
+        zero_weight = isinstance(batch, ZeroWeightBatch)
+        weighed = weigh(loss, contract, normalizer, part.check, batch, counts, captured, zero_weight=zero_weight)
         window.add(weighed.value)
         return weighed.loss
 
     def scale(self, loss: Tensor, batch: Batch) -> Tensor:
-        """The same for a loss that you computed yourself, reduced as the given contract says.
+        """Scale a custom loss, reduced as in the given contract, for ``backward``.
 
         The mean over its own items: `Reduction.MEAN`. A sum that you divided by `mean_items`: `Reduction.NUMBER`; it
         stays finite for a micro-batch without items, whose mean is nan whatever it is multiplied by.
 
         Args:
             loss: 0-dim, of this micro-batch, without a term that is no mean over items.
-            batch: the micro-batch it is of, which holds what the contract counts.
+            batch: its micro-batch, with the inputs that the contract counts.
 
         Raises:
             ContractError: if no contract was given.
@@ -320,29 +321,29 @@ class AccumulationWindow:
         part, batch, counts = self._found(self._window(None, loss.device), batch)
         contract = part.contract
         items = counts.get(contract.items) if contract.items is not None else None
-        if unlike := unlike_declared(loss, contract, items, part.cut):
+        if unlike := unlike_declared(loss, contract, items, part.normalizer):
             self._host.warn_once(
                 "declared",
-                f"scale(): got a loss whose graph shows that {unlike}; expected one that {contract}, as the contract "
-                "says: it gets the plain mean over micro-batches and is not exact; give the contract that it has",
+                f"scale(): got a loss that {unlike}, by its graph; expected one that {contract}; pass its true "
+                "contract; until then it gets the plain mean over micro-batches, and is not exact",
             )
             return self._add(loss)
-        share = share_of(contract, batch, items, part.cut, own_loss=True, rounded=self._host.rounds_inputs)
-        return self._add(share.of(loss))
+        scale = scale_of(contract, batch, items, part.normalizer, own_loss=True, rounded=self._host.rounds_inputs)
+        return self._add(scale.apply(loss))
 
     @property
     def mean_items(self) -> Tensor:
-        """The mean item count per micro-batch, N / (G * W), 0-dim: what to divide a summed loss by.
+        """The mean item count per micro-batch, N / (G * W), 0-dim: the divisor of a summed loss.
 
         Raises:
-            ContractError: if the window has not been counted: no loss of it was asked for, and no contract given.
+            ContractError: if the window has not been counted: no loss was requested, and no contract given.
         """
-        return self._window(None, None).parts[0].cut.mean
+        return self._window(None, None).parts[0].normalizer.mean
 
     def mean_loss(self) -> Tensor:
         """The loss of the global batch: the mean over the items of all its micro-batches and ranks.
 
-        Every rank has to ask, since it costs a collective.
+        A collective: call it on every rank.
 
         Returns:
             0-dim, without gradient, on the device; reading it waits for the device.
@@ -351,7 +352,7 @@ class AccumulationWindow:
             SeamError: if no loss of this window has been computed.
         """
         if self._counted is None or self._counted.value is None:
-            raise SeamError("mean_loss() was asked for before any loss of this window was computed")
+            raise SeamError("got mean_loss() before any loss of this window; call it after loss() or scale()")
         loss = self._counted.value
         return self._host.summed(loss.to(count_dtype(loss.device))) / self._host.world_size
 
@@ -362,24 +363,24 @@ class AccumulationWindow:
         return self._counted
 
     def _found(self, window: Window, batch: Batch) -> tuple[Part, Batch, dict[Items, Tensor]]:
-        """What holds for a micro-batch's loss, the micro-batch as it is to be run, and its items by every rule."""
+        """The part of a micro-batch, the micro-batch to run, and its items by every rule."""
         part, counts = window.part_of(batch), window.counts_of(batch)
-        # None: it was put on another device, or made anew; then it is counted again.
-        if counts is None and self._begun and isinstance(self.batches[self._begun - 1], Weightless):
-            batch = Weightless(batch)
+        # None: a copy, perhaps on another device, which is counted again.
+        if counts is None and self._begun and isinstance(self.batches[self._begun - 1], ZeroWeightBatch):
+            batch = ZeroWeightBatch(batch)
         if counts is None:
-            counts = count_by_rules(part.contract.rules, [batch], part.cut.mean.device)[0][0]
+            counts = count_by_rules(part.contract.rules, [batch], part.normalizer.mean.device)[0][0]
         return part, batch, counts
 
-    def _add(self, share: Tensor) -> Tensor:
+    def _add(self, scaled: Tensor) -> Tensor:
         assert self._counted is not None
-        self._counted.add(share.detach() / len(self))
-        return of_window(share, len(self), self._host.engine_divisor)
+        self._counted.add(scaled.detach() / len(self))
+        return of_window(scaled, len(self), self._host.engine_divisor)
 
     def _check_run(self) -> None:
         if self._begun < len(self):
             raise SeamError(
-                f"{self._begun} of the {len(self)} micro-batches of a window were run inside micro_batch(); "
+                f"got {self._begun} of the {len(self)} micro-batches of a window inside micro_batch(); "
                 "expected all of them, since the ranks reduce their gradients in the last; do not break out of a window"
             )
 
@@ -403,7 +404,7 @@ class AccumulationWindows:
 
     @property
     def contract(self) -> LossContract | None:
-        """How the loss is reduced, as given or, from the first window on, as observed."""
+        """How the loss is reduced: as given, or observed from the first window on."""
         return self._host.contract
 
     @property
@@ -413,14 +414,14 @@ class AccumulationWindows:
 
     @property
     def steps(self) -> int:
-        """G, micro-batches of a window that is not the short one at the end of an epoch."""
+        """G, micro-batches of a full window."""
         return self._host.steps
 
     def __len__(self) -> int:
         """Windows, and so optimizer steps, of an epoch.
 
         Raises:
-            TypeError: if the dataloader knows no length.
+            TypeError: if the dataloader has no length.
         """
         return -(-len(self._dataloader) // self.steps)  # type: ignore[arg-type]
 
@@ -437,8 +438,8 @@ class AccumulationWindows:
             for batch in fetched:
                 if not isinstance(batch, Mapping):
                     raise ContractError(
-                        f"a batch is {type(batch).__name__}; items are counted by name: let the collate function "
-                        "return a dict"
+                        f"got a batch of type {type(batch).__name__}; expected a dict, since items are counted by "
+                        "name; return one from the collate function"
                     )
             host.state.opened += 1
             window = AccumulationWindow(host, fetched)
@@ -447,9 +448,9 @@ class AccumulationWindows:
             finally:
                 host.gradient.drop()
             window._check_run()
-        host.state.closing.read(host)
+        host.state.correction.read(host)
         if self.world_size > 1:
-            # A rank that has more joins this with its next window, so that it learns of it instead of waiting for ever.
+            # A rank with more windows joins this with its next one, and gets an error instead of waiting for ever.
             host.open(None, None, [])
         host.warn_routing()
         host.warn_empty()
@@ -463,34 +464,34 @@ def accumulation_windows(
     steps: int | None = None,
     **options: Any,
 ) -> AccumulationWindows:
-    """The epochs of a dataloader as accumulation windows, exact for every cut into micro-batches and ranks.
+    """The epochs of a dataloader as accumulation windows, exact for every split into micro-batches and ranks.
 
-    Make it once and iterate over it once an epoch: what was observed of the loss is kept.
+    Create it once and iterate over it once per epoch: the observed contract is kept.
 
     Args:
         dataloader: of dicts; prepared by accelerate, or with a sampler that gives every rank its own samples.
-        accelerator: the live ``accelerate.Accelerator``, whose own division of the loss is taken into account; None:
-            torch.distributed as it is initialised, or one process.
+        accelerator: the ``accelerate.Accelerator``, whose division of the loss is accounted for; None:
+            torch.distributed if it is initialised, else one process.
         steps: G; None: the accelerator's ``gradient_accumulation_steps``.
-        options: of `Options`, by name: ``contract`` (also for a loss that is computed outside of the model),
-            ``drop_duplicates`` (a micro-batch of nothing else is run and counts nothing), ``router_loss``,
+        options: of `Options`, by name: ``contract`` (required for a custom loss),
+            ``drop_duplicates`` (a micro-batch of repeated samples alone is run and counts nothing), ``router_loss``,
             ``per_sample``, ``accumulate_in``.
 
     Raises:
-        SeamError: if the accelerator lacks something that is used of it.
+        SeamError: if the accelerator lacks an attribute that is used.
         OptionsError: if neither an accelerator nor steps are given, steps is no positive integer, or an option is
             invalid or has no meaning in a loop.
         UnsupportedSetupError: if the accelerator's ranks split samples (tensor, context or sequence parallelism), or
             repeated samples are to be dropped and cannot be recognised.
     """
     if steps is None and accelerator is None:
-        raise OptionsError("got neither steps nor an accelerator; expected the micro-batches of a window; give steps=G")
+        raise OptionsError("got neither steps nor an accelerator; expected the micro-batches of a window; pass steps=G")
     if accelerator is not None:
         require_accelerator(accelerator)
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise OptionsError(f"got steps={steps!r}; expected the number of micro-batches of a window, at least 1")
     config = getattr(accelerator, "parallelism_config", None)
-    split = {kind: getattr(config, f"{kind}_size", 1) or 1 for kind in ("tp", "cp", "sp")}
+    split = {axis: getattr(config, f"{axis}_size", 1) or 1 for axis in ("tp", "cp", "sp")}
     if any(size > 1 for size in split.values()):
-        raise UnsupportedSetupError(f"ranks split samples {split}; only data-parallel ranks are supported")
+        raise UnsupportedSetupError(f"got ranks that split samples {split}; expected data-parallel ranks only")
     return AccumulationWindows(dataloader, accelerator, steps, options_from(options, of_loops=True))

@@ -88,7 +88,7 @@ def test_a_loss_that_no_window_has_shown_is_said_once(caplog: pytest.LogCaptureF
     assert found == [
         (
             "inexact",
-            f"Head: the loss {ZERO}, as far as {ATTEMPTS} windows tell: the loss of samples with targets is zero.",
+            f"Head: after {ATTEMPTS} windows the loss {ZERO}: the loss of samples with targets is zero.",
         )
     ]
 
@@ -109,5 +109,5 @@ def test_other_trouble_is_left_to_training_to_show() -> None:
     settle(host, [BATCH])
     found = host.contract
     assert found is not None
-    assert found.reduction is Reduction.PLAIN and found.reason == "it could not be observed: no such kernel"
+    assert found.reduction is Reduction.PLAIN and found.reason == "its loss could not be observed: no such kernel"
     assert not host.state.exact and not host.state.first.is_settled

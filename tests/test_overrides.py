@@ -205,7 +205,7 @@ def test_a_subclass_that_changes_the_loss_is_not_called_exact(tmp_path: Path, ca
         step = take_step(DROPS, DROPS.samples, 2, 4, "apply", tmp_path, trainer_class=BuildsAnother)
     assert not step.trainer.__dict__["_hf_accum_fix_session"].contract.exact
     (said,) = [record.getMessage() for record in caplog.records if record.name == "hf_accum_fix"]
-    assert "PowBackward0 stands in the loss: what is under it cannot be read. It gets the plain mean" in said
+    assert "the loss contains PowBackward0, and what is below it cannot be read. It gets the plain mean" in said
 
 
 class NeedsTheNumber(TokenModel):
@@ -384,7 +384,7 @@ def test_a_forward_that_fails_is_said_and_raised(tmp_path: Path, caplog: pytest.
     )
     with caplog.at_level("ERROR", logger="hf_accum_fix"), pytest.raises(RuntimeError, match="no such kernel"):
         trainer.train()
-    assert "give the contract: apply(contract=LossContract(...))" in caplog.text
+    assert "pass the contract: apply(contract=LossContract(...))" in caplog.text
 
 
 def test_a_model_without_a_loss_is_named(tmp_path: Path) -> None:
@@ -395,7 +395,7 @@ def test_a_model_without_a_loss_is_named(tmp_path: Path) -> None:
     trainer = GlobalBatchTrainer(
         model=NoLoss(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
     )
-    with pytest.raises(ContractError, match="returned no loss"):
+    with pytest.raises(ContractError, match="without a loss"):
         trainer.train()
 
 
@@ -430,7 +430,13 @@ def test_the_run_is_reported_with_the_stock_factor(tmp_path: Path, caplog: pytes
     (run,) = hf_accum_fix.report().runs
     assert run["head"] == "BertForSequenceClassification" and run["exact"]
     assert run["stock_gradient_factor"] == pytest.approx(8.0)
-    assert sum("8x this gradient. Clipping and learning rate felt it." in r.getMessage() for r in caplog.records) == 1
+    assert (
+        sum(
+            "8x this gradient. Learning rate and clipping were tuned at that scale." in r.getMessage()
+            for r in caplog.records
+        )
+        == 1
+    )
     json.dumps(hf_accum_fix.report().to_dict())
 
 
@@ -501,7 +507,7 @@ def test_a_training_step_that_bypasses_ours_is_refused(tmp_path: Path) -> None:
 
     args = arguments(tmp_path, max_steps=2)
     trainer = Bypasses(model=DROPS.build(), args=args, train_dataset=list(DROPS.samples) * 2, data_collator=DROPS.batch)
-    with hf_accum_fix.apply(), pytest.raises(SeamError, match="without calling super"):
+    with hf_accum_fix.apply(), pytest.raises(SeamError, match="came through neither"):
         trainer.train()
 
 
@@ -516,7 +522,7 @@ def test_a_window_that_was_not_counted_is_refused(tmp_path: Path) -> None:
         train_dataset=list(DROPS.samples),
         data_collator=DROPS.batch,
     )
-    with hf_accum_fix.apply(), pytest.raises(SeamError, match="no window was counted"):
+    with hf_accum_fix.apply(), pytest.raises(SeamError, match="without a counted window"):
         trainer.train()
 
 
@@ -634,7 +640,7 @@ def test_the_window_ends_with_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("contract", "message"),
     [
-        (LossContract(Reduction.NUMBER, Items(("labels",))), "is not handed the number"),
+        (LossContract(Reduction.NUMBER, Items(("labels",))), "gets no num_items_in_batch"),
         ("is a sum", "expected one of Reduction"),
     ],
 )

@@ -18,11 +18,11 @@ def summed(*lengths: int, failed: int = 0) -> torch.Tensor:
     """The marks of ranks that run so many micro-batches, the last ``failed`` of them in trouble."""
     troubles = [None] * (len(lengths) - failed) + [ValueError("theirs")] * failed
     each = zip(lengths, troubles, strict=True)
-    return torch.stack([torch.stack(ranks.marks(length, trouble, ZERO)) for length, trouble in each]).sum(dim=0)
+    return torch.stack([torch.stack(ranks.pack_status(length, trouble, ZERO)) for length, trouble in each]).sum(dim=0)
 
 
 def check(sums: Any, mine: int, world_size: int, trouble: Exception | None = None, *, suspects: bool = False) -> None:
-    ranks.check_marks(sums, mine, trouble, fetched=mine, rank=0, world_size=world_size, suspects=suspects)
+    ranks.check_status(sums, mine, trouble, fetched=mine, rank=0, world_size=world_size, suspects=suspects)
 
 
 def test_ranks_that_run_alike_go_on() -> None:
@@ -61,6 +61,6 @@ def test_on_another_device_only_a_suspect_waits_for_it() -> None:
 
 
 def test_alone_a_rank_raises_what_it_met() -> None:
-    assert ranks.agreed("said", None, rank=0, world_size=1) == ["said"]
+    assert ranks.all_gather_or_raise("said", None, rank=0, world_size=1) == ["said"]
     with pytest.raises(ValueError, match="mine"):
-        ranks.agreed("said", ValueError("mine"), rank=0, world_size=1)
+        ranks.all_gather_or_raise("said", ValueError("mine"), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""The ranks' one contract: each observes its own samples, and all have to train by the same."""
+"""One contract for all ranks, from what each observed on its own samples."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, TypeAlias
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction
 from hf_accum_fix.errors import ContractError
 
-#: Makes one list of the ranks' lists, in their order: a collective.
+#: Concatenate the ranks' lists in order: a collective.
 Gather: TypeAlias = "Callable[[list[Any]], list[Any]]"
 
 
-class InStep:
-    """Ranks that go on as long as any of them has to; on leaving, each waits for all to have left.
+class SyncedRanks:
+    """Keep ranks in step: `any` is a collective, and on exit a rank joins it until all have left.
 
-    Without ``gather`` this rank goes on by itself.
+    Without ``gather`` there is one rank.
     """
 
     def __init__(self, gather: Gather | None) -> None:
         self._gather = gather
 
     def any(self, wanted: bool) -> bool:
-        """Whether any rank wants it."""
+        """Whether it holds on any rank."""
         return wanted if self._gather is None else any(wants for wants, _ in self._gather([(wanted, False)]))
 
-    def __enter__(self) -> InStep:
+    def __enter__(self) -> SyncedRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -35,30 +35,30 @@ class InStep:
 
 
 def agree(ranks: Sequence[LossContract]) -> LossContract:
-    """The first contract of a rank that saw something, with the rules that count right on every such rank.
+    """The first rank's contract that shows something, with the rules that fit on every such rank.
 
-    ``ranks``: what each observed, in their order; empty: nobody had a micro-batch.
+    ``ranks``: what each observed, in order; empty: no rank had a micro-batch.
 
     Raises:
-        ContractError: if ranks observed losses that are reduced in different ways.
+        ContractError: if ranks observed losses with different reductions.
     """
     if not ranks:
         return LossContract(Reduction.PLAIN, conclusive=False, reason=NO_TARGET_SEEN)
     conclusive = [each for each in ranks if each.conclusive]
-    # One rank's samples that do not compose outweigh any number that do.
+    # One rank that shows coupled samples is proof; ranks that show none are not.
     plain = [each for each in conclusive if each.reduction is Reduction.PLAIN]
     pool = plain or conclusive or list(ranks)
     first, doubt = pool[0], next((each.doubt for each in pool if each.doubt), "")
     if any(not _are_one_loss(first, each) for each in pool[1:]):
-        told = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(ranks))
+        by_rank = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(ranks))
         if len({(each.reduction, each.custom) for each in pool}) > 1:
             raise ContractError(
-                f"the ranks observed different losses ({told}); expected one kind of loss on all of them: look at what "
-                "differs between the ranks, or give the contract: contract=LossContract(...)"
+                f"got different losses on the ranks ({by_rank}); expected the same loss on all; look at what differs "
+                "between them, or pass contract=LossContract(...)"
             )
-        reason = f"the ranks train different losses ({told})"
+        reason = f"the ranks train different losses ({by_rank})"
         return replace(first, reduction=Reduction.PLAIN, items=None, terms=(), doubt=reason, reason=reason)
-    # The rules that every rank found; none: every window is corrected.
+    # Where no rule fits on all ranks, every window is corrected.
     common = [set.intersection(*(set(each.terms[place].rules) for each in pool)) for place in range(len(first.terms))]
     terms = tuple(
         replace(term, rules=tuple(rule for rule in term.rules if rule in shared))

@@ -1,4 +1,4 @@
-"""What a model declares of its loss: read off the module and its configuration, without a forward."""
+"""What a model declares about its loss, read from the module and its configuration without a forward."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def inside_ddp(model: nn.Module) -> nn.Module | None:
-    """The module that DistributedDataParallel wraps; None where it wraps none."""
+    """The module inside DistributedDataParallel; None: the model is not wrapped."""
     return model.module if isinstance(model, DistributedDataParallel) else None
 
 
 def takes_number(model: nn.Module) -> bool:
-    """Whether the forward can be called with the number at all: a compiled module's own signature takes anything."""
+    """Whether the forward, of a compiled module the original one, accepts num_items_in_batch."""
     return has_parameter(_innermost(model).forward, "num_items_in_batch")
 
 
 def requires_number(model: nn.Module) -> bool:
-    """Whether the forward cannot be called without the number."""
+    """Whether the forward cannot be called without num_items_in_batch."""
     parameter = inspect.signature(_innermost(model).forward).parameters.get("num_items_in_batch")
     return parameter is not None and parameter.default is parameter.empty
 
 
 def wants_number(model: nn.Module) -> bool:
-    """Whether a model is to be handed the number: it takes one and does not declare ``accepts_loss_kwargs = False``.
+    """Whether a model gets num_items_in_batch: it accepts it, and does not declare ``accepts_loss_kwargs = False``.
 
-    An adapter's own signature takes anything, so what it adapts is asked.
+    An adapter accepts any keyword, so the adapted model decides.
     """
     model = _innermost(model)
     adapted = getattr(model, "get_base_model", None)
@@ -45,7 +45,7 @@ def has_parameter(function: Callable[..., Any], name: str) -> bool:
 
 
 def router_coefficients(model: nn.Module) -> tuple[float, float]:
-    """What the configuration multiplies the router's load-balancing loss and its z-loss by; 0.0: it names none."""
+    """The configuration's coefficients of the load-balancing loss and the z-loss; 0.0: none."""
     config = getattr(model, "config", None)
     holders = (config, getattr(config, "text_config", None))
 
@@ -57,9 +57,9 @@ def router_coefficients(model: nn.Module) -> tuple[float, float]:
 
 
 def products_are_rounded(model: nn.Module) -> bool:
-    """Whether matrix products keep fewer digits than float32's: half precision weights, autocast, or TF32.
+    """Whether matrix products are less precise than float32: half precision weights, autocast, or TF32.
 
-    TF32 is read by the interface that the user set it with; the two must not be mixed.
+    torch forbids mixing its two interfaces for TF32.
     """
     matmul = torch.backends.cuda.matmul
     in_tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
@@ -76,7 +76,7 @@ def products_are_rounded(model: nn.Module) -> bool:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile made the forward of the model, or of a part of it."""
+    """Whether the model, or a part of it, is compiled."""
     return any(
         hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         for module in model.modules()
@@ -84,7 +84,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def holds_shards(model: nn.Module) -> bool:
-    """Whether an engine (FSDP, DeepSpeed, tensor parallelism) moves the parameters, and keeps notes on the modules."""
+    """Whether an engine (FSDP, DeepSpeed, tensor parallelism) shards the parameters."""
     engines = ("torch.distributed.fsdp", "deepspeed")
     return any(
         hasattr(parameter, "to_local") or hasattr(parameter, "ds_id") for parameter in model.parameters()

@@ -1,10 +1,10 @@
-"""Read a loss from its autograd graph: the reductions it is made of, and what each is divided by.
+"""Read a loss from its autograd graph: its reductions, and what each is divided by.
 
     loss = sum over terms of  (product of the term's factors) * (sum over the elements of the term's leaf)
 
-Reading it takes no forward, no operation on a tensor and no wait for the device. What is no such sum (a root, a product
-of two terms, compiled code) becomes a term whose leaf is the node that says so. The nodes are rows of `ROWS`; names and
-attributes are the same from torch 2.2.2 to 2.15.0, where they were probed.
+Reading takes no forward, no tensor operation and no wait for the device. Anything else (a root, a product of two terms,
+compiled code) becomes an unreadable term with that node as its leaf. `ROWS` lists the nodes; their names and attributes
+are the same from torch 2.2.2 to 2.15.0.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_accum_fix.errors import ContractError
 
-#: What a node does to the number above it: "pass" hands it on, "sum" and "mean" reduce a
-#: tensor to it, "choose" takes elements by their values.
+#: What a node does: "pass" keeps a number, "sum" and "mean" reduce a tensor to it, "choose" selects elements by value.
 ROWS: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -46,22 +45,22 @@ ROWS: Mapping[str, str] = MappingProxyType(
 #: Losses that divide by rows, not by elements.
 _BY_ROW = ("MultiMarginLossBackward0", "MultilabelMarginLossBackward0")
 _SEVERAL_OUTPUTS = ("Unbind", "Split", "VarMean", "StdMean")
-#: The loss that was read last.
+#: The last loss that was read.
 _last: Callable[[], Tensor | None] = lambda: None  # noqa: E731
-#: Nodes through which data reach a loss.
+#: Layers, through which data reach a loss.
 _LAYERS = ("Embedding", "Convolution", "Addmm", "Mm", "Bmm")
-#: So many nodes below one are looked at.
+#: Most nodes that are searched below one.
 _MOST_BELOW = 10_000
-#: A loss of more terms than this is not read.
+#: Most terms of a loss that is read.
 _MOST_TERMS = 512
-#: Nodes of a factor that has a gradient of its own (exp(-s)) at most.
+#: Most nodes of a learnt factor (exp(-s)).
 _MOST_NODES = 32
 
 
 class Factor(NamedTuple):
-    """A number that a term is multiplied by, or divided by; a tensor has one element, and is on the device.
+    """A number that a term is multiplied or divided by; a tensor has one element, and stays on the device.
 
-    ``learnt``: it has a gradient of its own: a parameter, or a function of parameters.
+    ``learnt``: it has a gradient: a parameter, or a function of parameters.
     """
 
     value: Tensor | float
@@ -69,20 +68,20 @@ class Factor(NamedTuple):
     learnt: bool = False
 
 
-#: A node, and which of its inputs the gradient goes to.
+#: A node, and the index of its input.
 Edge: TypeAlias = "tuple[Any, int]"
 
 
 @dataclass(frozen=True)
 class Path:
-    """The way from a loss down to a term.
+    """The path from a loss down to a term.
 
     Attributes:
-        top: the highest node that belongs to this term alone; a hook there weighs the whole term.
-        learnt: the products, or quotients, with factors that have a gradient of their own.
-        above: how many of the factors stand above that node.
-        added: something without a gradient is added on the way.
-        outer: how many of the factors stand above the loss that the model itself returned; None: it was not passed.
+        top: the highest node that belongs to this term alone; a hook there weights the whole term.
+        learnt: the products or quotients with learnt factors.
+        above: number of factors above ``top``.
+        added: something without a gradient is added on the path.
+        outer: number of factors above the loss that the model returned; None: that is not on the path.
     """
 
     top: Any
@@ -93,11 +92,11 @@ class Path:
     outer: int | None = None
 
     def times(self, *factors: Factor) -> Path:
-        """The same with more factors."""
+        """With more factors."""
         return replace(self, factors=(*self.factors, *factors))
 
     def on_host(self) -> Path:
-        """The same with Python numbers for those that wait for no device."""
+        """With Python numbers for the tensors on the CPU."""
         known = ((each, each.value) for each in self.factors)
         factors = (
             each._replace(value=float(v)) if isinstance(v, Tensor) and v.ndim == 0 and v.is_cpu else each
@@ -106,7 +105,7 @@ class Path:
         return replace(self, factors=tuple(factors))
 
     def below(self, top: Any) -> Path:
-        """The same below a sum: the node belongs to one of its terms."""
+        """Below a sum, where ``top`` belongs to one of its terms."""
         return replace(self, top=top, above=len(self.factors))
 
 
@@ -115,13 +114,14 @@ class Term:
     """One reduction inside a loss.
 
     Attributes:
-        leaf: the node that reduces, or the one that could not be read; ``name`` is its.
-        path: from the loss to it; the leaf's own count is the last of its factors.
-        readable: False: the leaf is no reduction, so that nothing is known below it.
-        rows: how many single numbers the leaf has put together by stack or cat; 0: it reduces a tensor.
-        divides: the last of the factors is the leaf's own count.
-        within: how many of the factors stand inside of the leaf's sum.
-        learnt: the leaf is a function of single parameters, and no reduction.
+        name: of the leaf.
+        leaf: the node that reduces, or that could not be read.
+        path: from the loss to it; the leaf's own divisor is the last factor.
+        readable: False: the leaf is no reduction, and what is below is unknown.
+        rows: how many single numbers the leaf reduces, from stack or cat; 0: it reduces a tensor.
+        divides: the last factor is the leaf's own divisor.
+        within: number of factors inside the leaf's sum.
+        learnt: the leaf is a function of single parameters.
     """
 
     name: str
@@ -140,13 +140,13 @@ class Term:
 
     @property
     def classes(self) -> int:
-        """Of a cross entropy; 0: it is none, or has no gradient."""
+        """Number of classes of a cross entropy; 0: it is none, or has no gradient."""
         below = self.leaf.next_functions[0][0] if self.name.startswith("NllLoss") else None
         return 0 if below is None else _shape(below)[min(1, len(_shape(below)) - 1)]
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """What terms of two micro-batches have in common if they are the same: all but numbers."""
+        """Equal for the same term of two micro-batches: all but numbers."""
         return (self.name, self.readable, *((each.divides, each.learnt) for each in self.factors))
 
 
@@ -158,20 +158,20 @@ def read(
     deep: bool = False,
     returned: Collection[Any] = (),
 ) -> list[Term]:
-    """The terms of a loss; none: it has no gradient.
+    """The terms of a loss; empty: it has no gradient.
 
     Args:
         loss: of one element.
-        stops: nodes that are terms whatever stands below them, such as a router's loss.
+        stops: nodes that are terms whatever is below them, such as a router loss.
         inside: look into means and sums of stacked numbers; else they are leaves, and their numbers rows.
-        deep: look for numbers inside of a sum, too; this unpacks tensors that autograd has kept.
-        returned: nodes of losses that the model itself returned.
+        deep: also look for factors inside a sum, which unpacks tensors that autograd has saved.
+        returned: nodes of losses that the model returned.
     """
     if loss.grad_fn is None:
         return []
     global _last
     _last = weakref.ref(loss)
-    # A dispatch mode hands on no Python number that autograd has wrapped.
+    # Under a dispatch mode Python numbers that autograd has wrapped cannot be read.
     if torch._C._len_torch_dispatch_stack():
         with _disable_current_modes():
             terms = read(loss, stops, inside=inside, deep=deep, returned=returned)
@@ -198,7 +198,7 @@ def _terms(
             break
         if reduction or does in ("mean", "sum"):
             if not reduction and _shape(live[0][0]) == ():
-                # Of one number: it reduces nothing.
+                # It reduces a single number.
                 edge = live[0]
                 continue
             stacked = _stacked(live[0][0])
@@ -208,7 +208,7 @@ def _terms(
                     yield from walk(each, path.below(each[0]))
                 return
             if _does(live[0][0]) == "choose":
-                # Which elements it holds depends on all of them.
+                # The selection depends on all elements.
                 name = type(live[0][0]).__name__
                 break
             if does == "mean" and _adds_numbers(live[0][0]):
@@ -228,7 +228,7 @@ def _terms(
             return
         if does == "pass":
             edge = edges[output] if name.startswith("_DDP") else live[0]
-            # A node of several outputs belongs to others, too.
+            # A node with several outputs is shared.
             path = path.below(edge[0]) if has_several_outputs(node) else path
         elif does == "neg":
             edge, path = live[0], path.times(Factor(-1.0))
@@ -241,7 +241,7 @@ def _terms(
                 for each, below in zip(live, paths, strict=True):
                     yield from walk(each, below.below(each[0]))
                 return
-            # Below what is added, which has no gradient.
+            # The other summand has no gradient.
             edge, path = live[0], replace(paths[0].below(live[0][0]), added=True)
         elif (found := _factor(node, edges, does)) is not None:
             edge, path = found[0], path.times(found[1])
@@ -259,7 +259,7 @@ def _does(node: Any) -> str:
 
 
 def _shape(node: Any) -> tuple[int, ...]:
-    """The shape of a node's output. torch before 2.5 shows it by a gradient alone."""
+    """The shape of a node's output; before torch 2.5, the shape of its gradient."""
     if hasattr(node, "_input_metadata"):
         return tuple(node._input_metadata[0].shape) if node._input_metadata else ()
     if hasattr(node, "variable"):
@@ -282,7 +282,7 @@ def _signs(node: Any, name: str) -> tuple[float, float]:
 
 
 def _factor(node: Any, edges: Sequence[Edge], does: str) -> tuple[Edge, Factor] | None:
-    """The one edge on which a product, quotient or selection with a number goes on, and the number."""
+    """The edge below a product, quotient or selection with a number, and the number."""
     live = [each for each in edges if each[0] is not None]
     first = bool(edges) and edges[0][0] is not None
     if len(live) != 1 or does not in ("mul", "div", "where") or (does == "div" and not first):
@@ -293,7 +293,7 @@ def _factor(node: Any, edges: Sequence[Edge], does: str) -> tuple[Edge, Factor] 
 
 
 def _stacked(node: Any) -> list[Edge]:
-    """The single numbers that a node has put together; none: it puts together tensors, or nothing."""
+    """The single numbers that a node has stacked; empty: it stacks tensors, or nothing."""
     live = [each for each in node.next_functions if each[0] is not None] if _does(node) == "stack" else []
     numbers = [
         _shape(each) == () or (_does(each) == "pass" and _shape(each.next_functions[0][0]) == ()) for each, _ in live
@@ -308,7 +308,7 @@ def _adds_numbers(node: Any) -> bool:
 
 
 def _own_factors(node: Any, name: str, reduction: int, below: Edge, does: str, deep: bool) -> list[Factor]:
-    """The numbers that stand inside of a mean or sum, and last what the reduction divides by."""
+    """The factors inside a mean or sum, and last its own divisor."""
     if reduction == 2:
         return []
     if reduction:
@@ -322,7 +322,7 @@ def _own_factors(node: Any, name: str, reduction: int, below: Edge, does: str, d
 
 
 def _inner(edge: Edge) -> Iterator[Factor]:
-    """The numbers that the elements of a sum are multiplied by, or divided by, before they are added."""
+    """The numbers that the elements of a sum are multiplied or divided by."""
     while edge[0] is not None and edge[0].next_functions:
         node, output = edge
         does, edges = _does(node), node.next_functions
@@ -332,7 +332,7 @@ def _inner(edge: Edge) -> Iterator[Factor]:
             try:
                 found = _factor(node, edges, does)
             except ContractError:
-                # A tensor that was forgotten, and so no number.
+                # A tensor that was not saved, and so no single number.
                 return
             if found is None or (isinstance(found[1].value, Tensor) and found[1].value.ndim > 0):
                 return
@@ -340,18 +340,18 @@ def _inner(edge: Edge) -> Iterator[Factor]:
             yield found[1]
         elif does != "pass":
             return
-        # A node of several inputs and outputs hands on one to one.
+        # DDP's node maps each input to one output.
         edge = edges[output] if type(node).__name__.startswith("_DDP") else edges[0]
 
 
 def _learnt_side(edges: Any, does: str) -> int | None:
-    """Which of two factors is a function of parameters alone; None: neither, or both."""
+    """Which of two factors is learnt; None: neither, or both."""
     found = [side for side in (0, 1) if _is_learnt(edges[side][0])]
     return found[0] if len(found) == 1 and (does, found[0]) != ("div", 0) else None
 
 
 def holds_layers(node: Any) -> bool:
-    """Whether a layer of a model stands below a node, as far as one looks."""
+    """Whether there is a layer of a model among the nodes searched below one."""
     seen, pending = {node}, [node]
     while pending and len(seen) < _MOST_BELOW:
         below = pending.pop()
@@ -364,7 +364,7 @@ def holds_layers(node: Any) -> bool:
 
 
 def _is_learnt(node: Any, left: int = _MOST_NODES) -> bool:
-    """Whether a number is a function of single parameters: no tensor stands between it and them."""
+    """Whether a number is a function of single parameters, without a tensor in between."""
     if node is None or left == 0:
         return left > 0
     if type(node).__name__ == "AccumulateGrad":

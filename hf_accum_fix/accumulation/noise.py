@@ -1,4 +1,4 @@
-"""Random numbers: a forward without them, and one that draws them as if it had not been run."""
+"""Random numbers: keep the generators' states, and run a forward without noise."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _RANDOM_IN_PLACE = {Tensor.uniform_, Tensor.normal_, Tensor.bernoulli_}
 
 @contextmanager
 def random_states_kept(devices: Sequence[int] | None = None, device_type: str = "cuda") -> Iterator[None]:
-    """Put back, also after an error, the random states of Python, numpy, torch on the CPU and on devices.
+    """Restore, also after an error, the random states of Python, numpy, torch on the CPU and on devices.
 
     Args:
-        devices: their indices; None: every CUDA device there is.
-        device_type: of the devices.
+        devices: their indices; None: every CUDA device.
+        device_type: their type.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     used = list(range(torch.cuda.device_count())) if devices is None else list(devices)
@@ -42,9 +42,9 @@ def random_states_kept(devices: Sequence[int] | None = None, device_type: str = 
 
 
 class WithoutNoise(TorchFunctionMode):
-    """Make the forward a function of its inputs: no dropout, one noise for all rows.
+    """Make the forward a function of its inputs: no dropout, the same noise for all rows.
 
-    ``alike``: noise is a function of its shape, so that a row meets the same in every batch (points in a mask).
+    ``alike``: noise depends on its shape alone, so that it is the same in every batch (points in a mask).
     """
 
     def __init__(self, *, alike: bool) -> None:

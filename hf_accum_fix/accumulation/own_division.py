@@ -1,4 +1,4 @@
-"""A trainer's own scaling for steps and ranks: constants of its loss that move with those that the arguments name."""
+"""Find a trainer's own scaling for steps and ranks: constants of its loss that change with the arguments."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.reading import Reading, Seen
+from hf_accum_fix.accumulation.reading import Reading, TermReading
 from hf_accum_fix.accumulation.rules import is_near
 
-#: So many times the ranks are named to a loss that divides by the number; steps are named twice or three times.
+#: Factor of the ranks in the test forward; the steps are doubled, or tripled.
 RANKS = 5
 
 
-def suspects(found: LossContract, whole: Reading, setting: Setting) -> list[tuple[int, int]]:
-    """Constants that may hang on the accumulation steps: places of terms, and of their factors."""
+def step_candidates(found: LossContract, whole: Reading, setting: Setting) -> list[tuple[int, int]]:
+    """Constants that may depend on the accumulation steps: places of terms, and of their factors."""
     if setting.steps * setting.world_size == 1:
         return []
     terms = _terms_of(found, whole)
@@ -26,25 +26,25 @@ def suspects(found: LossContract, whole: Reading, setting: Setting) -> list[tupl
         if place not in (*spec.counts, *spec.number)
         and value
         and not is_near(abs(value), 1.0)
-        # What a loss function of torch divides by is no trainer's, and what the model does neither.
+        # Neither a torch loss function's own divisor nor the model's is the trainer's.
         and not seen.is_own_count(place)
         and place < seen.outer
     ]
 
 
-def _terms_of(found: LossContract, reading: Reading) -> list[Seen]:
+def _terms_of(found: LossContract, reading: Reading) -> list[TermReading]:
     """The terms of a forward in the order of a contract's."""
     terms = reading.inside if found.inside else reading.terms
     return [[each for each in terms if each.shape == spec.shape][spec.place or 0] for spec in found.terms]
 
 
 def own_division(
-    found: LossContract, suspected: Sequence[tuple[int, int]], whole: Reading, more: Reading, setting: Setting
+    found: LossContract, candidates: Sequence[tuple[int, int]], whole: Reading, more: Reading, setting: Setting
 ) -> LossContract:
-    """Which of the `suspects` moved with the steps that the arguments name: those are the trainer's division.
+    """Mark those `step_candidates` as the trainer's division that changed with the steps in the arguments.
 
-    A constant that does not move is a coefficient, unless it is 1/G or 1/W: that may be either. One that moves with the
-    ranks stands over a number that counts the items of them all.
+    A constant that did not change is a coefficient, unless it is 1/G or 1/W: then it may be either. One that changed
+    with the ranks multiplies a loss that divides by the items of all ranks.
     """
     steps, ranks = setting.steps, setting.world_size
     telling = {float(number) for number in (steps, ranks, steps * ranks) if number > 1}
@@ -59,7 +59,7 @@ def own_division(
         by_ranks = {place for place, each in enumerate(times) if spec.number and is_near(each, 1 / RANKS)}
         if by_ranks:
             found = replace(found, takes_world_size=setting.multiplies)
-        places = [place for term, place in suspected if term == at and place not in by_ranks]
+        places = [place for term, place in candidates if term == at and place not in by_ranks]
         own = [place for place in places if is_near(times[place], 2.0) or is_near(times[place], 3.0)]
         still = [place for place in places if is_near(times[place], 1.0)]
         scales = [*(before[at].factors[place] for place in still), before[at].product(still)]
@@ -67,11 +67,11 @@ def own_division(
         terms[at] = replace(spec, own=(*spec.own, *own))
         if len(own) + len(still) < len(places):
             terms[at] = replace(spec, as_stock=True)
-            doubt = doubt or "it is scaled by the accumulation steps in a way that is not recognised, and stays so"
-        elif still and either and not own and not (spec.handed and found.takes_world_size):
+            doubt = doubt or "it is scaled by the accumulation steps in an unknown way; the scale is kept"
+        elif still and either and not own and not (spec.by_number and found.takes_world_size):
             terms[at] = replace(spec, as_stock=True)
             doubt = doubt or (
-                f"the constant {either[0]:g} in it may be a coefficient, or the trainer's own division for the window; "
-                "it keeps the scale that the stock Trainer hands to the engine"
+                f"the constant {either[0]:g} may be a coefficient or the trainer's division by the accumulation steps; "
+                "the stock Trainer's scale is kept"
             )
     return replace(found, terms=tuple(terms), doubt=doubt)

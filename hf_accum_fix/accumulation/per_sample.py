@@ -1,10 +1,10 @@
-"""The mean of sample means: every sample weighs as much as another, however many targets it has.
+"""The mean of sample means: every sample has the same weight, however many targets it has.
 
     L = 1/N * sum over samples of  (1/T_s * sum over the T_s targets of sample s of l),     N samples with a target
 
-The cross entropy is taken out of the loss's graph, which has kept its log-probabilities, and summed again with the
-weight 1/T_s for each target; samples are the items. A packed row holds the samples that its ``position_ids`` start
-anew, so packed, padded and length-balanced micro-batches give the same gradient.
+The cross entropy is read from the loss's graph, which has saved the log-probabilities, and summed again with weight
+1/T_s for each target; the items are the samples. In a packed row a sample begins where ``position_ids`` are 0, so
+packed, padded and length-balanced micro-batches give the same gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_accum_fix.errors import ContractError, UnsupportedSetupError
 
 
 def by_sample(found: LossContract) -> LossContract:
-    """The contract of the mean of sample means, from what was observed of a loss.
+    """The contract of the mean of sample means, from the observed one.
 
     Raises:
         UnsupportedSetupError: if the loss is not one cross entropy over targets that a rule counts.
@@ -34,25 +34,24 @@ def by_sample(found: LossContract) -> LossContract:
     one = len(found.terms) == 1 and found.terms[0].shape[0].startswith("NllLoss") and bool(found.terms[0].rules)
     if not one or items is None or not items.keys or items.entry is not None or found.terms[0].times != 1.0:
         raise UnsupportedSetupError(
-            f"got per_sample=True and a loss that {found} ({found.reason}); expected one cross entropy of torch over "
-            "labels, whose targets can be weighed by sample: leave per_sample out, or take a head without a fused or "
-            "compiled loss"
+            f"got per_sample=True and a loss that {found} ({found.reason}); expected one torch cross entropy over "
+            "labels; omit per_sample, or use a head without a fused or compiled loss"
         )
     items = replace(items, per_sample=True)
     return replace(found, items=items, terms=(replace(found.terms[0], rules=(items,)),))
 
 
 def sum_of_samples(loss: Tensor, rule: Items, inputs: Mapping[str, Any]) -> Tensor:
-    """The sum of the sample means of a micro-batch, 0-dim, with gradient; its samples are counted by the ``rule``.
+    """The sum of the sample means of a micro-batch, 0-dim, with gradient; ``rule`` counts its samples.
 
     Raises:
-        ContractError: if the loss is something else, or has other targets than the inputs.
+        ContractError: if the loss is not one cross entropy over the targets in the inputs.
     """
     terms = read(loss)
     if len(terms) != 1 or not terms[0].name.startswith("NllLoss"):
         raise ContractError(
-            f"got a loss made of {[term.name for term in terms]}; expected one cross entropy of torch over labels: "
-            "leave per_sample out"
+            f"got a loss with the terms {[term.name for term in terms]}; expected one torch cross entropy over labels; "
+            "omit per_sample"
         )
     leaf = terms[0].leaf
     target, ignored = leaf._saved_target, leaf._saved_ignore_index
@@ -64,8 +63,8 @@ def sum_of_samples(loss: Tensor, rule: Items, inputs: Mapping[str, Any]) -> Tens
     weights = _aligned(rule, inputs).get(target.numel())
     if weights is None:
         raise ContractError(
-            f"got a cross entropy over {target.numel()} targets; expected the {rule} of its micro-batch: leave "
-            "per_sample out"
+            f"got a cross entropy over {target.numel()} targets; expected the {rule} of its micro-batch; omit "
+            "per_sample"
         )
     total: Tensor = (losses * (weights.to(losses.device).view_as(target) * used)).sum().to(loss.dtype)
     for factor in terms[0].factors[:-1] if terms[0].divides else terms[0].factors:
@@ -74,11 +73,11 @@ def sum_of_samples(loss: Tensor, rule: Items, inputs: Mapping[str, Any]) -> Tens
 
 
 def _aligned(rule: Items, inputs: Mapping[str, Any]) -> dict[int, Tensor]:
-    """The weights of targets, flat, by how many targets a loss call may be handed."""
+    """The weights of targets, flat, by the possible numbers of targets of a loss call."""
     weights = rule.sample_weights(inputs)
     if not rule.shift or weights.ndim < 2:
         return {weights.numel(): weights.flatten()}
-    # A head drops the first position, or moves the labels and ignores the last.
+    # A head drops the first position, or shifts the labels and ignores the last.
     dropped = weights[..., 1:]
     moved = weights.roll(-1, dims=-1)
     moved[..., -1] = 0

@@ -1,8 +1,8 @@
 """Add the gradients of a window in more than the 16 bits of its parameters.
 
-A micro-batch's gradient is taken off ``.grad`` as it arrives and added to a sum of its own; in the last micro-batch the
-sum, rounded once, is what autograd is handed in the place of the last gradient, so that whatever looks at ``.grad``
-from then on (the reduction over ranks, clipping, the optimizer) sees it.
+A micro-batch's gradient is moved from ``.grad`` to a separate sum as it arrives. In the last micro-batch autograd gets
+the sum, rounded once, instead of the last gradient, so that everything that reads ``.grad`` later (the reduction over
+ranks, clipping, the optimizer) sees it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hf_accum_fix.errors import UnsupportedSetupError
 
 #: Dtypes whose ``.grad`` rounds with every micro-batch.
 NARROW: Final = (torch.bfloat16, torch.float16)
-#: Elements of each parameter that an estimate looks at.
+#: Elements of each parameter that an estimate uses.
 _LOOKED_AT: Final = 1024
 
 
 class Arrival(Enum):
-    """How gradients come to a tensor."""
+    """How gradients arrive at a tensor."""
 
-    #: By autograd; ``.grad`` is ours between two of them.
+    #: By autograd; between two of them ``.grad`` is free.
     AUTOGRAD = "autograd"
     #: By autograd; a parameter whose ``.grad`` is gone counts as unused (DDP that looks for unused parameters).
     HELD = "held"
@@ -41,7 +41,7 @@ class Arrival(Enum):
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that gradients arrive at; of a sharded model the one that its engine adds them up in.
+    """A tensor that gradients arrive at; of a sharded model the one in which its engine adds them.
 
     ``views``: parameters whose ``.grad`` is a part of the tensor's.
     """
@@ -65,7 +65,7 @@ class _InFloat32:
 
 
 class _Compensated:
-    """A sum in the parameter's dtype beside what rounding has cut off it, twice 2 bytes an element.
+    """A sum in the parameter's dtype and its rounding error, twice 2 bytes an element.
 
     Source: W. Kahan, Further remarks on reducing truncation errors, CACM 8 (1965) 40.
     """
@@ -76,7 +76,7 @@ class _Compensated:
     def add(self, gradient: Tensor) -> None:
         more = self._rest.add_(gradient)
         summed = self._sum + more
-        # What of ``more`` did not arrive.
+        # The part of ``more`` lost to rounding.
         more.add_(self._sum.sub_(summed))
         self._sum = summed
 
@@ -96,23 +96,23 @@ class WindowGradient:
     Hooks and sums exist between the first micro-batch of a window and its last; a window of one micro-batch has none.
 
     Args:
-        accumulate_in: "parameter" leaves the gradients to autograd, and estimates once what that loses; "float32" or
-            "compensated".
+        accumulate_in: "parameter" leaves the gradients to autograd, and estimates the rounding error once; "float32"
+            or "compensated".
 
     Attributes:
-        lost: relative error that adding the first window in 16 bits has cost, as estimated; None: not known (yet).
-        matters: that is more than one unit in the last place.
+        lost: estimated relative error from adding the first window in 16 bits; None: unknown.
+        matters: it is more than one unit in the last place.
 
     Raises:
-        UnsupportedSetupError: as a window begins, if an optimizer steps within the backward; as a sparse gradient
-            arrives; if a gradient that cannot be handed over any more is left.
+        UnsupportedSetupError: if an optimizer steps inside the backward, a gradient is sparse, or a gradient is left
+            that autograd can no longer get.
     """
 
     def __init__(self, accumulate_in: str) -> None:
         self.lost: float | None = None
         self.matters = False
-        self._kind = _SUMS.get(accumulate_in)
-        self._estimate = None if self._kind else _Rounding()
+        self._sum_type = _SUMS.get(accumulate_in)
+        self._estimate = None if self._sum_type else _Rounding()
         self._leaves: dict[Tensor, Leaf] = {}
         self._sums: dict[Tensor, _InFloat32 | _Compensated] = {}
         self._hooks: list[Any] = []
@@ -123,17 +123,16 @@ class WindowGradient:
     def micro_batch(self, leaves: Callable[[], Iterable[Leaf]], *, first: bool, last: bool) -> Iterator[None]:
         """Around one forward and backward; ``leaves`` are where the 16-bit gradients of the model arrive.
 
-        On entering the first of a window what an earlier one left is dropped; on leaving the last ``.grad`` is the
-        window's gradient, and nothing else is kept.
+        The first of a window drops what an earlier window left; after the last, ``.grad`` is the window's gradient.
         """
         if first:
             self.drop()
-        if (first and last) or (self._kind is None and self._estimate is None):
+        if (first and last) or (self._sum_type is None and self._estimate is None):
             yield
             return
         self._begun += 1
         self._last = last
-        # Some engines make theirs in the first forward.
+        # Some engines create parameters in the first forward.
         if self._begun <= 2:
             self._watch(leaves())
         if last:
@@ -142,7 +141,7 @@ class WindowGradient:
             yield
             self._collect()
         except BaseException:
-            # Whoever forgives this error goes on with what was added; it is theirs, whatever becomes of that.
+            # If the caller catches this error, ``.grad`` has to hold what was added.
             with suppress(UnsupportedSetupError):
                 self.finish()
             raise
@@ -154,10 +153,10 @@ class WindowGradient:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """End a window before its last micro-batch, or in it: ``.grad`` has what was added, as torch would have it.
+        """End a window early: put what was added into ``.grad``, as torch would have it.
 
         Raises:
-            UnsupportedSetupError: under FSDP1, whose parameters are shards again, so that they take no whole gradient.
+            UnsupportedSetupError: under FSDP1, whose parameters are shards between micro-batches.
         """
         shards = False
         for leaf, summed in self._sums.items():
@@ -172,12 +171,12 @@ class WindowGradient:
         self.drop()
         if shards:
             raise UnsupportedSetupError(
-                "got a window that ended before its last micro-batch under FSDP1, whose shards take no whole gradient; "
-                "expected all of its micro-batches; take FSDP2, or accumulate_in='parameter'"
+                "got a window that ended before its last micro-batch under FSDP1; expected all of its micro-batches, "
+                "since shards take no whole gradient; use FSDP2, or accumulate_in='parameter'"
             )
 
     def drop(self) -> None:
-        """Keep nothing of the window."""
+        """Drop the window's sums and hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -200,7 +199,7 @@ class WindowGradient:
                 continue
             _refuse_steps_within_backward(tensor)
             if tensor.grad is not None and arrival is not Arrival.FLAT:
-                # It may be a view of a bucket.
+                # It may be a view of a DDP bucket.
                 self._add(tensor, tensor.grad.clone())
             if arrival is not Arrival.REDUCED:
                 self._hooks.append(tensor.register_hook(partial(self._arriving, tensor)))
@@ -209,10 +208,10 @@ class WindowGradient:
 
     @torch.no_grad()
     def _arriving(self, leaf: Tensor, gradient: Tensor) -> Tensor | None:
-        """In the last micro-batch autograd is handed the sum, as if it had just been computed."""
+        """In the last micro-batch, replace the gradient by the window's sum."""
         if not self._last or leaf not in self._sums:
             return None
-        # Not held any longer, so that autograd takes it as it is, without a copy.
+        # Without another reference autograd takes it without a copy.
         summed = self._sums.pop(leaf)
         summed.add(_dense(gradient))
         leaf.grad = None
@@ -229,19 +228,19 @@ class WindowGradient:
         if leaf in self._sums:
             self._sums[leaf].add(_dense(gradient))
         else:
-            assert self._kind is not None
-            self._sums[leaf] = self._kind(_dense(gradient))
+            assert self._sum_type is not None
+            self._sums[leaf] = self._sum_type(_dense(gradient))
 
     def _offer(self) -> None:
-        """Have ``.grad`` hold the sum so far: a parameter that the last micro-batch does not use gets no gradient."""
+        """Put the sum so far into ``.grad``: a parameter that the last micro-batch does not use gets no gradient."""
         for leaf, summed in self._sums.items():
             if self._leaves[leaf].arrival in (Arrival.AUTOGRAD, Arrival.HELD):
                 leaf.grad = summed.rounded()
 
     @torch.no_grad()
     def _collect(self) -> None:
-        """Take what has come past the hooks."""
-        if self._kind is None:
+        """Take the gradients that did not pass a hook."""
+        if self._sum_type is None:
             return
         for leaf, known in self._leaves.items():
             arrival, reduced = known.arrival, known.arrival is Arrival.REDUCED
@@ -252,15 +251,15 @@ class WindowGradient:
                 leaf.grad = self._sums[leaf].rounded()
             if self._last and arrival is Arrival.FLAT and leaf in self._sums:
                 raise UnsupportedSetupError(
-                    "got a unit of FSDP that the last micro-batch of a window does not use, so that its gradient was "
-                    "not reduced; expected every unit to be used: take FSDP2, or accumulate_in='parameter'"
+                    "got an FSDP unit that the last micro-batch of a window does not use, so its gradient was not "
+                    "reduced; expected every unit to be used; use FSDP2, or accumulate_in='parameter'"
                 )
 
 
 class _Rounding:
-    """What adding a window's gradients in 16 bits loses, estimated on up to 1,024 elements of every parameter.
+    """Estimate the error of adding a window's gradients in 16 bits, on up to 1,024 elements of every parameter.
 
-    Both sums are made anew of the same arriving gradients, so that nothing of the training is touched.
+    It adds the arriving gradients itself, in both dtypes, and leaves the training's unchanged.
     """
 
     def __init__(self) -> None:
@@ -269,9 +268,9 @@ class _Rounding:
     @torch.no_grad()
     def add(self, leaf: Tensor, gradient: Tensor) -> None:
         dense = _dense(gradient)
-        # This rank's part of a distributed tensor.
+        # This rank's part of a DTensor.
         flat = (dense.to_local() if hasattr(dense, "to_local") else dense).reshape(-1)
-        # Odd, so that it does not follow the columns of a matrix.
+        # An odd stride, which does not follow the columns of a matrix.
         some = flat[:: max(flat.numel() // _LOOKED_AT, 1) | 1]
         if leaf in self.sums:
             narrow, wide = self.sums[leaf]
@@ -297,18 +296,18 @@ class _Rounding:
 
 
 def rounding_words(lost: float, micro_batches: int) -> str:
-    """What to say of a window whose gradients were added in 16 bits."""
+    """The warning for a window whose gradients were added in 16 bits."""
     return (
-        f"the gradients of {micro_batches} micro-batches are added in 16 bits, which puts the gradient off by about "
-        f"{lost:.1%} (measured in the first window; more with more micro-batches): take accumulate_in='float32' "
-        "(4 bytes more a parameter) or 'compensated' (2)"
+        f"the gradients of {micro_batches} micro-batches are added in 16 bits; the gradient is off by about {lost:.1%} "
+        "(first window; more with more micro-batches); use accumulate_in='float32' (4 bytes more per parameter) or "
+        "'compensated' (2)"
     )
 
 
 def _dense(gradient: Tensor) -> Tensor:
     if gradient.layout is not torch.strided:
         raise UnsupportedSetupError(
-            f"got a gradient of layout {gradient.layout}; expected dense ones: take Embedding(sparse=False), or "
+            f"got a gradient of layout {gradient.layout}; expected dense ones; use Embedding(sparse=False), or "
             "accumulate_in='parameter'"
         )
     return gradient
@@ -316,13 +315,13 @@ def _dense(gradient: Tensor) -> Tensor:
 
 def _refuse_steps_within_backward(tensor: Any) -> None:
     hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    # The Trainer's own averages over ranks the gradients that FSDP2 does not; it goes by the last micro-batch.
+    # The Trainer's own hook only averages over ranks, in the last micro-batch, what FSDP2 does not.
     steps = [] if getattr(tensor, "_replicated_grad_hook_registered", False) else [*(hooks or {}).values()]
-    # Those of torch.distributed.optim.
+    # torch.distributed.optim keeps its own list.
     steps += [type(each) for each in getattr(tensor, "_in_backward_optimizers", ())]
     if steps:
         named = ", ".join(sorted({getattr(each, "__qualname__", repr(each)) for each in steps}))
         raise UnsupportedSetupError(
-            f"got a parameter with a hook that runs within the backward ({named}), as optimizers have that step there "
-            "(layerwise GaLore, LOMO); expected none: take another optimizer, or accumulate_in='parameter'"
+            f"got a parameter with a hook that runs inside the backward ({named}), as of optimizers that step there "
+            "(layerwise GaLore, LOMO); expected none; use another optimizer, or accumulate_in='parameter'"
         )

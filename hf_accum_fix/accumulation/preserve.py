@@ -1,14 +1,13 @@
-"""Run code as if it had not been run: put back the tensors, Python values and random generators that it changes.
+"""Run code without side effects: restore the tensors, Python values and random generators that it changes.
 
-Two kinds of state are kept, each in the way that costs least:
+Tensors and Python values are kept in different ways:
 
-- *tensors*, whoever holds them: a dispatch mode sees every in-place operation before it runs and copies the storage it
-  is about to write to, unless that storage was made inside. A model that changes nothing is never copied.
-- *Python values*: attributes, containers, slots and arrays reachable from the given objects (modules, a trainer, its
-  meters) are noted before and put back, shallowly, where they differ; generators among them get their state back.
+- *tensors*: a dispatch mode sees every in-place operation before it runs, and copies the storage it is about to write
+  to, unless that was allocated inside. What is not written to is never copied.
+- *Python values*: attributes, containers, slots and arrays reachable from the given objects (modules, a trainer) are
+  recorded before, and restored, shallowly, where they differ; random generators among them get their state back.
 
-Where a training's first window is observed, globals, closures, classes and the objects of libraries stay out of sight;
-``thorough`` follows them as well, which verification does.
+Globals, closures, classes and the objects of libraries are only followed if ``thorough``, as in verification.
 """
 
 from __future__ import annotations
@@ -54,19 +53,19 @@ _SEQUENCES = (list, deque)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _PLAIN = (str, int, float, bool, bytes, type(None), types.ModuleType, logging.Logger)
 _FUNCTIONS = (types.FunctionType, types.MethodType, partial)
-#: Packages whose objects are machinery, not state that a loss notes something on.
+#: Packages whose objects hold no state that a loss depends on.
 _MACHINERY = frozenset(
     {"accelerate", "datasets", "deepspeed", "hf_accum_fix", "numpy", "tokenizers", "torch", "transformers", "wrapt"}
 ) | (sys.stdlib_module_names - {"__main__"})
-#: Of those, the objects that a loss does note something on.
+#: Exceptions to that.
 _NOTED_ON = frozenset(
     {"TrainerState", "TrainerControl", "TrainingArguments", "Seq2SeqTrainingArguments", "SimpleNamespace"}
 )
-#: Packages whose objects change on their own: other threads and processes write to them.
+#: Packages whose objects other threads and processes write to.
 _ALIVE = frozenset({"asyncio", "concurrent", "logging", "psutil", "subprocess", "threading", "weakref"})
 
 
-#: The name of every generator of random numbers in `Preserved.changed`.
+#: The name of random generators in `Preserved.changed`.
 RANDOM_NUMBERS = "a generator of random numbers"
 
 
@@ -74,10 +73,10 @@ class Kept(NamedTuple):
     """One piece of Python state.
 
     Attributes:
-        undo: puts it back.
-        differs: whether it differs in what a loss may depend on.
-        changed: names of what differs at all.
-        lost: names of what differs and cannot be put back.
+        undo: restores it.
+        differs: whether it differs so that a loss may depend on it.
+        changed: names of all that differs.
+        lost: names of what differs and cannot be restored.
     """
 
     undo: Callable[[], object] = bool
@@ -87,15 +86,15 @@ class Kept(NamedTuple):
 
 
 class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside a ``with`` block state may change; `restore`, and the end of the block, put it back.
+    """Inside a ``with`` block state may change; `restore`, and the end of the block, restore it.
 
     Args:
-        model: whose modes, buffers, parameters, generators and Python attributes are kept.
-        others: further objects whose attributes are kept, such as a trainer.
+        model: its modes, buffers, parameters, generators and Python attributes are kept.
+        others: more objects whose attributes are kept, such as a trainer.
         leave: objects that are not followed, such as data sets.
-        sharded: an engine moves the parameters in every forward, and keeps notes on the modules: only buffers, modes
-            and what hangs on ``others`` are kept.
-        thorough: follow functions, classes and the objects of libraries, too.
+        sharded: an engine moves the parameters in every forward, and changes the modules: only buffers, modes and
+            ``others`` are kept.
+        thorough: also follow functions, classes and the objects of libraries.
     """
 
     supports_higher_order_operators = True
@@ -125,7 +124,7 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Copy what ``func`` is about to write to, once a storage; note what it makes."""
+        """Copy what ``func`` is about to write to, once per storage; remember what it allocates."""
         kwargs = kwargs or {}
         schema = getattr(func, "_schema", None)
         if schema is None:
@@ -143,11 +142,11 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def wrote(self) -> bool:
-        """Whether a tensor that was there before has been written to, or a Python value that a loss may depend on.
+        """Whether a tensor has changed, or a Python value that a loss may depend on.
 
-        A list that has grown by Python numbers is a log, and an integer counts.
+        That excludes lists that have grown by Python numbers, which are logs, and integers, which are counters.
         """
-        # A copy: comparing them is seen by this mode, too.
+        # A copy, since this mode also sees the comparison.
         if any(not torch.equal(*_as_bytes(storage, content)) for storage, content in [*self._written.values()]):
             return True
         return any(each.differs() for each in self._kept)
@@ -157,11 +156,11 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sorted({name for each in self._kept for name in each.changed()})
 
     def lost(self) -> list[str]:
-        """Names of what differs and cannot be put back."""
+        """Names of what differs and cannot be restored."""
         return sorted({name for each in self._kept for name in each.lost()})
 
     def restore(self) -> None:
-        """Put everything back as it was when this was made."""
+        """Restore everything as it was at the start."""
         with torch.no_grad():
             for storage, content in self._written.values():
                 if storage.nbytes() == content.nbytes():
@@ -169,9 +168,9 @@ class Preserved(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for each in self._kept:
                 each.undo()
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+    def __exit__(self, error_type: Any, error: Any, traceback: Any) -> None:
         """Restore, also after an error."""
-        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        super().__exit__(error_type, error, traceback)  # type: ignore[no-untyped-call]
         self.restore()
 
     def _keep(self, value: Any) -> None:
@@ -198,7 +197,7 @@ def _as_bytes(*storages: torch.UntypedStorage) -> list[Tensor]:
 
 
 def _plain(value: Any) -> list[Tensor]:
-    """The tensors in a value that have a storage of their own: no wrappers such as DTensor."""
+    """The tensors in a value that have their own storage: no wrappers such as DTensor."""
     return [
         each for each in tree_leaves(value) if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
     ]
@@ -209,7 +208,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def python_state_kept(*roots: object, leave: Iterable[object] = ()) -> ExitStack:
-    """A context that puts back attributes and containers of some objects; tensors and modules are not looked at."""
+    """A context that restores attributes and containers of some objects, except tensors and modules."""
     stack = ExitStack()
     for each in _noted(roots, leave, follow_modules=False):
         stack.callback(each.undo)
@@ -218,7 +217,7 @@ def python_state_kept(*roots: object, leave: Iterable[object] = ()) -> ExitStack
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put the buffers of a model back, also after an error, without waiting for its device."""
+    """Restore the buffers of a model, also after an error, without waiting for its device."""
     kept = [each for module in model.modules() for each in _buffers_kept(module)]
     try:
         yield
@@ -234,7 +233,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 def reached(
     *roots: object, leave: Iterable[object] = (), follow_modules: bool = True, thorough: bool = True
 ) -> Iterator[Any]:
-    """The roots and all that they hold, each once; arguments as `Preserved`'s."""
+    """The roots and everything reachable from them, each once; arguments as `Preserved`'s."""
     seen = {id(each): each for each in leave}
     pending = list(roots)
     rooted = {id(root) for root in pending}
@@ -244,15 +243,15 @@ def reached(
             continue
         seen[id(each)] = each
         yield each
-        kind = type(each)
+        cls = type(each)
         follows = follow_modules if isinstance(each, nn.Module) else _holds_state(each, thorough)
         if _is_container(each, _DICTS):
             pending.extend(each.values() if len(each) <= _MOST_ELEMENTS else ())
-            pending.append(vars(each) if kind not in _DICTS and hasattr(each, "__dict__") else None)
+            pending.append(vars(each) if cls not in _DICTS and hasattr(each, "__dict__") else None)
         elif _is_container(each, _SEQUENCES):
             pending.extend(each if len(each) <= _MOST_ELEMENTS else ())
-            pending.append(vars(each) if kind not in _SEQUENCES and hasattr(each, "__dict__") else None)
-        elif kind in (tuple, set):
+            pending.append(vars(each) if cls not in _SEQUENCES and hasattr(each, "__dict__") else None)
+        elif cls in (tuple, set):
             pending.extend(islice(each, _MOST_ELEMENTS))
         elif isinstance(each, _FUNCTIONS):
             pending.extend(_held_by_function(each) if thorough else ())
@@ -260,8 +259,8 @@ def reached(
             pending.extend(vars(each).values() if thorough else ())
         elif follows or (id(each) in rooted and hasattr(each, "__dict__")):
             pending.append(vars(each))
-            pending.extend(kind.__mro__ if thorough else ())
-        if not isinstance(each, type) and (thorough or not _is_machinery(kind)):
+            pending.extend(cls.__mro__ if thorough else ())
+        if not isinstance(each, type) and (thorough or not _is_machinery(cls)):
             pending.extend(value for _, value in _slots(each))
 
 
@@ -277,13 +276,13 @@ def _held_by_function(value: Any) -> list[Any]:
     if _is_machinery(value):
         return [held for _, held in _cells(value)]
     named = [value.__globals__.get(name) for name in value.__code__.co_names]
-    # Functions and classes of a module lead everywhere.
+    # Following functions and classes of a module would reach everything.
     held = [each for each in named if not isinstance(each, (type, *_FUNCTIONS))]
     return [*(each for _, each in _cells(value)), value.__defaults__, value.__kwdefaults__, *held]
 
 
 def _cells(function: types.FunctionType) -> list[tuple[types.CellType, Any]]:
-    """The variables that a function closes over, but those that are not filled yet."""
+    """The filled variables that a function closes over."""
     found = []
     for cell in function.__closure__ or ():
         try:
@@ -296,20 +295,20 @@ def _cells(function: types.FunctionType) -> list[tuple[types.CellType, Any]]:
 def _noted(
     roots: Iterable[object], leave: Iterable[object], *, follow_modules: bool = True, thorough: bool = False
 ) -> list[Kept]:
-    """What puts back the state of everything reachable from the roots."""
+    """What restores everything reachable from the roots."""
     kept: list[Kept] = []
     names: dict[int, str] = {}
     for each in reached(*roots, leave=leave, follow_modules=follow_modules, thorough=thorough):
-        kind = type(each)
+        cls = type(each)
         if isinstance(each, Tensor):
             kept += _tensor_kept(each, thorough)
         elif isinstance(each, np.ndarray):
-            kept += _array_kept(each, thorough) if thorough or kind is np.ndarray else []
+            kept += _array_kept(each, thorough) if thorough or cls is np.ndarray else []
         elif _is_container(each, _DICTS):
             kept += _dict_kept(each, names.get(id(each), ""))
         elif _is_container(each, _SEQUENCES):
             kept.append(_sequence_kept(each))
-        elif kind is set:
+        elif cls is set:
             kept.append(_set_kept(each))
         elif isinstance(each, _GENERATORS):
             kept.append(_generator_kept(each))
@@ -322,16 +321,16 @@ def _noted(
         elif thorough and isinstance(each, types.GeneratorType):
             kept.append(_generator_watched(each))
         elif hasattr(each, "__dict__") and not isinstance(each, (type, *_FUNCTIONS)):
-            names[id(vars(each))] = kind.__name__
+            names[id(vars(each))] = cls.__name__
         if isinstance(each, nn.Module) and follow_modules:
             kept += _buffers_kept(each)
-        if not isinstance(each, type) and (thorough or not _is_machinery(kind)):
+        if not isinstance(each, type) and (thorough or not _is_machinery(cls)):
             kept += [Kept(partial(slot.__set__, each, value)) for slot, value in _slots(each)]
     return kept
 
 
-def _is_machinery(kind: Any) -> bool:
-    return kind.__name__ not in _NOTED_ON and (kind.__module__ or "").partition(".")[0] in _MACHINERY
+def _is_machinery(cls: Any) -> bool:
+    return cls.__name__ not in _NOTED_ON and (cls.__module__ or "").partition(".")[0] in _MACHINERY
 
 
 def _holds_state(value: object, thorough: bool) -> bool:
@@ -341,7 +340,7 @@ def _holds_state(value: object, thorough: bool) -> bool:
     return type(value).__module__.partition(".")[0] not in _ALIVE if thorough else not _is_machinery(type(value))
 
 
-# --- what puts one value back -----------------------------------------------------------------------------------------
+# --- restoring one value ----------------------------------------------------------------------------------------------
 
 
 def _is_stream(value: object) -> bool:
@@ -350,9 +349,9 @@ def _is_stream(value: object) -> bool:
 
 
 def _streams_kept(holder: Any, items: Iterable[tuple[Any, Any]]) -> list[Kept]:
-    """Generators and iterators, a loader's too, that a dict holds: what is drawn from one is drawn again afterwards.
+    """Generators and iterators, such as a loader's, that a dict holds: afterwards they yield the same values again.
 
-    One that was drawn from is replaced for good, by an iterator over the same values: it cannot be wound back.
+    One that was used cannot be rewound, so it is replaced by an iterator over the same values.
     """
     undo: list[Kept] = []
     for name, stream in [(name, value) for name, value in items if _is_stream(value)]:
@@ -366,29 +365,29 @@ def _streams_kept(holder: Any, items: Iterable[tuple[Any, Any]]) -> list[Kept]:
         (kept,) = tee(values(), 1)
         holder[name] = copy(kept)
 
-        def put_back(name: Any = name, stream: Any = stream, drawn: list[bool] = drawn, kept: Any = kept) -> None:
+        def restore(name: Any = name, stream: Any = stream, drawn: list[bool] = drawn, kept: Any = kept) -> None:
             holder[name] = copy(kept) if drawn else stream
 
-        undo.append(Kept(put_back))
+        undo.append(Kept(restore))
     return undo
 
 
 def _dict_kept(value: dict[Any, Any], owner: str) -> list[Kept]:
     streams = _streams_kept(value, value.items())
     before = dict(value)
-    telling = [(key, each) for key, each in before.items() if isinstance(each, (float, Tensor))]
+    values = [(key, each) for key, each in before.items() if isinstance(each, (float, Tensor))]
 
     def undo() -> None:
         if len(value) != len(before) or any(value.get(key, _ABSENT) is not kept for key, kept in before.items()):
-            # Whatever a class of its own makes of them.
+            # Bypass the overrides of a subclass.
             methods: Any = OrderedDict if isinstance(value, OrderedDict) else dict
             methods.clear(value)
             methods.update(value, before)
 
     def differs() -> bool:
-        # A number that a class gave is an attribute from its first change on.
+        # A number that was a class attribute becomes the object's with its first change.
         begun = any(isinstance(each, float) for key, each in value.items() if key not in before)
-        now = ((value.get(key, _ABSENT), each) for key, each in telling)
+        now = ((value.get(key, _ABSENT), each) for key, each in values)
         return begun or any(new is not old and not (isinstance(new, float) and new == old) for new, old in now)
 
     def changed() -> list[str]:
@@ -400,7 +399,7 @@ def _dict_kept(value: dict[Any, Any], owner: str) -> list[Kept]:
 
 
 def _class_kept(value: type) -> Kept:
-    """Attributes of a class, where an object counts without an attribute of its own."""
+    """The attributes of a class."""
     before = dict(vars(value))
 
     def changed() -> list[str]:
@@ -418,7 +417,7 @@ def _class_kept(value: type) -> Kept:
 
 
 def _variables_kept(function: types.FunctionType) -> list[Kept]:
-    """What a function closes over, and the global numbers that it names; both may be bound anew."""
+    """The variables that a function closes over, and the global values that it names."""
     kept = [
         Kept(
             partial(setattr, cell, "cell_contents", value),
@@ -462,7 +461,7 @@ def _tensor_kept(value: Tensor, thorough: bool) -> list[Kept]:
 
 
 def _data_kept(value: Tensor) -> Kept:
-    """What ``.data = ...`` puts elsewhere; what is written in place is seen by the dispatch mode."""
+    """The assignment of ``.data``; the dispatch mode sees what is written in place."""
     return _attribute_kept(value, "data", lambda now, before: now.data_ptr() == before.data_ptr())
 
 
@@ -473,7 +472,7 @@ def _buffers_kept(module: nn.Module) -> list[Kept]:
 
 def _buffer_kept(module: nn.Module, name: str, buffer: Tensor) -> Kept:
     before = buffer.detach().clone()
-    # BatchNorm changes its statistics by an operation that counts no version up.
+    # BatchNorm changes its statistics without a new version.
     counts = not buffer.is_inference() and not isinstance(module, _BatchNorm)
     version = buffer._version if counts else -1
 
@@ -486,7 +485,7 @@ def _buffer_kept(module: nn.Module, name: str, buffer: Tensor) -> Kept:
 
 
 def _generator_watched(value: types.GeneratorType[Any, Any, Any]) -> Kept:
-    """A generator that no dict holds, where it could be replaced by one over the same values."""
+    """A generator that no dict holds, so that it cannot be replaced."""
 
     def place() -> int:
         return -1 if value.gi_frame is None else hash((value.gi_frame.f_lasti, str(value.gi_frame.f_locals)))
@@ -510,7 +509,7 @@ def _array_kept(value: np.ndarray[Any, Any], thorough: bool) -> list[Kept]:
 
 
 def _bytes_kept(value: Any) -> Kept:
-    """A buffer of Python's own, in shared memory perhaps."""
+    """A Python buffer, which may be shared memory."""
     before = bytes(value)
     if isinstance(value, (Array, Scalar)):
         return Kept(lambda: memmove(byref(value), before, sizeof(value)))
@@ -521,12 +520,12 @@ def _bytes_kept(value: Any) -> Kept:
 
 
 def _slots(value: object) -> Iterator[tuple[Any, Any]]:
-    """The filled slots of an object, and what they hold."""
-    for kind in type(value).__mro__:
-        slots = vars(kind).values() if "__slots__" in vars(kind) else ()
+    """The filled slots of an object, and their values."""
+    for cls in type(value).__mro__:
+        slots = vars(cls).values() if "__slots__" in vars(cls) else ()
         for slot in (each for each in slots if isinstance(each, MemberDescriptorType)):
             try:
-                yield slot, slot.__get__(value, kind)
+                yield slot, slot.__get__(value, cls)
             except AttributeError:
                 continue
 
@@ -575,9 +574,9 @@ def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
 
 
 def _without_fsdp_hooks(model: nn.Module) -> None:
-    """Take off the hooks that FSDP1 hangs on its parameters in a forward with gradient, for a backward that never came.
+    """Remove the hooks that FSDP1 sets on its parameters in a forward with gradient, since no backward follows.
 
-    The next forward would keep them, on nodes of another dtype. As ``torch.distributed.fsdp`` does at a backward's end.
+    ``torch.distributed.fsdp`` does this at a backward's end; the next forward would keep them, for another dtype.
     """
     for module in model.modules():
         parameter = getattr(getattr(module, "_handle", None), "flat_param", None)
@@ -588,9 +587,9 @@ def _without_fsdp_hooks(model: nn.Module) -> None:
 
 
 class overridden(AbstractContextManager[None]):
-    """Inside a ``with`` block an attribute of one object is another; afterwards it is as it was.
+    """Override an attribute of one object inside a ``with`` block.
 
-    A class, since as a generator it takes twice the time, and every micro-batch enters it several times.
+    A class, since every micro-batch enters it several times, and a generator would take twice the time.
     """
 
     __slots__ = ("_before", "_holder", "_name", "_value")
@@ -610,10 +609,10 @@ class overridden(AbstractContextManager[None]):
 
 
 @contextmanager
-def undisturbed(
+def preserved_state(
     model: nn.Module, *others: object, leave: Iterable[object] = (), sharded: bool = False
 ) -> Iterator[Preserved]:
-    """Run forwards as training does, without gradient, and leave everything as it was; arguments as `Preserved`'s."""
+    """Run forwards as in training, without gradient, and restore everything; arguments as `Preserved`'s."""
     stance = getattr(torch.compiler, "set_stance", None)
     eager: AbstractContextManager[Any] = stance("force_eager") if stance is not None else nullcontext()
     with (

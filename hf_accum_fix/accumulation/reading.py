@@ -1,4 +1,4 @@
-"""Run one batch without leaving anything for a backward, and read the loss it makes."""
+"""Run one batch without saving tensors for a backward, and read its loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hf_accum_fix.accumulation.loss_graph import Term, holds_layers, read
 from hf_accum_fix.accumulation.noise import WithoutNoise
 from hf_accum_fix.accumulation.rules import ways_of_counting
-from hf_accum_fix.accumulation.values import Heard, listening
+from hf_accum_fix.accumulation.values import Captured, capture
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.errors import ContractError
 
@@ -28,17 +28,17 @@ Forward = Callable[[Mapping[str, Any], Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One term in one forward, as numbers; what is not named here is as in `loss_graph`.
+class TermReading:
+    """One term in one forward, as numbers; other attributes as in `loss_graph`.
 
     Attributes:
-        value: its part of the loss; None: it could not be followed.
-        named: the rules whose targets are those that the leaf has kept.
-        shift: the loss drops position 0 of the labels; None: the leaf does not show it.
-        total: the weight of its targets, of a cross entropy; 0.0: the leaf does not show it.
+        value: its part of the loss; None: unknown.
+        named: the rules whose targets the leaf has saved.
+        shift: the loss drops position 0 of the labels; None: unknown.
+        total: the weight of a cross entropy's targets; 0.0: unknown.
         learnt: it is a function of single parameters, and of no data.
-        holds_data: what cannot be read holds a layer of a model, so that its gradient depends on the data.
-        shares_learnt: a factor with a gradient of its own is other terms', too.
+        holds_data: there is a layer of a model below an unreadable leaf, so its gradient depends on the data.
+        shares_learnt: other terms have the same learnt factor.
     """
 
     name: str
@@ -62,11 +62,11 @@ class Seen:
     shares_learnt: bool
 
     def is_own_count(self, place: int) -> bool:
-        """Whether a factor is what the loss function itself divides by."""
+        """Whether a factor is the loss function's own divisor."""
         return self.divides and place == len(self.factors) - 1
 
     def product(self, places: Iterable[int]) -> float:
-        """Of the factors in these places, each multiplied or divided by; nan: one divides by zero."""
+        """The product of these factors; nan: one divides by zero."""
         result = 1.0
         for place in places:
             value, (divides, _) = self.factors[place], self.shape[2 + place]
@@ -79,28 +79,28 @@ class Reading:
     """One forward.
 
     Attributes:
-        number: that it was handed; None: none.
-        terms: stacked numbers taken for rows.
-        inside: stacked numbers taken for terms.
-        drew: it drew at random, dropout aside.
+        number: passed to it; None: none.
+        terms: with stacked numbers as rows.
+        inside: with stacked numbers as terms.
+        drew: it drew random numbers, apart from dropout.
     """
 
     batch: Mapping[str, Any]
     number: float | None
     loss: float
     dtype: torch.dtype
-    terms: list[Seen]
-    inside: list[Seen]
+    terms: list[TermReading]
+    inside: list[TermReading]
     drew: bool
 
     @property
     def numbers(self) -> list[Any]:
-        """All that it shows of the loss."""
+        """All values of the loss, to compare."""
         return [self.loss, *((each.shape, each.factors, each.value) for each in self.terms)]
 
 
 class ForgottenError(ContractError):
-    """A loss takes a gradient itself, in a forward that kept nothing for one."""
+    """A loss takes a gradient itself, in a forward that saved no tensors for one."""
 
 
 def read_batch(
@@ -114,54 +114,54 @@ def read_batch(
     listed: bool,
     keep: bool,
 ) -> Reading:
-    """Run a batch with gradient, and read the loss; unless ``keep``, what a backward would need is forgotten."""
+    """Run a batch with gradient, and read the loss; unless ``keep``, no tensors are saved for a backward."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
     before = _random_state()
-    handed = None if number is None else torch.tensor(number, device=device)
+    passed = None if number is None else torch.tensor(number, device=device)
     with (
         WithoutNoise(alike=listed),
-        listening(None, head) as heard,
+        capture(None, head) as captured,
         within(),
         torch.enable_grad(),
         nullcontext() if keep else saved_tensors_hooks(kept_small, unpacked),
     ):
-        loss = call(dict(batch), handed)
+        loss = call(dict(batch), passed)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ContractError(f"got {type(loss).__name__} as the loss of a micro-batch; expected a tensor of one number")
     total = float(loss.detach())
-    shown = partial(read, loss, heard.routers, deep=True, returned=heard.returned)
+    shown = partial(read, loss, captured.routers, deep=True, returned=captured.returned)
     rows, inside = (
-        _filled([_seen(term, heard, batch) for term in terms], total)
+        _filled([_term_reading(term, captured, batch) for term in terms], total)
         for terms in (shown(inside=False), shown(inside=True))
     )
     return Reading(batch, number, total, loss.dtype, rows, inside, _random_state() != before)
 
 
 def kept_small(tensor: Tensor) -> Tensor | None:
-    """Keep counts and labels, and nothing of activations."""
+    """Save counts and labels, and no activations."""
     return tensor if tensor.numel() <= 1 or not tensor.is_floating_point() else None
 
 
 def unpacked(tensor: Tensor | None) -> Tensor:
-    """What was kept of a tensor."""
+    """A tensor that was saved."""
     if tensor is None:
         raise ForgottenError(
-            "got a gradient inside of a forward that kept nothing for one; expected none: run it with one"
+            "got a gradient inside a forward without saved tensors; expected none; run it with keep=True"
         )
     return tensor
 
 
-def _seen(term: Term, heard: Heard, batch: Mapping[str, Any]) -> Seen:
+def _term_reading(term: Term, captured: Captured, batch: Mapping[str, Any]) -> TermReading:
     with _disable_current_modes():
         values = [each.value.detach() if isinstance(each.value, Tensor) else each.value for each in term.factors]
         factors = tuple(map(float, values))
-        kept = None if heard.values is None else heard.values.of(term.path.top)
+        kept = None if captured.values is None else captured.values.of(term.path.top)
         of_top = None if kept is None else float(kept)
         ignored, named = _targets(term, batch)
         total = float(getattr(term.leaf, "_saved_total_weight", 0.0))
-    seen = Seen(
+    seen = TermReading(
         term.name,
         term.shape,
         factors,
@@ -169,7 +169,7 @@ def _seen(term: Term, heard: Heard, batch: Mapping[str, Any]) -> Seen:
         term.readable,
         term.divides,
         term.rows,
-        heard.routers.get(term.leaf, ""),
+        captured.routers.get(term.leaf, ""),
         ignored,
         named,
         is_shifted(term, batch),
@@ -185,8 +185,8 @@ def _seen(term: Term, heard: Heard, batch: Mapping[str, Any]) -> Seen:
     return seen if of_top is None else replace(seen, value=of_top * seen.product(range(term.path.above)))
 
 
-def _filled(terms: list[Seen], loss: float) -> list[Seen]:
-    """Give what is left of a loss to its only term, or to the only one without a value."""
+def _filled(terms: list[TermReading], loss: float) -> list[TermReading]:
+    """Assign the rest of a loss to its only term, or to the only one without a value."""
     blank = terms if len(terms) == 1 else [each for each in terms if each.value is None]
     if len(blank) != 1 or any(each.added for each in terms):
         return terms
@@ -195,7 +195,7 @@ def _filled(terms: list[Seen], loss: float) -> list[Seen]:
 
 
 def _targets(term: Term, batch: Mapping[str, Any]) -> tuple[int | None, tuple[Items, ...]]:
-    """The ignored index of a cross entropy, and the rules whose targets it has kept."""
+    """The ignored index of a cross entropy, and the rules whose targets it has saved."""
     if not term.name.startswith("NllLoss"):
         return None, ()
     ignored = int(term.leaf._saved_ignore_index)
@@ -212,7 +212,7 @@ def _targets(term: Term, batch: Mapping[str, Any]) -> tuple[int | None, tuple[It
 
 
 def is_shifted(term: Term, batch: Mapping[str, Any]) -> bool | None:
-    """Whether a cross entropy drops position 0 of the labels; None: what it has kept does not show it."""
+    """Whether a cross entropy drops position 0 of the labels; None: unknown."""
     labels = batch.get("labels")
     if not term.name.startswith("NllLoss") or not isinstance(labels, Tensor) or labels.ndim < 2:
         return None

@@ -1,4 +1,4 @@
-"""Ways of counting the items of a batch from its inputs: they predict what a loss will divide by."""
+"""Rules that count the items of a batch from its inputs, to predict the divisor of a loss."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hf_accum_fix.accumulation.window import Items
 
 
 def is_near(a: float, b: float | None, tolerance: float = 1e-6) -> bool:
-    """Whether two numbers are the same but for a relative ``tolerance``."""
+    """Whether two numbers agree within a relative ``tolerance``."""
     return b is not None and abs(a - b) <= tolerance * max(abs(a), abs(b))
 
 
 def _is_close(a: float, b: float) -> bool:
-    """Whether two counts are the same: sums of weights round."""
+    """Whether two counts agree, within the rounding of sums of weights."""
     return is_near(a, b, 1e-5)
 
 
@@ -27,9 +27,9 @@ def matching_rules(
     ignored: Sequence[int] = (-100,),
     named: Sequence[Items] = (),
 ) -> tuple[tuple[Items, ...], float]:
-    """The rules that count so in every batch, and how many a loss counts for each item of theirs.
+    """The rules that give these counts in every batch, and the common ratio of count to rule.
 
-    ``named``: rules that the loss shows elsewhere, which come first; ``ignored`` as for `ways_of_counting`.
+    ``named``: rules known from elsewhere in the loss, which come first; ``ignored`` as for `ways_of_counting`.
     """
     in_proportion: dict[Items, float] = {}
     for rule in dict.fromkeys((*named, *ways_of_counting(batches[0], ignored))):
@@ -37,14 +37,14 @@ def matching_rules(
             continue
         found = [float(rule.count(batch)) for batch in batches]
         times = counts[0] / found[0] if found[0] else 0.0
-        # Heads with a list of targets divide by 1 where there is none.
+        # Heads with lists of targets divide by at least 1.
         fits = [_is_close(n, max(times * m, float(rule.entry is not None))) for n, m in zip(counts, found, strict=True)]
         if times and all(fits):
             in_proportion[rule] = times
-    told_apart = batches[1] is not batches[2]
+    distinct = batches[1] is not batches[2]
     usable = [each for each in in_proportion.values() if _is_close(each, 1.0)]
     usable += [
-        n for n in in_proportion.values() if told_apart and (_is_close(n, round(n)) or _is_close(1 / n, round(1 / n)))
+        n for n in in_proportion.values() if distinct and (_is_close(n, round(n)) or _is_close(1 / n, round(1 / n)))
     ]
     best = usable[0] if usable else 0.0
     if not best and (mixed := _mixed(counts, batches)) is not None:
@@ -53,7 +53,7 @@ def matching_rules(
 
 
 def _mixed(counts: Sequence[float], batches: Sequence[Mapping[str, Any]]) -> Items | None:
-    """Weights of classes over listed targets: so much for a target, and so much for each query without one."""
+    """A rule for weighted classes over listed targets: one weight per target, one per query without a target."""
     listed, samples = next(listed_targets(batches[0]), None), Items()
     if listed is None:
         return None
@@ -62,7 +62,7 @@ def _mixed(counts: Sequence[float], batches: Sequence[Mapping[str, Any]]) -> Ite
         return None
     of_target = (counts[0] * d - b * counts[1]) / (a * d - b * c)
     of_sample = (a * counts[1] - counts[0] * c) / (a * d - b * c)
-    # Ranks that round apart take the same.
+    # Rounded, so that ranks agree.
     return Items(mix=((float(f"{of_target:.6g}"), listed), (float(f"{of_sample:.6g}"), samples)))
 
 
@@ -84,7 +84,7 @@ def targets_padding(rule: Items, batch: Mapping[str, Any]) -> bool:
 
 
 def ways_of_counting(inputs: Mapping[str, Any], ignored: Sequence[int] = (-100,)) -> Iterator[Items]:
-    """Every way of counting that the inputs offer, the more telling first; ``ignored``: labels that are no targets."""
+    """Every rule that fits the inputs, most likely first; ``ignored``: labels that are no targets."""
     tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor) and value.ndim > 0}
     tokens = tensors.get("input_ids")
     if "start_positions" in tensors and tokens is not None and tokens.ndim > 1 and tokens.shape[1] in ignored:
@@ -108,21 +108,21 @@ def ways_of_counting(inputs: Mapping[str, Any], ignored: Sequence[int] = (-100,)
                 yield Items((key,), ignore, mask=masked)
     yield from listed_targets(inputs)
     masks = [key for key in tensors if "mask" in key and (_is_mask(tensors[key]) or "observed" in key)]
-    telling = [key for key in masks if "attention" not in key]
-    yield from (Items((key,), ignore_index=0) for key in sorted(telling, key=lambda key: "past" in key))
+    target_masks = [key for key in masks if "attention" not in key]
+    yield from (Items((key,), ignore_index=0) for key in sorted(target_masks, key=lambda key: "past" in key))
     yield Items()
-    yield from (Items((key,), ignore_index=0) for key in masks if key not in telling)
+    yield from (Items((key,), ignore_index=0) for key in masks if key not in target_masks)
     positions = (key for key, value in tensors.items() if value.ndim > 1 and not value.is_floating_point())
     yield from (Items((key,), ignore_index=None) for key in positions)
-    # Chosen texts that stand before the rejected ones (ORPO, CPO, DPO with rpo_alpha).
-    for key in (*(each for each in labels if each != "shift_labels"), *telling):
+    # Chosen texts come before the rejected ones (ORPO, CPO, DPO with rpo_alpha).
+    for key in (*(each for each in labels if each != "shift_labels"), *target_masks):
         if tensors[key].ndim == 2 and not tensors[key].is_floating_point() and len(tensors[key]) % 2 == 0:
             ignored_here = ignored if key in labels else (0,)
             yield from (Items((key,), each, shift, first_half=True) for each in ignored_here for shift in (True, False))
 
 
 def listed_targets(inputs: Mapping[str, Any]) -> Iterator[Items]:
-    """Ways of counting the rows of what is listed for each sample: the boxes of an image, or its masks."""
+    """Rules for targets listed by sample: the boxes of an image, or its masks."""
     for key, value in inputs.items():
         if "label" not in key or not isinstance(value, (list, tuple)) or not value:
             continue
@@ -133,7 +133,7 @@ def listed_targets(inputs: Mapping[str, Any]) -> Iterator[Items]:
 
 
 def _has_ignored(value: Tensor) -> bool:
-    """Whether an input marks what is no target as labels do, whatever its name."""
+    """Whether an input has -100, as labels do."""
     return not value.is_floating_point() and value.dtype is not torch.bool and bool((value == -100).any())
 
 

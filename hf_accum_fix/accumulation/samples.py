@@ -1,4 +1,4 @@
-"""The samples that a loss is observed on: a batch, and two parts of it."""
+"""The batches that a loss is observed on: a batch, and two parts of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Split(NamedTuple):
 
     Attributes:
         apart: the parts are parts of the whole.
-        tells: coupled samples would show.
+        shows_coupling: coupled samples would be detected.
         tasks: the parts are micro-batches that may be of two tasks.
     """
 
@@ -30,21 +30,21 @@ class Split(NamedTuple):
     one: Batch
     other: Batch
     apart: bool = True
-    tells: bool = True
+    shows_coupling: bool = True
     tasks: bool = False
 
 
 def splits(window: Sequence[Batch]) -> Iterator[Split]:
-    """Ways to take samples of a window apart, the surest first; not every model can run each of them.
+    """Splits of a window's samples, most reliable first; a model may be unable to run some of them.
 
-    Rows of its most telling micro-batch; two micro-batches beside the batch of both; rows whose second half belongs to
-    the first (DPO); a micro-batch beside itself; and micro-batches as they are, of which nothing is put together.
+    Rows of its most informative micro-batch; two micro-batches and the batch of both; rows whose second half belongs to
+    the first (DPO); a doubled micro-batch; and unchanged micro-batches.
     """
-    ordered = sorted(window, key=_tells, reverse=True)
+    ordered = sorted(window, key=_informative, reverse=True)
     batch = ordered[0]
-    # The one that is least like it, but has targets.
-    others = [each for each in reversed(ordered[1:]) if _tells(each)[0]] or ordered[1:]
-    # Tasks that a column names are seen together.
+    # The least similar one with targets comes first.
+    others = [each for each in reversed(ordered[1:]) if _informative(each)[0]] or ordered[1:]
+    # If a column names tasks, observe them together.
     unseen = _unseen(window, batch)
     others.sort(key=lambda each: -len(unseen & _marks(each)))
     rows = sample_count(batch)
@@ -54,7 +54,7 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     if by_row:
         least = _least_row(batch, rows)
         yield Split(batch, _rows(batch, [least]), _rows(batch, [row for row in range(rows) if row != least]))
-    # The last is most alike: a sum of tasks has fewer terms there.
+    # The last one is most similar, so a sum over tasks has fewer terms there.
     for other in () if by_row else others[:: max(len(others) - 1, 1)]:
         if (both := _merged(batch, other)) is not None:
             yield Split(both, batch, other, tasks=bool(unseen & _marks(other)))
@@ -70,16 +70,16 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     if others and by_row and not odd and (both := _merged(batch, others[0], interleaved=True)) is not None:
         yield Split(both, batch, others[0])
     if (twice := _twice(batch)) is not None:
-        yield Split(twice, batch, batch, tells=False)
+        yield Split(twice, batch, batch, shows_coupling=False)
     one, other, *_ = (*others, batch, batch)
-    yield Split(batch, one, other, apart=False, tells=False)
+    yield Split(batch, one, other, apart=False, shows_coupling=False)
     for each in ordered:
-        yield Split(each, each, each, apart=False, tells=False)
+        yield Split(each, each, each, apart=False, shows_coupling=False)
 
 
-def _tells(batch: Batch) -> tuple[bool, bool, int, float]:
-    """How much a micro-batch tells: ways of counting that differ in it, and its targets."""
-    # Halves of a batch differ in any.
+def _informative(batch: Batch) -> tuple[bool, bool, int, float]:
+    """Sort key of micro-batches: how many rules differ in them, and their targets."""
+    # Halves differ in any batch.
     counts = [float(rule.count(batch)) for rule in ways_of_counting(batch) if not rule.first_half]
     return counts[0] > 0, sample_count(batch) > 1, len(set(counts)), counts[0]
 
@@ -92,7 +92,7 @@ def _marks(batch: Batch) -> set[tuple[str, int]]:
 
 
 def _unseen(window: Sequence[Batch], batch: Batch) -> set[tuple[str, int]]:
-    """Those that other micro-batches hold and one does not, of columns with few of them."""
+    """The values that only other micro-batches have, of columns with few values."""
     marks = set[tuple[str, int]]().union(*map(_marks, window))
     few = {
         key for key, count in Counter(key for key, _ in marks).items() if 2 * count <= sum(map(sample_count, window))
@@ -101,7 +101,7 @@ def _unseen(window: Sequence[Batch], batch: Batch) -> set[tuple[str, int]]:
 
 
 def _has_rows_alone(batch: Batch, rows: int) -> bool:
-    """Whether a batch can be taken apart: it has several samples, and every input has as many rows."""
+    """Whether a batch can be split by rows: it has several samples, and every input has as many rows."""
     return rows > 1 and all(_is_plain(value) and len(value) == rows for value in _sized(batch))
 
 
@@ -120,7 +120,7 @@ def _sized(batch: Batch) -> Iterator[Any]:
 
 
 def _least_row(batch: Batch, rows: int) -> int:
-    """The row with the fewest targets, but some; of listed targets the one furthest from the others."""
+    """The row with the fewest targets above 0; of listed targets the one furthest from the mean."""
     listed = next(listed_targets(batch), None)
     if listed is not None:
         counts = [float(listed.count(_rows(batch, [row]))) for row in range(rows)]
@@ -144,7 +144,7 @@ def _rows(batch: Batch, rows: list[int]) -> dict[str, Any]:
 
 
 def _pairs(batch: Batch, rows: list[int], half: int) -> dict[str, Any]:
-    """Rows of a batch whose second half stands beside its first; what has one row for each pair is taken by pairs."""
+    """Rows of a batch whose second half is paired with its first; inputs with one row per pair are indexed by pairs."""
     each = {key: value for key, value in batch.items() if has_rows(value) and len(value) == half}
     every = {key: value for key, value in batch.items() if key not in each}
     return {**_rows(every, rows), **_rows(each, [row for row in rows if row < half])}
@@ -154,22 +154,22 @@ def _merged(one: Batch, other: Batch, *, interleaved: bool = False) -> dict[str,
     """Two micro-batches as one, padded on the right; None where that cannot be done safely."""
     result: dict[str, Any] = {}
     for key, value in one.items():
-        beside = other.get(key)
-        if isinstance(value, Tensor) and isinstance(beside, Tensor):
-            if value.ndim == 0 or value.ndim != beside.ndim or (interleaved and len(value) != len(beside)):
+        second = other.get(key)
+        if isinstance(value, Tensor) and isinstance(second, Tensor):
+            if value.ndim == 0 or value.ndim != second.ndim or (interleaved and len(value) != len(second)):
                 return None
             if value.ndim == 2 or not value.is_floating_point():
-                width = max(value.shape[-1], beside.shape[-1])
+                width = max(value.shape[-1], second.shape[-1])
                 fill = -100 if "label" in key else 0
-                value, beside = (
+                value, second = (
                     F.pad(each, (0, width - each.shape[-1]), value=fill) if each.ndim > 1 else each
-                    for each in (value, beside)
+                    for each in (value, second)
                 )
-            if value.shape[1:] != beside.shape[1:]:
+            if value.shape[1:] != second.shape[1:]:
                 return None
-            result[key] = torch.stack([value, beside], 1).flatten(0, 1) if interleaved else torch.cat([value, beside])
-        elif isinstance(value, list) and isinstance(beside, list) and not interleaved:
-            result[key] = [*value, *beside]
+            result[key] = torch.stack([value, second], 1).flatten(0, 1) if interleaved else torch.cat([value, second])
+        elif isinstance(value, list) and isinstance(second, list) and not interleaved:
+            result[key] = [*value, *second]
         elif isinstance(value, (bool, str)) or value is None:
             result[key] = value
         else:
@@ -178,7 +178,7 @@ def _merged(one: Batch, other: Batch, *, interleaved: bool = False) -> dict[str,
 
 
 def _twice(batch: Batch) -> dict[str, Any] | None:
-    """A batch beside itself; position ids of three axes have their samples second. None: it has nothing to double."""
+    """A doubled batch; position ids of three axes have their samples second. None: it has nothing to double."""
     doubled = {key: _doubled(key, value) for key, value in batch.items()}
     return doubled if any(doubled[key] is not batch[key] for key in batch) else None
 

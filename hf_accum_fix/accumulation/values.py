@@ -1,6 +1,6 @@
-"""What is listened to in the forward of a loss: the values of its terms, and the nodes of its router's losses.
+"""Capture, in the forward of a loss, the values of its terms and the nodes of its router losses.
 
-autograd keeps neither: a term's value is what a function of torch returned, a router's loss what the model put out.
+autograd keeps neither: a torch function returned the value of a term, the model returned a router loss.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hf_accum_fix.accumulation.contract import How, LossContract
 
 
 class Values(TorchFunctionMode):
-    """Inside a ``with`` block, keep every single number with a gradient that a function of torch returns.
+    """Inside a ``with`` block, keep every single number with a gradient that a torch function returns.
 
-    No operation is run for it. A number that is changed in place afterwards is not known any more.
+    This runs no operation. A number that is changed in place afterwards is forgotten.
     """
 
     def __init__(self) -> None:
@@ -35,19 +35,19 @@ class Values(TorchFunctionMode):
         return out
 
     def of(self, node: Any) -> Tensor | None:
-        """What a node returned, without its graph; None: it was not seen, or has changed since."""
+        """What a node returned, without its graph; None: unknown, or changed since."""
         kept, version = self._kept.get(node, (None, 0))
         return None if kept is None or kept._version != version else kept.detach().reshape(())
 
 
 @dataclass
-class Heard:
-    """What was heard of one forward.
+class Captured:
+    """What was captured of one forward.
 
     Attributes:
-        values: None: they were not listened to.
-        routers: the nodes of router losses, with their kinds ("aux_loss", "z_loss").
-        returned: the nodes of losses that the model itself returned.
+        values: None: not captured.
+        routers: the nodes of router losses, with their names ("aux_loss", "z_loss").
+        returned: the nodes of losses that the model returned.
     """
 
     values: Values | None = None
@@ -56,13 +56,13 @@ class Heard:
 
 
 @contextmanager
-def listening(contract: LossContract | None, head: nn.Module | None) -> Iterator[Heard]:
-    """Around the forward of a loss; without a contract it is observed, and everything is listened to.
+def capture(contract: LossContract | None, head: nn.Module | None) -> Iterator[Captured]:
+    """Around the forward of a loss; without a contract, everything is captured.
 
-    ``head`` is the model whose outputs carry a router's loss; None: there is none.
+    ``head``: the model whose outputs have a router loss; None: there is none.
     """
     several = contract is None or contract.groups > 1 or contract.added
-    heard = Heard(Values() if several else None)
+    captured = Captured(Values() if several else None)
 
     def note(module: nn.Module, given: Any, outputs: Any) -> None:
         named = outputs if isinstance(outputs, Mapping) else {"loss": outputs[0]} if isinstance(outputs, tuple) else {}
@@ -70,16 +70,16 @@ def listening(contract: LossContract | None, head: nn.Module | None) -> Iterator
             if not isinstance(value, Tensor) or value.grad_fn is None:
                 continue
             if key == "loss" and value.numel() == 1:
-                heard.returned.add(value.grad_fn)
-            for kind in ("aux_loss", "z_loss"):
-                if f"_{key}".endswith(f"_{kind}"):
-                    heard.routers[value.grad_fn] = kind
+                captured.returned.add(value.grad_fn)
+            for name in ("aux_loss", "z_loss"):
+                if f"_{key}".endswith(f"_{name}"):
+                    captured.routers[value.grad_fn] = name
 
-    carried = contract is None or any(each.how is How.ROUTER for each in contract.terms)
-    handle = head.register_forward_hook(note) if head is not None and carried else None
+    has_router = contract is None or any(each.how is How.ROUTER for each in contract.terms)
+    handle = head.register_forward_hook(note) if head is not None and has_router else None
     try:
-        with heard.values or nullcontext():
-            yield heard
+        with captured.values or nullcontext():
+            yield captured
     finally:
         if handle is not None:
             handle.remove()

@@ -1,12 +1,11 @@
-"""Weigh a micro-batch's loss, so that the plain mean over micro-batches and ranks is the global batch's.
+"""Weight a micro-batch's loss, so that the plain mean over micro-batches and ranks is the global batch's.
 
-The loss that is about to be trained is read from its graph (`loss_graph`). A term that divides by d is multiplied by
+The loss of each micro-batch is read from its graph (`loss_graph`). A term that divides by d is multiplied by
 
     d / n_mean        n_mean = N / (G W)    of the items that this term counts (`window`)
 
-whatever d is. Terms that all have one weight are weighed by scaling the loss, others by a hook on the node of each. A
-weight is kept as what to divide by, n_mean / d: where all micro-batches are alike that is G, and the division is
-upstream's to the last bit.
+whatever d is. If all terms have one weight, the loss is scaled; else each term has a hook on its node. Weights are kept
+as divisors, n_mean / d: where all micro-batches are alike that is G, and the division is bitwise upstream's.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from torch import Tensor
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.loss_graph import Term, has_several_outputs, read
 from hf_accum_fix.accumulation.per_sample import sum_of_samples
-from hf_accum_fix.accumulation.share import Cut
-from hf_accum_fix.accumulation.values import Heard, Values
+from hf_accum_fix.accumulation.scaling import Normalizer
+from hf_accum_fix.accumulation.values import Captured, Values
 from hf_accum_fix.accumulation.window import Items, count_dtype
 
 #: A Python number, or a tensor of one element on the device.
@@ -33,12 +32,12 @@ Number = Tensor | float
 
 @dataclass
 class WindowCheck:
-    """What the micro-batches of one window on one rank divided by, beside what was predicted.
+    """The divisors of one window on one rank, and their predictions.
 
     Attributes:
         contract: of their loss.
-        is_corrected: the gradient is corrected by their sum, so that each need not be as predicted.
-        changed: what a micro-batch did that the observation did not show, in words; empty: nothing.
+        is_corrected: the gradient is corrected by their sum, so single ones may differ from the prediction.
+        changed: how a micro-batch differed from the observed loss, in words; empty: it did not.
     """
 
     contract: LossContract
@@ -49,24 +48,24 @@ class WindowCheck:
     _unpredicted: set[int] = field(default_factory=set)
 
     def note(self, place: int, seen: Number, predicted: Number) -> None:
-        """Take what one term of a micro-batch divided by, and what was predicted; ``place``: of its `TermSpec`."""
+        """Add the divisor of one term of a micro-batch, and its prediction; ``place``: of its `TermSpec`."""
         if self.contract.groups > 1 and place not in self._seen and _differ(seen, predicted):
-            # No one number corrects several terms: the window's first micro-batch shows whether its rule holds.
+            # One number cannot correct several terms: the window's first micro-batch decides whether its rule fits.
             self._unpredicted.add(place)
         self._seen.setdefault(place, []).append(seen)
         self._predicted.setdefault(place, []).append(predicted)
 
     def first(self, seen: Number) -> Number:
-        """What the window's first micro-batch divided by; ``seen``: what this one does, if it is that."""
+        """The divisor of the window's first micro-batch; ``seen``: of this one, in case it is the first."""
         return self._seen[0][0] if self._seen else seen
 
     def is_unpredicted(self, place: int) -> bool:
-        """Whether no rule counts a term in this window: then it gets the plain mean over micro-batches."""
+        """Whether no rule counts a term in this window, so that it gets the plain mean over micro-batches."""
         return place in self._unpredicted
 
     @property
     def counted(self) -> bool:
-        """Whether one count of the window was taken, by which its gradient can be corrected."""
+        """Whether one count of the window was taken, which can correct its gradient."""
         return bool(self._seen) and self.contract.groups <= 1
 
     def counts(self, device: torch.device) -> Tensor:
@@ -77,12 +76,12 @@ class WindowCheck:
         return torch.stack([_stacked(each[place], device).sum() for each in (self._seen, self._predicted)])
 
     def broken(self, device: torch.device) -> Tensor | None:
-        """Whether terms divided by other items than predicted, 0-dim on the device; None: one count, or no sign."""
+        """Whether terms divided by other items than predicted, 0-dim on the device; None: one count, or none."""
         corrected = self.counted and self.is_corrected
         flags = []
         for place in [*self._seen][int(corrected) :]:
             seen = _stacked(self._seen[place], device)
-            # Terms of one weight divide by the same, or no one number corrects them.
+            # Terms of one weight have to divide by the same number, or it cannot correct them.
             wanted = _stacked(next(iter(self._seen.values())) if corrected else self._predicted[place], device)
             if self.is_corrected:
                 seen, wanted = seen.sum(), wanted.sum()
@@ -95,7 +94,7 @@ def _on_host(number: Number) -> bool:
 
 
 def _differ(seen: Number, predicted: Number) -> bool:
-    """Whether two counts are known not to be the same: numbers on a device are not read. Sums of weights round."""
+    """Whether two counts differ, beyond rounding; False for numbers on a device, which are not read."""
     on_host = _on_host(seen) and _on_host(predicted)
     return on_host and abs(float(seen) - float(predicted)) > 1e-6 * abs(float(predicted))
 
@@ -111,26 +110,26 @@ def _stacked(counts: Sequence[Number], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Weighed:
-    """A micro-batch's loss, weighed.
+    """A micro-batch's weighted loss.
 
     Attributes:
-        loss: to be handed to the engine, 0-dim, with gradient.
-        value: its part of the window's loss for the log, 0-dim.
-        as_stock: the part of ``value`` whose terms keep the scale that stock hands to the engine; None: none does.
-        handed: those terms divide by the number of the global batch, not by a count of their own.
+        loss: for the engine's backward, 0-dim, with gradient.
+        value: its part of the window's logged loss, 0-dim.
+        as_stock: the part of ``value`` whose terms keep the stock Trainer's scale; None: none does.
+        by_number: those terms divide by the number of the global batch, not by a count of their own.
         stock: that scale, for the hooks of those terms; None: the whole loss has it.
     """
 
     loss: Tensor
     value: Tensor
     as_stock: Tensor | None = None
-    handed: bool = False
+    by_number: bool = False
     stock: list[float] | None = None
 
     def scaled(self, stock: float, micro_batches: int) -> tuple[Tensor, Tensor]:
-        """Loss and value with that scale: ``stock`` is what the stock Trainer has multiplied the loss by."""
+        """Loss and value with the stock Trainer's scale, ``stock``."""
         assert self.as_stock is not None
-        times = stock if self.handed else stock * micro_batches
+        times = stock if self.by_number else stock * micro_batches
         if self.stock is None:
             return self.loss * times, self.value * times
         self.stock[0] = times
@@ -140,126 +139,127 @@ class Weighed:
 def weigh(
     loss: Tensor,
     contract: LossContract,
-    cut: Cut,
+    normalizer: Normalizer,
     check: WindowCheck,
     inputs: Mapping[str, Any],
     predicted: Mapping[Items, Tensor],
-    heard: Heard,
+    captured: Captured,
     *,
-    weightless: bool = False,
+    zero_weight: bool = False,
 ) -> Weighed:
-    """Weigh the loss of a micro-batch, before its backward.
+    """Weight the loss of a micro-batch, before its backward.
 
     Args:
         loss: of one number, as it was computed.
         contract: how its terms are reduced.
-        cut: of its global batch.
-        check: takes what the terms divide by.
-        inputs: of the forward that was heard.
+        normalizer: of its window.
+        check: the terms' divisors are added to it.
+        inputs: of the forward.
         predicted: items of the micro-batch by every rule.
-        heard: what was heard of the forward.
-        weightless: the micro-batch counts nothing.
+        captured: of the forward.
+        zero_weight: the micro-batch counts nothing.
     """
     if (rule := contract.items) is not None and rule.per_sample:
         # The sum of sample means over n_mean samples.
-        count = 0.0 if weightless else rule.count(inputs, cut.mean.device)
-        check.note(0, count, 0.0 if weightless else predicted.get(rule, count))
-        return _ready(sum_of_samples(loss, rule, inputs), math.inf if weightless else cut.left_means[rule], cut)
-    terms = read(loss, heard.routers, inside=contract.inside, deep=contract.deep)
-    if cut.is_whole and not weightless and not any(each.own for each in contract.terms):
+        count = 0.0 if zero_weight else rule.count(inputs, normalizer.mean.device)
+        check.note(0, count, 0.0 if zero_weight else predicted.get(rule, count))
+        weight = math.inf if zero_weight else normalizer.mean_by_rule[rule]
+        return _ready(sum_of_samples(loss, rule, inputs), weight, normalizer)
+    terms = read(loss, captured.routers, inside=contract.inside, deep=contract.deep)
+    if normalizer.is_whole and not zero_weight and not any(each.own for each in contract.terms):
         _note_number(terms, contract, check, predicted)
-        return _ready(loss, cut.left, cut)
+        return _ready(loss, normalizer.remaining_divisor, normalizer)
     matched = _matched(terms, contract.terms)
-    if matched is None and weightless:
-        return _ready(loss, math.inf, cut)
+    if matched is None and zero_weight:
+        return _ready(loss, math.inf, normalizer)
     if matched is None:
         names = sorted({each.name for each in terms}) or ["none with a gradient"]
-        check.changed = f"its loss has other terms than when it was observed: {', '.join(names)}"
+        check.changed = f"its loss has other terms than the observed one: {', '.join(names)}"
         if contract.terms[0].number:
-            # It divides by the number of the global batch, whatever its terms are.
-            return _ready(loss, cut.left / cut.micro_batches, cut)
-        # A trainer that divides for the window goes on to.
+            # It divides by the number of the global batch, whatever its terms.
+            return _ready(loss, normalizer.remaining_divisor / normalizer.micro_batches, normalizer)
+        # A trainer that divides by the accumulation steps still does.
         scaled = next((each for each in contract.terms if each.own or each.as_stock), None)
-        return _ready(loss, cut.left, cut, None if scaled is None else replace(scaled, as_stock=True))
+        return _ready(
+            loss, normalizer.remaining_divisor, normalizer, None if scaled is None else replace(scaled, as_stock=True)
+        )
     weights: list[tuple[Term, Number, TermSpec]] = []
     for place, (spec, found) in enumerate(matched):
         if found:
-            rule = spec.rules[0] if spec.rules else None if cut.is_corrected else contract.items
-            value = None if len(found) > 1 or contract.groups == 1 else _value(found[0], heard.values)
+            rule = spec.rules[0] if spec.rules else None if normalizer.is_corrected else contract.items
+            value = None if len(found) > 1 or contract.groups == 1 else _value(found[0], captured.values)
             is_own = value is not None or (len(terms) == 1 and not contract.added)
             value = loss if value is None else value
-            counts = _counts(spec, rule, found[0], cut, inputs, predicted, value, is_own=is_own)
-            if counts is not None and (spec.handed or not spec.as_stock):
-                noted = (0.0, 0.0) if weightless else (counts.seen, counts.predicted)
+            counts = _counts(spec, rule, found[0], normalizer, inputs, predicted, value, is_own=is_own)
+            if counts is not None and (spec.by_number or not spec.as_stock):
+                noted = (0.0, 0.0) if zero_weight else (counts.seen, counts.predicted)
                 check.note(place, *(noted if spec.times == 1.0 else (each / spec.times for each in noted)))
                 if found[0].rows and _differ(*noted):
-                    check.changed = f"{found[0].name} is a mean over what its samples have, not over the samples"
+                    check.changed = f"{found[0].name} is a mean over elements of a sample, not over the samples"
             if counts is not None and counts.unclear:
                 check.changed = f"{found[0].name} is zero and divides by 1: it has one target, or none"
             if spec.how is How.ROUTER and spec.counts:
                 divisor, counted = _product(found[0], spec.counts), spec.rules[0].count(inputs)
                 if _differ(divisor, counted * spec.times):
-                    # A mean over padding as well, unless it leaves that out in a batch that has some.
-                    check.changed = (
-                        f"{found[0].name} is not over every position of a text, as it was when it was observed"
-                    )
+                    # In the observed batch it counted padding.
+                    check.changed = f"{found[0].name} is not over every position, as it was in the observed batch"
             plain = check.is_unpredicted(place)
-            weight = _weight(spec, rule, found[0], counts, cut, weightless=weightless, plain=plain)
+            weight = _weight(spec, rule, found[0], counts, normalizer, zero_weight=zero_weight, plain=plain)
             weights += [(term, weight, spec) for term in found]
             for term in found:
-                if counts is not None and (counts.by_hand or term.path.learnt):
+                if counts is not None and (counts.is_custom or term.path.learnt):
                     _keep_finite(term, counts.divisor)
     if contract.groups == 1 and not contract.added:
-        return _ready(loss, weights[0][1], cut, weights[0][2])
-    return _hooked(loss, weights, heard.values, cut, added=contract.added)
+        return _ready(loss, weights[0][1], normalizer, weights[0][2])
+    return _hooked(loss, weights, captured.values, normalizer, added=contract.added)
 
 
 def _note_number(
     terms: Sequence[Term], contract: LossContract, check: WindowCheck, predicted: Mapping[Items, Tensor]
 ) -> None:
-    """The only micro-batch of a global batch is right as it is, unless it divides by a number of other items."""
+    """Check the number of a loss that is not weighted: the only micro-batch of a global batch."""
     if contract.hides_number:
-        check.changed = "it depends on the number that it is handed in a way that cannot be read"
+        check.changed = "it depends on num_items_in_batch in a way that cannot be read"
     for place, (spec, found) in enumerate(_matched(terms, contract.terms) or ()):
-        for term in found[:1] if spec.handed else ():
+        for term in found[:1] if spec.by_number else ():
             total = getattr(term.leaf, "_saved_total_weight", predicted.get(spec.rules[0]) if spec.rules else None)
             if total is not None and not term.divides:
                 check.note(place, total, _product(term, spec.number or spec.counts))
 
 
-def unlike_declared(loss: Tensor, contract: LossContract, items: Number | None, cut: Cut) -> str:
-    """What the graph of a loss of n ``items`` shows against the contract given for it, in words; empty: nothing."""
+def unlike_declared(loss: Tensor, contract: LossContract, items: Number | None, normalizer: Normalizer) -> str:
+    """How the graph of a loss of n ``items`` contradicts the contract given for it, in words; empty: it does not."""
     terms = read(loss)
     if contract.reduction not in (Reduction.MEAN, Reduction.NUMBER) or not terms:
         return ""
     if len(terms) > 1:
-        return f"it is a sum of {len(terms)} terms"
-    term, count = terms[0], items if contract.reduction is Reduction.MEAN else cut.mean
+        return f"is a sum of {len(terms)} terms"
+    term, count = terms[0], items if contract.reduction is Reduction.MEAN else normalizer.mean
     if not term.readable:
-        # A function of the user's own is taken as it is declared.
+        # A custom autograd function cannot be read.
         is_own = isinstance(term.leaf, torch.autograd.function.BackwardCFunction)
-        return "" if is_own else f"{term.name} stands in it"
+        return "" if is_own else f"contains {term.name}"
     divisors = [each.value for each in term.factors if each.divides and _on_host(each.value)]
     if count is None or not _on_host(count) or len(divisors) < sum(each.divides for each in term.factors):
         return ""
-    # A sum that divides by nothing may have its count below it; a mean over classes, too, counts each item so often.
+    # A sum may be divided by its count below; a mean over classes divides by a multiple of the items.
     times = [float(each) / float(count) if float(count) else 1.0 for each in divisors]
     shows = not times or any(each > 0.5 and not _differ(each, round(each)) for each in times)
-    return "" if shows else f"{term.name} divides by {', '.join(f'{float(each):g}' for each in divisors)}"
+    return "" if shows else f"divides {term.name} by {', '.join(f'{float(each):g}' for each in divisors)}"
 
 
-def _ready(loss: Tensor, weight: Number, cut: Cut, spec: TermSpec | None = None) -> Weighed:
-    """A loss times one weight; a tensor of its own, since DeepSpeed hangs hooks on the model's output (stage 0)."""
+def _ready(loss: Tensor, weight: Number, normalizer: Normalizer, spec: TermSpec | None = None) -> Weighed:
+    """A loss divided by one weight, in a new tensor: DeepSpeed (stage 0) hangs hooks on the model's output."""
     weighed = loss / _cast(weight, loss)
     value = _settled(weighed.detach(), weight == math.inf)
-    value = value if cut.engine_divisor == 1 else value / cut.engine_divisor
+    value = value if normalizer.engine_divisor == 1 else value / normalizer.engine_divisor
     if spec is None or not spec.as_stock:
         return Weighed(weighed, value)
-    return Weighed(weighed, value, value, spec.handed)
+    return Weighed(weighed, value, value, spec.by_number)
 
 
 def _matched(terms: Sequence[Term], specs: Sequence[TermSpec]) -> list[tuple[TermSpec, list[Term]]] | None:
-    """The terms of every spec; None: some are of none, or cannot be told from each other."""
+    """The terms of every spec; None: some fit no spec, or cannot be distinguished."""
     by_shape: dict[Any, list[Term]] = {}
     for term in terms:
         by_shape.setdefault(term.shape, []).append(term)
@@ -275,18 +275,18 @@ def _matched(terms: Sequence[Term], specs: Sequence[TermSpec]) -> list[tuple[Ter
 
 @dataclass(frozen=True)
 class Counts:
-    """What one mean of a micro-batch is divided by.
+    """The divisor of one mean of a micro-batch.
 
     Attributes:
-        divisor: in its graph; ``seen``: the same, or the items under it where it divides by a number it was handed.
-        by_hand: no loss function of torch divides: over nothing its gradient is 0 / 0.
-        unclear: a divisor of at least 1 hides whether it has one item or none.
+        divisor: in its graph; ``seen``: the same, or its items where it divides by num_items_in_batch.
+        is_custom: no torch loss function divides, so the gradient of a mean over no items is 0 / 0.
+        unclear: a divisor of at least 1 hides whether there is one item or none.
     """
 
     divisor: Number
     seen: Number
     predicted: Number
-    by_hand: bool
+    is_custom: bool
     unclear: bool = False
 
 
@@ -294,40 +294,40 @@ def _counts(
     spec: TermSpec,
     rule: Items | None,
     term: Term,
-    cut: Cut,
+    normalizer: Normalizer,
     inputs: Mapping[str, Any],
     predicted: Mapping[Items, Tensor],
     value: Tensor,
     *,
     is_own: bool,
 ) -> Counts | None:
-    """What a term divides by; None: no items. ``value``: the term's own, or that of the whole loss."""
+    """The divisor of a term; None: it counts no items. ``value``: of the term, or of the whole loss."""
     if spec.how is not How.MEAN or spec.number:
         return None
     by_rule: Number = spec.count
     if rule is not None:
-        counted = predicted[rule] if rule in predicted else rule.count(inputs, cut.mean.device)
+        counted = predicted[rule] if rule in predicted else rule.count(inputs, normalizer.mean.device)
         by_rule = counted if spec.times == 1.0 else counted * spec.times
     divisor = _product(term, spec.counts) if spec.counts else by_rule
     is_function = term.divides and spec.counts == (len(term.factors) - 1,)
     if not is_function and isinstance(divisor, Tensor) and divisor.is_floating_point():
-        # A loss over nothing, by which another is divided.
+        # A divisor that is itself a mean over no items.
         divisor = divisor.nan_to_num(0.0)
     seen, unclear = divisor, False
-    if spec.handed:
+    if spec.by_number:
         seen = by_rule if spec.place is None else getattr(term.leaf, "_saved_total_weight", by_rule)
     if isinstance(seen, Tensor) and seen.dtype.itemsize < 4:
-        # A count in 16 bits is rounded.
+        # 16 bits round the count.
         seen = by_rule
     if rule is not None and rule.entry is not None:
-        # Heads with a list of targets divide by 1 where there is none.
+        # Heads with lists of targets divide by at least 1.
         seen = seen if float(rule.count(inputs)) else 0.0
-    elif not is_function and spec.counts and not spec.handed:
-        # So do masks whose sum is clamped.
+    elif not is_function and spec.counts and not spec.by_number:
+        # So do masks with a clamped sum.
         hidden = nothing = value == 0
         if rule is not None:
             counted = torch.as_tensor(by_rule, device=value.device)
-            # One item may have a loss of zero.
+            # One item can have a loss of zero.
             hidden = nothing & (counted > 0)
             nothing = (nothing & (counted != 1)) if is_own else (counted == 0) | (nothing & (counted != 1))
         unclear = _on_host(hidden) and _on_host(seen) and bool(hidden) and float(seen) == 1
@@ -340,43 +340,43 @@ def _weight(
     rule: Items | None,
     term: Term,
     counts: Counts | None,
-    cut: Cut,
+    normalizer: Normalizer,
     *,
-    weightless: bool,
+    zero_weight: bool,
     plain: bool,
 ) -> Number:
-    """What to divide a term by, so that its sum over micro-batches, averaged over ranks, is right."""
-    if weightless and (counts is not None or spec.handed or spec.how is How.SUM):
+    """What to divide a term by, so that its sum over micro-batches, averaged over ranks, is exact."""
+    if zero_weight and (counts is not None or spec.by_number or spec.how is How.SUM):
         return math.inf
     own = _product(term, spec.own)
-    if counts is None and spec.handed:
-        # It was divided by the items of the global batch: the engine's mean over ranks is all that follows.
-        return cut.left / cut.micro_batches / own
-    if counts is None or (spec.as_stock and not spec.handed):
-        # What stock hands over is divided for the window already, or not.
-        steps = 1 if spec.as_stock else cut.micro_batches
-        return cut.left / (steps * cut.world_size if spec.how is How.SUM else 1) / own
+    if counts is None and spec.by_number:
+        # Already divided by the items of the global batch; only the engine's mean over ranks follows.
+        return normalizer.remaining_divisor / normalizer.micro_batches / own
+    if counts is None or (spec.as_stock and not spec.by_number):
+        # The stock Trainer's scale includes its own division, if any.
+        steps = 1 if spec.as_stock else normalizer.micro_batches
+        return normalizer.remaining_divisor / (steps * normalizer.world_size if spec.how is How.SUM else 1) / own
     if plain:
-        # Its number is a count of the global batch: what it has of its own items is their mean.
-        relative = counts.seen / counts.divisor if spec.handed and counts.seen else 1.0
-        return relative * cut.left / own
-    mean: Number = spec.count * cut.left
+        # Undo the division by the global batch's number, for the mean over its own items.
+        relative = counts.seen / counts.divisor if spec.by_number and counts.seen else 1.0
+        return relative * normalizer.remaining_divisor / own
+    mean: Number = spec.count * normalizer.remaining_divisor
     if rule is not None:
-        mean = cut.left_means[rule] if spec.times == 1.0 else cut.left_means[rule] * spec.times
-    # What is not corrected in the end is weighed as predicted, or its scale would be another.
-    as_predicted = not cut.is_corrected and not spec.handed
+        mean = normalizer.mean_by_rule[rule] if spec.times == 1.0 else normalizer.mean_by_rule[rule] * spec.times
+    # Without a correction at the end, weights have to use the predicted counts.
+    as_predicted = not normalizer.is_corrected and not spec.by_number
     count = counts.predicted if as_predicted else counts.divisor
     weight = mean / count if isinstance(count, Tensor) or count else math.inf
     return weight / own if spec.own else weight
 
 
 def _product(term: Term, places: Sequence[int]) -> Number:
-    """What a term is divided by in these places."""
+    """The product of a term's divisors in these places."""
     result: Number = 1.0
     for factor in (term.factors[at] for at in places):
         value: Number = factor.value
         if isinstance(value, Tensor):
-            # An integer over a Python number would be a float32.
+            # An integer tensor divided by a Python number would be float32.
             value = value.detach() if value.is_floating_point() else value.to(count_dtype(value.device))
         if factor.divides:
             result = value if isinstance(result, float) and result == 1.0 else result * value
@@ -386,7 +386,7 @@ def _product(term: Term, places: Sequence[int]) -> Number:
 
 
 def _keep_finite(term: Term, count: Number) -> None:
-    """Let nothing go back through a mean over nothing, which divides zero by zero."""
+    """Zero the gradient through a mean over no items, which would be 0 / 0."""
     if not isinstance(count, Tensor) and count > 0:
         return
 
@@ -396,7 +396,7 @@ def _keep_finite(term: Term, count: Number) -> None:
 
     term.leaf.register_prehook(zero)
     for node in term.path.learnt:
-        # Of what it hands on alone: others may hold the same factor.
+        # Only its outgoing gradients: other terms may have the same factor.
         node.register_hook(lambda grads, _: zero(grads))
 
 
@@ -404,19 +404,19 @@ def _hooked(
     loss: Tensor,
     weights: Sequence[tuple[Term, Number, TermSpec]],
     values: Values | None,
-    cut: Cut,
+    normalizer: Normalizer,
     *,
     added: bool,
 ) -> Weighed:
-    """Take the mean over micro-batches, and weigh every term beside that by a hook on its node."""
+    """Weight the loss by one base weight, and every term relative to that by a hook on its node."""
     rest, stock = loss.detach(), [1.0]
     total, tops = torch.zeros_like(rest), set[Any]()
     kept: Tensor | None = None
     blank: Number | None = None
     leaves = [term.leaf for term, *_ in weights]
-    handed = any(spec.as_stock and spec.handed for *_, spec in weights)
-    # A node that others send gradients to, too, cannot be weighed: the loss is, and the other terms relative to that.
-    base = next((weight for term, weight, _ in weights if _is_shared(term.path.top)), cut.left)
+    by_number = any(spec.as_stock and spec.by_number for *_, spec in weights)
+    # A shared node cannot have a hook for one term, so the base is that term's weight.
+    base = next((weight for term, weight, _ in weights if _is_shared(term.path.top)), normalizer.remaining_divisor)
     for term, weight, spec in weights:
         value = _value(term, values)
         if value is None:
@@ -428,18 +428,19 @@ def _hooked(
         if spec.as_stock and value is not None:
             kept = value if kept is None else kept + value
         is_base = isinstance(weight, float) and isinstance(base, float) and weight == base and not spec.as_stock
-        # A node takes what all of its terms send it, a parameter's what others send it, too.
+        # A hook sees the gradients of all terms that share its node.
         top = term.leaf if leaves.count(term.leaf) > 1 else term.path.top
         if top not in tops and not is_base and not _is_shared(top):
             tops.add(top)
             relative = weight if isinstance(base, float) and base == 1 else weight / base
             top.register_prehook(_scaled(relative, stock if spec.as_stock else None))
     if added or blank is not None:
-        # What has no value of its own is left over.
+        # The rest of the loss belongs to the terms without a value.
         blank = base if added or blank is None else blank
         total = total + _settled(rest / _cast(blank, rest), blank == math.inf)
-    total = total if cut.engine_divisor == 1 else total / cut.engine_divisor
-    return Weighed(loss / _cast(base, loss), total, None if kept is None else kept / cut.engine_divisor, handed, stock)
+    total = total if normalizer.engine_divisor == 1 else total / normalizer.engine_divisor
+    kept = None if kept is None else kept / normalizer.engine_divisor
+    return Weighed(loss / _cast(base, loss), total, kept, by_number, stock)
 
 
 def _is_parameter(node: Any) -> bool:
@@ -447,7 +448,7 @@ def _is_parameter(node: Any) -> bool:
 
 
 def _is_shared(node: Any) -> bool:
-    """Whether a node also takes what others than one term send it: a parameter, or the parts of one."""
+    """Whether a node may get gradients of several terms: a parameter, or the parts of one."""
     return _is_parameter(node) or has_several_outputs(node)
 
 
@@ -469,15 +470,15 @@ def _scaled(weight: Number, stock: list[float] | None) -> Any:
     return scale
 
 
-def _cast(weight: Number, beside: Tensor) -> Number:
-    """A weight in the precision of what it multiplies, at least float32."""
+def _cast(weight: Number, like: Tensor) -> Number:
+    """A weight on the device of ``like``, in its precision, but at least float32."""
     if not isinstance(weight, Tensor):
         return weight
-    return weight.to(beside.device, beside.dtype if beside.dtype.itemsize > 2 else torch.float32)
+    return weight.to(like.device, like.dtype if like.dtype.itemsize > 2 else torch.float32)
 
 
 def _settled(value: Tensor, nothing: Tensor | bool) -> Tensor:
-    """A value, or zero where it counts nothing: a mean over nothing is nan."""
+    """A value, or zero where it counts nothing, since a mean over no items is nan."""
     if not isinstance(nothing, Tensor):
         return torch.zeros_like(value) if nothing else value
     return value.masked_fill(nothing.to(value.device), 0.0)

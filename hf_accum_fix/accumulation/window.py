@@ -1,16 +1,16 @@
-"""Counting items, and the one number that makes plain averaging exact.
+"""Count items, and the one number that makes plain averaging exact.
 
-Over the ``W`` data-parallel ranks and the ``G`` micro-batches of one accumulation window the gradient wanted is that of
+Over the ``W`` data-parallel ranks and the ``G`` micro-batches of one accumulation window, the exact gradient is that of
 
     L = sum(S) / N,        S = summed loss of a micro-batch,  N = items of the whole global batch.
 
-Every engine averages already, over ``G`` and over ``W``. So every micro-batch is given the same denominator, the mean
-item count per micro-batch ``n_mean = N / (G * W)``, and plain averaging is exact:
+Engines already average, over ``G`` and over ``W``. So every micro-batch gets the same denominator, the mean item count
+per micro-batch ``n_mean = N / (G * W)``, and plain averaging is exact:
 
     1/(G W) * sum(S / n_mean) = sum(S) / N.
 
-Where ranks run windows of different length each uses the ``G`` its own engine divides by. A micro-batch whose loss is
-already the mean over its own ``n`` items is multiplied by ``n / n_mean``.
+Ranks with windows of different length each use the ``G`` that their engine divides by. A loss that is already the mean
+over its own ``n`` items is multiplied by ``n / n_mean``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch import Tensor
 
 from hf_accum_fix.errors import ContractError
 
-#: Inputs whose leading dimension is the number of samples, the surest first.
+#: Inputs whose leading dimension is the number of samples, most reliable first.
 _SAMPLE_KEYS = ("labels", "input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
 
 
 def sample_count(inputs: Mapping[str, Any]) -> int:
-    """Number of samples in one micro-batch: the leading dimension of its surest input.
+    """Number of samples in one micro-batch: the leading dimension of its most reliable input.
 
     Raises:
         ContractError: if no input has a leading dimension.
@@ -45,18 +45,18 @@ def sample_count(inputs: Mapping[str, Any]) -> int:
         if isinstance(value, Mapping) and value:
             return sample_count(value)
     raise ContractError(
-        f"cannot count samples: none of the inputs {sorted(inputs)} has a leading dimension; "
-        "give the contract by hand: contract=LossContract(...)"
+        f"got the inputs {sorted(inputs)}; expected one with a leading dimension, to count samples; pass "
+        "contract=LossContract(...)"
     )
 
 
 def has_rows(value: Any) -> bool:
-    """Whether an input can hold something for each sample."""
+    """Whether an input can have a row for each sample."""
     return isinstance(value, (list, tuple)) or (isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0)
 
 
-class Weightless(dict[str, Any]):
-    """A micro-batch that is run and counts nothing: a rank without a sample of its own keeps in step by it."""
+class ZeroWeightBatch(dict[str, Any]):
+    """A micro-batch that is run and counts nothing, so that a rank without samples stays in step."""
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,18 @@ class Items:
     """A rule that counts the items of a micro-batch from its inputs.
 
     Attributes:
-        keys: the inputs that hold the targets; the first is counted, a target given for an empty micro-batch is
-            written to all of them. Empty: the items are the samples.
-        ignore_index: value of a position that is no target (a mask of 0 and 1 has 0); None: every element is one.
+        keys: the inputs that hold the targets; the first is counted, and a dummy target is written to all. Empty: the
+            items are the samples.
+        ignore_index: value of a position that is no target (0 in a mask); None: every element is a target.
         shift: the loss drops position 0 of the last axis, as causal heads do.
-        mask: an input whose zeros take positions out of the loss as well (LLaVA's attention mask up to 4.51).
+        mask: an input whose zeros also remove positions from the loss (LLaVA's attention mask up to 4.51).
         width_of: an input [batch, width, ...]; targets at or beyond its width are no targets (question answering
             clamps answers outside the text to that width and ignores it).
-        entry: the counted input is a list with an entry for each sample, and the items are the rows of those, or of
-            what they hold under this name (the boxes of an image); "": of the entries themselves. None: it is a tensor.
-        first_half: those of the first half of the rows alone (chosen texts, beside rejected ones).
-        per_sample: the items are the samples with a target, each of which weighs as much (see `per_sample`).
-        mix: the items are weights: a sum of other counts, each times a factor (boxes, and queries without one).
+        entry: the counted input is a list with one entry per sample; the items are the rows of the entries (""), or
+            of what they hold under this name (the boxes of an image). None: the input is a tensor.
+        first_half: only the first half of the rows counts (chosen texts, which come before the rejected ones).
+        per_sample: the items are the samples with a target, all of one weight (see `per_sample`).
+        mix: the items are a weighted sum of other counts (boxes, and queries without one).
     """
 
     keys: tuple[str, ...] = ()
@@ -89,8 +89,8 @@ class Items:
     mix: tuple[tuple[float, Items], ...] = ()
 
     def has_targets(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether a micro-batch holds what is counted."""
-        return not self.keys or isinstance(inputs, Weightless) or inputs.get(self.keys[0]) is not None
+        """Whether a micro-batch has the counted input."""
+        return not self.keys or isinstance(inputs, ZeroWeightBatch) or inputs.get(self.keys[0]) is not None
 
     def targets(self, inputs: Mapping[str, Any]) -> Tensor:
         """Boolean tensor shaped like the counted input: which of its positions are targets.
@@ -101,15 +101,15 @@ class Items:
         value = inputs.get(self.keys[0])
         if not isinstance(value, Tensor):
             raise ContractError(
-                f"the items of this loss are counted from {self.keys[0]!r}, but a micro-batch holds "
-                f"{sorted(inputs)}, {self.keys[0]!r} as {type(value).__name__}; every micro-batch needs it as a tensor"
+                f"got a micro-batch with {sorted(inputs)}, {self.keys[0]!r} as {type(value).__name__}; expected a "
+                f"tensor {self.keys[0]!r}, from which the items are counted"
             )
         found = torch.ones_like(value, dtype=torch.bool) if self.ignore_index is None else value != self.ignore_index
         if self.width_of is not None:
             found = found & (value < inputs[self.width_of].shape[1])
         if self.mask is not None and isinstance(inputs.get(self.mask), Tensor):
             found = found & (inputs[self.mask] != 0)
-        # Labels of one axis are one target a sample, and nothing of them is shifted.
+        # Labels of one axis are one target per sample, which is not shifted.
         if self.shift and found.ndim > 1:
             found[..., 0].fill_(False)
         if self.first_half:
@@ -120,13 +120,13 @@ class Items:
         """Items of one micro-batch: 0-dim tensor on ``device`` (default: the targets'); no device sync."""
         if self.mix:
             return torch.stack([factor * rule.count(inputs, device) for factor, rule in self.mix]).sum()
-        if self.entry is not None and not isinstance(inputs, Weightless):
+        if self.entry is not None and not isinstance(inputs, ZeroWeightBatch):
             rows = sum(len(each[self.entry] if self.entry else each) for each in inputs[self.keys[0]])
             device = device or torch.device("cpu")
             return torch.full((), rows, dtype=count_dtype(device), device=device)
-        if not self.keys or isinstance(inputs, Weightless):
+        if not self.keys or isinstance(inputs, ZeroWeightBatch):
             device = device or torch.device("cpu")
-            samples = 0 if isinstance(inputs, Weightless) else sample_count(inputs)
+            samples = 0 if isinstance(inputs, ZeroWeightBatch) else sample_count(inputs)
             return torch.full((), samples, dtype=count_dtype(device), device=device)
         found = self.targets(inputs)
         if self.per_sample:
@@ -134,7 +134,7 @@ class Items:
         return found.sum(dtype=count_dtype(device or found.device)).to(device)
 
     def sample_weights(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Of each position: 1 / the targets of its sample where it is one, else 0; shaped like the counted input."""
+        """1 / the targets of its sample for each target, else 0; shaped like the counted input."""
         targets = self.targets(inputs)
         samples, counts = self._by_sample(inputs, targets)
         if targets.ndim <= 1:
@@ -142,7 +142,7 @@ class Items:
         return (targets.flatten(1) / counts[samples].clamp(min=1)).view_as(targets)
 
     def _by_sample(self, inputs: Mapping[str, Any], targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each position the sample that it is of, [rows, positions], and the targets of every sample, 1-dim."""
+        """The sample of each position, [rows, positions], and the targets of every sample, 1-dim."""
         flat = targets.flatten(1) if targets.ndim > 1 else targets[:, None]
         rows, width = flat.shape
         samples = torch.arange(rows, device=flat.device)[:, None].expand(rows, width) * (width + 1)
@@ -154,7 +154,7 @@ class Items:
         return samples, counts.scatter_add(0, samples.flatten(), flat.flatten().to(counts.dtype))
 
     def with_target(self, inputs: Mapping[str, Any], count: Tensor | None = None) -> dict[str, Any]:
-        """The same inputs, with one dummy target where there is none; ``count``: its items, if known.
+        """The inputs with one dummy target where there is none; ``count``: its items, if known.
 
         The mean over no item is nan, and 0 * nan is nan; with one target it is finite, its weight ``n / n_mean`` is
         still an exact zero, and every parameter is still touched. Decided on the device, without a sync.
@@ -176,7 +176,7 @@ class Items:
         return result
 
     def _first_place(self, inputs: Mapping[str, Any]) -> int | Tensor:
-        """Where a target may stand, as a flat index (a tensor [1], where it hangs on a mask)."""
+        """The first position that may be a target, as a flat index (a tensor [1] where it depends on a mask)."""
         value = inputs[self.keys[0]]
         if self.mask is None or not isinstance(inputs.get(self.mask), Tensor):
             return int(self.shift and value.shape[-1] > 1)
@@ -186,7 +186,7 @@ class Items:
         return allowed.flatten().to(torch.uint8).argmax(dim=0, keepdim=True)
 
     def divisor(self, count: Tensor) -> Tensor:
-        """What a mean over ``count`` items divides by: heads with a list of targets by 1, where it is empty."""
+        """What a mean over ``count`` items divides by: at least 1 in heads with lists of targets."""
         return count if self.entry is None else count.clamp(min=1.0)
 
     def __str__(self) -> str:
@@ -207,7 +207,7 @@ class Items:
 
 
 def count_dtype(device: torch.device) -> torch.dtype:
-    """float64, exact for every count there is; float32 on devices that know no float64."""
+    """float64, exact for every count; float32 on devices without float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -216,10 +216,10 @@ def total_items(
 ) -> tuple[list[Tensor], Tensor]:
     """Items of each micro-batch of a window and their sum, 0-dim tensors on ``device``; no device sync.
 
-    A micro-batch without the counted input, whose loss is another task's, counts as much as the mean of the others.
+    A micro-batch of another task, without the counted input, counts as the mean of the others.
 
     Raises:
-        ContractError: on several ranks, where such a micro-batch might fail on one and leave the others waiting.
+        ContractError: on several ranks, if a micro-batch lacks it: failing on one rank would leave the others waiting.
     """
     counted = [items.count(inputs, device) if several_ranks or items.has_targets(inputs) else None for inputs in window]
     known = [count for count in counted if count is not None]
@@ -240,17 +240,17 @@ def count_by_rules(
 
 
 def mean_item_count(total: Tensor, micro_batches: int, world_size: int) -> Tensor:
-    """``n_mean = N / (G * W)``, 0-dim; a global batch without items counts as one, so that its zero loss stays zero."""
+    """``n_mean = N / (G * W)``, 0-dim; N is at least 1, so that a loss over no items stays zero."""
     return total.clamp(min=1) / (micro_batches * world_size)
 
 
-def share_of_mean(loss: Tensor, ratio: Tensor | float, carried: Tensor | None = None) -> Tensor:
-    """``(loss - carried) * ratio + carried``, out of place, in the loss's own precision (at least float32).
+def scale_mean(loss: Tensor, ratio: Tensor | float, router: Tensor | None = None) -> Tensor:
+    """``(loss - router) * ratio + router``, out of place, in the loss's own precision (at least float32).
 
-    ``ratio`` is ``n / n_mean``, ``carried`` a term that is a mean per micro-batch whatever the batch (a router loss).
+    ``ratio`` is ``n / n_mean``, ``router`` a term that is not scaled (a router loss).
     """
     if isinstance(ratio, Tensor):
         ratio = ratio.to(device=loss.device, dtype=torch.promote_types(loss.dtype, torch.float32))
-    if carried is None:
+    if router is None:
         return loss * ratio
-    return (loss - carried) * ratio + carried
+    return (loss - router) * ratio + router

@@ -1,1 +1,1 @@
-"""One accumulation window and one training state, for both hosts: the Trainer, and hand-written loops."""
+"""The accumulation window and the training state, for the Trainer and for hand-written loops."""

@@ -1,4 +1,4 @@
-"""What runs windows: the Trainer, or a hand-written loop. Its ranks, its engine, its warnings, and its state."""
+"""The base of what runs windows, the Trainer or a hand-written loop: ranks, engine, warnings, state."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from hf_accum_fix.upstream.protocols import AcceleratorLike
 logger = logging.getLogger("hf_accum_fix")
 
 Value = TypeVar("Value")
-#: What this rank has observed of a loss, None if it has no window; and the error that it met.
+#: The contract that this rank observed, None if it has no window; and the error that was raised.
 Observed: TypeAlias = "tuple[LossContract | None, Exception | None]"
 
 
 class Host(ABC):
-    """A training, as its windows see it.
+    """One training.
 
     Attributes:
         options: of the training.
-        state: what its windows have shown.
-        gradient: what the gradients of a window are added in.
-        router: what is known of its router's loss.
+        state: of its windows.
+        gradient: the sum of a window's gradients.
+        router: its router loss.
         repeated: samples that its dataloader repeats, for report().
-        warned: the warnings that were given, by name.
-        passes_number: the model is handed the number of items.
+        warned: names of the warnings that were given.
+        passes_number: the model gets num_items_in_batch.
         rank: this process among all.
-        world_size: processes that meet in a collective.
-        data_ranks: W, those that hold samples of their own.
+        world_size: processes in a collective.
+        data_ranks: W, data-parallel ranks.
         shards: the ranks meet in every micro-batch, not only in the last one of a window.
-        device: where counts are.
+        device: of the counts.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class Host(ABC):
     @property
     @abstractmethod
     def accelerator(self) -> AcceleratorLike | None:
-        """The live ``accelerate.Accelerator``; None: there is none."""
+        """The ``accelerate.Accelerator``; None: there is none."""
 
     @property
     @abstractmethod
@@ -75,17 +75,17 @@ class Host(ABC):
     @property
     @abstractmethod
     def where(self) -> str:
-        """The window that is open, for messages."""
+        """The open window, for messages."""
 
     @property
     @abstractmethod
     def steps(self) -> int:
-        """G of a window that is not the short one at the end of an epoch."""
+        """G of a full window."""
 
     @property
     @abstractmethod
     def readable(self) -> bool:
-        """Whether a window's numbers are read as it ends."""
+        """Whether a window's numbers are read at its end."""
 
     @property
     def is_split(self) -> bool:
@@ -94,22 +94,22 @@ class Host(ABC):
 
     @property
     def matters(self) -> bool:
-        """Whether the way of counting changes what is trained."""
+        """Whether counting changes the gradient."""
         return self.is_split
 
     @property
     def shows(self) -> bool:
-        """Whether an inexact window is worth a warning."""
+        """Whether to warn of an inexact window."""
         return self.is_split
 
     @property
     def engine_divisor(self) -> int:
-        """What the engine divides a loss by."""
+        """The number that the engine divides a loss by."""
         return 1 if self.accelerator is None else engine_divisor(self.accelerator, {})
 
     @property
     def steps_in_backward(self) -> bool:
-        """Whether the engine has taken the optimizer's step within the backward."""
+        """Whether the engine steps inside the backward."""
         return self.accelerator is not None and self.accelerator.distributed_type == DistributedType.DEEPSPEED
 
     @property
@@ -118,21 +118,21 @@ class Host(ABC):
         return self.accelerator is not None and inputs_are_rounded(self.accelerator)
 
     def bare(self, model: nn.Module) -> nn.Module:
-        """The model inside of what an engine has put around it."""
+        """The model without the engine's wrappers."""
         model = model if self.accelerator is None else self.accelerator.unwrap_model(model)
         return inside_ddp(model) or model
 
     @abstractmethod
     def summed(self, numbers: Tensor) -> Tensor:
-        """Numbers summed over ranks: a collective."""
+        """Sum numbers over ranks: a collective."""
 
     @abstractmethod
     def gather(self, values: list[Any]) -> list[Any]:
-        """One list of the ranks' lists, in their order: a collective."""
+        """Concatenate the ranks' lists in order: a collective."""
 
     @abstractmethod
     def settle(self, batches: Sequence[Any], number: Any, error: Exception | None) -> None:
-        """Settle how the losses of a window are reduced; ``number`` and ``error`` as in `open_window`."""
+        """Settle how the losses of a window are reduced; arguments as of `open_window`."""
 
     @abstractmethod
     def observe(self, batches: Sequence[Any], number: Any) -> Observed:
@@ -140,15 +140,15 @@ class Host(ABC):
 
     @abstractmethod
     def route(self, batches: Sequence[Any], error: Exception | None) -> tuple[Tensor | None, Exception | None]:
-        """This rank's numbers of a window's routing, and its error; None where the router's loss stays a mean."""
+        """This rank's routing counts of a window, and its error; None where the router loss stays a mean."""
 
     def all_of(self, value: Value, error: Exception | None) -> list[Value]:
-        """The value of every rank, in their order; the error of one is raised on all."""
-        return ranks.agreed(value, error, rank=self.rank, world_size=self.world_size, gather=self.gather)
+        """The value of every rank, in order; the error of one is raised on all."""
+        return ranks.all_gather_or_raise(value, error, rank=self.rank, world_size=self.world_size, gather=self.gather)
 
     @property
     def contract(self) -> LossContract | None:
-        """How the first task's loss is reduced; None: it was not observed yet."""
+        """Of the first task's loss; None: it was not observed yet."""
         return self.state.first.contract
 
     def warn_once(self, name: str, message: str) -> None:
@@ -158,33 +158,33 @@ class Host(ABC):
             logger.warning(message)
 
     def warn_inexact(self, name: str, message: str) -> None:
-        """The same of something that makes this window inexact."""
+        """Warn once, and count this window as inexact."""
         self.state.note_inexact()
         self.warn_once(name, message)
 
     def report_inexact(self, why: str, windows: int = 1) -> None:
-        """Warn that this window is not exact, or so many since the last log."""
+        """Warn that this window, or several since the last log, are not exact."""
         self.state.note_inexact(windows=windows)
         if self.shows:
             words = f"{self.where} is not exact: {why}. Every window is checked; report() has how many were not."
-            self.warn_once("certificate", f"{self.head}: {words}")
+            self.warn_once("inexact window", f"{self.head}: {words}")
 
     def warn_empty(self) -> None:
         """Warn if a window had no target; waits for the device."""
         if "empty" not in self.warned and self.state.empty is not None and bool(self.state.empty):
             self.warn_once(
                 "empty",
-                "a whole accumulation window had no target: its gradient and its logged loss are zero; look at "
+                "got an accumulation window with no target, so its gradient and logged loss are zero; look at "
                 "truncation, label masking, or samples without an answer",
             )
 
     def warn_routing(self) -> None:
-        """Warn once of what the router's loss has shown; waits for the device."""
+        """Give the router loss's warnings once; waits for the device."""
         for name, message in self.router.remarks():
             self.warn_once(name, f"{self.head}: {message}")
 
     def note_repeated(self, samples: int) -> bool:
-        """Take samples that the dataloader repeats; whether that was not known."""
+        """Note samples that the dataloader repeats; returns whether that is new."""
         if self.repeated:
             return False
         self.repeated = {"repeated_samples": samples, "repeated_samples_dropped": self.options.drop_duplicates}
@@ -193,7 +193,7 @@ class Host(ABC):
         return True
 
     def record(self, contract: LossContract, micro_batches: int, **more: Any) -> None:
-        """Keep for report() what was observed; ``more``: what only this host knows."""
+        """Keep a contract for report(); ``more``: facts that only this host has."""
         state = self.state
         observations.record(
             {
@@ -212,7 +212,7 @@ class Host(ABC):
 
     @contextmanager
     def adding(self, model: nn.Module, micro_batches: int, begun: int) -> Iterator[None]:
-        """Around micro-batch number ``begun``: what gradients are added in; warn once of what 16 bits have lost."""
+        """Around micro-batch number ``begun``: add gradients in the chosen dtype; warn once of what 16 bits lose."""
         first, last, gradient = begun == 1, begun >= micro_batches, self.gradient
         if first and not last and (found := check_engine_adds(self.accelerator, self.options.accumulate_in)):
             self.warn_inexact("16 bits", found)

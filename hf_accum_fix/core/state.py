@@ -1,4 +1,4 @@
-"""What the windows of one training have shown: how each task reduces its loss, and which windows were exact."""
+"""State of one training: how each task reduces its loss, and which windows were exact."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 from torch import Tensor
 
 from hf_accum_fix import observations
-from hf_accum_fix.accumulation.closing import Closing
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.kinds import Kind, kind_of, words_of
+from hf_accum_fix.accumulation.correction import GradientCorrection
+from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 
-#: Windows that are observed before an inconclusive contract is taken as it is.
+#: Windows that are observed before an inconclusive contract is accepted.
 ATTEMPTS = 3
-#: Windows at most in which a loss is observed again that was not as observed.
+#: Most windows in which a loss that changed is observed again.
 RECONSIDERED = 8
-#: The one task, where they are not distinguished.
-ALL: Kind = frozenset({("", 0)})
+#: The only task, where tasks are not distinguished.
+ALL: Task = frozenset({("", 0)})
 
 
 @dataclass(eq=False)
 class LossState:
-    """How the loss of one task is reduced, as far as it was observed.
+    """How the loss of one task is reduced.
 
     Attributes:
-        contract: how; None: it was not observed yet.
-        attempts: windows in which it was observed, and not all of their samples were without a target.
+        contract: None: it was not observed yet.
+        attempts: windows with targets in which it was observed.
     """
 
     contract: LossContract | None = None
@@ -34,36 +34,36 @@ class LossState:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the contract is taken as it is."""
+        """Whether it is not observed again."""
         return self.contract is not None and (self.contract.conclusive or self.attempts >= ATTEMPTS)
 
 
 @dataclass(eq=False)
 class TrainingState:
-    """What the windows of one training have shown.
+    """State of one training.
 
     Attributes:
-        first: the loss of the first task that had a target; all there is, in the normal case.
-        tasks: the loss of each task that was observed, by its labels, on all ranks in one order; tasks may share one.
+        first: the loss of the first task that had a target; normally the only one.
+        tasks: the loss of each observed task, in the same order on all ranks; tasks may share one.
         without_target: tasks without a target so far, trained as the first, and the window they were last observed in.
-        given_for: what the first micro-batch held of the labels that a given contract counts.
-        closing: what ends windows.
+        given_for: the first micro-batch's labels that a given contract counts.
+        correction: of each window's gradient.
         opened: windows so far.
         inexact: those that were not exact.
-        unreported: one of them is not known to the other ranks yet.
+        unreported: the other ranks do not know of one of them yet.
         recorded: the training is in the report.
-        empty: a window had no target, 0-dim; None: none was counted.
-        asks: a rank holds a task that was not observed, or reconsiders, and all ranks know.
+        empty: a window had no target, 0-dim; None: no window was counted.
+        asks: all ranks know that one has a new task, or reconsiders.
         reconsiders: the losses are observed again in the next window: they changed, or two rules that fit disagree.
         reconsidered: how often that was done.
-        compared: the last window that was observed for its rules.
+        compared: the last window that was observed to compare rules.
     """
 
     first: LossState = field(default_factory=LossState)
-    tasks: dict[Kind, LossState] = field(default_factory=dict)
-    without_target: dict[Kind, int] = field(default_factory=dict)
-    given_for: Kind | None = None
-    closing: Closing = field(default_factory=Closing)
+    tasks: dict[Task, LossState] = field(default_factory=dict)
+    without_target: dict[Task, int] = field(default_factory=dict)
+    given_for: Task | None = None
+    correction: GradientCorrection = field(default_factory=GradientCorrection)
     opened: int = 0
     inexact: int = 0
     unreported: bool = False
@@ -77,47 +77,47 @@ class TrainingState:
 
     @property
     def losses(self) -> list[LossState]:
-        """Each loss that was observed, once, the first task's first."""
+        """Each different loss, the first task's first."""
         return list(dict.fromkeys((self.first, *self.tasks.values())))
 
     @property
     def contracts(self) -> list[LossContract]:
-        """How each of these losses is reduced, as far as it was observed."""
+        """Of each of these losses that was observed."""
         return [each.contract for each in self.losses if each.contract is not None]
 
-    def loss_of(self, task: Kind) -> LossState | None:
+    def loss_of(self, task: Task) -> LossState | None:
         """The loss of a task; None: it was not observed."""
         if not self.tasks or ALL in self.tasks:
             return self.first
         return self.tasks.get(task, None if task else self.first)
 
     def contract_of(self, batch: Any) -> LossContract:
-        """How the loss of a micro-batch is reduced; of a task that was not observed, as the first one's."""
-        loss = self.loss_of(kind_of(batch)) if len(self.tasks) > 1 else self.first
+        """Of the loss of a micro-batch; for a task that was not observed, the first task's."""
+        loss = self.loss_of(task_of(batch)) if len(self.tasks) > 1 else self.first
         contract = (loss or self.first).contract
         assert contract is not None
         return contract
 
-    def knows(self, task: Kind) -> bool:
-        """Whether a task was observed by its targets, or in this window."""
+    def knows(self, task: Task) -> bool:
+        """Whether a task was observed on targets, or in this window."""
         return self.without_target.get(task, self.opened) == self.opened and self.loss_of(task) is not None
 
     def take(self, contract: LossContract, loss: LossState) -> None:
-        """Train a loss by a contract from this window on."""
+        """Use a contract from this window on."""
         loss.contract = contract
         uncounted = any(not each.is_counted for each in self.contracts)
-        self.closing.corrects = uncounted or (loss is not self.first and self.closing.corrects)
+        self.correction.corrects = uncounted or (loss is not self.first and self.correction.corrects)
 
     def reconsider(self) -> None:
-        """Observe the losses again in the next window, some times at most: each takes three forwards."""
+        """Observe the losses again in the next window; limited, as each time takes three forwards."""
         self.reconsiders = self.reconsidered < RECONSIDERED
 
     def note_inexact(self, number: int | None = None, windows: int = 1) -> None:
-        """Count a window that is not exact; noted twice, it counts once.
+        """Count windows that are not exact, each once.
 
         Args:
-            number: of the window, from 1; None: the last one opened.
-            windows: so many, up to that one.
+            number: of the last of them, from 1; None: the last one opened.
+            windows: how many.
         """
         number = self.opened if number is None else number
         if number <= self._last_inexact:
@@ -130,22 +130,22 @@ class TrainingState:
 
     @property
     def exact(self) -> bool:
-        """Whether its loss, and every window so far, was exact."""
+        """Whether the loss and every window so far are exact."""
         return self.can_be_exact and not self.inexact
 
     @property
     def can_be_exact(self) -> bool:
-        """Whether every loss that was observed is, where its windows are as observed."""
+        """Whether all contracts are exact."""
         return self.first.contract is not None and all(each.exact for each in self.contracts)
 
     @property
     def corrects_others(self) -> bool:
-        """Whether a rank without a check joins as a window ends: another may hold a loss that is corrected."""
-        return self.closing.corrects and len(self.losses) > 1
+        """Whether a rank without a check joins the correction: another rank may have a loss that is corrected."""
+        return self.correction.corrects and len(self.losses) > 1
 
     def facts(self) -> dict[str, Any]:
-        """What a report holds of the tasks with a loss of their own; empty: there is one loss."""
+        """The report's entries for several losses; empty: there is one."""
         tasks = {
-            words_of(task): each.contract.facts() for task, each in self.tasks.items() if each.contract is not None
+            describe(task): each.contract.facts() for task, each in self.tasks.items() if each.contract is not None
         }
         return {"kinds": tasks} if len(self.losses) > 1 else {}

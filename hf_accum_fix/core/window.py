@@ -1,11 +1,11 @@
-"""The accumulation window: counted over all ranks by one collective, weighed as it is run, corrected as it ends.
+"""The accumulation window: counted over all ranks by one collective, weighted as it runs, corrected at its end.
 
 window = open_window(host, batches)                 # settles the contract of each loss, counts, sums over ranks
 for each micro-batch:
     part = window.part_of(batch)                    # contract, n_mean and check of its loss
-    with host.adding(model, len(batches), begun):   # what its gradient is added in
+    with host.adding(model, len(batches), begun):   # the dtype of its gradient sum
         ...                                         # forward, window.weigh(loss, ...), backward
-window.close(model)                                 # compares what was divided by with what was predicted
+window.close(model)                                 # compares divisors with the prediction
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.closing import scale_gradients
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.kinds import kind_of, words_of
-from hf_accum_fix.accumulation.share import Cut
+from hf_accum_fix.accumulation.correction import scale_gradients
+from hf_accum_fix.accumulation.scaling import Normalizer
+from hf_accum_fix.accumulation.tasks import describe, task_of
 from hf_accum_fix.accumulation.weigh import WindowCheck
 from hf_accum_fix.accumulation.window import Items, count_by_rules, count_dtype
 from hf_accum_fix.core.host import Host
@@ -31,16 +31,16 @@ from hf_accum_fix.router.router_loss import Form, Forward, one_form
 
 @dataclass(frozen=True)
 class Part:
-    """What the micro-batches of one loss have in common in a window.
+    """The micro-batches of one loss in a window.
 
     Attributes:
         contract: how their loss is reduced.
-        cut: n_mean, G and W.
-        check: what their losses divided by.
+        normalizer: n_mean, G and W.
+        check: of their divisors.
     """
 
     contract: LossContract
-    cut: Cut
+    normalizer: Normalizer
     check: WindowCheck
 
 
@@ -54,10 +54,10 @@ class Window:
         parts: one for each loss, the first task's first.
         counts: items of each micro-batch, 0-dim, by each rule of its loss.
         total: N over all ranks and tasks, 0-dim.
-        number: items as upstream counts them, over all ranks, 0-dim; None: it does not.
+        number: items as upstream counts them, over all ranks, 0-dim; None: upstream does not.
         done: micro-batches that were run.
-        value: what they have added to the loss for the log, 0-dim.
-        ended: what its losses divided by was compared with what was predicted.
+        value: their sum for the logged loss, 0-dim.
+        ended: it was closed.
     """
 
     host: Host
@@ -71,7 +71,7 @@ class Window:
     ended: bool = False
 
     def part_of(self, batch: Any) -> Part:
-        """What holds for the loss of a micro-batch."""
+        """The part of a micro-batch."""
         if len(self.parts) == 1:
             return self.parts[0]
         contract = self.host.state.contract_of(batch)
@@ -82,29 +82,29 @@ class Window:
         return next((each for one, each in zip(self.batches, self.counts, strict=False) if one is batch), None)
 
     def add(self, value: Tensor) -> None:
-        """Add what a micro-batch has to the loss for the log."""
+        """Add a micro-batch's part of the logged loss."""
         self.value = value if self.value is None else self.value + value
 
     @property
     def checks(self) -> list[WindowCheck]:
-        """One for each loss of its micro-batches that is read."""
+        """For each loss of its micro-batches that is read."""
         parts = dict.fromkeys(id(self.part_of(batch)) for batch in self.batches)
         checks = (part.check for part in self.parts if id(part) in parts)
         return [each for each in checks if each.contract.is_read or each.counted or each.changed]
 
     def close(self, model: nn.Module) -> Tensor | float | None:
-        """Correct the gradient if the losses divided by other items than predicted; warn if they changed.
+        """Correct the gradient if the losses divided by another number of items than predicted; warn if they changed.
 
         Returns:
-            What gradient and ``value`` were multiplied by; None: they were right.
+            What gradient and ``value`` were multiplied by; None: nothing.
         """
         host, self.ended = self.host, True
         host.gradient.finish()
         checks = self.checks
         if not self.batches or not (checks or host.state.corrects_others):
             return None
-        times = host.state.closing.end(host, checks, len(self.batches) - self.done)
-        if host.state.closing.was_other and host.state.tasks:
+        times = host.state.correction.end(host, checks, len(self.batches) - self.done)
+        if host.state.correction.changed and host.state.tasks:
             host.state.reconsider()
         if times is not None:
             scale_gradients(model, times)
@@ -118,8 +118,8 @@ def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: E
     Args:
         host: the training.
         batches: the micro-batches of this rank; empty: its data have ended.
-        number: another count of them, summed as well; None: there is none.
-        error: what kept this rank from fetching its window; raised on all ranks.
+        number: upstream's count of them, summed as well; None: there is none.
+        error: raised while this rank fetched its window; it is raised on all ranks.
     """
     while True:
         host.settle(batches, number, error)
@@ -129,7 +129,7 @@ def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: E
             break
     if batches and all(each.items is not None for each in host.state.contracts):
         empty, before = window.total == 0, host.state.empty
-        # Where reading waits for the device it is read later.
+        # Reading would wait for the device.
         host.state.empty = empty if before is None else before | empty
         if host.readable:
             host.warn_empty()
@@ -138,12 +138,12 @@ def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: E
 
 @dataclass
 class _Counts:
-    """Items of a window: of this rank, then of all.
+    """Items of a window: first of this rank, then of all.
 
     Attributes:
         each: of each micro-batch, by each rule.
         totals: of each loss, by each rule.
-        samples: of each loss, where there are several: a mean over one loss's samples is weighed by how many they are.
+        samples: of each loss, which weigh the losses where there are several.
         number: as upstream counts.
     """
 
@@ -163,13 +163,13 @@ def count_window(
     """Count a window over all ranks, by the one collective of an optimizer step."""
     state, several = host.state, host.world_size > 1
     if state.reconsidered and not state.can_be_exact:
-        # Windows before may have been exact.
+        # Its own contract is not exact, though earlier ones were.
         state.note_inexact()
     zero = torch.zeros((), dtype=count_dtype(host.device), device=host.device)
     contracts = state.contracts
-    new = state.reconsiders or not all(state.knows(kind_of(batch)) for batch in batches)
+    new = state.reconsiders or not all(state.knows(task_of(batch)) for batch in batches)
     try:
-        # A new task is observed, and all are counted again.
+        # With a new task the window is observed, and counted again.
         counts = _counted(host, batches, zero, strict=several and not new)
     except Exception as caught:
         error = error or caught
@@ -186,21 +186,21 @@ def count_window(
     if not state.tasks:
         _check_given(host, batches)
     if new and not state.asks:
-        host.report_inexact("it holds micro-batches of a kind that was not observed")
+        host.report_inexact("it has micro-batches of a task that was not observed")
     if any(not state.contract_of(batch).exact for batch in batches if len(contracts) > 1):
-        # The first task's may be.
+        # The first task's contract may be exact.
         state.note_inexact()
     window = Window(host, list(batches), _parts(host, counts, len(batches)), counts.each, zero, counts.number)
     if routing is not None:
-        cut = window.parts[0].cut
-        host.router.settle(routing, cut.micro_batches, cut.world_size)
+        normalizer = window.parts[0].normalizer
+        host.router.settle(routing, normalizer.micro_batches, normalizer.world_size)
     totals = [each[0] for each in counts.totals]
     window.total = totals[0] if len(totals) == 1 else torch.stack(totals).sum()
     return window
 
 
 def _counted(host: Host, batches: Sequence[Any], zero: Tensor, *, strict: bool) -> _Counts:
-    """Items of this rank; ``strict``: a micro-batch without what is counted is an error."""
+    """Items of this rank; ``strict``: a micro-batch without the counted input is an error."""
     state, counts = host.state, _Counts()
     contracts, by_batch = state.contracts, dict[int, dict[Items, Tensor]]()
     alone = len(contracts) == 1
@@ -225,74 +225,74 @@ def _sum_over_ranks(
     new: bool,
     routing: Tensor | None,
 ) -> tuple[bool, Tensor | None]:
-    """Sum the counts over all ranks, and with them what a rank has to report: an error, a new task, inexact windows.
+    """Sum the counts over all ranks, and with them each rank's errors, new tasks and inexact windows.
 
     Returns:
-        Whether any rank holds a new task, and the routing of all.
+        Whether any rank has a new task, and the routing of all.
     """
     state, like = host.state, counts.totals[0][0]
     runs = len(batches) if host.shards else min(len(batches), 1)
-    # A window of several losses is not corrected.
-    corrected = state.closing.corrects and len(counts.totals) == 1
+    # One number cannot correct several losses.
+    corrected = state.correction.corrects and len(counts.totals) == 1
     reports = any(each.is_read for each in state.contracts) and not corrected
     sent = {
         "totals": list(chain(*counts.totals)),
         "number": [torch.zeros_like(like) if counts.number is None else counts.number],
-        "marks": ranks.marks(runs, error, like),
+        "marks": ranks.pack_status(runs, error, like),
         "samples": counts.samples,
         "new": [torch.full_like(like, new)] if state.tasks else [],
-        "inexact": [torch.full_like(like, each) for each in (state.closing.differs, state.unreported)] * reports,
+        "inexact": [torch.full_like(like, each) for each in (state.correction.differs, state.unreported)] * reports,
     }
     numbers = torch.stack([*chain(*sent.values())])
     sums = host.summed(numbers if routing is None else torch.cat([numbers, routing]))
     summed = dict(zip(sent, torch.split(sums[: len(numbers)], [*map(len, sent.values())]), strict=True))
     fetched, suspects = len(batches), runs < (host.steps if host.shards else 1)
     place = {"rank": host.rank, "world_size": host.world_size}
-    ranks.check_marks(summed["marks"], runs, error, fetched=fetched, suspects=suspects, gather=host.gather, **place)
-    # Tensor-parallel ranks hold the same samples, and have all counted them.
+    ranks.check_status(summed["marks"], runs, error, fetched=fetched, suspects=suspects, gather=host.gather, **place)
+    # Tensor-parallel ranks have all counted the same samples.
     copies = host.world_size // host.data_ranks
     totals = iter((summed["totals"] / copies).unbind())
     counts.totals = [[next(totals) for _ in each] for each in counts.totals]
     counts.samples = list((summed["samples"] / copies).unbind())
     counts.number = None if counts.number is None else summed["number"][0]
-    # Read only where that waits for no device: on another one these are never set.
+    # Reading waits for any other device: there these are never set.
     if host.device.type == "cpu" and state.tasks:
         state.asks = new = bool(summed["new"])
     if host.device.type == "cpu" and reports:
         differs, unreported = summed["inexact"].tolist()
-        state.closing.corrects = state.closing.corrects or bool(differs)
+        state.correction.corrects = state.correction.corrects or bool(differs)
         if unreported > state.unreported:
             state.note_inexact(state.opened - bool(batches))
     return new, None if routing is None else sums[len(numbers) :] / copies
 
 
 def _parts(host: Host, counts: _Counts, micro_batches: int) -> list[Part]:
-    """What holds for each loss in the window, now that all ranks are counted."""
+    """The part of each loss in the window."""
     samples: Sequence[Tensor | None] = [
         each.clamp(min=1) / torch.stack(counts.samples).sum().clamp(min=1) for each in counts.samples
     ] or [None]
-    # Off the CPU every window may be one of several losses.
+    # Off the CPU samples are not read, so a window may have all losses.
     held = [each for each in counts.samples if host.device.type != "cpu" or each]
-    host.state.closing.several_losses = len(held) > 1
-    corrected, divisor = host.state.closing.will_correct(host), host.engine_divisor
+    host.state.correction.several_losses = len(held) > 1
+    corrected, divisor = host.state.correction.will_correct(host), host.engine_divisor
     parts = []
-    for contract, (total, *others), share in zip(host.state.contracts, counts.totals, samples, strict=True):
-        cut = Cut.of(
+    for contract, (total, *others), fraction in zip(host.state.contracts, counts.totals, samples, strict=True):
+        normalizer = Normalizer.of(
             contract,
             total,
             micro_batches,
             host.data_ranks,
             others,
-            share,
+            fraction,
             is_corrected=corrected,
             engine_divisor=divisor,
         )
-        parts.append(Part(contract, cut, WindowCheck(contract, cut.is_corrected)))
+        parts.append(Part(contract, normalizer, WindowCheck(contract, normalizer.is_corrected)))
     return parts
 
 
 def _compare_rules(host: Host, counts: _Counts) -> None:
-    """Have the losses observed again, on this window, if rules that fitted so far count it differently."""
+    """Observe the losses again on this window if rules that fitted so far count it differently."""
     state = host.state
     for contract, totals in zip(state.contracts, counts.totals, strict=True):
         if not contract.has_rules_to_compare:
@@ -307,16 +307,16 @@ def _compare_rules(host: Host, counts: _Counts) -> None:
 
 
 def _check_given(host: Host, batches: Sequence[Any]) -> None:
-    """A given contract covers one task: warn of a window with another than the first micro-batch's."""
+    """Warn of a task that a given contract, which covers one, does not cover."""
     state = host.state
     counted = {key for contract in state.contracts for rule in contract.rules for key in rule.keys}
     for batch in batches if counted else ():
-        held = frozenset((key, axes) for key, axes in kind_of(batch) if key in counted)
+        held = frozenset((key, axes) for key, axes in task_of(batch) if key in counted)
         state.given_for = held if state.given_for is None else state.given_for
         if held != state.given_for:
-            covered = words_of(state.given_for)
+            covered = describe(state.given_for)
             host.report_inexact(
-                f"a micro-batch holds {words_of(kind_of(batch))}, and the contract given covers {covered}"
+                f"got a micro-batch with {describe(task_of(batch))}; expected {covered}, as the given contract does"
             )
             return
 
@@ -324,10 +324,10 @@ def _check_given(host: Host, batches: Sequence[Any]) -> None:
 def count_routing(
     host: Host, forward: Forward, batches: Sequence[Any], model: nn.Module | None, error: Exception | None
 ) -> tuple[Tensor, Exception | None]:
-    """This rank's numbers of a window, to be summed over ranks, and its error.
+    """This rank's routing counts of a window, to be summed over ranks, and its error.
 
-    The model's own load-balancing loss is looked at first, on every rank alike. ``forward``: (inputs) -> loss, as
-    training makes it; ``model``: inside DistributedDataParallel; None: this rank has none, and no micro-batch.
+    The model's load-balancing loss is recognised first, on every rank. ``forward``: (inputs) -> loss, as in training;
+    ``model``: inside DistributedDataParallel; None: this rank has no micro-batch.
     """
     router, contract, listed = host.router, host.contract, list(batches)
     assert contract is not None
@@ -349,6 +349,6 @@ def count_routing(
         if model is not None:
             return router.count(forward, listed, model, host.device, host.data_ranks), error
     except Exception as caught:
-        # Raised as soon as the other ranks know.
+        # Raised once the other ranks have it.
         error = error or caught
     return router.nothing(host.device), error

@@ -106,7 +106,7 @@ class Dealer:
         if sampler is None:
             raise UnsupportedSetupError(
                 f"balance_windows: got a {type(loader).__name__} without a batch sampler, whose dataset makes the "
-                "batches; expected a loader with a batch size or a batch sampler; give one, or balance_windows=False"
+                "batches; expected a loader with a batch size or a batch sampler; pass one, or balance_windows=False"
             )
         if isinstance(sampler, BalancedBatches):
             sampler = sampler.__wrapped__
@@ -164,7 +164,7 @@ class Dealer:
             wanted = f"lengths={named!r}" if named is not None else "its input_ids"
             raise OptionsError(
                 f"balance_windows: got a sample that holds {what}; expected its length by {wanted}; name the column, "
-                "or give a function of a sample: BalanceOptions(lengths=...)"
+                "or pass a function of a sample: BalanceOptions(lengths=...)"
             ) from error
         return self._truncated(length)
 

@@ -14,7 +14,7 @@ from typing import Any
 import wrapt
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
 
-from hf_accum_fix.accumulation.window import Weightless, has_rows, sample_count
+from hf_accum_fix.accumulation.window import ZeroWeightBatch, has_rows, sample_count
 from hf_accum_fix.data.balancing import is_balanced
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.upstream.presence import require
@@ -73,8 +73,8 @@ class WithoutDuplicates(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
     Args:
         loader: the dataloader, prepared by accelerate.
-        drop: leave them out: a micro-batch keeps its own rows, and one of repeated samples alone becomes a
-            `Weightless` one of one row, so that the ranks stay in step.
+        drop: drop them: a micro-batch keeps its own rows, and one of repeated samples alone becomes a
+            `ZeroWeightBatch` of one row, so that the ranks stay in step.
         found: called with the number of repeated samples, over all ranks, of an epoch that has some.
     """
 
@@ -116,8 +116,8 @@ class WithoutDuplicates(wrapt.ObjectProxy):  # type: ignore[type-arg]
             return
         if is_balanced(self.__wrapped__):
             raise UnsupportedSetupError(
-                "drop_duplicates with length-balanced windows: a repeated sample may be in any micro-batch of it; "
-                "omit one of the two options, or use dataloader_drop_last=True without drop_duplicates"
+                "drop_duplicates: got length-balanced windows, where a repeated sample may be in any micro-batch; "
+                "expected one of the two options; omit one, or use dataloader_drop_last=True without drop_duplicates"
             )
         if isinstance(self.dataset, IterableDatasetShard) and self.num_workers > 0:
             raise UnsupportedSetupError(
@@ -171,9 +171,9 @@ def _own_rows(batch: Any, last: LastRound) -> Any:
     if set(sized.values()) != {last.rows}:
         raise UnsupportedSetupError(
             f"drop_duplicates: the last {last.rows - last.own} of {last.rows} samples of a micro-batch are repeated, "
-            f"but its inputs have {sized or type(batch).__name__} rows, so that they cannot be removed; expected one "
+            f"but its inputs have {sized or type(batch).__name__} rows, so they cannot be removed; expected one "
             "row for each sample; omit the option, or use dataloader_drop_last=True"
         )
     # If all are repeated, keep one: every rank has to run a micro-batch.
     kept = {key: value[: max(last.own, 1)] if has_rows(value) else value for key, value in batch.items()}
-    return kept if last.own else Weightless(kept)
+    return kept if last.own else ZeroWeightBatch(kept)

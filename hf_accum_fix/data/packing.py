@@ -78,8 +78,8 @@ def pack(
     count = steps * ranks
     if not count <= len(lengths) <= (max_rows or len(lengths)) * count:
         raise OptionsError(
-            f"{len(lengths)} samples do not fit into {count} micro-batches of 1 to {max_rows or 'any number of'} "
-            "samples; give a max_rows_per_micro_batch of at least the per-device batch size"
+            f"got {len(lengths)} samples for {count} micro-batches; expected 1 to {max_rows or 'any number of'} "
+            "samples in each; set max_rows_per_micro_batch to at least the per-device batch size"
         )
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     ascending = [max(lengths[row], 1) for row in order]

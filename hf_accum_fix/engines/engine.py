@@ -1,4 +1,4 @@
-"""What the engine under an ``accelerate.Accelerator`` does to losses and inputs, read from the live objects."""
+"""How the engine of an ``accelerate.Accelerator`` changes losses, inputs and gradients, read from the live objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 
 def engine_divisor(accelerator: AcceleratorLike, backward_kwargs: Mapping[str, Any]) -> int:
-    """What the engine is about to divide a loss by.
+    """The number that the engine divides a loss by.
 
     Args:
         accelerator: the live ``accelerate.Accelerator``.
@@ -30,7 +30,7 @@ def engine_divisor(accelerator: AcceleratorLike, backward_kwargs: Mapping[str, A
 
 
 def reducing(accelerator: AcceleratorLike | None, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
-    """Around a forward and backward: the ranks reduce gradients in the last micro-batch of a window alone.
+    """Around a forward and backward: ranks reduce gradients only in the last micro-batch of a window.
 
     Args:
         accelerator: the live ``accelerate.Accelerator``, or None.
@@ -41,13 +41,13 @@ def reducing(accelerator: AcceleratorLike | None, model: nn.Module, *, last: boo
         return nullcontext() if last else getattr(model, "no_sync", nullcontext)()
     # accelerate's optimizer and scheduler, and DeepSpeed's engine, step only if this is set.
     accelerator.sync_gradients = last
-    tell_last(accelerator, last)
-    # DeepSpeed goes by that boundary; its own no_sync refuses ZeRO-2 and -3.
+    set_last_micro_batch(accelerator, last)
+    # DeepSpeed uses that boundary; its own no_sync refuses ZeRO-2 and -3.
     alone = last or accelerator.distributed_type == DistributedType.DEEPSPEED
     return nullcontext() if alone else accelerator.no_sync(model)
 
 
-def tell_last(accelerator: AcceleratorLike, last: bool) -> None:
+def set_last_micro_batch(accelerator: AcceleratorLike, last: bool) -> None:
     """Set DeepSpeed's accumulation boundary; without it DeepSpeed counts windows of one length.
 
     accelerate sets it from 1.8 on; before, the short window at the end of an epoch is not stepped.
@@ -116,7 +116,7 @@ def _leaves_of_fsdp2(each: Any) -> Iterator[Leaf]:
 
 
 def reduced_in(accelerator: AcceleratorLike | None, model: nn.Module) -> list[str]:
-    """What gradients are averaged over ranks in: names of dtypes, and of communication hooks.
+    """The dtypes, and communication hooks, by which gradients are averaged over ranks.
 
     Args:
         accelerator: the live ``accelerate.Accelerator``, or None.

@@ -1,4 +1,4 @@
-"""Errors that reach every rank, so that none waits for ever for one that failed or has nothing to run.
+"""Raise errors on every rank, so that none waits for ever for one that failed or has nothing to run.
 
 A rank with an error before a collective keeps it, joins the collective, and raises it afterwards; the others raise a
 `RankError` that names the rank.
@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 Gather = Callable[[list[Any]], list[Any]]
 
 
-def agreed(
+def all_gather_or_raise(
     value: Value, error: Exception | None, *, rank: int, world_size: int, gather: Gather | None = None
 ) -> list[Value]:
     """Gather a value from every rank, in their order, or raise if one has an error; every rank must call this.
@@ -61,18 +61,18 @@ def by_rank(messages: Sequence[object]) -> str:
     return "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(messages) if each is not None)
 
 
-def marks(runs: int, error: Exception | None, like: Tensor) -> list[Tensor]:
-    """Three numbers to add to a sum over ranks, for `check_marks` to read.
+def pack_status(runs: int, error: Exception | None, like: Tensor) -> list[Tensor]:
+    """Three numbers to add to a sum over ranks, for `check_status` to read.
 
     Args:
-        runs: what must be the same on every rank, such as its micro-batches.
+        runs: a number that must be the same on every rank, such as its micro-batches.
         error: what this rank failed with; None: nothing.
         like: 0-dim tensor of the dtype and device wanted.
     """
     return [torch.full_like(like, value) for value in (runs, runs * runs, error is not None)]
 
 
-def check_marks(
+def check_status(
     summed: Tensor,
     runs: int,
     error: Exception | None,
@@ -89,14 +89,14 @@ def check_marks(
     that only a rank with a reason to suspect something reads them; the launcher ends the others when it ends.
 
     Args:
-        summed: the three numbers of `marks`, summed over ranks.
-        runs: as given to `marks`.
-        error: as given to `marks`.
+        summed: the three numbers of `pack_status`, summed over ranks.
+        runs: as given to `pack_status`.
+        error: as given to `pack_status`.
         fetched: micro-batches of this rank, for the error message.
         rank: of this process.
         world_size: processes.
         suspects: whether this rank has a reason.
-        gather: as in `agreed`.
+        gather: as in `all_gather_or_raise`.
 
     Raises:
         Exception: ``error`` itself.
@@ -112,14 +112,14 @@ def check_marks(
         return
     if not together:
         raise error or uneven({rank: fetched})
-    raise uneven(dict(enumerate(agreed(fetched, error, rank=rank, world_size=world_size, gather=gather))))
+    raise uneven(dict(enumerate(all_gather_or_raise(fetched, error, rank=rank, world_size=world_size, gather=gather))))
 
 
 def uneven(runs: dict[int, int]) -> UnevenRanksError:
     """The error for ranks with unequal numbers of micro-batches."""
     counts = ", ".join(f"rank {rank} has {count}" for rank, count in runs.items())
     return UnevenRanksError(
-        f"the ranks do not have the same number of micro-batches in this window ({counts}), so that some would wait "
-        "for ever; expected at least one on every rank, and under FSDP and DeepSpeed equally many; set "
-        "even_batches=True in accelerate, or drop the rest"
+        f"got unequal numbers of micro-batches in this window ({counts}); expected at least one on every rank, and "
+        "under FSDP and DeepSpeed equally many, since others would wait for ever; set even_batches=True in accelerate, "
+        "or drop the rest"
     )

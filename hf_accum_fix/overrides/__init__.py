@@ -1,13 +1,13 @@
-"""What the Trainer's methods do instead, as a host of `core`'s windows.
+"""The overrides of the Trainer's methods.
 
 Each function is called as ``fn(wrapped, trainer, args, kwargs, options=...)``, by the patch on the Trainer class and by
-`GlobalBatchMixin` through ``super()`` alike; ``wrapped`` is the bound original. With both active the inner call passes
-through: everything here is set, nothing is multiplied, so being asked twice changes nothing.
+`GlobalBatchMixin` through ``super()``; ``wrapped`` is the bound original. If both are active, the inner call passes
+through.
 
-    train              refuse what cannot be right, before anything has run             (training)
+    train              refuse setups that cannot be exact, before anything runs         (training)
     get_batch_samples  count the window; on the first one, observe the loss             (windows, host, observing)
-    compute_loss       ours inside a window: call the model with n_mean, or weigh its mean by n / n_mean       (steps)
-    training_step      hand accelerate the loss that makes its own division right, and return the one to log   (steps)
+    compute_loss       inside a window: call the model with n_mean, or weight its mean by n / n_mean           (steps)
+    training_step      pass accelerate the scaled loss, and return the one to log                              (steps)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Log the contract once per run, and what the stock Trainer would have made of the loss."""
+"""Log the contract once per run, and the stock Trainer's factor on the gradient."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ logger = logging.getLogger("hf_accum_fix")
 
 
 def announce(session: Session, window: Window, part: Part, stock_scale: float) -> None:
-    """Log and record, once a run, what was observed; ``part``: of the first micro-batch.
+    """Log and record the observed contract once per run; ``part``: of the first micro-batch.
 
-    ``stock_scale``: G times what the installed Trainer multiplies a loss by before it hands it to accelerate.
+    ``stock_scale``: G times the installed Trainer's factor on the loss that it passes to accelerate.
     """
     if session.state.recorded:
         return
     trainer, contract = session.trainer, part.contract
     factor, router_factor = _stock_factors(session, window, part, stock_scale)
-    steps, world_size = len(window.batches), part.cut.world_size
+    steps, world_size = len(window.batches), part.normalizer.world_size
     words = "" if factor is None else f" The stock Trainer would train at about {factor:.3g}x this gradient."
     if factor is not None and abs(factor - 1) > 0.02:
-        words += " Clipping and learning rate felt it."
+        words += " Learning rate and clipping were tuned at that scale."
     if router_factor is not None:
         words = f" The stock Trainer would train its router loss at about {router_factor:.3g}x."
     convention = session.router.in_force
@@ -44,22 +44,22 @@ def announce(session: Session, window: Window, part: Part, stock_scale: float) -
 
 
 def _stock_factors(session: Session, window: Window, part: Part, scale: float) -> tuple[float | None, float | None]:
-    """About how many times the right gradient the installed Trainer would train at, and the router's loss in it.
+    """The approximate factors of the installed Trainer on the exact gradient, and on the router loss; None: unknown.
 
-    None where it cannot be known. Its own division is read off the loss it passes on, accelerate's off the live object,
-    its count off what it returned; the multiplication by W is the releases' common condition.
+    Its own division is read from the loss that it passes on, accelerate's from the live object, its count from what it
+    returned; the multiplication by W follows the condition that all releases share.
     """
     trainer, contract, number = session.trainer, part.contract, window.number
     if contract.custom or trainer.label_smoother is not None:
         return None, None
     undivided = scale / session.accelerator.gradient_accumulation_steps
-    handed = session.passes_number or loss_func(trainer) is not None
-    averaged = getattr(trainer.args, "average_tokens_across_devices", False) and handed and number is not None
-    of_means = undivided * (part.cut.world_size if averaged else 1)
+    passed = session.passes_number or loss_func(trainer) is not None
+    averaged = getattr(trainer.args, "average_tokens_across_devices", False) and passed and number is not None
+    of_means = undivided * (part.normalizer.world_size if averaged else 1)
     if contract.has_router_loss and contract.by_number:
-        # Two terms, each off by a factor of its own: no one factor holds for both.
+        # Two terms with different factors.
         return None, of_means
     if contract.reduction is Reduction.NUMBER and number is not None and float(number):
-        # Where upstream does not average, a rank divides by its own count: about 1/W of them all.
+        # Unless upstream averages, a rank divides by its own count, about 1/W of the total.
         return undivided / len(window.batches) * float(window.total) / float(number), None
     return of_means if contract.reduction is Reduction.MEAN else None, None

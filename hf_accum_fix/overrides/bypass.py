@@ -15,17 +15,17 @@ from hf_accum_fix.options import enabled
 
 @contextmanager
 def no_bypass(session: Any) -> Iterator[None]:
-    """While a trainer trains, refuse an optimizer step in which no micro-batch came through its wrapped step.
+    """While a trainer trains, refuse an optimizer step without a micro-batch that came through its wrapped step.
 
-    Asked by torch, as part of the step itself, whatever engine, scaler or wrapper calls it, from the first one on. A
-    micro-batch that was left out leaves no gradient, and one micro-batch on one rank is not cut: neither is refused. A
-    window whose last micro-batch was left out is closed, on every rank alike.
+    torch calls this in every optimizer step, whatever engine, scaler or wrapper runs it. Skipped micro-batches leave no
+    gradient, and one micro-batch on one rank is not split: neither is refused. A window whose last micro-batch was
+    skipped is closed, on every rank.
     """
     trainer = session.trainer
 
     def check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         window = session.window
-        # DeepSpeed and optimizers of single layers step within a micro-batch of ours.
+        # DeepSpeed and layerwise optimizers step inside a micro-batch.
         if session.micro_batch is not None or not enabled():
             return
         if session.refused is not None:
@@ -40,10 +40,9 @@ def no_bypass(session: Any) -> Iterator[None]:
             and _has_gradients(optimizer)
         ):
             raise SeamError(
-                f"the optimizer of {type(trainer).__name__} is about to step by gradients of which none came through "
-                "Trainer.training_step or accelerator.backward, so nothing of them is mended: its step or its loop "
-                "goes on without calling super(); call super().training_step there, or accelerator.backward, or "
-                "revert()"
+                "got a gradient that came through neither Trainer.training_step nor accelerator.backward; expected one "
+                "of them, since otherwise nothing is corrected; call super().training_step or accelerator.backward in "
+                f"the step or loop of {type(trainer).__name__}, or revert()"
             )
 
     with register_optimizer_step_pre_hook(check):
@@ -51,7 +50,7 @@ def no_bypass(session: Any) -> Iterator[None]:
 
 
 def _steps(outer: Any, optimizer: Optimizer) -> bool:
-    """Whether an optimizer is one that engines (accelerate, DeepSpeed) may have wrapped, or within it."""
+    """Whether an optimizer is ``outer`` or inside it, since engines (accelerate, DeepSpeed) wrap optimizers."""
     while outer is not None and outer is not optimizer:
         outer = vars(outer).get("optimizer")
     return outer is optimizer

@@ -1,11 +1,10 @@
-"""``eval_loss`` as the mean over the items of the evaluation set, asked for by ``eval_loss=True``.
+"""``eval_loss`` as the mean over the items of the evaluation set, with ``eval_loss=True``.
 
-The Trainer repeats the mean of each batch once for each of its samples and averages those, so that the number depends
-on the eval batch size: short texts weigh as much as long ones of the same batch. Here each batch's mean is weighted by
-its items, over all ranks. Samples that only fill up the ranks' last batches do not count, nor does a router loss, which
-is a term of training and has no mean over items. Releases that hand the evaluated model the number of items multiply
-its loss by the ranks, whether or not it divides by that number (5.23.0 reports W times the loss of a BERT classifier);
-here the model gets no number, and returns its own mean.
+The Trainer weights the mean of each batch by its samples, so the number depends on the eval batch size. Here each
+batch's mean is weighted by its items, over all ranks. Samples that only fill up the ranks' last batches do not count,
+nor does a router loss, which has no mean over items. Releases that pass num_items_in_batch to the evaluated model
+multiply its loss by the ranks, whether or not it divides by that number (5.23.0 reports W times the loss of a BERT
+classifier); here the model gets no number, and returns its own mean.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.kinds import kind_of
 from hf_accum_fix.accumulation.preserve import overridden
+from hf_accum_fix.accumulation.tasks import task_of
 from hf_accum_fix.accumulation.window import Items, count_dtype, has_rows, sample_count
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.forward import loss_alone
@@ -29,7 +28,7 @@ from hf_accum_fix.upstream.protocols import TrainerLike
 
 logger = logging.getLogger("hf_accum_fix")
 
-_SEVERAL_TASKS = "its batches are of several kinds, each with a loss of its own"
+_SEVERAL_TASKS = "its batches have several tasks, each with its own loss"
 _WEIGHTED = (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN)
 
 
@@ -41,9 +40,9 @@ def evaluation_loop(
     *,
     options: Options,
 ) -> Any:
-    """Run the original loop, and put the item mean in the place of its loss.
+    """Run the original loop, and replace its loss by the mean over items.
 
-    The contract of the loss comes from training; before any training it is observed on the first batch.
+    The contract comes from training; before any training the loss is observed on the first batch.
     """
     session = session_of(trainer, options)
     if not options.eval_loss or not enabled() or "evaluation_loop" in session.busy:
@@ -54,26 +53,26 @@ def evaluation_loop(
 
     def prediction_step(model: Any, inputs: Mapping[str, Any], *rest: Any, **step_kwargs: Any) -> Any:
         # Several ranks would have to observe a new task together.
-        if session.contract is None or session.world_size == 1 or state.loss_of(kind_of(inputs)) is not None:
+        if session.contract is None or session.world_size == 1 or state.loss_of(task_of(inputs)) is not None:
             session.settle([inputs], None, None)
         contract = session.contract
         assert contract is not None
-        is_one = state.loss_of(kind_of(inputs)) is state.first and len(state.losses) == 1
+        is_one = state.loss_of(task_of(inputs)) is state.first and len(state.losses) == 1
         if reason := _why_not(contract) if is_one else _SEVERAL_TASKS:
             refused.append(reason)
             return original_step(model, inputs, *rest, **step_kwargs)
         rule, own_func = contract.items, loss_func(trainer) is not None
         assert rule is not None
         number = rule.count(inputs, sums.device) if own_func else None
-        with overridden(trainer, "compute_loss", _handed(trainer.compute_loss, number)):
-            # The loss may remove the labels from the inputs it is handed.
+        with overridden(trainer, "compute_loss", _with_number(trainer.compute_loss, number)):
+            # The loss may remove the labels from its inputs.
             result = original_step(model, dict(inputs), *rest, **step_kwargs)
         loss, real = result[0], _real_rows(trainer, inputs)
         counted = dict(inputs) if real is None else _without_filling(rule, inputs, real)
         if own_func or real is not None or contract.has_router_loss or rule.per_sample:
             with torch.no_grad():
                 loss, outputs = loss_alone(trainer, model, counted or dict(inputs))
-            router = contract.carried(outputs)
+            router = contract.weighted_router_loss(outputs)
             loss = loss if router is None else loss - router.to(loss.device)
         if loss is None:
             refused.append("prediction_step returned no loss")
@@ -88,14 +87,14 @@ def evaluation_loop(
     # The fifth argument in every release.
     name = f"{kwargs.get('metric_key_prefix', args[4] if len(args) > 4 else 'eval')}_loss"
     if refused:
-        session.warn_once("eval_loss", f"{name} is left as the Trainer averages it: {refused[0]}")
+        session.warn_once("eval_loss", f"{name} stays the Trainer's average: {refused[0]}")
     elif output.metrics is not None and name in output.metrics and bool(total[1] > 0):
         output.metrics[name] = float(total[0] / total[1])
     return output
 
 
-def _handed(compute_loss: Callable[..., Any], number: Tensor | None) -> Callable[..., Any]:
-    """The same with no number of items, so that a head returns the mean over its own."""
+def _with_number(compute_loss: Callable[..., Any], number: Tensor | None) -> Callable[..., Any]:
+    """``compute_loss`` with another number of items; None: a head returns the mean over its own."""
 
     def call(model: Any, inputs: Any, return_outputs: bool = False, *rest: Any, **kwargs: Any) -> Any:
         given = {**kwargs, "num_items_in_batch": number}
@@ -107,14 +106,14 @@ def _handed(compute_loss: Callable[..., Any], number: Tensor | None) -> Callable
 def _why_not(contract: LossContract) -> str:
     """Why there is no mean over items; empty where there is one."""
     if contract.groups > 1 and len(contract.rules) > 1:
-        return "the loss is a sum of terms, each a mean over items of its own"
+        return "the loss has several terms, each a mean over its own items"
     if contract.reduction in _WEIGHTED:
         return ""
     return f"the loss {contract.reduction.words} ({contract.reason})"
 
 
 def _real_rows(trainer: TrainerLike, inputs: Mapping[str, Any]) -> int | None:
-    """Samples of this rank's batch that no other batch holds, where it repeats some to be of one size; None: none."""
+    """Samples of this rank's batch that are not repeated to fill it up; None: all."""
     state, rows = trainer.accelerator.gradient_state, sample_count(inputs)
     if trainer.args.world_size == 1 or not state.end_of_dataloader:
         return None
@@ -125,7 +124,7 @@ def _real_rows(trainer: TrainerLike, inputs: Mapping[str, Any]) -> int | None:
 
 
 def _without_filling(items: Items, inputs: Mapping[str, Any], real: int) -> dict[str, Any]:
-    """The batch with the targets of its first ``real`` samples alone; empty where none is left."""
+    """The batch with only the targets of its first ``real`` samples; empty if there are none."""
     if real == 0:
         return {}
     target = inputs.get(items.keys[0]) if items.keys else None

@@ -1,4 +1,4 @@
-"""The loss as the Trainer comes by it: in training, of a batch alone, by the base or by a ``compute_loss``."""
+"""The Trainer's loss: in training, of a single batch, by the base or by a custom ``compute_loss``."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from hf_accum_fix.accumulation.contract import router_loss
 from hf_accum_fix.accumulation.declared import has_parameter, router_coefficients
 from hf_accum_fix.accumulation.per_sample import sum_of_samples
 from hf_accum_fix.accumulation.preserve import overridden
-from hf_accum_fix.accumulation.share import loss_among
+from hf_accum_fix.accumulation.scaling import loss_among
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.overrides.live import bare_model, data_ranks, hands_number, loss_func
 from hf_accum_fix.overrides.session import SESSION, Session
 from hf_accum_fix.upstream.protocols import TrainerLike
 
-#: One forward: (inputs, number, the trainer's own ``compute_loss``'s number) -> (loss, outputs or None).
+#: One forward: (inputs, number, number for a custom ``compute_loss``) -> (loss, outputs or None).
 Forward = Callable[[Mapping[str, Any], Tensor | None, Tensor | None], tuple[Tensor, Any]]
 
 
 def as_in_training(session: Session, module: nn.Module, compute_loss: Callable[..., Any] | None) -> Forward:
-    """The forward that training makes of a micro-batch; without outputs where the loss is the trainer's."""
+    """The forward of a micro-batch in training; without outputs if the loss is custom."""
     trainer, by_itself = session.trainer, session.own_step is not None
     takes_number = compute_loss is not None and hands_number(compute_loss)
 
     def forward(inputs: Mapping[str, Any], number: Tensor | None, own: Tensor | None) -> tuple[Tensor, Any]:
         def base(model: nn.Module, inputs: Mapping[str, Any], given: Any) -> tuple[Tensor, Any]:
-            # A ``compute_loss`` that asks for no number gets none.
+            # A ``compute_loss`` that passes on no number gets none.
             asks = given is not None or loss_func(trainer) is not None
             return base_loss(session, model, inputs, number if asks else None)
 
-        # A step of the trainer's own prepares them itself.
+        # A custom training_step prepares them itself.
         inputs = inputs if by_itself else trainer._prepare_inputs(inputs)
         with nullcontext() if by_itself else trainer.compute_loss_context_manager():
             if compute_loss is None:
@@ -50,10 +50,10 @@ def as_in_training(session: Session, module: nn.Module, compute_loss: Callable[.
 def base_loss(
     session: Session, model: nn.Module, inputs: Mapping[str, Any], number: Tensor | None, *, smooth: bool = True
 ) -> tuple[Tensor, Any]:
-    """The loss as the base Trainer comes by it, before any release's scaling.
+    """The base Trainer's loss, before any release's scaling.
 
-    Source: the contract of ``Trainer.compute_loss``, which the releases share: the number goes to a model that accepts
-    it; ``compute_loss_func`` owns its loss; the label smoother takes the labels out of the model's sight.
+    Source: ``Trainer.compute_loss`` in all releases: a model that accepts the number gets it, ``compute_loss_func``
+    computes its own loss, and the label smoother hides the labels from the model.
     """
     trainer, given, inputs, labels = session.trainer, inputs, dict(inputs), None
     func, smoother = loss_func(trainer), trainer.label_smoother if smooth else None
@@ -69,19 +69,19 @@ def base_loss(
             return func(outputs, labels, num_items_in_batch=number), outputs
     if smoother is not None and labels is not None:
         loss: Tensor = smoother(outputs, labels, shift_labels=bool(session.shift))
-        # It is made from the logits alone.
-        for kind, coefficient in zip(("aux_loss", "z_loss"), router_coefficients(bare_model(trainer)), strict=True):
-            if coefficient and (router := router_loss(outputs, kind)) is not None:
+        # The smoothed loss uses the logits alone.
+        for name, coefficient in zip(("aux_loss", "z_loss"), router_coefficients(bare_model(trainer)), strict=True):
+            if coefficient and (router := router_loss(outputs, name)) is not None:
                 loss = loss + coefficient * router.to(loss.device)
         return loss, outputs
     return loss_among(outputs, inputs, model), outputs
 
 
 def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
-    """The loss of a batch that is not part of a larger one, and the model's outputs; `settle` comes first.
+    """The loss of a batch that is not part of a larger one, and the model's outputs; call `settle` first.
 
-    It is the mean over the batch's own items (or the sum), by the head itself, which is handed no number, or by the
-    trainer's own ``compute_loss``; a ``compute_loss_func`` is handed the batch's own item count.
+    It is the mean over the batch's own items (or the sum), by the head, which gets no number, or by a custom
+    ``compute_loss``; a ``compute_loss_func`` gets the batch's item count.
     """
     session: Session = trainer.__dict__[SESSION]
     assert session.contract is not None
@@ -107,7 +107,7 @@ def _loss_alone(session: Session, model: nn.Module, inputs: Mapping[str, Any]) -
     if compute_loss is not None:
         own: dict[str, Any] = {}
         if contract.by_number and count is not None and hands_number(compute_loss):
-            # It may not do without; W ranks make W times this of it, where it multiplies by them.
+            # It may need one; if it multiplies by W, the number is W times this count.
             own["num_items_in_batch"] = count(inputs) * (data_ranks(trainer) if contract.takes_world_size else 1)
         return compute_loss(model, inputs, return_outputs=True, **own)  # type: ignore[no-any-return]
     counted = loss_func(trainer) is not None and count is not None
@@ -115,9 +115,9 @@ def _loss_alone(session: Session, model: nn.Module, inputs: Mapping[str, Any]) -
 
 
 def training_loss_of(session: Session) -> Callable[..., Any] | None:
-    """The trainer's own way to the loss that it trains; None where the base is all there is.
+    """The custom loss that a trainer trains; None: it is the base's.
 
-    Of a ``training_step`` that never calls the base's it is the loss that this hands to ``accelerator.backward``.
+    With a ``training_step`` that never calls the base's, it is the loss that this passes to ``accelerator.backward``.
     """
     trainer, step = session.trainer, session.own_step
     if step is None:
@@ -127,7 +127,7 @@ def training_loss_of(session: Session) -> Callable[..., Any] | None:
     def compute_loss(
         model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> tuple[Tensor, Any]:
-        handed: list[Tensor] = []
+        passed: list[Tensor] = []
         caught: list[Exception] = []
         outputs: Any = None
 
@@ -136,7 +136,7 @@ def training_loss_of(session: Session) -> Callable[..., Any] | None:
             try:
                 result = original(*args, **kwargs)
             except Exception as error:
-                # The step may catch it, and go on.
+                # The step may catch it.
                 caught.append(error)
                 raise
             outputs = result[1] if isinstance(result, tuple) else outputs
@@ -145,20 +145,20 @@ def training_loss_of(session: Session) -> Callable[..., Any] | None:
         given = {"num_items_in_batch": num_items_in_batch} if has_parameter(step, "num_items_in_batch") else {}
         with (
             overridden(trainer, "compute_loss", kept),
-            overridden(trainer.accelerator, "backward", lambda loss, **_: handed.append(loss)),
+            overridden(trainer.accelerator, "backward", lambda loss, **_: passed.append(loss)),
         ):
             step(model, inputs, **given)
         if caught:
             raise caught[0]
-        if not handed:
-            raise RuntimeError(f"the training_step of {type(trainer).__name__} handed no loss to accelerator.backward")
-        return handed[0], outputs
+        if not passed:
+            raise RuntimeError(f"{type(trainer).__name__}.training_step passed no loss to accelerator.backward")
+        return passed[0], outputs
 
     return compute_loss
 
 
 def compute_loss_of(trainer: TrainerLike) -> Callable[..., Any] | None:
-    """The trainer's own ``compute_loss`` where something overrides the base; None where the base is all there is."""
+    """A trainer's custom ``compute_loss``; None: it is the base's."""
     if "compute_loss" in vars(trainer):
         return trainer.compute_loss
     ours = ("hf_accum_fix.trainer", Trainer.__module__)

@@ -1,4 +1,4 @@
-"""The Trainer as a host of windows: settle how its loss is reduced, observe it, count its routing."""
+"""The Trainer as a host: settle how its loss is reduced, observe it, count its routing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TrainerHost(Session):
         if self.observed_for != computed_by:
             state.first.contract, state.first.attempts, self.observed_for = None, 0, computed_by
             self.passes_number = accepts_number(trainer) and takes_number(trainer.model_wrapped)
-            state.closing.corrects = False
+            state.correction.corrects = False
         was_settled, before = state.first.is_settled, self.contract
         if self.options.contract is None:
             contracts.settle(self, batches, number, error)
@@ -49,18 +49,18 @@ class TrainerHost(Session):
             return
         if state.first.is_settled and self.options.balance_windows and (reason := unfit(contract)) is not None:
             raise UnsupportedSetupError(
-                f"balance_windows: {self.head}: {reason}. Dealing samples by length would change such a loss; "
-                "expected a mean over items or a sum; leave balance_windows out"
+                f"balance_windows: got {self.head}: {reason}; length-balancing would change its loss; expected a mean "
+                "over items or a sum; omit balance_windows"
             )
         if contract.reason != NO_TARGET_SEEN or state.first.is_settled:
             self._warn(contract)
 
     def _warn(self, found: LossContract) -> None:
-        """Warn once if a loss is not exact, where it shows."""
-        # A number, or a shift, may be wrong even where nothing is split.
+        """Warn once if a loss is not exact."""
+        # Even a global batch of one micro-batch may have a wrong number or shift.
         wrong_when_whole = SHIFT_UNKNOWN in (found.reason, found.doubt) or (found.by_number and not found.conclusive)
         if found.reason == MADE_LATER and declares_scale(self.trainer):
-            # It knows of windows; every one of them is looked at.
+            # The trainer handles windows itself, and each is checked.
             return
         itself = found.custom and scales_itself(self.trainer)
         outcome = "stays as the trainer scales it" if itself else "gets the plain mean over micro-batches"
@@ -69,11 +69,11 @@ class TrainerHost(Session):
                 self.warn_once(name, message)
 
     def _given(self, contract: LossContract) -> LossContract:
-        """A contract that was given, compared with what can be known without a forward."""
+        """Check a given contract, without a forward."""
         if contract.by_number and not self.passes_number and loss_func(self.trainer) is None:
             raise ContractError(
-                f"the contract given says that the loss {contract.reduction.words}, but {self.head} is not "
-                "handed the number; give Reduction.MEAN, or let model_accepts_loss_kwargs be True"
+                f"got a contract by which the loss {contract.reduction.words}, but {self.head} gets no "
+                "num_items_in_batch; expected Reduction.MEAN, or set model_accepts_loss_kwargs = True"
             )
         if not contract.by_number:
             # A head that would divide by the number returns its own mean without it.
@@ -87,7 +87,7 @@ class TrainerHost(Session):
         router, trainer, steps = self.router, self.trainer, len(batches)
         if router.convention is Convention.MEAN:
             return None, error
-        # Its name is bound where others look it up only once it is imported.
+        # Other libraries bind its name only once it is imported.
         import_module(LENDER)
         module: nn.Module = inside_ddp(trainer.model_wrapped) or trainer.model_wrapped
         if self.counting_loss is None or self.counting_loss[0] != self.observed_for:
@@ -109,13 +109,10 @@ class TrainerHost(Session):
             return count_routing(self, lambda inputs: run(inputs, number, number)[0], batches, module, error)
 
     @property
-    def router_loss_depends_on_the_cut(self) -> bool:
-        """Whether another cut of the same global batch, such as one by length, trains another router loss.
-
-        To be asked once the first window is counted: only then it is known whether "exact" is in force.
-        """
+    def router_loss_depends_on_split(self) -> bool:
+        """Whether the router loss depends on the split; known once the first window is counted."""
         if self.router.form is not None and self.router.form.pools:
-            return self.router.depends_on_the_cut
+            return self.router.depends_on_split
         return self.contract is not None and self.contract.has_router_loss
 
 
@@ -133,12 +130,12 @@ def session_of(trainer: TrainerLike, options: Options) -> TrainerHost:
 
 
 def known_session(trainer: TrainerLike) -> TrainerHost | None:
-    """The session of a trainer; None: it has none, or only the one of what it is a copy of."""
+    """The session of a trainer; None: it has none, or one copied from another trainer."""
     session: TrainerHost | None = trainer.__dict__.get(SESSION)
     return session if session is not None and session.trainer is trainer else None
 
 
 def new_session(trainer: TrainerLike, options: Options) -> TrainerHost:
-    """A session of a trainer in the place of the one before."""
+    """Replace the session of a trainer."""
     session = trainer.__dict__[SESSION] = TrainerHost(trainer, options)
     return session

@@ -14,55 +14,55 @@ from transformers import Trainer
 from hf_accum_fix.accumulation.declared import has_parameter
 from hf_accum_fix.upstream.protocols import TrainerLike
 
-#: Classes of trainers, and whether they come between a micro-batch and its loss.
+#: By class: whether it overrides a method between a micro-batch and its loss.
 _REMAKES: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
 def data_ranks(trainer: TrainerLike) -> int:
-    """W: the ranks that hold samples of their own; engines average over these alone."""
+    """W, data-parallel ranks, which engines average over."""
     return int(trainer.args.world_size) // parallel_size(trainer, "tp")
 
 
-def parallel_size(trainer: TrainerLike, kind: str) -> int:
-    """Ranks that share samples by one kind of parallelism: "tp", "cp" or "sp"; 1: none do."""
-    size = getattr(trainer, f"get_{kind}_size", None)
+def parallel_size(trainer: TrainerLike, axis: str) -> int:
+    """Size of a parallel dimension, "tp", "cp" or "sp"."""
+    size = getattr(trainer, f"get_{axis}_size", None)
     if size is not None:
         return int(size())
     config = getattr(trainer.accelerator, "parallelism_config", None)
-    return int(getattr(config, f"{kind}_size", 1) or 1)
+    return int(getattr(config, f"{axis}_size", 1) or 1)
 
 
 def bare_model(trainer: TrainerLike) -> nn.Module:
-    """The model inside of what engines have put around it: DeepSpeed's has a config of its own."""
+    """The model without engines' wrappers, of which DeepSpeed's has its own config."""
     return trainer.accelerator.unwrap_model(trainer.model)  # type: ignore[no-any-return]
 
 
 def loss_func(trainer: TrainerLike) -> Callable[..., Any] | None:
-    """The user's own loss; releases before 4.46 know of none."""
+    """compute_loss_func; None before 4.46."""
     func: Callable[..., Any] | None = getattr(trainer, "compute_loss_func", None)
     return func
 
 
 def release_counts_windows() -> bool:
-    """Whether the release's Trainer counts the items of a window, and hands the number on: 4.46 and later."""
+    """Whether the release's Trainer counts the items of a window: 4.46 and later."""
     return hasattr(Trainer, "get_batch_samples")
 
 
 def accepts_number(trainer: TrainerLike) -> bool:
-    """Whether the release's Trainer would hand its model the number; releases before 4.46 know of none."""
+    """Whether the release's Trainer passes num_items_in_batch to its model; False before 4.46."""
     return bool(getattr(trainer, "model_accepts_loss_kwargs", False))
 
 
 def hands_number(compute_loss: Callable[..., Any]) -> bool:
-    """Whether the release's Trainer hands a ``compute_loss`` of the trainer's own the number."""
+    """Whether the release's Trainer passes num_items_in_batch to a custom ``compute_loss``."""
     return release_counts_windows() and has_parameter(compute_loss, "num_items_in_batch")
 
 
 def scales_itself(trainer: TrainerLike) -> bool:
-    """Whether a trainer says that the loss it computes is divided for the window already.
+    """Whether a trainer declares that its loss is already divided by the accumulation steps.
 
-    Source: ``Trainer.loss_is_scaled_for_ga`` (5.19.0 on); before it, a ``compute_loss_func`` that is no function, whose
-    presence alone keeps the Trainer from dividing.
+    Source: ``Trainer.loss_is_scaled_for_ga`` (5.19.0 on); before it, a ``compute_loss_func`` that is not callable keeps
+    the Trainer from dividing.
     """
     declared = getattr(trainer, "loss_is_scaled_for_ga", None)
     if declared is None:
@@ -71,30 +71,29 @@ def scales_itself(trainer: TrainerLike) -> bool:
 
 
 def declares_scale(trainer: TrainerLike) -> bool:
-    """Whether a trainer says of its loss that it is, or is not, divided for the window already."""
+    """Whether a trainer declares that its loss is, or is not, already divided by the accumulation steps."""
     return getattr(trainer, "loss_is_scaled_for_ga", None) is not None or scales_itself(trainer)
 
 
 def remakes_inputs(trainer: TrainerLike) -> bool:
-    """Whether a class of the trainer's own stands between the loader's micro-batch and the base's loss."""
-    kind = type(trainer)
-    known = _REMAKES.get(kind)
+    """Whether a custom method may change a micro-batch between the loader and the base's loss."""
+    known = _REMAKES.get(type(trainer))
     if known is None:
         names = ("compute_loss", "_prepare_inputs", "_prepare_input", "training_step", "get_batch_samples")
         ours = ("hf_accum_fix.trainer", Trainer.__module__)
-        defining = (next((c for c in kind.__mro__ if name in vars(c)), Trainer) for name in names)
-        known = _REMAKES[kind] = any(each.__module__ not in ours for each in defining)
+        defining = (next((c for c in type(trainer).__mro__ if name in vars(c)), Trainer) for name in names)
+        known = _REMAKES[type(trainer)] = any(each.__module__ not in ours for each in defining)
     return known or "compute_loss" in vars(trainer)
 
 
 def own_step(trainer: TrainerLike) -> Callable[..., Any] | None:
-    """The ``training_step`` of a trainer's own that never calls the base's; None: there is none, or it calls it."""
+    """A custom ``training_step`` that never calls the base's; None: there is none, or it calls it."""
     ours = ("hf_accum_fix.trainer", Trainer.__module__)
     steps: list[Any] = [vars(trainer).get("training_step")]
-    for kind in type(trainer).__mro__:
-        if kind.__module__ in ours:
+    for cls in type(trainer).__mro__:
+        if cls.__module__ in ours:
             break
-        steps += [vars(kind)["training_step"].__get__(trainer)] if "training_step" in vars(kind) else []
+        steps += [vars(cls)["training_step"].__get__(trainer)] if "training_step" in vars(cls) else []
     for step in (each for each in steps if each is not None):
         bare = inspect.unwrap(step)
         if getattr(bare, "__module__", "") not in ours and not _calls_base(type(trainer), bare, {"training_step"}):
@@ -102,23 +101,23 @@ def own_step(trainer: TrainerLike) -> Callable[..., Any] | None:
     return None
 
 
-def _calls_base(kind: type, function: Any, seen: set[str]) -> bool:
-    """Whether a method names ``training_step``, by itself or by a method of its class that it calls."""
-    # A wrapper holds what it calls.
+def _calls_base(cls: type, function: Any, seen: set[str]) -> bool:
+    """Whether a method names ``training_step``, or calls a method of its class that does."""
+    # A wrapper's closure has what it calls.
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
     if names(function, "training_step") or any(callable(each) and not isinstance(each, type) for each in held):
         return True
     for name in [each for each in function.__code__.co_names if each not in seen]:
         seen.add(name)
-        helper = inspect.unwrap(getattr(kind, name, None))  # type: ignore[arg-type]
+        helper = inspect.unwrap(getattr(cls, name, None))  # type: ignore[arg-type]
         own = inspect.isfunction(helper) and helper.__module__ != Trainer.__module__
-        if own and _calls_base(kind, helper, seen):
+        if own and _calls_base(cls, helper, seen):
             return True
     return False
 
 
 def names(function: Any, name: str) -> bool:
-    """Whether the code of a function names a method; True where there is no code to look at."""
+    """Whether the code of a function names a method; True if it has no code."""
     pending = [getattr(function, "__code__", None)]
     for code in pending:
         if code is None or name in code.co_names:
@@ -128,11 +127,11 @@ def names(function: Any, name: str) -> bool:
 
 
 def counts_itself(trainer: TrainerLike) -> bool:
-    """Whether the trainer has its own way to count the items of a window."""
+    """Whether a trainer overrides how the items of a window are counted."""
     method = getattr(type(trainer), "_get_num_items_in_batch", None)
     return method is not None and method.__module__ != Trainer.__module__
 
 
 def gradient_versions(model: nn.Module) -> int:
-    """A number that an in-place change of any gradient changes."""
+    """A number that changes with any in-place change of a gradient."""
     return sum(parameter.grad._version for parameter in model.parameters() if parameter.grad is not None)

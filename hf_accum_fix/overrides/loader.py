@@ -1,4 +1,4 @@
-"""The train dataloader while the Trainer trains: whole windows, dealt by length, repeated samples told or left out."""
+"""The train dataloader in training: whole, length-balanced windows; repeated samples reported or dropped."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from hf_accum_fix.upstream.protocols import TrainerLike
 
 logger = logging.getLogger("hf_accum_fix")
 
-#: Where a trainer keeps what deals its windows, with the lengths that it read, from one train() to the next; None there
-#: leaves its windows as they are.
+#: The trainer's attribute for its `Dealer`, which keeps lengths from one train() to the next; None turns balancing off.
 DEALER = "_hf_accum_fix_dealer"
 
 _ABSENT = object()
@@ -36,11 +35,11 @@ _ABSENT = object()
 
 @contextmanager
 def whole_windows(session: Session, opened: Callable[[list[Any]], object]) -> Iterator[None]:
-    """Hand the loop whole windows, where its release or a stream would let the end of an epoch leak or be lost.
+    """Give the loop whole windows, if its release or a stream would lose the end of an epoch or carry it over.
 
     Args:
         session: of the trainer, while it trains.
-        opened: called with a window's micro-batches before the first is run, where the release asks for no windows.
+        opened: called with a window's micro-batches before the first is run, if the release fetches no windows.
     """
     trainer, options, module = session.trainer, session.options, sys.modules[Trainer.__module__]
     original_loader, original_skip = trainer.get_train_dataloader, module.skip_first_batches
@@ -53,8 +52,8 @@ def whole_windows(session: Session, opened: Callable[[list[Any]], object]) -> It
         if isinstance(loader, (WholeWindows, WithoutDuplicates, BalancedStream)):
             return loader
         _let_epochs_through(loader)
-        loader = _dealt(session, loader)
-        # A loader of the trainer's own, which accelerate did not prepare, repeats nothing.
+        loader = _balanced(session, loader)
+        # A loader that accelerate did not prepare repeats nothing.
         if trainer.args.world_size > 1 and isinstance(loader, DataLoaderStateMixin):
             loader = WithoutDuplicates(loader, options.drop_duplicates, partial(_warn_repeated, session))
             loader.check()
@@ -78,19 +77,19 @@ def _warn_repeated(session: Session, samples: int) -> None:
     if not session.note_repeated(samples) or session.rank > 0:
         return
     if session.options.drop_duplicates:
-        logger.info("an epoch's last micro-batches repeat %d samples to even out the ranks; left out", samples)
+        logger.info("an epoch's last micro-batches repeat %d samples to even out the ranks; they are dropped", samples)
     else:
         logger.warning(
-            "an epoch's last micro-batches repeat %d samples, so that every rank has as many, and count them twice; "
-            "apply(drop_duplicates=True), or Options(drop_duplicates=True), leaves them out",
+            "an epoch's last micro-batches repeat %d samples to even out the ranks, which count twice; "
+            "apply(drop_duplicates=True), or Options(drop_duplicates=True), drops them",
             samples,
         )
 
 
 def _let_epochs_through(loader: Any) -> None:
-    """Let a batch sampler that draws by epoch (batch_rebalance) hear of it behind accelerate's shard of it.
+    """Pass the epoch through accelerate's shard to a batch sampler that draws by epoch (batch_rebalance).
 
-    The Trainer tells it past the shard, but not past what skips the batches of a resumed epoch as well.
+    The Trainer passes it through a shard, but not through a shard inside a resumed epoch's sampler.
     """
     shard: Any = getattr(loader, "batch_sampler", None)
     sampler: Any = getattr(shard, "batch_sampler", None)
@@ -98,23 +97,23 @@ def _let_epochs_through(loader: Any) -> None:
         shard.set_epoch = sampler.set_epoch
 
 
-def _dealt(session: Session, loader: Any) -> Any:
-    """The loader with its windows dealt by length, where that is asked for."""
+def _balanced(session: Session, loader: Any) -> Any:
+    """The loader with length-balanced windows, if requested."""
     trainer, args, balance = session.trainer, session.trainer.args, session.options.balance_windows
     if not isinstance(balance, BalanceOptions) or isinstance(loader, (WholeWindows, BalancedStream)):
         return loader
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and not _is_endless(loader):
         session.warn_once(
-            "dealt already",
-            "balance_windows: the dealing is left to train_sampling_strategy='batch_rebalance'; gradient and log are "
-            "mended all the same",
+            "balanced already",
+            "balance_windows: train_sampling_strategy='batch_rebalance' balances the windows; gradient and log are "
+            "corrected as well",
         )
         return loader
     if not hasattr(loader, "dataset"):
         session.warn_once(
-            "not dealt",
+            "not balanced",
             f"balance_windows: got a train dataloader {type(loader).__name__} without a data set; expected torch's "
-            "DataLoader; its windows stay as they come",
+            "DataLoader; its windows are not balanced",
         )
         return loader
     dealer = trainer.__dict__.get(DEALER, _ABSENT)
@@ -131,13 +130,13 @@ def _dealt(session: Session, loader: Any) -> Any:
     )
 
 
-def tell_saved(trainer: TrainerLike) -> None:
-    """What dealing brought, in padded tokens, at the end of a training."""
+def log_padding_saved(trainer: TrainerLike) -> None:
+    """Log the padded tokens that length-balancing saved, at the end of a training."""
     dealer = trainer.__dict__.get(DEALER)
     if dealer is None or not dealer.real or trainer.args.process_index > 0:
         return
     logger.info(
-        "balance_windows: %.3f padded tokens for a real one; as they come the windows would have had %.3f",
+        "balance_windows: %.3f padded tokens for a real one; without balancing %.3f",
         dealer.dealt / dealer.real,
         dealer.as_they_come / dealer.real,
     )
@@ -145,9 +144,9 @@ def tell_saved(trainer: TrainerLike) -> None:
 
 @contextmanager
 def _not_dispatching(session: Session) -> Iterator[None]:
-    """Let each rank read its own stream while its loader is made, as a dispatched one cannot be dealt.
+    """Turn off dispatching for a stream on one rank while its loader is made, as a dispatched one cannot be balanced.
 
-    On one rank that is the same loader. On several the user has to say that every rank may read the stream.
+    On several ranks the user has to decide whether every rank may read the stream.
     """
     trainer = session.trainer
     holder: Any = getattr(trainer.accelerator, "dataloader_config", None) or trainer.accelerator
@@ -163,7 +162,7 @@ def _not_dispatching(session: Session) -> Iterator[None]:
 
 
 def _is_endless(loader: Any) -> bool:
-    """Whether a loader cannot say how many micro-batches an epoch has."""
+    """Whether a loader has no length."""
     try:
         len(loader)
     except TypeError:

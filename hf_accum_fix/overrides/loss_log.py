@@ -1,9 +1,8 @@
-"""The training loss in the log: a micro-batch whose loss is not finite stays in it.
+"""Log the training loss unfiltered: a micro-batch whose loss is not finite stays in it.
 
-Upstream's ``logging_nan_inf_filter``, which is on by default, puts the mean of what was logged before in the place of
-such a loss, so that the log looks healthy over weights that are nan. Under this package the loss is
-logged as it is. What upstream would have logged stands beside it, under `FILTERED`, wherever the two differ, and so it
-does for the ``train_loss`` of the whole run.
+Upstream's ``logging_nan_inf_filter``, which is on by default, replaces such a loss by the mean of what was logged
+before, so the log looks healthy over weights that are nan. Where they differ, upstream's value is logged as well, under
+`FILTERED`; the same holds for the ``train_loss`` of the run.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from hf_accum_fix.upstream.protocols import TrainerLike
 
 logger = logging.getLogger("hf_accum_fix")
 
-#: Names in the log of what upstream's filter would have made of ``loss`` and ``train_loss``.
+#: Names in the log of upstream's filtered ``loss`` and ``train_loss``.
 FILTERED = {"loss": "loss_nan_inf_filtered", "train_loss": "train_loss_nan_inf_filtered"}
 _SWITCH = "logging_nan_inf_filter"
 
-#: Windows whose losses are kept at most, where nothing is logged for so long.
+#: Most windows whose losses are kept between two logs.
 _MOST_WINDOWS = 1000
 
 
 class LossLog:
-    """What one training run logs as its loss.
+    """The logged loss of one training run.
 
     Args:
-        trainer: whose arguments have the filter on.
+        trainer: its arguments have the filter on.
     """
 
     def __init__(self, trainer: TrainerLike) -> None:
@@ -45,19 +44,19 @@ class LossLog:
         self._first_step: int | None = None
         self._logged_at = 0
         self._logged = False
-        self._said = False
+        self._warned = False
 
     def add(self, loss: Tensor) -> None:
-        """Take the loss of one micro-batch, 0-dim, and have the training loop add it up unfiltered; no device sync."""
+        """Add the loss of one micro-batch, 0-dim, and turn the loop's filter off for it; no device sync."""
         state, args = self._trainer.state, self._trainer.args
         if self._first_step is None:
             self._first_step = self._logged_at = state.global_step
-        # Only now: whoever noted the arguments as training began noted the user's.
+        # Not earlier: what reads the arguments as training begins has to see the user's.
         setattr(args, _SWITCH, False)
         self._losses.append(loss.detach())
 
     def _end_window(self) -> None:
-        """Keep the losses of the window that was stepped, one tensor until the next log."""
+        """Keep the losses of a window that was stepped, as one tensor, until the next log."""
         if not self._losses:
             return
         device = self._trainer.args.device
@@ -68,7 +67,7 @@ class LossLog:
             self._filter()
 
     def _filter(self) -> None:
-        """Add up what is kept as upstream's filter does; waits for the device."""
+        """Add up the kept losses as upstream's filter does; waits for the device."""
         steps = [step for step, losses in self._windows for _ in range(len(losses))]
         losses = torch.cat([losses for _, losses in self._windows]).tolist() if steps else []
         for step, loss in zip(steps, losses, strict=True):
@@ -82,13 +81,13 @@ class LossLog:
         original_log, original_turn = trainer.log, trainer._maybe_log_save_evaluate
 
         def log(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            self._tell(logs)
+            self._add_filtered(logs)
             return original_log(logs, *args, **kwargs)
 
         def turn(tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
             self._logged = False
             self._end_window()
-            # A checkpoint keeps the arguments that the user gave.
+            # A checkpoint saves the user's arguments.
             with overridden(trainer.args, _SWITCH, True):
                 result = original_turn(tr_loss, *args, **kwargs)
             if self._logged:
@@ -99,7 +98,7 @@ class LossLog:
         original_count = trainer.floating_point_ops
 
         def count(*args: Any, **kwargs: Any) -> Any:
-            # What the loop calls once it has added the loss up: whoever looks at the arguments now sees the user's.
+            # The loop calls this once it has added the loss; from here on the arguments are the user's again.
             setattr(trainer.args, _SWITCH, True)
             return original_count(*args, **kwargs)
 
@@ -111,39 +110,39 @@ class LossLog:
         ):
             yield
 
-    def _tell(self, logs: dict[str, Any]) -> None:
-        """Put upstream's value beside a loss that is not finite."""
+    def _add_filtered(self, logs: dict[str, Any]) -> None:
+        """Add upstream's value to the log of a loss that is not finite."""
         if "train_loss" in logs:
-            # The last of the run.
+            # The run has ended.
             setattr(self._trainer.args, _SWITCH, True)
             if not math.isfinite(logs["train_loss"]):
                 self._filter()
                 steps = self._trainer.state.global_step - (self._first_step or 0)
                 logs[FILTERED["train_loss"]] = (self._filtered_total + self._filtered) / max(steps, 0.001)
-        # What a trainer logs beside has no learning rate.
+        # A trainer's other logs have no learning rate.
         if "loss" not in logs or "learning_rate" not in logs:
             return
         steps = max(self._trainer.state.global_step - self._logged_at, 1)
         mean = logs["loss"]
         if not math.isfinite(mean):
-            # All ranks know of it, since what is logged is their mean.
+            # All ranks are here, since the logged loss is their mean.
             self._filter()
             filtered = torch.tensor(self._filtered, device=self._trainer.args.device)
             mean = float(self._trainer.accelerator.reduce(filtered, reduction="mean")) / steps
             logs[FILTERED["loss"]] = mean
-            self._say()
+            self._warn()
         self._filtered_total += mean * steps
         self._filtered = 0.0
         self._windows.clear()
         self._logged_at, self._logged = self._trainer.state.global_step, True
 
-    def _say(self) -> None:
-        if not self._said and self._trainer.args.process_index == 0:
+    def _warn(self) -> None:
+        if not self._warned and self._trainer.args.process_index == 0:
             logger.warning(
-                "step %d: the loss of a micro-batch is not finite, and is logged so; %r is what upstream's %s would "
-                "have logged",
+                "step %d: the loss of a micro-batch is not finite, and is logged as it is; upstream's %s would have "
+                "logged %r",
                 self._trainer.state.global_step,
-                FILTERED["loss"],
                 _SWITCH,
+                FILTERED["loss"],
             )
-        self._said = True
+        self._warned = True

@@ -1,4 +1,4 @@
-"""One micro-batch of a Trainer, while its step runs: the loss it computes, and the one that accelerate is handed."""
+"""One micro-batch of a Trainer, while its step runs: the loss it computes, and the one that accelerate gets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.preserve import overridden
-from hf_accum_fix.accumulation.share import of_window, run_by_rule
-from hf_accum_fix.accumulation.values import Heard, listening
+from hf_accum_fix.accumulation.scaling import of_window, run_by_rule
+from hf_accum_fix.accumulation.values import Captured, capture
 from hf_accum_fix.accumulation.weigh import Weighed, WindowCheck, weigh
-from hf_accum_fix.accumulation.window import Weightless
+from hf_accum_fix.accumulation.window import ZeroWeightBatch
 from hf_accum_fix.core.window import Window
-from hf_accum_fix.engines.engine import engine_divisor, tell_last
+from hf_accum_fix.engines.engine import engine_divisor, set_last_micro_batch
 from hf_accum_fix.errors import AccumFixError, SeamError, UnsupportedSetupError
 from hf_accum_fix.overrides.announcing import announce
 from hf_accum_fix.overrides.forward import base_loss
@@ -28,22 +28,22 @@ from hf_accum_fix.overrides.observing import MADE_BY_STEP, MADE_LATER
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.upstream.defects import is_present
 
-#: Looked up once: it takes longer than all that is done in a micro-batch.
+#: Cached at import: the look-up costs more than a micro-batch.
 _LAST_NOT_REDUCED = is_present("last-micro-batch-not-reduced", transformers.__version__)
 
 
-def _remembered(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep an error of ours for the optimizer's step, since the step of a trainer's own may catch it."""
+def _keep_error(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep an error of ours for the optimizer step, since a custom training_step may catch it."""
 
     @wraps(method)
-    def remembering(self: MicroBatch, *args: Any, **kwargs: Any) -> Any:
+    def keeping(self: MicroBatch, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         except AccumFixError as error:
             self.session.refused = error
             raise
 
-    return remembering
+    return keeping
 
 
 class MicroBatch:
@@ -51,36 +51,36 @@ class MicroBatch:
 
     Attributes:
         session: of the trainer.
-        window: that it is of.
-        part: what holds for its loss.
-        counts: items of it, 0-dim, by each rule; None: it is not one of the window's.
-        weightless: it counts nothing.
-        share: its loss, such that the sum over the window, averaged over ranks, is the global batch's.
-        value: the same for the log, without a graph.
-        reported: ``value``, once the loss was handed to the engine.
+        window: that contains it.
+        part: of its loss.
+        counts: its items, 0-dim, by each rule; None: it is not one of the window's.
+        zero_weight: it counts nothing.
+        scaled_loss: summed over the window and averaged over ranks, the global batch's loss.
+        value: ``scaled_loss`` for the log, without a graph.
+        reported: ``value``, once the engine has got the loss.
     """
 
     def __init__(self, session: Session, window: Window, inputs: Any) -> None:
         self.session, self.window = session, window
-        # Where somebody handed over another object, the one at its place.
+        # If the step gets another object, take the batch at its place.
         its = next((batch for batch in window.batches if batch is inputs), None)
         self.part = window.part_of((window.batches[window.done :] or window.batches[-1:])[0] if its is None else its)
         self.counts = window.counts_of(inputs)
-        self.weightless = isinstance(inputs, Weightless)
-        self.share: Tensor | None = None
+        self.zero_weight = isinstance(inputs, ZeroWeightBatch)
+        self.scaled_loss: Tensor | None = None
         self.value: Tensor | None = None
         self.reported: Tensor | None = None
         self._inputs = dict(inputs) if isinstance(inputs, Mapping) else {}
         self._node: Any = None
         self._weighed: Weighed | None = None
-        self._heard: Heard | None = None
+        self._captured: Captured | None = None
         self._inside = False
         trainer = session.trainer
         self._compute_loss, self._backward = trainer.compute_loss, trainer.accelerator.backward
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends its window."""
+        """Whether it is the last of its window."""
         return self.window.done + 1 == len(self.window.batches)
 
     @contextmanager
@@ -90,7 +90,7 @@ class MicroBatch:
         session.micro_batch, session.base_loss = self, self.base_loss
         try:
             with (
-                self._listening() if session.own_step is not None else nullcontext() as self._heard,
+                self._capture() if session.own_step is not None else nullcontext() as self._captured,
                 overridden(trainer, "compute_loss", self.compute_loss),
                 overridden(trainer.accelerator, "backward", self.backward),
                 self._reduced_in_the_last(model),
@@ -100,107 +100,110 @@ class MicroBatch:
         finally:
             session.micro_batch = session.base_loss = None
 
-    def _listening(self) -> AbstractContextManager[Heard]:
-        return listening(self.part.contract, bare_model(self.session.trainer))
+    def _capture(self) -> AbstractContextManager[Captured]:
+        return capture(self.part.contract, bare_model(self.session.trainer))
 
     def _reduced_in_the_last(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Reduce over ranks in the last micro-batch of a window alone; 4.46.2 does so in every other one."""
+        """Reduce over ranks in the last micro-batch of a window only; 4.46.2 reduces in all but that one."""
         if not _LAST_NOT_REDUCED or self.session.world_size == 1:
             return nullcontext()
         if not isinstance(model, DistributedDataParallel):
             raise UnsupportedSetupError(
-                f"transformers {transformers.__version__} leaves the gradients of the last micro-batch on each rank, "
-                f"and only under DistributedDataParallel can that be mended, not under {type(model).__name__}; take "
+                f"got transformers {transformers.__version__}, which does not reduce the last micro-batch's gradients, "
+                f"under {type(model).__name__}; expected DistributedDataParallel, where it can be corrected; install "
                 "4.46.3"
             )
         return overridden(model, "require_backward_grad_sync", self.is_last)
 
     def base_loss(self, model: nn.Module, inputs: Mapping[str, Any], given: Any) -> tuple[Tensor, Any]:
-        """The base's loss: as it is where it is read at the end, else weighed by its rule."""
-        session, trainer, contract, cut = self.session, self.session.trainer, self.part.contract, self.part.cut
+        """The base's loss: unchanged if its graph is read later, else scaled by its rule."""
+        session, trainer = self.session, self.session.trainer
+        contract, normalizer = self.part.contract, self.part.normalizer
         if not (contract.is_read or contract.custom):
             return run_by_rule(
                 contract,
-                Weightless(inputs) if self.weightless else inputs,
+                ZeroWeightBatch(inputs) if self.zero_weight else inputs,
                 None if self.counts is None or contract.items is None else self.counts.get(contract.items),
-                cut,
+                normalizer,
                 lambda inputs, number: base_loss(session, model, inputs, number),
                 own_loss=loss_func(trainer) is not None,
                 rounded=session.rounds_inputs,
             )
-        number = cut.number.ceil() if contract.reduction is Reduction.INTEGER else cut.number
-        if cut.is_whole and given is not None and (not contract.by_number or counts_itself(trainer)):
+        number = normalizer.number.ceil() if contract.reduction is Reduction.INTEGER else normalizer.number
+        if normalizer.is_whole and given is not None and (not contract.by_number or counts_itself(trainer)):
             number = given
         asks = given is not None if contract.custom else contract.hands_number
-        handed = number if asks or loss_func(trainer) is not None else None
-        loss, outputs = base_loss(session, model, inputs, handed)
+        passed = number if asks or loss_func(trainer) is not None else None
+        loss, outputs = base_loss(session, model, inputs, passed)
         if loss.requires_grad or contract.items is None:
             return loss, outputs
-        # A constant, where there is no target: with one its gradient is zero, and touches every parameter.
-        self.weightless = True
-        return base_loss(session, model, contract.items.with_target(inputs), handed)
+        # A constant without a graph: with a dummy target every parameter gets a zero gradient.
+        self.zero_weight = True
+        return base_loss(session, model, contract.items.with_target(inputs), passed)
 
-    @_remembered
+    @_keep_error
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's ``compute_loss``, whose result is weighed."""
+        """The trainer's ``compute_loss``, whose result is weighted."""
         if self._inside:
             return self._compute_loss(*args, **kwargs)
         given = kwargs["inputs"] if "inputs" in kwargs else args[1]
-        # Before a ``compute_loss`` takes labels out of it.
+        # A copy, since a ``compute_loss`` may remove the labels.
         self._inputs = dict(given) if isinstance(given, Mapping) else {}
         self._inside = True
         try:
             with (
                 self.session.router.micro_batch(self.window.done),
-                nullcontext() if self.session.own_step is not None else self._listening() as heard,
+                nullcontext() if self.session.own_step is not None else self._capture() as captured,
             ):
                 result = self._compute_loss(*args, **kwargs)
         finally:
             self._inside = False
-        if heard is not None:
-            # Now: 4.46.0 scales in place what it is handed. And never the model's output itself: DeepSpeed hangs hooks
-            # on that, which divide once more (stage 0).
-            self._weigh(result[0] if isinstance(result, tuple) else result, heard)
+        if captured is not None:
+            # Now, since 4.46.0 scales the loss in place; and in a new tensor, since DeepSpeed (stage 0) sets hooks on
+            # the model's output that divide once more.
+            self._weigh(result[0] if isinstance(result, tuple) else result, captured)
         return result
 
-    @_remembered
+    @_keep_error
     def backward(self, loss: Tensor, **kwargs: Any) -> Any:
-        """``accelerator.backward``, which is handed the share in the place of what the trainer has made of it."""
+        """``accelerator.backward`` with the scaled loss instead of the trainer's."""
         session, window, accelerator = self.session, self.window, self.session.trainer.accelerator
-        tell_last(accelerator, self.is_last)
-        if self._heard is not None:
-            self._weigh(loss, self._heard)
-        if self.share is None:
+        set_last_micro_batch(accelerator, self.is_last)
+        if self._captured is not None:
+            self._weigh(loss, self._captured)
+        if self.scaled_loss is None:
             return self._backward(loss, **kwargs)
         if self.reported is not None:
             session.warn_inexact(
                 "two losses",
-                f"{type(session.trainer).__name__} hands two losses of one micro-batch to accelerator.backward: "
-                "the step is not called exact",
+                f"{type(session.trainer).__name__} passes two losses of one micro-batch to accelerator.backward; "
+                "the step is reported as not exact",
             )
-        share, weighed, steps = self.share, self._weighed, len(window.batches)
+        scaled_loss, weighed, steps = self.scaled_loss, self._weighed, len(window.batches)
         keeps_scale, first = weighed is not None and weighed.as_stock is not None, window.done == 0
         stock = _factor_over(loss, self._node) if first or keeps_scale else 1.0
         if weighed is not None and keeps_scale:
-            # What stock hands over, with its own division or without it.
-            share, self.value = weighed.scaled(stock, steps)
+            # These terms keep the stock Trainer's scale.
+            scaled_loss, self.value = weighed.scaled(stock, steps)
         self.reported = self.value
         if first:
             announce(session, window, self.part, stock * steps)
-        divided = engine_divisor(accelerator, kwargs) / self.part.cut.engine_divisor
-        return self._backward(share if divided == 1 else share * divided, **kwargs)
+        divided = engine_divisor(accelerator, kwargs) / self.part.normalizer.engine_divisor
+        return self._backward(scaled_loss if divided == 1 else scaled_loss * divided, **kwargs)
 
-    def _weigh(self, loss: Tensor, heard: Heard) -> None:
-        """Keep what a loss adds to the window's; averaged over ranks the sum is the global batch's loss."""
+    def _weigh(self, loss: Tensor, captured: Captured) -> None:
+        """Set ``scaled_loss`` and ``value`` for a loss."""
         session, window, part = self.session, self.window, self.part
-        contract, cut, steps = part.contract, part.cut, len(window.batches)
+        contract, normalizer, steps = part.contract, part.normalizer, len(window.batches)
         self._node = loss.grad_fn
         if contract.is_read:
             predicted = self.counts
             if predicted is None:
                 predicted = window.counts[min(window.done, len(window.counts) - 1)] if window.counts else {}
-            weighed = weigh(loss, contract, cut, part.check, self._inputs, predicted, heard, weightless=self.weightless)
-            self._weighed, self.share, self.value = weighed, weighed.loss, weighed.value
+            weighed = weigh(
+                loss, contract, normalizer, part.check, self._inputs, predicted, captured, zero_weight=self.zero_weight
+            )
+            self._weighed, self.scaled_loss, self.value = weighed, weighed.loss, weighed.value
             return
         if session.own_step is not None:
             divided = _names(loss, {steps, session.steps})
@@ -209,40 +212,40 @@ class MicroBatch:
         later = contract.reason == MADE_LATER and declares_scale(session.trainer)
         if later or contract.reason == MADE_BY_STEP:
             loss = _as_the_first(loss, part.check)
-        loss = loss * 0.0 if self.weightless and contract.custom else loss
+        loss = loss * 0.0 if self.zero_weight and contract.custom else loss
         self.value = of_window(loss.detach(), steps, steps if divided else 1)
-        self.share = of_window(loss, steps, steps * cut.engine_divisor if divided else cut.engine_divisor)
+        self.scaled_loss = of_window(loss, steps, normalizer.engine_divisor * (steps if divided else 1))
 
     def check_reported(self) -> None:
-        """Compare what the step has handed to the engine with what it has computed.
+        """Check that the loss has reached the engine.
 
         Raises:
-            SeamError: if it was a loss that never reached ``accelerator.backward``.
+            SeamError: if a loss was computed that never reached ``accelerator.backward``.
         """
         session, name = self.session, type(self.session.trainer).__name__
         if self.reported is not None:
             return
-        if self.share is not None:
+        if self.scaled_loss is not None:
             raise SeamError(
-                f"the step of {name} computed a loss but did not hand it to accelerator.backward; "
-                "its gradient was not mended: use accelerator.backward, or revert()"
+                f"got a step of {name} that did not pass its loss to accelerator.backward; expected that, since "
+                "otherwise the gradient is not corrected; use accelerator.backward, or revert()"
             )
         if session.own_step is not None and len(self.window.batches) * session.world_size > 1:
             session.warn_inexact(
                 "no loss",
-                f"the training_step of {name} handed no loss of a micro-batch to accelerator.backward: "
-                "the step is not called exact",
+                f"{name}.training_step passed no loss of a micro-batch to accelerator.backward; "
+                "the step is reported as not exact",
             )
 
 
 def _as_the_first(loss: Tensor, check: WindowCheck) -> Tensor:
-    """A loss that is not observed, weighed by what it divides by over what the first one of its window does.
+    """An unobserved loss, weighted by its divisor relative to the first micro-batch's.
 
-    The end of the window divides by the sum of both, as it does for every loss whose items no rule counts.
+    At its end the window is corrected by their sums, as for every loss that no rule counts.
     """
     terms = read(loss)
     if len(terms) != 1 or not terms[0].readable:
-        check.changed = "what it divides by cannot be read: " + ", ".join(sorted({each.name for each in terms}))
+        check.changed = "the number it divides by cannot be read: " + ", ".join(sorted({each.name for each in terms}))
         return loss
     divisor: Tensor | float = 1.0
     for each in terms[0].factors:
@@ -254,7 +257,7 @@ def _as_the_first(loss: Tensor, check: WindowCheck) -> Tensor:
 
 
 def _names(loss: Tensor, steps: set[int]) -> bool:
-    """Whether a loss names the micro-batches of a window: then the trainer may have divided by them already."""
+    """Whether a loss has a factor 1/G: then the trainer may have divided by the accumulation steps already."""
     numbers = {float(each) for each in steps if each > 1}
     return any(
         float(each.value) in numbers or (each.value and 1 / float(each.value) in numbers)
@@ -265,7 +268,7 @@ def _names(loss: Tensor, steps: set[int]) -> bool:
 
 
 def _factor_over(loss: Tensor, node: Any) -> float:
-    """What a loss was multiplied by since a node returned it."""
+    """The factor on a loss since a node returned it."""
     factor = 1.0
     for term in read(loss, (node,)):
         for each in term.factors if term.leaf is node else ():

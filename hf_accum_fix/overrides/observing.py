@@ -1,4 +1,4 @@
-"""Observe a trainer's loss through the very call that training makes."""
+"""Observe a trainer's loss by the same call as in training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.agreement import Gather, InStep
+from hf_accum_fix.accumulation.agreement import Gather, SyncedRanks
 from hf_accum_fix.accumulation.conclude import OWN_NUMBERS, Setting
 from hf_accum_fix.accumulation.contract import SHIFT_UNKNOWN, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import (
@@ -31,23 +31,23 @@ from hf_accum_fix.overrides.live import bare_model, hands_number, loss_func, nam
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.upstream.protocols import TrainerLike
 
-#: Why a loss is not run to be observed: nothing is run that training would not run.
+#: Why a loss is not observed: only what training runs is run.
 MADE_LATER = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
-MADE_BY_STEP = "its training_step makes the loss without compute_loss, and is not run but to train"
+MADE_BY_STEP = "its training_step computes the loss without compute_loss, and is not run except to train"
 
 logger = logging.getLogger("hf_accum_fix")
 
 
 def observed_of(session: Session, window: list[Any], upstream_number: Any = None) -> Observed:
-    """What this rank sees of the loss; None: it has no window, or the error that it met."""
-    # A custom loss may gather metrics.
+    """The contract that this rank observes, None if it has no window; and the error that was raised."""
+    # A custom loss may run collectives.
     collectives = session.world_size > 1 and training_loss_of(session) is not None
     gather = ranks.gather_object if collectives else None
     if not window:
-        with InStep(gather):
+        with SyncedRanks(gather):
             return None, None
     try:
-        # The loop notes the length of a window once it was fetched; a custom loss may divide a term by it.
+        # The loop sets this only after fetching a window; a custom loss may divide by it.
         with overridden(session.trainer, "current_gradient_accumulation_steps", len(window)):
             return _observe(session, window, upstream_number, gather), None
     except Exception as error:
@@ -72,7 +72,7 @@ def _observe(session: Session, window: list[Any], upstream_number: Any, gather: 
 
     try:
         _settle_shift(session, module, window)
-        # What it logs while it is observed is not training's.
+        # Only training logs.
         with overridden(trainer, "log", silent):
             found = observe(
                 call,
@@ -88,16 +88,16 @@ def _observe(session: Session, window: list[Any], upstream_number: Any, gather: 
             )
     except Exception:
         logger.error(
-            "%s: its loss could not be run to be observed. Where training itself would run, give the contract: "
+            "%s: the forward that observes the loss failed. If training itself runs, pass the contract: "
             "apply(contract=LossContract(...))",
             session.head,
         )
         raise
     if any(parameter._backward_hooks for parameter in module.parameters()):
-        reason = "hooks on gradients run in every micro-batch, and one that is not linear makes another sum of them"
+        reason = "gradient hooks run in every micro-batch; one that is not linear makes another sum"
         found = replace(found, doubt=reason, reason=reason)
     if custom and scales_itself(trainer) and found.reduction in (Reduction.MEAN, Reduction.SUM):
-        reason = "the trainer declares that it scales the loss by itself"
+        reason = "the trainer declares that it scales the loss itself"
         return replace(found, reduction=Reduction.PLAIN, items=None, terms=(), doubt=reason, reason=reason)
     if trainer.label_smoother is not None and not setting.func and session.shift is None:
         found = replace(found, doubt=found.doubt or SHIFT_UNKNOWN)
@@ -107,7 +107,7 @@ def _observe(session: Session, window: list[Any], upstream_number: Any, gather: 
 def _setting(
     session: Session, module: nn.Module, compute_loss: Callable[..., Any] | None, upstream_number: Any
 ) -> Setting:
-    """What is known of the training beforehand."""
+    """Facts about the training that are known beforehand."""
     trainer, custom, passes = session.trainer, compute_loss is not None, session.passes_number
     func = loss_func(trainer) is not None
     required = func or (passes and requires_number(module))
@@ -126,7 +126,7 @@ def _setting(
 
 
 def _settle_shift(session: Session, module: nn.Module, window: list[Any]) -> None:
-    """Labels are smoothed as the model's own loss counts them: shifted or not."""
+    """Set whether labels are shifted as they are smoothed, as in the model's own loss."""
     trainer = session.trainer
     if trainer.label_smoother is None or loss_func(trainer) is not None:
         return
@@ -148,7 +148,7 @@ def silent(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def _more_steps(trainer: TrainerLike, ranks: int) -> Iterator[None]:
-    """Let the arguments name twice the steps and so many times the ranks, and the trainer three times its window."""
+    """Double the steps in the arguments, triple the trainer's window, and multiply the ranks."""
     steps = trainer.args.gradient_accumulation_steps
     window = getattr(trainer, "current_gradient_accumulation_steps", steps)
     processes = ranks * PartialState().num_processes

@@ -1,4 +1,4 @@
-"""One training of a Trainer, as its windows see it."""
+"""One training of a Trainer."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from hf_accum_fix.overrides.loss_log import LossLog
 from hf_accum_fix.upstream.protocols import AcceleratorLike, TrainerLike
 from hf_accum_fix.upstream.seams import VERIFY
 
-#: Where a trainer keeps its session.
+#: The trainer's attribute for its session.
 SESSION = "_hf_accum_fix_session"
 #: The loss of one batch as the base Trainer returns it: (model, inputs, number or None) -> (loss, outputs).
 BaseLoss = Callable[[nn.Module, Mapping[str, Any], Any], tuple[Tensor, Any]]
 
 
 class Session(Host):
-    """One training of a Trainer: its ranks and engine, and what is known between its windows.
+    """One training of a Trainer: its ranks and engine, and its state between windows.
 
     Attributes:
         trainer: the one that trains.
-        window: that is open; None: there is none.
-        micro_batch: that is run; None: there is none.
-        base_loss: what the base's ``compute_loss`` is now; None: upstream's.
-        entered: whether a micro-batch of this training came through ``training_step``.
-        gradients: `gradient_versions` after the last micro-batch of the window that is open; None: not looked at.
+        window: the open one; None: there is none.
+        micro_batch: the running one; None: there is none.
+        base_loss: replaces the base's ``compute_loss``; None: upstream's.
+        entered: a micro-batch of this training came through ``training_step``.
+        gradients: `gradient_versions` after the last micro-batch of the open window; None: not checked.
         observed_for: what computed the loss when it was observed.
-        shift: labels are shifted as they are smoothed; None: that is not known.
-        deferred: the window as a ``get_batch_samples`` of the trainer's own was given it, before it is counted.
-        busy: overrides that run, so that a nested call of one passes through.
-        own_step: see `live.own_step`; None: micro-batches are run by the base's step.
-        refused: an error of ours in a micro-batch, which the step of a trainer's own may have caught.
-        loss_log: what is logged as the loss; None: upstream filters nothing.
-        counting_loss: the loss that a router's loss is counted by, after what computed it (`observed_for`).
+        shift: labels are shifted as they are smoothed; None: unknown.
+        deferred: upstream's numbers for a custom ``get_batch_samples``, whose result is not counted yet.
+        busy: running overrides, so that a nested call passes through.
+        own_step: see `live.own_step`; None: the base's step runs micro-batches.
+        refused: an error of ours in a micro-batch, which a custom training_step may have caught.
+        loss_log: the logged loss; None: upstream filters nothing.
+        counting_loss: `observed_for`, and the loss that router losses are counted by.
     """
 
     window: Window | None = None
@@ -87,17 +87,17 @@ class Session(Host):
 
     @property
     def matters(self) -> bool:
-        # Labels are smoothed where they are observed to be, even if nothing is split.
+        # Label smoothing has to know the shift even if nothing is split.
         return self.is_split or self.trainer.label_smoother is not None
 
     @property
     def shows(self) -> bool:
-        # The mean of the only micro-batch is right, whatever it is over.
+        # The mean of a single micro-batch is exact over any items.
         return self.is_split or (self.contract is not None and self.contract.depends_on_number)
 
     @property
     def observing(self) -> bool:
-        """Whether the loss is run to be observed, or to count a router's loss."""
+        """Whether the loss runs to be observed, or to count a router loss."""
         return self.base_loss is not None and self.micro_batch is None
 
     def bare(self, model: nn.Module) -> nn.Module:
@@ -110,7 +110,7 @@ class Session(Host):
         return ranks.gather_object(values)  # type: ignore[no-any-return]
 
     def warn_off(self, off: Mapping[str, str]) -> None:
-        """Warn once of what is off in this training, and why."""
+        """Warn once of each feature that is off in this training."""
         for what, why in off.items():
             if what != VERIFY:
                 self.warn_once(what, why)

@@ -1,4 +1,4 @@
-"""``compute_loss`` and ``training_step``: a micro-batch's loss, to the engine and to the log."""
+"""``compute_loss`` and ``training_step``: a micro-batch's loss for the engine and for the log."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def compute_loss(
     *,
     options: Options,
 ) -> Any:
-    """The loss of one micro-batch, such that its plain mean over micro-batches and ranks is the global batch's.
+    """The loss of one micro-batch, whose plain mean over micro-batches and ranks is the global batch's.
 
-    The original runs outside of a window: evaluation, and calls of the user's own.
+    Outside of a window (evaluation, the user's own calls) the original runs.
     """
     session = session_of(trainer, options)
     base_loss = session.base_loss
@@ -41,8 +41,8 @@ def compute_loss(
         if session.window is not None and isinstance(loss, Tensor) and loss.requires_grad:
             session.warn_inexact(
                 "second loss",
-                f"{type(trainer).__name__} computes a loss with gradient beside Trainer.training_step: what it makes "
-                "of it is not weighed, so that the step is not called exact",
+                f"{type(trainer).__name__} computes a loss with gradient outside Trainer.training_step; it is not "
+                "weighted, and the step is reported as not exact",
             )
         return result
 
@@ -52,7 +52,7 @@ def compute_loss(
         loss, outputs = base_loss(model, inputs, num_items_in_batch)
         owns_labels = loss_func(trainer) is not None or trainer.label_smoother is not None
         if owns_labels and isinstance(inputs, MutableMapping):
-            # Stock takes them out of the caller's batch.
+            # Stock removes them from the caller's batch.
             inputs.pop("labels", None)
         return (loss, _with_loss(outputs, loss)) if return_outputs else loss
 
@@ -60,7 +60,7 @@ def compute_loss(
 
 
 def _with_loss(outputs: Any, loss: Tensor) -> Any:
-    """The outputs of a model, with the loss that is returned next to them: a caller may take either."""
+    """The outputs of a model with the returned loss, since a caller may use either."""
     if isinstance(outputs, MutableMapping) and "loss" in outputs and outputs["loss"] is not loss:
         outputs = copy.copy(outputs)
         outputs["loss"] = loss
@@ -75,13 +75,12 @@ def training_step(
     *,
     options: Options,
 ) -> Any:
-    """Run the original step, with the loss that reaches accelerate set right, and return the one to log.
+    """Run the original step with the scaled loss for accelerate, and return the loss to log.
 
-    Summed over the window and averaged over ranks, as gradients are and as the Trainer logs, both are the global
-    batch's.
+    Summed over the window and averaged over ranks, both are the global batch's.
     """
     session = session_of(trainer, options)
-    # The inner call, of a class that is patched as well, passes through.
+    # The inner call of a class that is also patched passes through.
     passes = session.micro_batch is not None or session.observing
     if passes or (session.window is None and not (enabled() and trainer.is_in_train)):
         return wrapped(*args, **kwargs)
@@ -103,9 +102,9 @@ def training_step(
     elif window.done == len(window.batches):
         summed, times = window.value, window.close(trainer.model_wrapped)
         if times is not None and loss is not None and summed is not None:
-            # The window's loss for the log, by its last micro-batch.
+            # The last micro-batch corrects the window's logged loss.
             loss = loss + (times - 1) * summed
-        # To look at a number waits for the device: there, only in the first window, and when training ends.
+        # Reading waits for the device, so there only in the first window and at the end of training.
         if session.readable or "routing" not in session.warned:
             session.warn_routing()
         session.warned.add("routing")
@@ -124,8 +123,8 @@ def _window_of(session: TrainerHost) -> Window:
     trainer = session.trainer
     if session.window is None:
         raise SeamError(
-            f"no window was counted before this step: {type(trainer).__name__} (or a library that patched it) replaces "
-            "Trainer.get_batch_samples without calling it; call super().get_batch_samples, or revert()"
+            f"got a step without a counted window: {type(trainer).__name__} (or a library that patched it) replaces "
+            "Trainer.get_batch_samples; expected a call to the original; call super().get_batch_samples, or revert()"
         )
     if not session.entered:
         session.warn_off(require_in_loop(trainer))
@@ -134,17 +133,17 @@ def _window_of(session: TrainerHost) -> Window:
 
 
 def _keep_gradients(session: TrainerHost) -> None:
-    """Look at the gradients between two micro-batches, in the first windows of trainers with a step around ours."""
+    """Remember the gradients' versions, in the first windows of trainers that override a step."""
     looks = session.state.opened <= ATTEMPTS and remakes_inputs(session.trainer)
     session.gradients = gradient_versions(session.trainer.model_wrapped) if looks else None
 
 
 def _check_gradients(session: TrainerHost) -> None:
-    """Warn if they have changed since."""
+    """Warn if the gradients have changed since the last micro-batch."""
     trainer, kept = session.trainer, session.gradients
     if kept is not None and kept != gradient_versions(trainer.model_wrapped):
         session.warn_inexact(
             "gradients",
-            f"{type(trainer).__name__} changes gradients between the micro-batches of a window (clips them?), so that "
-            "the step is not called exact",
+            f"{type(trainer).__name__} changes gradients between the micro-batches of a window (clipping?); "
+            "the step is reported as not exact",
         )

@@ -1,4 +1,4 @@
-"""``train``: what cannot be right is refused before anything has run; every training has a session of its own."""
+"""``train``: refuse unsupported setups before anything runs, and start a new session."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.bypass import no_bypass
 from hf_accum_fix.overrides.host import TrainerHost, known_session, new_session
 from hf_accum_fix.overrides.live import parallel_size
-from hf_accum_fix.overrides.loader import tell_saved, whole_windows
+from hf_accum_fix.overrides.loader import log_padding_saved, whole_windows
 from hf_accum_fix.overrides.loss_log import LossLog
 from hf_accum_fix.overrides.steps import training_step
-from hf_accum_fix.overrides.windows import counted_as_returned, mark_passed_over, open_in
+from hf_accum_fix.overrides.windows import count_returned_batches, hide_state_marker, open_in
 from hf_accum_fix.upstream.presence import require_trainer
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import LOSS_LOG
 
-#: Name in the log of the windows of this training that were exact so far, once one was not.
+#: Name in the log of the number of exact windows, once one was not.
 EXACT_WINDOWS = "hf_accum_fix/exact_windows"
-#: The trainings that run.
+#: The running trainings.
 _TRAINING: Final[list[TrainerHost]] = []
 
 
@@ -36,7 +36,7 @@ def train(
     *,
     options: Options,
 ) -> Any:
-    """Refuse what cannot be right, start from a fresh session, and warn at the end of what was kept on the device."""
+    """Refuse unsupported setups, train in a new session, and at the end give the warnings kept on the device."""
     outer = known_session(trainer)
     if not enabled() or (outer is not None and "train" in outer.busy):
         return wrapped(*args, **kwargs)
@@ -50,13 +50,13 @@ def train(
             session.inside("train"),
             no_bypass(session),
             whole_windows(session, partial(open_in, session)),
-            counted_as_returned(session),
-            mark_passed_over(trainer),
-            _own_step_entered(session),
-            overridden(trainer.accelerator, "backward", _watched(session, trainer.accelerator.backward)),
-            overridden(trainer.accelerator, "clip_grad_norm_", _closed_first(session)),
+            count_returned_batches(session),
+            hide_state_marker(trainer),
+            _wrap_own_step(session),
+            overridden(trainer.accelerator, "backward", _detect_second_backward(session, trainer.accelerator.backward)),
+            overridden(trainer.accelerator, "clip_grad_norm_", _close_before_clip(session)),
             session.loss_log.installed() if session.loss_log is not None else nullcontext(),
-            overridden(trainer, "log", _with_exact_windows(session)),
+            overridden(trainer, "log", _log_exact_windows(session)),
         ):
             _TRAINING.append(session)
             result = wrapped(*args, **kwargs)
@@ -67,22 +67,22 @@ def train(
     session.warn_empty()
     session.warn_routing()
     state = session.state
-    state.closing.read(session)
+    state.correction.read(session)
     if state.recorded:
         observations.amend({"exact": state.exact, "windows": state.opened, "inexact_windows": state.inexact})
-    tell_saved(trainer)
+    log_padding_saved(trainer)
     return result
 
 
-def _with_exact_windows(session: TrainerHost) -> Callable[..., Any]:
-    """``Trainer.log``, with the number of exact windows from the first one on that is not; until then it is stock's."""
+def _log_exact_windows(session: TrainerHost) -> Callable[..., Any]:
+    """``Trainer.log``, with the number of exact windows once one was not."""
     original, state = session.trainer.log, session.state
 
     def log(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        # What else a trainer logs has no learning rate.
+        # A trainer's other logs have no learning rate.
         if ("loss" in logs and "learning_rate" in logs) or "train_loss" in logs:
-            # Waits for nothing: the loss was read just now.
-            state.closing.read(session)
+            # The loss was just read, so this does not wait.
+            state.correction.read(session)
             if state.inexact and session.is_split:
                 may_be = state.can_be_exact or state.reconsidered
                 logs[EXACT_WINDOWS] = state.opened - state.inexact if may_be else 0
@@ -91,8 +91,8 @@ def _with_exact_windows(session: TrainerHost) -> Callable[..., Any]:
     return log
 
 
-def _own_step_entered(session: TrainerHost) -> AbstractContextManager[None]:
-    """Let a ``training_step`` that never calls the base's be run as a micro-batch."""
+def _wrap_own_step(session: TrainerHost) -> AbstractContextManager[None]:
+    """Run a ``training_step`` that never calls the base's as a micro-batch."""
     if session.own_step is None:
         return nullcontext()
     trainer, step = session.trainer, session.trainer.training_step
@@ -104,39 +104,39 @@ def _own_step_entered(session: TrainerHost) -> AbstractContextManager[None]:
 
 
 def hand_back(options: Options) -> None:
-    """Let trainings that began with these options go on as stock: what a window has added is put into ``.grad``."""
+    """Let trainings with these options continue as stock: put the sum of an open window into ``.grad``."""
     for session in _TRAINING:
         if session.options is options:
             session.gradient.finish()
 
 
-def _closed_first(session: TrainerHost) -> Callable[..., Any]:
-    """``Accelerator.clip_grad_norm_``, before which a window is closed whose last micro-batch was left out."""
+def _close_before_clip(session: TrainerHost) -> Callable[..., Any]:
+    """``Accelerator.clip_grad_norm_``, which first closes a window whose last micro-batch was skipped."""
     trainer, clip = session.trainer, session.trainer.accelerator.clip_grad_norm_
 
-    def closed_first(*args: Any, **kwargs: Any) -> Any:
+    def close_first(*args: Any, **kwargs: Any) -> Any:
         window = session.window
-        left_out = window is not None and window.done and not window.ended and session.micro_batch is None
-        if window is not None and left_out and trainer.accelerator.sync_gradients:
+        skipped = window is not None and window.done and not window.ended and session.micro_batch is None
+        if window is not None and skipped and trainer.accelerator.sync_gradients:
             window.close(trainer.model_wrapped)
         return clip(*args, **kwargs)
 
-    return closed_first
+    return close_first
 
 
-def _watched(session: TrainerHost, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``Accelerator.backward``, watched for gradients that ``Trainer.training_step`` does not make."""
+def _detect_second_backward(session: TrainerHost, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``Accelerator.backward``, which warns of gradients from outside ``Trainer.training_step``."""
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         second = session.micro_batch is None and session.entered and session.window is not None
         if second and session.accelerator.sync_gradients:
-            # The engine reduces what is in .grad by now.
+            # The engine now reduces what is in .grad.
             session.gradient.finish()
         if second and session.steps * session.world_size > 1:
             session.warn_inexact(
                 "second backward",
-                f"{type(session.trainer).__name__} calls accelerator.backward beside Trainer.training_step: what it "
-                "adds to the gradient is added as it is, so that the step is not called exact",
+                f"{type(session.trainer).__name__} calls accelerator.backward outside Trainer.training_step; that "
+                "gradient is not rescaled, and the step is reported as not exact",
             )
         return backward(*args, **kwargs)
 
@@ -144,30 +144,30 @@ def _watched(session: TrainerHost, backward: Callable[..., Any]) -> Callable[...
 
 
 def check_setup(trainer: TrainerLike) -> dict[str, str]:
-    """Refuse a setup whose averaging is not the one this package rests on.
+    """Refuse a setup that does not average losses as assumed here.
 
     Returns:
-        What is off because the installed release lacks something, and why, in words.
+        Features that are off because the installed release lacks something, and why.
 
     Raises:
-        SeamError: if it lacks what nothing can stand in for.
-        UnsupportedSetupError: if its ranks or its engine average otherwise.
+        SeamError: if it lacks something that is required.
+        UnsupportedSetupError: if its ranks or its engine average in another way.
     """
     off = require_trainer(trainer)
     name = type(trainer).__name__
     if trainer.args.n_gpu > 1:
         raise UnsupportedSetupError(
-            f"{name} would run torch.nn.DataParallel on {trainer.args.n_gpu} GPUs; start it with "
-            "`accelerate launch` (one process a GPU), or show it one GPU by CUDA_VISIBLE_DEVICES"
+            f"got torch.nn.DataParallel on {trainer.args.n_gpu} GPUs in {name}; expected one process per GPU; start it "
+            "with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one GPU"
         )
     if getattr(trainer, "use_apex", False):
-        raise UnsupportedSetupError(f"{name} uses apex, which goes past accelerate.backward; use torch's bf16 or fp16")
-    split = {kind: size for kind in ("cp", "sp") if (size := parallel_size(trainer, kind)) > 1}
+        raise UnsupportedSetupError(f"got apex in {name}, which bypasses accelerate; expected torch's bf16 or fp16")
+    split = {axis: size for axis in ("cp", "sp") if (size := parallel_size(trainer, axis)) > 1}
     if split:
-        found = ", ".join(f"{kind}_size={size}" for kind, size in split.items())
+        found = ", ".join(f"{axis}_size={size}" for axis, size in split.items())
         raise UnsupportedSetupError(
             f"{name}: got samples that are split over ranks ({found}), so that no rank sees the items of a sample; "
-            "expected ranks with whole samples; leave context and sequence parallelism out of the parallelism_config "
-            "(data and tensor parallelism are supported)"
+            "expected ranks with whole samples; remove context and sequence parallelism from parallelism_config (data "
+            "and tensor parallelism are supported)"
         )
     return off

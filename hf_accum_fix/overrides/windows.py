@@ -1,4 +1,4 @@
-"""``get_batch_samples``: the window that was fetched is counted over all ranks, by one collective."""
+"""``get_batch_samples``: count the fetched window over all ranks, by one collective."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.host import TrainerHost, session_of
 from hf_accum_fix.upstream.protocols import TrainerLike
 
-#: Marks a trainer's state, and so its checkpoints.
+#: The marker in a trainer's state, and so in its checkpoints.
 _STATE_KEY = "hf_accum_fix"
 
 
@@ -27,21 +27,21 @@ def get_batch_samples(
     *,
     options: Options,
 ) -> Any:
-    """Count the window that was fetched, over all ranks, and return N in the place of upstream's own number."""
+    """Count the fetched window over all ranks, and return N instead of upstream's number."""
     session = session_of(trainer, options)
     if not enabled() or "get_batch_samples" in session.busy:
         return wrapped(*args, **kwargs)
     with session.inside("get_batch_samples"):
-        # Upstream's own gather would be a second collective, and one that a rank without micro-batches does not join.
+        # Upstream's gather would be a second collective, which a rank without micro-batches does not join.
         error: Exception | None = None
         try:
             with overridden(trainer.args, "average_tokens_across_devices", False):
                 fetched, upstream_number = wrapped(*args, **kwargs)
         except Exception as caught:
-            # Raised as soon as the other ranks know.
+            # Raised once the other ranks have it.
             fetched, upstream_number, error = [], None, caught
         if session.deferred is not None and error is None:
-            # The trainer's own method may hand on another batch than it was given: what it returns is counted.
+            # A custom method may change the batches, so its result is counted.
             session.deferred.append(upstream_number)
             return fetched, upstream_number
         window = open_in(session, without_placeholders(fetched), upstream_number, error)
@@ -49,24 +49,24 @@ def get_batch_samples(
 
 
 def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> Any:
-    """What a ``compute_loss`` is handed as the number of items."""
-    contract, cut = window.parts[0].contract, window.parts[0].cut
+    """num_items_in_batch for a ``compute_loss``."""
+    contract, normalizer = window.parts[0].contract, window.parts[0].normalizer
     if contract.items is None or not (contract.by_number if contract.custom else upstream_number is not None):
         return upstream_number
-    if contract.custom and cut.is_whole and upstream_number is not None:
+    if contract.custom and normalizer.is_whole and upstream_number is not None:
         return upstream_number
     if not (contract.custom and contract.by_number):
         return window.total.long()
-    # A trainer that scales by itself multiplies by W; if that was not seen, where it averages tokens across devices.
+    # A custom loss may multiply by W; if that is unknown, assume it where tokens are averaged across devices.
     multiplies = contract.takes_world_size
     if multiplies is None:
         multiplies = getattr(trainer.args, "average_tokens_across_devices", False)
-    return window.total.long() if multiplies else window.total / cut.world_size
+    return window.total.long() if multiplies else window.total / normalizer.world_size
 
 
 @contextmanager
-def counted_as_returned(session: TrainerHost) -> Iterator[None]:
-    """Count what a ``get_batch_samples`` of the trainer's own returns, not what it was given."""
+def count_returned_batches(session: TrainerHost) -> Iterator[None]:
+    """Count the result of a custom ``get_batch_samples``, not its input."""
     trainer = session.trainer
     own = getattr(trainer, "get_batch_samples", None)
     defining = next((cls for cls in type(trainer).__mro__ if "get_batch_samples" in vars(cls)), None)
@@ -85,7 +85,7 @@ def counted_as_returned(session: TrainerHost) -> Iterator[None]:
             return result
         fetched, number = result
         window = open_in(session, without_placeholders(fetched), reached[-1])
-        # A number of the trainer's own stays.
+        # A custom number stays.
         return fetched, _number_of(trainer, window, number) if number is reached[-1] else number
 
     with overridden(trainer, "get_batch_samples", get_batch_samples):
@@ -93,7 +93,7 @@ def counted_as_returned(session: TrainerHost) -> Iterator[None]:
 
 
 def open_in(session: TrainerHost, batches: list[Any], number: Any = None, error: Exception | None = None) -> Window:
-    """Count the window whose micro-batches are about to be run, or raise what kept this rank from fetching it."""
+    """Count the window that is about to run, or raise the ``error`` of fetching it."""
     _mark_state(session)
     session.state.opened += bool(batches)
     session.window, session.gradients = open_window(session, batches, number, error), None
@@ -101,13 +101,13 @@ def open_in(session: TrainerHost, batches: list[Any], number: Any = None, error:
         session.warn_inexact(
             "more micro-batches",
             f"got {len(batches)} micro-batches in a window; expected at most gradient_accumulation_steps="
-            f"{session.steps}, after which the Trainer steps: the step is not called exact",
+            f"{session.steps}, after which the Trainer steps; the step is reported as not exact",
         )
-    if session.options.balance_windows and session.router_loss_depends_on_the_cut:
+    if session.options.balance_windows and session.router_loss_depends_on_split:
         session.warn_once(
-            "router loss of dealt windows",
-            f"balance_windows: {session.head} has a router loss that depends on the cut; micro-batches of about "
-            "one length each lead it further from the global batch's: take router_loss='exact'",
+            "router loss of length-balanced windows",
+            f"balance_windows: the router loss of {session.head} depends on the split, and is further from the global "
+            "batch's when each micro-batch has samples of one length; use router_loss='exact'",
         )
     return session.window
 
@@ -118,15 +118,15 @@ def _mark_state(session: TrainerHost) -> None:
     if _STATE_KEY not in marks and trainer.state.global_step > 0 and session.window is None:
         session.warn_once(
             "resumed",
-            f"step {trainer.state.global_step} was reached without hf_accum_fix: from here on gradient and log are "
-            "those of the global batch, so learning rate, clipping and the curve may no longer match the steps before",
+            f"step {trainer.state.global_step} was reached without hf_accum_fix; from here on gradient and log are of "
+            "the global batch, and learning rate, clipping and the curve may not match the earlier steps",
         )
     marks[_STATE_KEY] = {"active": True}
 
 
 @contextmanager
-def mark_passed_over(trainer: TrainerLike) -> Iterator[None]:
-    """Let the Trainer restore the states of its callbacks without our mark, which is none of them."""
+def hide_state_marker(trainer: TrainerLike) -> Iterator[None]:
+    """Hide our marker while the Trainer restores the states of its callbacks."""
     load = getattr(trainer, "_load_callback_state", None)
     if load is None:
         yield

@@ -48,7 +48,7 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.noise import random_states_kept
 from hf_accum_fix.accumulation.preserve import buffers_kept
-from hf_accum_fix.accumulation.window import Items, Weightless, count_dtype
+from hf_accum_fix.accumulation.window import Items, ZeroWeightBatch, count_dtype
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.router.load_balancing import FUNCTION, Call, Swap, Tally
 
@@ -110,7 +110,7 @@ class Form:
         pools: its calls in one forward; empty: none.
         weight: its coefficient in the trained loss, as measured.
         refusal: why it is no load-balancing loss of this form; empty: it is one.
-        settled: False: not known yet, since the loss was not finite.
+        settled: False: unknown yet, since the loss was not finite.
     """
 
     pools: tuple[Pool, ...] = ()
@@ -125,7 +125,7 @@ class Form:
 
 
 def one_form(seen: Sequence[Form]) -> Form:
-    """The form for all ranks, from what each has recognised: if one refuses, all do."""
+    """One form for all ranks, from what each has recognised: if one refuses, all do."""
     settled = [form for form in seen if form.settled]
     refused = [form for form in settled if form.refusal]
     return (refused or settled or list(seen))[0]
@@ -182,18 +182,18 @@ class RouterLoss:
         return self.form is None or not self.form.settled or self.in_force is Convention.EXACT
 
     @property
-    def depends_on_the_cut(self) -> bool:
+    def depends_on_split(self) -> bool:
         """Whether another split of the same global batch, such as one by length, has another loss."""
         return self.in_force is not Convention.EXACT
 
-    def why_mean(self, carried: bool) -> str:
+    def why_mean(self, has_router_loss: bool) -> str:
         """Why the loss stays a mean though another convention was requested; empty: it does not.
 
         Args:
-            carried: the model's outputs hold a router loss that is part of what is trained.
+            has_router_loss: the model's outputs have a router loss that is part of the trained loss.
         """
         form = self.form
-        if form is None or not form.settled or form.recognised or not (form.refusal or carried):
+        if form is None or not form.settled or form.recognised or not (form.refusal or has_router_loss):
             return ""
         reason = form.refusal or "its outputs carry a router loss that no load-balancing function of its file made"
         return (
@@ -206,7 +206,7 @@ class RouterLoss:
         if self.without_gradient:
             yield (
                 "without gradient",
-                "its router logits have no graph, so that its load-balancing loss trains nothing, here as without "
+                "its router logits have no graph, so that its load-balancing loss trains nothing, with or without "
                 "hf_accum_fix; under re-entrant checkpointing pass gradient_checkpointing_kwargs="
                 '{"use_reentrant": False}',
             )
@@ -290,7 +290,7 @@ class RouterLoss:
             world_size: W.
         """
         self._first_pass, self._running, self.shares, self._mean_tokens = [], [], [], []
-        self._counts = [not isinstance(inputs, Weightless) for inputs in window]
+        self._counts = [not isinstance(inputs, ZeroWeightBatch) for inputs in window]
         pools = self._pools
         if not pools or len(window) * world_size == 1:
             return self.nothing(device)
@@ -304,7 +304,7 @@ class RouterLoss:
                     if tokens is None:
                         raise ContractError(
                             f"got a micro-batch with {sorted(inputs)}; expected a tensor {pool.counted_from!r}, which "
-                            'counts the router\'s tokens; add it, or take router_loss="exact"'
+                            'counts the router\'s tokens; add it, or use router_loss="exact"'
                         )
                     number[-1] += pool.routers * tokens
             return torch.cat(numbers)
@@ -400,8 +400,8 @@ def _noting(found: list[Tally], pools: Sequence[Pool]) -> Callable[[Call], Any]:
 
 def _other_calls(found: int, wanted: int) -> ContractError:
     return ContractError(
-        f"{FUNCTION} was called {found} times in one micro-batch; expected {wanted} times, as in the "
-        'first one; take router_loss="mean"'
+        f"got {found} calls of {FUNCTION} in one micro-batch; expected {wanted}, as in the "
+        'first one; use router_loss="mean"'
     )
 
 

@@ -103,7 +103,7 @@ class Scene:
         loss, outputs = self._alone(inputs)
         if not isinstance(loss, Tensor) or loss.ndim > 0:
             raise ContractError(f"got {loss!r} as the loss of a batch; expected one number")
-        router = self.contract.carried(outputs)
+        router = self.contract.weighted_router_loss(outputs)
         return loss, None if router is None else router.to(loss.device)
 
     def _alone(self, inputs: Any) -> tuple[Tensor, Any]:

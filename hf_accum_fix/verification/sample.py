@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from hf_accum_fix.accumulation.kinds import Kind, kind_of, words_of
 from hf_accum_fix.accumulation.preserve import overridden, reached
+from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 from hf_accum_fix.accumulation.window import has_rows
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -141,12 +141,12 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
     kinds = _kinds(collate, rows) if trainer.args.world_size == 1 else {}
     if len(kinds) > 1 and samples is not None:
         raise UnsupportedSetupError(
-            f"got samples with {' and with '.join(map(words_of, kinds))}; expected samples of one task, because they "
+            f"got samples with {' and with '.join(map(describe, kinds))}; expected samples of one task, because they "
             "are mixed in new micro-batches; pass samples=[...] of one task"
         )
     if len(kinds) > 1:
         kind, rows = next(iter(_kinds(collate, list(first_rows(loader, _SEVERAL_TASKS * windows * size))).items()))
-        notes.append(f"the samples are of several tasks; only those with {words_of(kind)} were split")
+        notes.append(f"the samples are of several tasks; only those with {describe(kind)} were split")
     groups = tuple(tuple(rows[at : at + size]) for at in range(0, min(len(rows), windows * size), size))
     if len(rows) < windows * size:
         notes.append(f"the data has {len(rows)} samples for a rank, fewer than the {windows * size} requested")
@@ -162,17 +162,17 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
     return Drawn(groups, collate, tuple(notes))
 
 
-def _kinds(collate: Collate, rows: Sequence[Any]) -> dict[Kind, list[Any]]:
+def _kinds(collate: Collate, rows: Sequence[Any]) -> dict[Task, list[Any]]:
     """The samples by task; as one task, if the collator rejects single samples."""
-    found: dict[Kind, list[Any]] = {}
+    found: dict[Task, list[Any]] = {}
     for place, row in enumerate(rows):
         seed(place)
         try:
-            kind = kind_of(fresh(collate)([row]))
+            kind = task_of(fresh(collate)([row]))
         except Exception:
             # The split into single samples reports this error.
             logger.debug("a sample could not be collated alone", exc_info=True)
-            return {kind_of(None): list(rows)}
+            return {task_of(None): list(rows)}
         found.setdefault(kind, []).append(row)
     return found
 

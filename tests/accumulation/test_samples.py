@@ -91,13 +91,13 @@ def test_the_samples_of_every_split(window: Sequence[Batch], expected: list[tupl
     found = [split for split in splits(window) if split.apart]
     assert [tuple(map(ids, split[:3])) for split in found] == expected
     # A batch beside itself shows no coupling.
-    assert [split.tells for split in found] == [True] * (len(expected) - 1) + [False]
+    assert [split.shows_coupling for split in found] == [True] * (len(expected) - 1) + [False]
 
 
 @pytest.mark.parametrize("window", [window for window, _ in SPLITS.values()], ids=SPLITS)
 def test_in_the_end_every_micro_batch_as_it_is(window: Sequence[Batch]) -> None:
     together, *alone = [split for split in splits(window) if not split.apart]
-    assert not any(split.tells for split in (together, *alone))
+    assert not any(split.shows_coupling for split in (together, *alone))
     assert all(any(batch is each for each in window) for batch in together[:3])
     assert {tuple(map(id, split[:3])) for split in alone} == {(id(each),) * 3 for each in window}
 

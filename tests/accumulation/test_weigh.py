@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction, TermSpec
 from hf_accum_fix.accumulation.loss_graph import read
-from hf_accum_fix.accumulation.share import Cut
-from hf_accum_fix.accumulation.values import listening
+from hf_accum_fix.accumulation.scaling import Normalizer
+from hf_accum_fix.accumulation.values import capture
 from hf_accum_fix.accumulation.weigh import Weighed, WindowCheck, weigh
 from hf_accum_fix.accumulation.window import Items
 
@@ -213,35 +213,35 @@ CASES = [
     Case(
         "the number handed in",
         lambda m, b, n: m.ce(b, "sum") / n,
-        (spec("NllLoss", "/", counts=(0,), rules=(TARGETS,), handed=True),),
+        (spec("NllLoss", "/", counts=(0,), rules=(TARGETS,), by_number=True),),
         lambda m, b: m.ce(b),
         Reduction.NUMBER,
     ),
     Case(
         "the number handed in, by hand",
         lambda m, b, n: (m.each(b) * b["mask"]).sum() / n,
-        (spec("Sum", "/", counts=(0,), rules=(MASKED,), handed=True),),
+        (spec("Sum", "/", counts=(0,), rules=(MASKED,), by_number=True),),
         lambda m, b: m.masked(b),
         Reduction.NUMBER,
     ),
     Case(
         "its integer",
         lambda m, b, n: m.ce(b, "sum") / int(n),
-        (spec("NllLoss", "/", counts=(0,), rules=(TARGETS,), handed=True, whole=True),),
+        (spec("NllLoss", "/", counts=(0,), rules=(TARGETS,), by_number=True, whole=True),),
         lambda m, b: m.ce(b),
         Reduction.INTEGER,
     ),
     Case(
         "the number beside a mean of its own",
         lambda m, b, n: m.ce(b, "sum") / n + 0.1 * m.squares(b),
-        (spec("NllLoss", "/", counts=(0,), rules=(TARGETS,), handed=True), SQUARES),
+        (spec("NllLoss", "/", counts=(0,), rules=(TARGETS,), by_number=True), SQUARES),
         lambda m, b: m.ce(b) + 0.1 * m.squares(b),
         Reduction.NUMBER,
     ),
     Case(
         "the number handed in, by which a trainer scales itself",
         lambda m, b, n: m.ce(b, "sum") / n,
-        (spec("NllLoss", "/", number=(0,), rules=(TARGETS,), handed=True),),
+        (spec("NllLoss", "/", number=(0,), rules=(TARGETS,), by_number=True),),
         lambda m, b: m.ce(b),
         Reduction.NUMBER,
         handed=8.0,
@@ -278,18 +278,18 @@ def gradients(model: Model) -> list[Tensor]:
 
 
 def run_one(
-    case: Case, model: Model, batch: Batch, cut: Cut, check: WindowCheck, *, weightless: bool = False
+    case: Case, model: Model, batch: Batch, normalizer: Normalizer, check: WindowCheck, *, zero_weight: bool = False
 ) -> Weighed:
     contract = case.contract
     predicted = {rule: rule.count(batch) for rule in contract.rules}
-    with listening(contract, None) as heard:
-        loss = case.loss(model, batch, cut.number)
-    return weigh(loss, contract, cut, check, batch, predicted, heard, weightless=weightless)
+    with capture(contract, None) as captured:
+        loss = case.loss(model, batch, normalizer.number)
+    return weigh(loss, contract, normalizer, check, batch, predicted, captured, zero_weight=zero_weight)
 
 
-def cut_of(case: Case, micro_batches: int, world_size: int, **given: Any) -> Cut:
+def normalizer_of(case: Case, micro_batches: int, world_size: int, **given: Any) -> Normalizer:
     totals = [rule.count(WHOLE) for rule in case.contract.rules] or [torch.ones((), dtype=torch.float64)]
-    return Cut.of(case.contract, totals[0], micro_batches, world_size, totals[1:], **given)
+    return Normalizer.of(case.contract, totals[0], micro_batches, world_size, totals[1:], **given)
 
 
 def trained(case: Case, ranks: int, *, by_engine: bool = False, is_corrected: bool = True) -> tuple[Model, float]:
@@ -302,15 +302,15 @@ def trained(case: Case, ranks: int, *, by_engine: bool = False, is_corrected: bo
         is_corrected: in the end by what was counted otherwise than predicted.
     """
     model, steps = Model(), len(WINDOW) // ranks
-    cut = cut_of(case, steps, ranks, is_corrected=is_corrected, engine_divisor=steps if by_engine else 1)
+    normalizer = normalizer_of(case, steps, ranks, is_corrected=is_corrected, engine_divisor=steps if by_engine else 1)
     if case.handed is not None:
-        cut = replace(cut, number=torch.tensor(case.handed / ranks, dtype=torch.float64))
+        normalizer = replace(normalizer, number=torch.tensor(case.handed / ranks, dtype=torch.float64))
     checks = [WindowCheck(case.contract) for _ in range(ranks)]
     value = 0.0
     for at, batch in enumerate(WINDOW):
-        weighed = run_one(case, model, batch, cut, checks[at % ranks])
+        weighed = run_one(case, model, batch, normalizer, checks[at % ranks])
         assert weighed.loss.ndim == weighed.value.ndim == 0 and not weighed.value.requires_grad
-        (weighed.loss / cut.engine_divisor / ranks).backward()
+        (weighed.loss / normalizer.engine_divisor / ranks).backward()
         value += float(weighed.value) / ranks
     assert not any(check.changed for check in checks)
     seen, predicted = torch.stack([check.counts(CPU) for check in checks]).sum(0).tolist()
@@ -361,8 +361,10 @@ def test_one_micro_batch_is_not_divided_for_a_longer_window() -> None:
     case, model, whole = named("a division by the steps"), Model(), Model()
     batch = WINDOW[0]
     totals = [rule.count(batch) for rule in case.contract.rules]
-    cut = replace(Cut.of(case.contract, totals[0], 1, 1, totals[1:]), number=torch.tensor(3.0, dtype=torch.float64))
-    weighed = run_one(case, model, batch, cut, WindowCheck(case.contract))
+    normalizer = replace(
+        Normalizer.of(case.contract, totals[0], 1, 1, totals[1:]), number=torch.tensor(3.0, dtype=torch.float64)
+    )
+    weighed = run_one(case, model, batch, normalizer, WindowCheck(case.contract))
     weighed.loss.backward()
     assert case.whole is not None
     loss = case.whole(whole, batch)
@@ -376,8 +378,8 @@ def test_one_micro_batch_that_is_the_global_batch_is_as_it_was_to_the_bit(case: 
     model, own = Model(), Model()
     contract, number = case.contract, torch.tensor(3.0, dtype=torch.float64)
     batch = WINDOW[0]
-    cut = replace(cut_of(case, 1, 1), number=number)
-    weighed = run_one(case, model, batch, cut, WindowCheck(contract))
+    normalizer = replace(normalizer_of(case, 1, 1), number=number)
+    weighed = run_one(case, model, batch, normalizer, WindowCheck(contract))
     weighed.loss.backward()
     loss = case.loss(own, batch, number)
     loss.backward()
@@ -391,10 +393,10 @@ def test_one_micro_batch_whose_engine_divides_by_more(case: Case) -> None:
     model, own = Model(), Model()
     batch = WINDOW[0]
     totals = [rule.count(batch) for rule in case.contract.rules]
-    cut = Cut.of(case.contract, totals[0], 1, 1, totals[1:], engine_divisor=3)
-    weighed = run_one(case, model, batch, cut, WindowCheck(case.contract))
+    normalizer = Normalizer.of(case.contract, totals[0], 1, 1, totals[1:], engine_divisor=3)
+    weighed = run_one(case, model, batch, normalizer, WindowCheck(case.contract))
     (weighed.loss / 3).backward()
-    loss = case.loss(own, batch, cut.number)
+    loss = case.loss(own, batch, normalizer.number)
     loss.backward()
     assert torch.allclose(model.weight.grad, own.weight.grad, rtol=1e-12)  # type: ignore[arg-type]
     assert float(weighed.value) == pytest.approx(float(loss.detach()), rel=1e-12)
@@ -410,7 +412,7 @@ def test_one_micro_batch_whose_engine_divides_by_more(case: Case) -> None:
 def test_only_what_counts_leaves_a_gradient(name: str, place: int) -> None:
     """The third has no items: its mean is 0 / 0, and zeros are what it adds, which touch every parameter."""
     case, model = named(name), Model()
-    weighed = run_one(case, model, WINDOW[place], cut_of(case, 4, 1), WindowCheck(case.contract))
+    weighed = run_one(case, model, WINDOW[place], normalizer_of(case, 4, 1), WindowCheck(case.contract))
     weighed.loss.backward()
     assert model.weight.grad is not None and bool(model.weight.grad.isfinite().all())
     assert bool(model.weight.grad.any()) == (place != 2) == bool(weighed.value)
@@ -423,8 +425,8 @@ WEIGHTLESS = [case for case in CASES if case.reduction is not Reduction.PLAIN an
 def test_a_weightless_micro_batch_adds_no_items(case: Case) -> None:
     """Terms that are no mean over items are those of any other micro-batch."""
     model, check = Model(), WindowCheck(case.contract)
-    cut = cut_of(case, 4, 1)
-    weighed = run_one(case, model, WINDOW[0], cut, check, weightless=True)
+    normalizer = normalizer_of(case, 4, 1)
+    weighed = run_one(case, model, WINDOW[0], normalizer, check, zero_weight=True)
     weighed.loss.backward()
     wanted = Model()
     same = [each for each in case.terms if each.how is How.CONSTANT]
@@ -441,9 +443,9 @@ def test_a_weightless_micro_batch_adds_no_items(case: Case) -> None:
 
 
 def check_of(case: Case, window: Sequence[Batch] = WINDOW) -> WindowCheck:
-    check, cut = WindowCheck(case.contract), cut_of(case, len(window), 2)
+    check, normalizer = WindowCheck(case.contract), normalizer_of(case, len(window), 2)
     for batch in window:
-        run_one(case, Model(), batch, cut, check)
+        run_one(case, Model(), batch, normalizer, check)
     return check
 
 
@@ -502,8 +504,8 @@ def test_another_loss_than_the_observed_one_is_left_as_the_plain_mean(
 ) -> None:
     case, model, own = replace(named("one mean"), loss=loss), Model(), Model()
     check = WindowCheck(case.contract)
-    weighed = run_one(case, model, WINDOW[0], cut_of(case, 4, 1), check)
-    assert check.changed == f"its loss has other terms than when it was observed: {names}"
+    weighed = run_one(case, model, WINDOW[0], normalizer_of(case, 4, 1), check)
+    assert check.changed == f"its loss has other terms than the observed one: {names}"
     assert torch.allclose(weighed.loss, loss(own, WINDOW[0], torch.ones(())) / 4, rtol=1e-15)
 
 
@@ -538,13 +540,13 @@ def test_a_loss_in_fewer_digits_is_weighed_in_float32_and_handed_over_as_a_tenso
     dtype: torch.dtype,
 ) -> None:
     case = replace(named("one mean"), loss=lambda m, b, n: m.ce(b).to(dtype))
-    model, cut = Model(), cut_of(named("one mean"), 4, 1)
+    model, normalizer = Model(), normalizer_of(named("one mean"), 4, 1)
     contract = replace(case.contract, dtype=dtype)
-    with listening(contract, None) as heard:
-        loss = case.loss(model, WINDOW[0], cut.number)
+    with capture(contract, None) as captured:
+        loss = case.loss(model, WINDOW[0], normalizer.number)
     before = float(loss.detach())
     predicted = {TARGETS: TARGETS.count(WINDOW[0])}
-    weighed = weigh(loss, contract, cut, WindowCheck(contract), WINDOW[0], predicted, heard)
+    weighed = weigh(loss, contract, normalizer, WindowCheck(contract), WINDOW[0], predicted, captured)
     assert weighed.loss.dtype is torch.float32 and float(loss.detach()) == before and weighed.loss is not loss
     assert float(weighed.loss.detach()) == pytest.approx(before * 3 / 8, rel=1e-6)
 

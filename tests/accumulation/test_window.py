@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.window import Items, mean_item_count, sample_count, share_of_mean, total_items
+from hf_accum_fix.accumulation.window import Items, mean_item_count, sample_count, scale_mean, total_items
 from hf_accum_fix.errors import ContractError
 
 counts = st.integers(0, 5_000)
@@ -28,7 +28,7 @@ def test_plain_averaging_of_shares_is_the_mean_over_all_items(ranks: list[list[t
         for n, s in rank:
             by_number = torch.tensor(s if n else 0.0, dtype=torch.float64) / mean
             own_mean = torch.tensor(s / n if n else 0.0, dtype=torch.float64)
-            by_ratio = share_of_mean(own_mean, torch.tensor(float(n), dtype=torch.float64) / mean)
+            by_ratio = scale_mean(own_mean, torch.tensor(float(n), dtype=torch.float64) / mean)
             assert by_number == pytest.approx(float(by_ratio), rel=1e-12, abs=1e-12)
             averaged += float(by_ratio) / len(rank) / len(ranks)
     # Rounding of up to sixty sums that may cancel.
@@ -50,12 +50,12 @@ def test_counting_does_not_depend_on_the_cut(rows: list[list[bool]], shift: bool
 def test_a_carried_term_keeps_its_weight() -> None:
     loss = torch.tensor(5.0, dtype=torch.float64)
     carried = torch.tensor(2.0, dtype=torch.float64)
-    assert float(share_of_mean(loss, 0.25, carried)) == 0.25 * 3.0 + 2.0
+    assert float(scale_mean(loss, 0.25, carried)) == 0.25 * 3.0 + 2.0
 
 
 def test_the_share_keeps_the_precision_of_the_loss_and_the_loss_itself() -> None:
     loss = torch.tensor(5.0, dtype=torch.bfloat16)
-    share = share_of_mean(loss, torch.tensor(0.5, dtype=torch.float64))
+    share = scale_mean(loss, torch.tensor(0.5, dtype=torch.float64))
     assert share.dtype is torch.float32 and float(share) == 2.5 and float(loss) == 5.0
 
 
@@ -100,7 +100,7 @@ def test_a_dummy_target_is_given_only_where_there_is_none(rule: Items) -> None:
 def test_missing_targets_and_missing_samples_are_named() -> None:
     with pytest.raises(ContractError, match="labels"):
         Items(("labels",)).count({"input_ids": torch.zeros(1, 2)})
-    with pytest.raises(ContractError, match="cannot count samples"):
+    with pytest.raises(ContractError, match="to count samples"):
         sample_count({"flag": True})
-    with pytest.raises(ContractError, match="needs its items"):
+    with pytest.raises(ContractError, match="without items"):
         LossContract(Reduction.MEAN)

@@ -355,5 +355,5 @@ def test_repeated_samples_are_not_dropped_where_they_may_be_anywhere(stream: boo
     rows = texts(30)
     loader = Dealer(BalanceOptions(), **QUIET).around(prepared_stream(rows) if stream else prepared(rows, ranks=2), 4)
     WithoutDuplicates(loader, False, print).check()
-    with pytest.raises(UnsupportedSetupError, match="with length-balanced windows"):
+    with pytest.raises(UnsupportedSetupError, match="got length-balanced windows"):
         WithoutDuplicates(loader, True, print).check()

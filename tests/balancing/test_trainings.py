@@ -70,7 +70,7 @@ def test_dealing_alone_would_be_wrong(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["root-of-mean", "clip", "segformer-batch-norm"])
 def test_a_loss_that_hangs_on_its_micro_batch_is_refused_by_name(name: str, tmp_path: Path) -> None:
     head = HEADS[name]
-    why = "BatchNorm" if "norm" in name else "would change such a loss"
+    why = "BatchNorm" if "norm" in name else "would change its loss"
     with hf_accum_fix.apply(balance_windows=BALANCE), pytest.raises(UnsupportedSetupError, match=why):
         take_step(head, [*head.samples, *head.samples], 2, 4, "stock", tmp_path)
 
@@ -80,7 +80,7 @@ def test_a_router_loss_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFix
     for balance in (False, True):
         with hf_accum_fix.apply(balance_windows=balance):
             take_step(head, head.samples, 2, 4, "stock", tmp_path)
-        said = [record.message for record in caplog.records if "depends on the cut" in record.message]
+        said = [record.message for record in caplog.records if "depends on the split" in record.message]
         assert len(said) == balance
 
 
@@ -90,7 +90,7 @@ def test_the_exact_router_loss_is_dealt_as_well(tmp_path: Path, caplog: pytest.L
     with hf_accum_fix.apply(balance_windows=True, router_loss="exact"):
         step = take_step(head, head.samples, 2, 4, "stock", tmp_path)
     assert step.error(reference) <= head.tolerance
-    assert not [record.message for record in caplog.records if "depends on the cut" in record.message]
+    assert not [record.message for record in caplog.records if "depends on the split" in record.message]
 
 
 def test_off_by_default_and_what_is_given_is_checked() -> None:
@@ -170,7 +170,7 @@ def test_the_trainers_own_dealing_is_left_to_it(head: str, tmp_path: Path, caplo
     assert found.shapes == alone.shapes == stock.shapes
     assert all(torch.equal(found.change[name], alone.change[name]) for name in alone.change)
     assert (stock.error(found) > 0.05) == (head == "bert-mlm")
-    assert sum("left to train_sampling_strategy" in record.message for record in caplog.records) == 1
+    assert sum("batch_rebalance' balances the windows" in record.message for record in caplog.records) == 1
 
 
 def test_lengths_are_kept_from_one_training_to_the_next(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ SPLITS = ((4, 2), (2, 4), (1, 8))
 WITH_SHORT_MICRO_BATCH = (3, 3)
 TOLERANCE = 1e-9
 #: What a warning says of a loss that a cut changes, one of them at least.
-COUPLED = ("coupl", "samples of one micro-batch", "cannot be read")
+COUPLED = ("coupl", "samples of a micro-batch", "cannot be read")
 
 Reference = Callable[[str], Step]
 names = pytest.mark.parametrize("name", OBJECTIVES)

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 
 import hf_accum_fix
 from hf_accum_fix import GlobalBatchTrainer, Options
-from hf_accum_fix.accumulation.window import Weightless
+from hf_accum_fix.accumulation.window import ZeroWeightBatch
 from tests.numerics.epochs import RATE, plain_sgd
 from tests.numerics.heads import HEADS, Batch, Head, Sample
 from tests.numerics.heads.head import before, collate
@@ -86,7 +86,7 @@ class Noting(TrainerCallback):
         self.steps: list[list[int]] = [[]]
 
     def note(self, inputs: Any) -> None:
-        if isinstance(inputs, Weightless) or not len(inputs.get("input_ids", ())):
+        if isinstance(inputs, ZeroWeightBatch) or not len(inputs.get("input_ids", ())):
             return
         for tokens, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
             self.steps[-1].append(self.places[tuple(tokens[mask.bool()].tolist())])

@@ -13,8 +13,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from hf_accum_fix import Items, OptionsError, UnsupportedSetupError, apply
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.share import Cut, share_of
-from hf_accum_fix.accumulation.window import Weightless
+from hf_accum_fix.accumulation.scaling import Normalizer, scale_of
+from hf_accum_fix.accumulation.window import ZeroWeightBatch
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.options import Options
 
@@ -54,8 +54,8 @@ def test_an_epoch_over_all_ranks_has_every_sample_once(kind: str, count: int, ro
         whole = list(loader(kind, count, rows, ranks, rank))
         batches = list(WithoutDuplicates(loader(kind, count, rows, ranks, rank), True, told.append))
         assert len(batches) == len(whole)
-        assert not any(isinstance(batch, Weightless) for batch in batches[:-1])
-        own += [int(n) for batch in batches if not isinstance(batch, Weightless) for n in batch["number"]]
+        assert not any(isinstance(batch, ZeroWeightBatch) for batch in batches[:-1])
+        own += [int(n) for batch in batches if not isinstance(batch, ZeroWeightBatch) for n in batch["number"]]
         # Left in, they are only counted.
         kept = list(WithoutDuplicates(loader(kind, count, rows, ranks, rank), False, lambda samples: None))
         assert [batch["number"].tolist() for batch in kept] == [batch["number"].tolist() for batch in whole]
@@ -106,11 +106,11 @@ def test_a_batch_sampler_that_hides_its_length_is_refused() -> None:
 @pytest.mark.parametrize("reduction", Reduction)
 def test_a_weightless_micro_batch_is_worth_nothing(reduction: Reduction) -> None:
     contract = LossContract(reduction, Items(("labels",)))
-    inputs = Weightless(labels=torch.tensor([[3, -100, 4]]))
+    inputs = ZeroWeightBatch(labels=torch.tensor([[3, -100, 4]]))
     assert contract.items is not None and int(contract.items.count(inputs)) == 0
-    share = share_of(contract, inputs, None, Cut(torch.tensor(2.5), torch.tensor(2.5), 2, 2))
-    assert float(share.of(torch.tensor(7.0))) == 0.0
-    assert float(share.of(torch.tensor(7.0), torch.tensor(0.5))) == 0.5
+    scale = scale_of(contract, inputs, None, Normalizer(torch.tensor(2.5), torch.tensor(2.5), 2, 2))
+    assert float(scale.apply(torch.tensor(7.0))) == 0.0
+    assert float(scale.apply(torch.tensor(7.0), torch.tensor(0.5))) == 0.5
     assert int(Items().count(inputs)) == 0
 
 

@@ -104,7 +104,7 @@ def test_tokens_of_a_micro_batch_stay_under_a_limit_of_ones_own() -> None:
 
 @pytest.mark.parametrize(("rows", "max_rows"), [(3, None), (8, 1)])
 def test_a_window_that_cannot_be_dealt_is_refused(rows: int, max_rows: int | None) -> None:
-    with pytest.raises(OptionsError, match="do not fit into 4 micro-batches"):
+    with pytest.raises(OptionsError, match="for 4 micro-batches; expected 1 to"):
         pack([5] * rows, 4, rows=2, max_rows=max_rows)
 
 

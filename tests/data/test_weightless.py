@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.nn.functional as F
 
-from hf_accum_fix.accumulation.window import Weightless
+from hf_accum_fix.accumulation.window import ZeroWeightBatch
 from tests.numerics.heads import HEADS, Batch, Head, Sample, before
 from tests.numerics.parity import Step, StockRecorder, cut, reference_step, take_step
 
@@ -21,7 +21,7 @@ def with_a_weightless_one(head: Head) -> Head:
 
     def collated(samples: Sequence[Sample]) -> Batch:
         batch = head.batch(samples)
-        return Weightless(batch) if samples[0] is third else batch
+        return ZeroWeightBatch(batch) if samples[0] is third else batch
 
     return replace(head, collate=collated)
 

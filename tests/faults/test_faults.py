@@ -14,7 +14,7 @@ from tests.torchrun import torchrun
 
 #: What the rank at fault must say, and the other one; with the kind of the error.
 SAYING = {
-    "labels-missing-at-first": ("ContractError", "counted from 'labels'", "RankError", "rank 1: ContractError"),
+    "labels-missing-at-first": ("ContractError", "expected a tensor 'labels'", "RankError", "rank 1: ContractError"),
     "labels-missing-everywhere": ("RankError", "rank 1: 3 micro-batches with no labels") * 2,
     "labels-missing-later": ("KeyError", "labels", "RankError", "rank 1: KeyError: 'labels'"),
     "collator-raises-at-first": ("ValueError", "cannot be read", "RankError", "rank 1: ValueError: this sample"),

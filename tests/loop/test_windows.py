@@ -256,7 +256,7 @@ def test_a_loss_of_ones_own_needs_a_contract() -> None:
 def test_a_number_for_a_model_that_takes_none() -> None:
     head = LOOPED["no-kwargs"]
     contract = LossContract(Reduction.NUMBER, Items(("labels",)))
-    with pytest.raises(ContractError, match="does not take num_items_in_batch"):
+    with pytest.raises(ContractError, match="takes no num_items_in_batch"):
         take_steps(head, head.samples, 4, 2, "plain", contract=contract)
 
 
@@ -267,7 +267,7 @@ def test_mean_loss_before_a_loss() -> None:
 
 
 def test_batches_are_mappings() -> None:
-    with pytest.raises(ContractError, match="return a dict"):
+    with pytest.raises(ContractError, match="expected a dict"):
         next(iter(accumulation_windows([(torch.ones(1), torch.ones(1))], steps=1)))  # type: ignore[list-item]
 
 

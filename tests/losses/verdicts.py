@@ -168,7 +168,7 @@ class Outcome:
         return found
 
     def _log_is_right(self, stock: Outcome) -> bool:
-        if any("averaged over micro-batches in the log" in words for _, words in self.said):
+        if any("the log averages it over micro-batches" in words for _, words in self.said):
             # What has no gradient has no node that shows what it is a mean over.
             return True
         return self.log_error <= 2e-5 or (self.exact is not True and self.log_error <= AS_STOCK * stock.log_error)

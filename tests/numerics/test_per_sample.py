@@ -98,7 +98,10 @@ def test_a_loop_by_hand(name: str) -> None:
 @pytest.mark.parametrize("name", ["bert-pretraining", "no-call", "two-terms"])
 def test_what_is_no_cross_entropy_over_labels_is_refused_before_the_first_step(name: str, tmp_path: Path) -> None:
     head = HEADS["func-by-hand" if name == "no-call" else name]
-    with hf_accum_fix.apply(per_sample=True), pytest.raises(UnsupportedSetupError, match="expected one cross entropy"):
+    with (
+        hf_accum_fix.apply(per_sample=True),
+        pytest.raises(UnsupportedSetupError, match="expected one torch cross entropy"),
+    ):
         take_step(head, head.samples, 2, 4, "stock", tmp_path)
 
 

@@ -88,7 +88,7 @@ def test_optimizers_of_single_parameters(stepping: Any, named: str) -> None:
     model = Bigram().bfloat16()
     stepping(model.parameters())
     before = [each.detach().clone() for each in model.parameters()]
-    with pytest.raises(UnsupportedSetupError, match=rf"a hook that runs within the backward \({named}\)"):
+    with pytest.raises(UnsupportedSetupError, match=rf"a hook that runs inside the backward \({named}\)"):
         one_micro_batch(model, accumulation_windows(BATCHES, steps=4, accumulate_in="float32"))
     assert all(torch.equal(*each) for each in zip(before, model.parameters(), strict=True))
 

@@ -30,7 +30,7 @@ from tests.random_trainings.trainings import Case, Training, train
 #: Relative error of a parameter change that rounding leaves at most: of a loss in float64, and in float32.
 FLOOR, FLOOR32 = 1e-9, 5e-6
 #: Warnings that say nothing of exactness.
-BESIDE = ("no target", "is a sum over the global batch")
+BESIDE = ("no target", "the loss is a sum, so it grows")
 #: What stock raises: it multiplies in place a loss whose backward needs it.
 RAISED_BY_STOCK = ("modified by an inplace operation",)
 #: Overrides whose labels are not those that were fetched.

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.window import Weightless
+from hf_accum_fix.accumulation.window import ZeroWeightBatch
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.router.load_balancing import FUNCTION, LENDER, tally
 from hf_accum_fix.router.router_loss import Convention, Form, RouterLoss
@@ -86,7 +86,7 @@ def test_a_loop_of_ones_own(convention: Convention) -> None:
     else:
         assert apart(found, whole) > 0.1
     assert router.in_force is convention
-    assert router.depends_on_the_cut == (convention is not Convention.EXACT)
+    assert router.depends_on_split == (convention is not Convention.EXACT)
 
 
 @pytest.mark.parametrize("convention", ["window", "exact"])
@@ -94,7 +94,7 @@ def test_a_micro_batch_without_weight_changes_nothing(convention: str) -> None:
     """A rank without a sample of its own left runs one that counts nothing; the others then weigh more."""
     model = MIXTRAL.build().train()
     window = pieces(MIXTRAL, 16)
-    repeated = [window[0], Weightless(window[0]), window[1], Weightless(window[1])]
+    repeated = [window[0], ZeroWeightBatch(window[0]), window[1], ZeroWeightBatch(window[1])]
     with InFloat64():
         wanted, _ = looped(model, window, convention)
         found, _ = looped(model, repeated, convention)

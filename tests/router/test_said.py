@@ -112,7 +112,7 @@ def test_the_option_is_one_of_three() -> None:
 def test_who_cuts_by_length_can_ask_whether_that_changes_the_loss() -> None:
     def answer(head: Head, convention: str) -> bool:
         session = step(head, convention, 4, COEFFICIENT).trainer.__dict__[SESSION]
-        return bool(session.router_loss_depends_on_the_cut)
+        return bool(session.router_loss_depends_on_split)
 
     assert [answer(MIXTRAL, convention) for convention in ("mean", "window", "exact")] == [True, True, False]
     assert not answer(HEADS["llama"], "mean") and not answer(HEADS["llama"], "exact")
@@ -124,5 +124,5 @@ def test_a_loop_needs_the_models_own_loss_and_a_convention_there_is() -> None:
     contract = LossContract(Reduction.MEAN, Items(("labels",)))
     batches = [{"labels": torch.ones(1, 3, dtype=torch.long)}] * 2
     window = next(iter(accumulation_windows(batches, steps=2, contract=contract, router_loss="exact")))
-    with pytest.raises(ContractError, match="needs the model's own loss"):
+    with pytest.raises(ContractError, match=r"expected window\.loss"):
         window.scale(torch.ones(()), batches[0])

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import hf_accum_fix
 from hf_accum_fix.accumulation.contract import LossContract, Reduction, TermSpec
-from hf_accum_fix.accumulation.share import Cut as WindowCut
+from hf_accum_fix.accumulation.scaling import Normalizer
 from hf_accum_fix.accumulation.weigh import WindowCheck
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.core.window import Part, Window
@@ -258,9 +258,9 @@ def test_sample_means_are_exact_on_two_ranks(on_ranks: list[dict[str, Any]]) -> 
 def test_another_loss_than_the_observed_one_is_said_on_any_device(caplog: pytest.LogCaptureFixture) -> None:
     """Which terms a loss has is known without waiting for the device."""
     contract = LossContract(Reduction.MEAN, Items(), terms=(TermSpec(("MeanBackward0", True, (True, False))),))
-    check = WindowCheck(contract, changed="its loss has other terms than when it was observed: SumBackward0")
+    check = WindowCheck(contract, changed="its loss has other terms than the observed one: SumBackward0")
     number = torch.ones(())
-    cut = WindowCut(number, number, 1, 1)
+    normalizer = Normalizer(number, number, 1, 1)
     model = nn.Linear(1, 1)
     trainer = SimpleNamespace(
         args=SimpleNamespace(device=torch.device("cuda"), world_size=1, process_index=0, gradient_accumulation_steps=2),
@@ -271,7 +271,7 @@ def test_another_loss_than_the_observed_one_is_said_on_any_device(caplog: pytest
     )
     session = TrainerHost(trainer, Options())
     session.state.first.contract = contract
-    assert Window(session, [{}], [Part(contract, cut, check)], [], number, done=1).close(model) is None
+    assert Window(session, [{}], [Part(contract, normalizer, check)], [], number, done=1).close(model) is None
     assert session.state.inexact == 1
     assert "is not exact: its loss has other terms" in caplog.text
 

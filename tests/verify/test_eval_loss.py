@@ -66,7 +66,7 @@ def test_a_loss_that_has_no_item_mean_is_left_with_a_warning(tmp_path: Path, cap
     stock = loss()
     with hf_accum_fix.apply(eval_loss=True):
         assert loss() == stock
-    assert sum("eval_loss is left as the Trainer averages it" in record.message for record in caplog.records) == 1
+    assert sum("eval_loss stays the Trainer's average" in record.message for record in caplog.records) == 1
 
 
 def test_verify_reports_the_dependence(tmp_path: Path) -> None:
