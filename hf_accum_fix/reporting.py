@@ -22,7 +22,7 @@ _LETTERS: Final = (
 _STATES: Final = {
     "applied": "fixed in this process",
     "pending": "fixed once transformers.trainer is imported",
-    "switched off": "not fixed: HF_ACCUM_FIX switches the patch off",
+    "switched off": "not fixed: HF_ACCUM_FIX switches it off",
     "not applied": "not fixed; call hf_accum_fix.apply()",
 }
 _ABSENT: Final = (Action.NOT_AFFECTED, Action.UNKNOWN)
