@@ -116,6 +116,15 @@ def observe(
             readings[2] = run(split.other, None)
             return readings, by_number
 
+        def run_wider(batch: Mapping[str, Any], number: float | None) -> Reading | None:
+            """With more steps and ranks; None: a loss that gathers metrics cannot run so."""
+            try:
+                return run(batch, number, partial(more_steps, RANKS))
+            except Exception:
+                logger.debug("a loss was not run with other ranks", exc_info=True)
+                put_back()
+                return None
+
         found, whole, failure = None, None, None
         wrote, writes, settled, divides = False, False, False, False
         search = splits(window)
@@ -165,16 +174,11 @@ def observe(
         if found.by_number and any(each.by_number for each in found.terms):
             found = with_rules(found, alone)
         candidates = step_candidates(found, whole, setting) if setting.custom or setting.func else []
-        times_ranks = RANKS if setting.world_size > 1 and any(each.number for each in found.terms) else 1
-        if ranks.any(bool(candidates) or times_ranks > 1):
-            try:
-                more = run(whole.batch, whole.number, partial(more_steps, times_ranks))
-                found = own_division(found, candidates, whole, more, setting)
-            except Exception:
-                # A loss that gathers metrics cannot run with another number of ranks.
-                if times_ranks == 1:
-                    raise
-                logger.debug("a loss was not run with other ranks", exc_info=True)
+        wider = ranks.any(setting.world_size > 1 and any(each.number for each in found.terms))
+        if wider or ranks.any(bool(candidates)):
+            more = run_wider(whole.batch, whole.number) if wider else None
+            more = more or run(whole.batch, whole.number, partial(more_steps, 1))
+            found = own_division(found, candidates, whole, more, setting)
         unread = any(each.how is How.PLAIN for each in found.terms) and not found.by_number
         uncut = setting.steps * setting.world_size == 1
         if ranks.any(unread and uncut and whole.number is not None):

@@ -57,7 +57,7 @@ Trainer(BertForSequenceClassification(config), args, train_dataset=rows).train()
     ids=["oldest", "old", "newest"],
 )
 def test_the_core_and_the_loops(stack: str, tests: list[str]) -> None:
-    run_tests_in(stack, "-m", "not thorough and not zoo", *tests, *([] if stack == NEWEST else OF_THE_NEWEST))
+    run_tests_in(stack, "-m", "not thorough and not slow", *tests, *([] if stack == NEWEST else OF_THE_NEWEST))
 
 
 @pytest.fixture(scope="module")
