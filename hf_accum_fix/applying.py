@@ -1,4 +1,4 @@
-"""apply(), revert() and report(): detect, plan and patch, once, for the whole process."""
+"""apply(), revert() and report(): detect, plan and patch the Trainer of this process."""
 
 from __future__ import annotations
 
@@ -27,27 +27,26 @@ if TYPE_CHECKING:
     from hf_accum_fix.upstream.plan import Plan
 
 _LOG = logging.getLogger("hf_accum_fix")
-# Never hold it while transformers.trainer may be imported: that import runs our hook, which takes this lock.
+# Do not hold it while transformers.trainer may be imported: that import runs our hook, which takes this lock.
 _LOCK = RLock()
-#: Holds the one live handle of the process; it outlives a reload of this package, or an import of it anew.
+#: Holds the active handle of the process; survives a reload or a second import of this package.
 _MEMORY: Final[dict[str, Any]] = vars(sys.modules.setdefault("_hf_accum_fix_memory", ModuleType("memory")))
 
 QUIET: Final = "HF_ACCUM_FIX_QUIET"
-#: Set by the first process of a job that prints "is on", for the processes it starts.
-_SAID: Final = "PYTHON_HF_ACCUM_FIX_SAID"
-
+#: Set by the process that prints "is on", so that its children do not print it again.
+_ANNOUNCED: Final = "PYTHON_HF_ACCUM_FIX_ANNOUNCED"
 
 #: Seconds that a fork waits for a thread that applies or reverts.
 _FORK_WAITS: Final = 5.0
 
 
 def _release_after_fork() -> None:
-    with suppress(RuntimeError):  # It was not acquired in time.
+    with suppress(RuntimeError):  # The acquire before the fork timed out.
         _LOCK.release()
 
 
 def _renew_locks() -> None:
-    """Open the locks in the child of a fork: nobody is left there to release those that another thread held."""
+    """Reset the locks in the child of a fork, where the threads that held them do not exist."""
     importer = sys.modules.get("wrapt.importer")
     locks: tuple[Any, ...] = (_LOCK, getattr(importer, "_post_import_hooks_lock", None))
     for lock in locks:
@@ -64,7 +63,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _State(str, Enum):
-    """Compared by ==, since a reload of this module makes it anew."""
+    """State of a handle; compare it by ==, because a reload of this module creates it again."""
 
     OFF = "switched off"
     PENDING = "pending"
@@ -77,13 +76,12 @@ class PatchHandle:
     """The patch of this process; revert(), or the end of a with block, undoes one apply().
 
     Attributes:
-        options: what the user decided.
-        plan: what was decided about every defect; a pending handle makes it again when it is applied, with the methods
-            known.
+        options: the user's options.
+        plan: the decision about every defect; a pending handle plans again when the import applies it.
     """
 
     def __init__(self, options: Options, plan: Plan, *, off: bool = False, quiet: bool = False) -> None:
-        """Made by apply() alone."""
+        """Only apply() creates handles."""
         self.options = options
         self.plan = plan
         self._quiet = quiet
@@ -107,36 +105,36 @@ class PatchHandle:
         return self._state == _State.PENDING
 
     def missing(self) -> tuple[str, ...]:
-        """Names of the methods that somebody else has replaced since, so that they no longer lead to us."""
+        """Names of the methods that another patch has replaced since, so that our wrapper is not called."""
         with _LOCK:
             if self._installation is None:
                 return ()
             return self._installation.names if self._is_stale() else tuple(self._installation.replacements())
 
     def _is_stale(self) -> bool:
-        """Whether transformers.trainer has been loaded anew since, so that another class is the Trainer now."""
+        """Whether transformers.trainer was reloaded since, so that another class is the Trainer now."""
         from hf_accum_fix.upstream.environment import imported_trainer
 
         return self.active and imported_trainer() not in (None, self._trainer)
 
     def revert(self) -> None:
-        """Undo one apply(): the last one puts the identical original methods back, or cancels what is pending.
+        """Undo one apply(); the last one restores the identical original methods, or cancels a pending patch.
 
         Raises:
-            ForeignPatchError: if somebody else replaced a method since; then nothing is touched.
+            ForeignPatchError: if another patch replaced a method since; then nothing is changed.
         """
         self._undo_one()
         if self.active:
-            _LOG.info("hf-accum-fix stays on for the other calls of apply(); hf_accum_fix.revert() undoes them all")
+            _LOG.info("the patch stays on, for other calls of apply(); hf_accum_fix.revert() undoes all of them")
 
     def _undo_one(self) -> None:
         with _LOCK:
             if self._applications > 1:
                 self._applications -= 1
             else:
-                self._take_off()
+                self._undo_all()
 
-    def _take_off(self) -> None:
+    def _undo_all(self) -> None:
         with _LOCK:
             installed = [each for each in (self._installation, self._guard) if each is not None]
             if installed:
@@ -145,7 +143,7 @@ class PatchHandle:
 
                 restore(installed)
                 if is_training():
-                    _LOG.warning("revert() while a Trainer trains: the rest of its run is the stock Trainer's")
+                    _LOG.warning("revert() while a Trainer trains: the stock Trainer runs the rest of its training")
                 self._installation = self._guard = None
             self._refusal, self._applications = None, 0
             if self._state != _State.OFF:
@@ -156,7 +154,7 @@ class PatchHandle:
                 self._hand_back(self.options)
 
     def __enter__(self) -> PatchHandle:
-        """The handle itself; apply() has done the work."""
+        """Return the handle; apply() has patched already."""
         return self
 
     def __exit__(
@@ -169,17 +167,17 @@ class PatchHandle:
         self._undo_one()
 
     def _install(self, _: ModuleType) -> None:
-        """Wrap the methods if this handle still waits for it: the hook at the Trainer's import."""
+        """Wrap the methods if this handle is pending: the hook at the Trainer's import."""
         if not self.pending:
             return
-        # Another thread may be importing it now: wait for that. In the hook itself the import is done.
+        # Waits if another thread is importing it; in the hook itself the import is done.
         import_module("transformers.trainer")
         from hf_accum_fix.upstream.environment import detect, imported_trainer, is_pristine, is_training
         from hf_accum_fix.upstream.patch import Patch, install
         from hf_accum_fix.upstream.plan import make_plan
         from hf_accum_fix.upstream.seams import EVALUATION
 
-        with _LOCK, self._refusing():
+        with _LOCK, self._remembering_refusal():
             if not self.pending:
                 return
             environment = detect()
@@ -188,16 +186,16 @@ class PatchHandle:
                 raise self.plan.refusal
             if is_training():
                 raise UnsupportedSetupError(
-                    "got apply() while a Trainer trains, half of whose run would be the stock Trainer's; expected it "
-                    "before train(); call it where the script begins"
+                    "got apply() while a Trainer trains; expected it before train(), or part of the run would be "
+                    "stock; call it at the top of the script"
                 )
             trainer = imported_trainer()
             if trainer is None:
                 raise SeamError(
                     "got transformers.trainer without a class Trainer; expected that class; call apply() before or "
-                    "after that module is imported, not while it is being imported"
+                    "after the import of that module, not while it is imported"
                 )
-            # Only now: these modules import attributes that the plan has just checked.
+            # Imported late: these modules need attributes that the plan has just checked.
             from hf_accum_fix.overrides import OVERRIDES, hand_back
             from hf_accum_fix.overrides.evaluation import evaluation_loop
 
@@ -209,12 +207,12 @@ class PatchHandle:
             self._installation = install(patches, is_pristine, self.options.allow_foreign)
             self._trainer, self._hand_back = trainer, hand_back
             self._state = _State.APPLIED
-        _announce(environment, self.plan)
+        _log_patched(environment, self.plan)
         if not self._quiet:
-            _say_once_a_job(on_line(environment, self.plan))
+            _print_once_per_job(on_line(environment, self.plan))
 
     def _watch(self, _: ModuleType) -> None:
-        """Check the methods whenever a Trainer begins to train: the hook at the import of its callbacks."""
+        """Wrap on_train_begin, to check the methods as training begins: the hook at the import of callbacks."""
         from hf_accum_fix.upstream.patch import Patch, install
         from hf_accum_fix.upstream.seams import GUARD
 
@@ -226,22 +224,22 @@ class PatchHandle:
             handler = getattr(module, GUARD.owner, None)
             if handler is None or not hasattr(handler, GUARD.name):
                 _LOG.warning(
-                    "%s has no %s.%s: a replacement or reload of the Trainer after apply() will not be noticed",
+                    "%s has no %s.%s: a replacement or reload of the Trainer after apply() will not be detected",
                     *(GUARD.module, GUARD.owner, GUARD.name),
                 )
                 return
             self._guard = install([Patch(handler, GUARD.name, self._at_train_begin)], lambda *_: True)
 
     @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        """Remember the refusal: whoever catches it and imports again meets it when training begins."""
+    def _remembering_refusal(self) -> Iterator[None]:
+        """Store a refusal, so that a script that catches it is refused again when training begins."""
         try:
             yield
         except Exception as error:
             self._state, self._refusal = _State.REFUSED, error
             if self._deferred and not self._quiet:
-                # transformers turns an error in its imports into "are this object's requirements defined correctly?".
-                _say(f"NOT on: {error}")
+                # transformers hides an error in its imports behind "are this object's requirements defined correctly?".
+                _print(f"NOT on: {error}")
             raise
 
     def _at_train_begin(self, wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -259,20 +257,22 @@ class PatchHandle:
                 raise self._refusal
             if self.pending or (self.active and base is not self._trainer):
                 raise SeamError(
-                    f"got a {type(trainer).__name__} that trains by {base.__module__}.{base.__qualname__}; expected "
-                    "the class that apply() patched: transformers.trainer was loaded anew, or the class has moved; "
-                    "call revert() and apply(), then make the trainer from the class that is imported now"
+                    f"got a {type(trainer).__name__} based on {base.__module__}.{base.__qualname__}; expected the "
+                    "class that apply() patched: transformers.trainer was reloaded, or the class has moved; call "
+                    "revert() and apply(), then create the trainer from the class imported now"
                 )
             self._check_nothing_was_dropped()
         return wrapped(*args, **kwargs)
 
-    def _say_it_never_came(self) -> None:
-        """Warn at the end of a process that used transformers, but never the class that waits to be patched."""
+    def _warn_if_never_imported(self) -> None:
+        """Warn at exit if the process imported transformers, but never transformers.trainer."""
         if self.pending and not self._quiet and "transformers" in sys.modules:
-            _say_once_a_job("NOT on: transformers.trainer was never imported, so apply() had no effect in this process")
+            _print_once_per_job(
+                "NOT on: transformers.trainer was never imported, so apply() had no effect in this process"
+            )
 
     def _check_nothing_was_dropped(self) -> None:
-        """Refuse to train where a patcher has run the original source again and so dropped our wrappers silently."""
+        """Refuse to train if another patch replaced a method, and with it dropped our wrapper."""
         from hf_accum_fix.upstream.chain import author
         from hf_accum_fix.upstream.patchers import known_patcher
 
@@ -288,7 +288,7 @@ class PatchHandle:
 
     def _wrapper(self, name: str, override: Callable[..., Any]) -> Wrapper:
         def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            # A bound method or a foreign wrapper may keep ours beyond revert(): then ours acts as the original.
+            # A bound method or a foreign wrapper may hold ours after revert(): then call the original.
             if not self.active:
                 return wrapped(*args, **kwargs)
             if name == "train":
@@ -300,26 +300,26 @@ class PatchHandle:
 
 @shows_options
 def apply(*, quiet: bool = False, **options: Any) -> PatchHandle:
-    """Patch transformers.Trainer, for every subclass there is or will be.
+    """Patch transformers.Trainer, and so every subclass.
 
     Before transformers.trainer is imported the handle is pending, and the import applies it (or raises).
-    While the patch is on, apply() returns the same handle and counts: it stays on until each has been reverted.
-    With HF_ACCUM_FIX=0 in the environment it does nothing.
+    Calls are counted: while the patch is on, apply() returns the same handle, and the patch stays on until every call
+    is undone. With HF_ACCUM_FIX=0 in the environment it does nothing.
 
     Args:
-        quiet: leave out the line on stderr that says, once a job, that the patch is on; HF_ACCUM_FIX_QUIET=1 does, too.
+        quiet: do not print "is on" to stderr, which one process per job does; HF_ACCUM_FIX_QUIET=1 has the same effect.
         options: the fields of `Options`, by name.
 
     Returns:
-        The handle: revert(), or a with block, undoes this one call; hf_accum_fix.revert() undoes all.
+        The handle: its revert(), or the end of a with block, undoes one call; hf_accum_fix.revert() undoes all.
 
     Raises:
         UnsupportedVersionError: if transformers is missing or older than 4.41.
-        SeamError: if a method to be wrapped, an attribute that we use, or the module transformers.trainer, is missing,
-            or a method has another signature.
-        ForeignPatchError: if somebody else replaced one, and allow_foreign does not name them.
+        SeamError: if a method to wrap, an attribute that we use, or the module transformers.trainer is missing, or if a
+            method has another signature.
+        ForeignPatchError: if another package replaced a method, and allow_foreign does not name the replacement.
         OptionsError: if an option is invalid, or differs from those already applied.
-        UnsupportedSetupError: if a Trainer trains meanwhile.
+        UnsupportedSetupError: if a Trainer is training.
     """
     from wrapt import register_post_import_hook
 
@@ -329,42 +329,42 @@ def apply(*, quiet: bool = False, **options: Any) -> PatchHandle:
 
     decided = options_from(options)
     if not enabled():
-        _LOG.info("hf-accum-fix is switched off by %s: transformers.Trainer stays as it is", SWITCH)
+        _LOG.info("%s switches hf-accum-fix off: transformers.Trainer is not patched", SWITCH)
         return PatchHandle(decided, make_plan(detect(), decided), off=True)
     while True:
-        handle = _claim(decided, quiet or _hushed())
+        handle = _claim(decided, quiet or _is_quiet())
         if not handle.active:
-            # They fire at once where the module is imported. A caller that shares the handle of another thread
-            # registers too, so that nobody returns to an import that could slip past.
+            # The hooks fire at once if the module is imported. Also register for a handle that another thread made,
+            # because that thread may not have registered yet.
             try:
                 register_post_import_hook(handle._watch, GUARD.module)
                 register_post_import_hook(handle._install, TRAINER_MODULE)
             except AccumFixError:
-                handle._take_off()  # The caller of apply() itself gets the error, and decides how to go on.
+                handle._undo_all()  # The caller handles the error, so forget the refusal.
                 raise
             if handle.pending and not handle._deferred:
                 handle._deferred = True
-                atexit.register(handle._say_it_never_came)
+                atexit.register(handle._warn_if_never_imported)
         if handle.active or handle.pending:
             return handle
 
 
 def revert() -> None:
-    """Take the live patch back, whoever applied it, or forget a refusal; without either, do nothing."""
+    """Undo every apply() of this process, or forget a refusal; without either, do nothing."""
     handle = _MEMORY.get("handle")
     if handle is not None:
-        # An earlier load of this package may have left it.
-        getattr(handle, "_take_off", handle.revert)()
+        # An earlier load of this package may have made the handle.
+        getattr(handle, "_undo_all", handle.revert)()
 
 
 def active_handle() -> PatchHandle | None:
-    """The live handle, pending or applied; None without one."""
+    """The active handle, pending or applied; None without one."""
     handle: PatchHandle | None = _MEMORY.get("handle")
     return handle if handle is not None and (handle.active or handle.pending) else None
 
 
 def report() -> Report:
-    """What is installed, what is wrong in it, what was done, and what the training runs so far showed."""
+    """Report the installed versions, their defects, the state of the patch, and the training runs so far."""
     from hf_accum_fix import __version__
     from hf_accum_fix.reporting import Report
     from hf_accum_fix.upstream.environment import detect
@@ -387,13 +387,13 @@ def report() -> Report:
 
 
 def _claim(options: Options, quiet: bool) -> PatchHandle:
-    """The live handle, counted once more, or a new pending one where the installed versions allow it."""
+    """Count one more call for the active handle, or create a pending one if the installed versions allow it."""
     from hf_accum_fix.upstream.environment import detect
     from hf_accum_fix.upstream.plan import make_plan
 
     with _LOCK:
         handle = active_handle()
-        # Left by a refusal, by an earlier load of this package, or on a Trainer that was loaded anew.
+        # No handle, or one of an earlier load of this package or of a Trainer that was reloaded since.
         if handle is None or not isinstance(handle, PatchHandle) or handle._is_stale():
             revert()
             plan = make_plan(detect(), options)
@@ -403,50 +403,49 @@ def _claim(options: Options, quiet: bool) -> PatchHandle:
             return handle
         if handle.options != options:
             raise OptionsError(
-                f"got {options}; expected {handle.options}, which are applied already; call revert() first to change "
-                "them"
+                f"got {options}; expected {handle.options}, which are already applied; call revert() first to "
+                "change them"
             )
         handle._applications += 1
         return handle
 
 
 def on_line(environment: Environment, plan: Plan) -> str:
-    """What is on, in one line."""
+    """The line that reports that the patch is on."""
     from hf_accum_fix import __version__
 
-    line = f"{__version__} is on: transformers {environment.transformers}, {len(plan.mended)} defects mended"
+    line = f"{__version__} is on: transformers {environment.transformers}, {len(plan.fixed)} defects fixed"
     return line if plan.untested is None else f"{line}, UNTESTED: {plan.untested}"
 
 
-def _hushed() -> bool:
+def _is_quiet() -> bool:
     return os.environ.get(QUIET, "").strip().lower() not in ("", "0", "off", "false", "no")
 
 
-def _say_once_a_job(line: str) -> None:
-    if _SAID not in os.environ:
-        _say(line)
-        os.environ[_SAID] = "1"
+def _print_once_per_job(line: str) -> None:
+    if _ANNOUNCED not in os.environ:
+        _print(line)
+        os.environ[_ANNOUNCED] = "1"
 
 
-def _say(line: str) -> None:
-    """Print a line on stderr, if there is one and this is the first rank."""
+def _print(line: str) -> None:
+    """Print a line to stderr, if there is one and this is the first rank."""
     if sys.stderr is not None and os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
         sys.stderr.write(f"hf-accum-fix: {line}\n")
 
 
-def _announce(environment: Environment, plan: Plan) -> None:
-    """The one line that says what was patched and what changes for the user's run."""
+def _log_patched(environment: Environment, plan: Plan) -> None:
+    """Log the wrapped methods and the defects that they fix, with their factors."""
     from hf_accum_fix import __version__
 
-    felt = "; ".join(f"{defect.name} ({defect.gradient})" for defect in plan.mended if defect.gradient)
+    factors = "; ".join(f"{defect.name} ({defect.gradient})" for defect in plan.fixed if defect.gradient)
     _LOG.info(
-        "hf-accum-fix %s on transformers %s: wrapped Trainer.%s; %d defects of this release are mended. "
-        "Where one of these met your model, the stock gradient was off by the factor in brackets, and clipping and "
-        "learning rate felt it: %s%s",
+        "hf-accum-fix %s on transformers %s: wrapped Trainer.%s; %d defects fixed. If one of these affects your model, "
+        "its stock gradient was off by the factor in brackets; tune learning rate and clipping again: %s%s",
         __version__,
         environment.transformers,
         ", ".join(state.seam.name for state in environment.seams),
-        len(plan.mended),
-        felt,
+        len(plan.fixed),
+        factors,
         "" if plan.untested is None else f". UNTESTED: {plan.untested}",
     )

@@ -1,4 +1,4 @@
-"""What was observed in the training runs of this process, kept for report()."""
+"""The observations of this process's training runs, for report()."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ _RUNS: list[dict[str, Any]] = []
 
 
 def record(run: Mapping[str, Any]) -> None:
-    """Append one run's observations; the mapping is copied, its values must be JSON-able."""
+    """Append the observations of one run; the mapping is copied, its values must be JSON-serialisable."""
     with _LOCK:
         _RUNS.append(dict(run))
 
 
 def amend(run: Mapping[str, Any]) -> None:
-    """Add to what was recorded last, of the run that is under way; without one nothing happens."""
+    """Update the observations of the latest run; without one, do nothing."""
     with _LOCK:
         if _RUNS:
             _RUNS[-1].update(run)
 
 
 def recorded() -> tuple[dict[str, Any], ...]:
-    """Copies of everything recorded in this process, oldest first."""
+    """Copies of the observations of all runs, oldest first."""
     with _LOCK:
         return tuple(dict(run) for run in _RUNS)
 
 
 def clear() -> None:
-    """Forget everything recorded."""
+    """Delete all observations."""
     with _LOCK:
         _RUNS.clear()

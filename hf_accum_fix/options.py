@@ -1,4 +1,4 @@
-"""The options: the one place where each is spelled, for apply(), the trainer classes, loops and the command line."""
+"""The options of apply(), the trainer classes, loops and the command line, each defined once."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ SWITCH: Final = "HF_ACCUM_FIX"
 _ON: Final = ("1", "on", "true", "yes")
 _OFF: Final = ("0", "off", "false", "no")
 
-#: The conventions of `hf_accum_fix.router.router_loss`, by name, so that importing this needs no torch.
+#: The conventions of `hf_accum_fix.router.router_loss`, as strings, so that importing this needs no torch.
 ROUTER_LOSSES: Final = ("mean", "window", "exact")
 
-#: What a window's gradients are added in: see `hf_accum_fix.accumulation.precision`.
+#: The dtypes in which a window's gradients are summed: see `hf_accum_fix.accumulation.precision`.
 ACCUMULATE_IN: Final = ("parameter", "float32", "compensated")
 
 
 @dataclass(frozen=True)
 class BalanceOptions:
-    """How windows are length-balanced: samples of a global batch are packed into micro-batches by length.
+    """Length-balanced windows: pack the samples of a global batch into micro-batches by length.
 
     Attributes:
-        lengths: where a sample's length comes from: the name of a column that holds it, or a function of a sample as
-            the collator gets it (for a vision-language model: text and image tokens together); None: the number of its
-            ``input_ids``, or the column that ``length_column_name`` of the training arguments names, if there is one.
-        truncated_to: tokens that the collator truncates a sample to; None: it does not.
+        lengths: the name of the column with a sample's length, or a function of a sample as the collator gets it (for a
+            vision-language model: text and image tokens together); None: the column that ``length_column_name`` of the
+            training arguments names, or the number of ``input_ids``.
+        truncated_to: length to which the collator truncates samples; None: it does not truncate.
         read_ahead: read every length once before training. False: each rank packs the samples that it fetches, and
             collates them in the main process, as always with streams.
-        max_rows_per_micro_batch: most samples in a micro-batch, for rows that cost memory at any length
-            (images); None: as many as fit.
-        max_tokens_per_micro_batch: limit of samples times the longest of them; a window that does not fit exceeds it
-            by as little as possible. None, or a larger limit: the per-device batch size times the window's longest
+        max_rows_per_micro_batch: maximum samples of a micro-batch, for rows that cost memory at any length (images);
+            None: no maximum.
+        max_tokens_per_micro_batch: maximum of samples times the longest of them; a window that does not fit exceeds it
+            by as little as possible. None, or a larger maximum: the per-device batch size times the window's longest
             sample.
 
     Raises:
-        OptionsError: if a limit is no positive number, or lengths neither a name nor a function.
+        OptionsError: if a maximum is not a positive integer, or lengths is neither a name nor a function.
     """
 
     lengths: str | Callable[[Any], int] | None = None
@@ -69,43 +69,43 @@ def _about(help: str | None, *, choices: tuple[str, ...] | None = None, of_loops
     """Metadata of an option.
 
     Args:
-        help: on the command line; None: it cannot be given there.
-        choices: its possible values; None: any.
-        of_loops: `accumulation_windows` takes it, too.
+        help: help text on the command line; None: not an option there.
+        choices: the allowed values; None: any.
+        of_loops: whether `accumulation_windows` takes it too.
     """
     return {"help": help, "choices": choices, "of_loops": of_loops}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user decided; the defaults are right for almost everyone.
+    """The user's options; the defaults suit most trainings.
 
     Attributes:
-        contract: what the loss divides by and counts, if it must not be observed; None observes it.
-        allow_foreign: names ("module.qualname") of other people's replacements of Trainer methods to wrap
-            around instead of refusing them.
+        contract: what the loss divides by and counts; None: observe it.
+        allow_foreign: replacements of Trainer methods by other packages, as "module.qualname", to wrap instead of
+            refusing them.
         eval_loss: report ``eval_loss`` as the mean over the items of the evaluation set; off, because it changes a
-            number that may have been reported.
-        drop_duplicates: drop the samples that accelerate repeats at the end of an epoch so that every rank has equally
-            many; off, because stock counts them twice, too.
+            number that you may have published.
+        drop_duplicates: drop the samples that accelerate repeats at the end of an epoch to give every rank equally
+            many; off, because stock counts them twice.
         router_loss: the load-balancing loss of a mixture of experts: "mean", over micro-batches and ranks;
             "window", by the running counts of the window; "exact", over the whole global batch, by one more forward.
         balance_windows: length-balance the micro-batches of a global batch; True is `BalanceOptions()`.
-        per_sample: train the mean of sample means: every sample weighs the same, however many targets it has; off,
-            because stock weights every target equally.
-        accumulate_in: what the gradients of 16-bit parameters are added in: "parameter", their dtype, as torch does;
-            "float32", 4 bytes a parameter more; "compensated", twice their dtype, 2 bytes more.
+        per_sample: train the mean of sample means: every sample has the same weight, however many targets it has;
+            off, because stock weights every target equally.
+        accumulate_in: the dtype that sums gradients of 16-bit parameters: "parameter", their own, as torch does;
+            "float32", 4 more bytes per parameter; "compensated", two 16-bit numbers, 2 more bytes.
 
     Raises:
-        OptionsError: if allow_foreign is not a tuple of "module.qualname" strings, a switch is no bool, router_loss
-            or accumulate_in is none of the three, or balance_windows is neither a bool nor `BalanceOptions`.
+        OptionsError: if allow_foreign is not a tuple of "module.qualname" strings, a switch is not a bool, router_loss
+            or accumulate_in is not an allowed value, or balance_windows is neither a bool nor `BalanceOptions`.
     """
 
     contract: LossContract | None = field(default=None, metadata=_about(None, of_loops=True))
     allow_foreign: tuple[str, ...] = field(
         default=(),
         metadata=_about(
-            "wrap around this replacement of a Trainer method by another package, instead of refusing it; repeatable"
+            "wrap this replacement of a Trainer method by another package instead of refusing it; repeatable"
         ),
     )
     eval_loss: bool = field(default=False, metadata=_about("report eval_loss as the mean over items"))
@@ -123,7 +123,7 @@ class Options:
     )
 
     def __post_init__(self) -> None:
-        """Refuse values that would be misread later, such as a bare string instead of a tuple of names."""
+        """Refuse values that would be misread later, such as one string instead of a tuple."""
         if self.contract is not None and type(self.contract).__name__ != "LossContract":
             raise OptionsError(
                 f"got contract={self.contract!r}; expected a LossContract, such as "
@@ -165,7 +165,7 @@ def shows_options(function: _Function, *, of_loops: bool = False) -> _Function:
 
 
 def on_the_command_line() -> tuple[Field[Any], ...]:
-    """The options that `hf-accum-fix run` takes: words, names and switches."""
+    """The options that `hf-accum-fix run` takes: strings, names and switches."""
     return tuple(option for option in fields(Options) if option.metadata["help"] is not None)
 
 
@@ -173,7 +173,7 @@ def options_from(given: Mapping[str, Any], *, of_loops: bool = False) -> Options
     """The options of `apply()`, or of `accumulation_windows`.
 
     Raises:
-        OptionsError: if one is invalid, unknown, or has no meaning in a loop.
+        OptionsError: if an option is invalid, unknown, or not for loops.
     """
     known = [option.name for option in fields(Options) if option.metadata["of_loops"] or not of_loops]
     for name, value in given.items():
@@ -184,10 +184,10 @@ def options_from(given: Mapping[str, Any], *, of_loops: bool = False) -> Options
 
 
 def enabled() -> bool:
-    """Whether the environment lets the fix be applied: HF_ACCUM_FIX=0 switches it off; empty counts as unset.
+    """Whether the environment permits the patch: HF_ACCUM_FIX=0 switches it off; empty counts as unset.
 
     Raises:
-        OptionsError: if the variable is set to something that is neither on nor off.
+        OptionsError: if the variable is neither on nor off.
     """
     value = os.environ.get(SWITCH, "")
     if value.strip().lower() in ("", *_ON):

@@ -1,4 +1,4 @@
-"""The report: the runs that were seen, what is wrong in what is installed, what was done; as text and data. Pure."""
+"""The report as text and as data: runs observed, defects of the installed release, what the patch does. Pure."""
 
 from __future__ import annotations
 
@@ -15,23 +15,18 @@ from hf_accum_fix.upstream.plan import Action, Decision, Plan
 WIDTH: Final = 80
 """Width of a report in columns; links may be longer."""
 
-_LETTERS: Final = "(G: gradient_accumulation_steps, W: data-parallel ranks, N: targets of a step)"
-
-#: Our terms in what was observed, and what everybody calls them.
-_PLAIN: Final = (
-    ("num_items_in_batch, rounded down", "the count of targets that it is given, as an integer"),
-    ("num_items_in_batch", "the count of targets that it is given"),
-    ("items", "targets"),
+_LETTERS: Final = (
+    "(G: gradient_accumulation_steps, W: data-parallel ranks, N: items of a step, the targets that count in its loss)"
 )
 
 _STATES: Final = {
-    "applied": "mended in this process",
-    "pending": "mended when transformers.trainer is imported",
-    "switched off": "not mended: HF_ACCUM_FIX switches it off",
-    "not applied": "not mended; call hf_accum_fix.apply()",
+    "applied": "fixed in this process",
+    "pending": "fixed once transformers.trainer is imported",
+    "switched off": "not fixed: HF_ACCUM_FIX switches the patch off",
+    "not applied": "not fixed; call hf_accum_fix.apply()",
 }
 _ABSENT: Final = (Action.NOT_AFFECTED, Action.UNKNOWN)
-_DOES: Final = {Action.MEND: "mends it", Action.NOT_MENDED: "does not", Action.REFUSE: "refused"}
+_DOES: Final = {Action.FIX: "fixes it", Action.NOT_FIXED: "does not", Action.REFUSE: "refused"}
 
 
 @dataclass(frozen=True)
@@ -42,9 +37,9 @@ class Report:
         version: of hf-accum-fix.
         state: "not applied", "pending", "applied", "refused" (in an import, until revert()) or "switched off".
         environment: what is installed.
-        plan: what is decided about every defect.
+        plan: the decision about every defect.
         missing: methods that no longer lead to our wrapper although the state is "applied".
-        runs: what was observed in the training runs of this process, oldest first.
+        runs: the observations of this process's training runs, oldest first.
     """
 
     version: str
@@ -61,7 +56,7 @@ class Report:
 
     @property
     def answer(self) -> str:
-        """The verdict on the runs seen or, before the first, whether the installed release is affected."""
+        """The verdict on the runs so far; before the first, whether the installed release is affected."""
         if self.runs:
             exact = sum(bool(run.get("exact")) for run in self.runs)
             verdict = {len(self.runs): "exact", 0: "not exact"}.get(
@@ -74,7 +69,7 @@ class Report:
             return f"{about}: the patch is refused"
         if not self.present and self.plan.untested is None:
             return f"{about}: no known defect"
-        return f"{about}: affected, {'no longer mended' if self.missing else _STATES[self.state]}"
+        return f"{about}: affected, {'no longer fixed' if self.missing else _STATES[self.state]}"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as data for JSON."""
@@ -92,16 +87,16 @@ class Report:
         }
 
     def to_text(self) -> str:
-        """The answer, the runs seen, what is installed, and the defects that it has: 80 columns at most."""
+        """The answer, the runs, the installed versions and the defects of the release, in 80 columns."""
         defects = []
         if self.present:
             rows = [(each.defect.name, each.defect.gradient or "-", _DOES[each.action]) for each in self.present]
             defects = table(("defect of this release", "right gradient times", "the patch"), rows)
-        more = "every defect known, with links: print(report().details())"
+        more = "all known defects, with links: print(report().details())"
         return _joined(self._opening(), self._installation(), defects, [more])
 
     def details(self) -> str:
-        """Everything: the text, the methods of the Trainer, every defect known with its links, the runs in full."""
+        """Everything: the text, the Trainer's methods, all known defects with their links, the runs in full."""
         seams = [(state.seam.name, _state(state)) for state in self.environment.seams]
         blocks = [
             self._opening(),
@@ -110,7 +105,7 @@ class Report:
         ]
         for decision in self.plan.decisions:
             defect, action = decision.defect, decision.action
-            # The refusal is the same for all, and stands above.
+            # All defects share the one refusal, which the opening prints.
             reason = "see above" if action is Action.REFUSE else decision.reason
             facts = [f"{action.value}: {reason}", f"releases: {defect.range}"]
             facts += [f"gradient: {defect.gradient} times the right one"] * bool(defect.gradient)
@@ -124,43 +119,36 @@ class Report:
         return self.to_text()
 
     def _opening(self) -> list[str]:
-        """The answer and the runs, and what the letters mean."""
+        """The answer, the runs, and the meaning of the letters."""
         runs = [line for place, run in enumerate(self.runs, start=1) for line in _run(place, run)]
-        none = "no training run seen so far; one without the patch leaves no trace here"
+        none = "no training run so far; runs without the patch are not recorded"
         return [*wrapped(self.answer), *(runs or wrapped(none, indent=2)), *wrapped(_LETTERS)]
 
     def _installation(self) -> list[str]:
-        """What is installed and whether the patch is on; what is in its way."""
+        """The installed versions, the state of the patch, and what keeps it off."""
         lines = [versions(self.environment), f"hf-accum-fix {self.version}: {self.state} now"]
         if self.plan.refusal is not None:
             lines.append(f"refused: {self.plan.refusal}")
         if self.plan.untested is not None:
             lines.append(f"untested: {self.plan.untested}")
         if self.missing:
-            lines.append(f"dropped by another patch since: {', '.join(self.missing)}")
+            lines.append(f"dropped by a later patch: {', '.join(self.missing)}")
         return wrapped(*lines)
 
 
-def plain(words: str) -> str:
-    """What was observed of a loss, without our own terms."""
-    for ours, everybodys in _PLAIN:
-        words = words.replace(ours, everybodys)
-    return words
-
-
 def loss_of(run: Mapping[str, Any]) -> str:
-    """What a run's loss was seen to do, in plain words."""
+    """How a run's loss is reduced, as the predicate of a sentence about it."""
     of = f" ({run['items']})" if run.get("items") else ""
     router = "".join(
         f", plus {run[key]:g} x {name}"
         for key, name in (("router_coefficient", "router loss"), ("router_z_coefficient", "router z-loss"))
         if run.get(key)
     )
-    return f"{plain(Reduction(run['reduction']).words)}{of}{router}"
+    return f"{Reduction(run['reduction']).words}{of}{router}"
 
 
 def off_by(run: Mapping[str, Any]) -> str | None:
-    """How much the stock gradient of a run would be off, in words; None: it would not, or nobody can tell."""
+    """The factor by which stock would train a run wrong, in words; None: none, or unknown."""
     factor, router = run.get("stock_gradient_factor"), run.get("stock_router_factor")
     if factor is not None and abs(factor - 1) > 1e-3:
         return f"{factor:.3g}x"
@@ -168,7 +156,7 @@ def off_by(run: Mapping[str, Any]) -> str | None:
 
 
 def versions(environment: Environment) -> str:
-    """What is installed, in a line."""
+    """The installed versions, in a line."""
     return ", ".join(f"{name} {version}" for name, version in _installed(environment).items())
 
 
@@ -189,12 +177,12 @@ def wrapped(*paragraphs: str, indent: int = 0) -> list[str]:
 
 
 def defect_table(defects: Sequence[Defect]) -> str:
-    """The defects as a Markdown table; a row whose evidence was only read, or which is not mended, says so."""
+    """The defects as a Markdown table; rows that were only read, or are not fixed, are marked."""
     lines = ["| defect | releases | right gradient times | what happens | reported |", "|---|---|---|---|---|"]
     for defect in defects:
         links = ", ".join(f"[{link.rsplit('/', 1)[-1].split('#')[0]}]({link})" for link in defect.source)
-        said = ["read, not run"] * (defect.evidence == "read") + ["not mended"] * bool(defect.not_mended)
-        mark = f" *({'; '.join(said)})*" if said else ""
+        marks = ["read, not run"] * (defect.evidence == "read") + ["not fixed"] * bool(defect.not_fixed)
+        mark = f" *({'; '.join(marks)})*" if marks else ""
         cells = (f"`{defect.name}`", defect.range, defect.gradient or "-", defect.summary + mark, links)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -224,22 +212,22 @@ def _row(decision: Decision) -> dict[str, Any]:
 
 
 def _run(place: int, run: Mapping[str, Any]) -> list[str]:
-    """One run: which model, in how many micro-batches, exact or why not, and what stock would have made of it."""
+    """One run: its model, G and W, whether it was exact or why not, and the factor of stock."""
     shape = "".join(
         f", {letter} = {run[key]}"
         for letter, key in (("G", "accumulation_steps"), ("W", "world_size"))
         if run.get(key) is not None
     )
-    verdict = "exact" if run.get("exact") else f"not exact ({plain(run.get('reason', 'unknown'))})"
+    verdict = "exact" if run.get("exact") else f"not exact ({run.get('reason', 'unknown')})"
     off = off_by(run)
     stock = "" if off is None else f"; stock: {off}" + " the gradient" * (run.get("stock_router_factor") is None)
-    told = wrapped(f"{place}. {run.get('head', 'a model')}{shape}: {verdict}{stock}", indent=2)
+    lines = wrapped(f"{place}. {run.get('head', 'a model')}{shape}: {verdict}{stock}", indent=2)
     if run.get("reduction"):
-        told += wrapped(f"its loss {loss_of(run)}", indent=5)
+        lines += wrapped(f"its loss {loss_of(run)}", indent=5)
     if run.get("repeated_samples"):
         done = "left out" if run.get("repeated_samples_dropped") else "counted twice"
-        told += wrapped(f"repeated samples: {run['repeated_samples']}, {done}", indent=5)
-    return told
+        lines += wrapped(f"repeated samples: {run['repeated_samples']}, {done}", indent=5)
+    return lines
 
 
 def _joined(*blocks: Sequence[str]) -> str:

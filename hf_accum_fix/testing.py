@@ -1,4 +1,4 @@
-"""For the test suites of downstream libraries: assert that a trainer's gradient does not depend on the split.
+"""For test suites of downstream libraries: assert that a trainer's gradient does not depend on the split.
 
 ``pytest_plugins = ["hf_accum_fix.testing"]`` in a conftest.py adds the fixture `invariant`.
 """
@@ -21,14 +21,14 @@ def assert_invariant(trainer: Any, **how: Any) -> VerificationReport:
     Without ``apply()`` or one of this package's trainer classes this tests the installed release.
 
     Args:
-        trainer: a built trainer of any subclass; it is left as it was.
-        how: arguments of `verify`; ``with_apply`` is False unless given.
+        trainer: a built trainer of any subclass; its state is restored.
+        how: arguments of `verify`; ``with_apply`` defaults to False.
 
     Returns:
         The report.
 
     Raises:
-        AssertionError: if a split is off, or could not be judged; with the report.
+        AssertionError: if a split is off, or has no answer; with the report.
     """
     report = verify(trainer, **{"with_apply": False, "eval_samples": 0, **how})
     verdict = report.verdict_of(report.active)
@@ -39,7 +39,7 @@ def assert_invariant(trainer: Any, **how: Any) -> VerificationReport:
 
 @pytest.fixture
 def invariant() -> Iterator[Callable[..., VerificationReport]]:
-    """`assert_invariant`; a patch that the test applied is reverted when it ends."""
+    """`assert_invariant`; a patch that the test applies is reverted at its end."""
     before = active_handle()
     yield assert_invariant
     handle = active_handle()

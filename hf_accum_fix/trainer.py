@@ -1,4 +1,4 @@
-"""The same functions as a Trainer subclass: for libraries, which must not patch a class that others use too."""
+"""The patch as a Trainer subclass, for libraries: they must not patch a class that others use too."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _SEAMS = ("train", "get_batch_samples", "training_step", "compute_loss")
 
 
 if TYPE_CHECKING:
-    # It is only used above a Trainer, and so mypy checks it against the installed release.
+    # For mypy: the mixin is only used together with a Trainer.
     _Base = Trainer
 else:
     _Base = object
 
 
 class GlobalBatchMixin(_Base):
-    """Computes the loss by the global item count, for every split into micro-batches and ranks.
+    """Scale the loss by the global item count, for every split into micro-batches and ranks.
 
-    It has to come directly before ``Trainer`` in the method resolution order, so that a subclass's ``compute_loss``
-    reaches it by ``super()``: put it last.
+    Put it last in the class statement, directly before ``Trainer`` in the method resolution order, so that a subclass's
+    ``compute_loss`` reaches it by ``super()``.
 
         class MyTrainer(SFTTrainer, GlobalBatchTrainer): ...
 
     Attributes:
-        global_batch_options: a frozen `Options`; override it in the class body.
+        global_batch_options: frozen `Options`; set them in the class body.
 
     Raises:
-        SeamError: when a class is defined whose bases would be bypassed.
+        SeamError: if a class statement would bypass a base.
     """
 
     global_batch_options: ClassVar[Options] = Options()
@@ -45,12 +45,12 @@ class GlobalBatchMixin(_Base):
             owner = next((base for base in below if seam in vars(base)), None)
             if owner not in (None, Trainer):
                 raise SeamError(
-                    f"{cls.__name__}: {owner.__name__}.{seam} comes after GlobalBatchMixin and would be bypassed; "
-                    f"put the mixin last: class {cls.__name__}({owner.__name__}, GlobalBatchTrainer)"
+                    f"got {cls.__name__}, in which GlobalBatchMixin would bypass {owner.__name__}.{seam}; expected the "
+                    f"mixin last; write class {cls.__name__}({owner.__name__}, GlobalBatchTrainer)"
                 )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, and refuse first what cannot be right."""
+        """Refuse unsupported setups, then train."""
         return overrides.train(super().train, self, args, kwargs, options=self.global_batch_options)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,29 +59,29 @@ class GlobalBatchMixin(_Base):
         return overrides.get_batch_samples(original, self, args, kwargs, options=self.global_batch_options)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One micro-batch: forward, backward, and the loss to log."""
+        """Run one micro-batch forward and backward, and return the loss to log."""
         original = super().training_step
         return overrides.training_step(original, self, args, kwargs, options=self.global_batch_options)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss whose plain mean over micro-batches and ranks is the global batch's."""
+        """Compute a loss whose mean over micro-batches and ranks is the global batch's."""
         original = super().compute_loss
         return overrides.compute_loss(original, self, args, kwargs, options=self.global_batch_options)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate; with ``eval_loss`` among the options the loss is the mean over the set's items."""
+        """Evaluate; with the option ``eval_loss`` the loss is the mean over the set's items."""
         original = super().evaluation_loop
         return evaluation.evaluation_loop(original, self, args, kwargs, options=self.global_batch_options)
 
     def prediction_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """The same under ``use_legacy_prediction_loop``, which releases before 5.0 have."""
+        """The same under ``use_legacy_prediction_loop`` of releases before 5.0."""
         original = super().prediction_loop  # type: ignore[misc]
         return evaluation.evaluation_loop(original, self, args, kwargs, options=self.global_batch_options)
 
 
 class GlobalBatchTrainer(GlobalBatchMixin, Trainer):
-    """`transformers.Trainer` whose gradient and log are the global batch's."""
+    """`transformers.Trainer` with the gradient and logged loss of the global batch."""
 
 
 class GlobalBatchSeq2SeqTrainer(GlobalBatchMixin, Seq2SeqTrainer):
-    """`transformers.Seq2SeqTrainer` whose gradient and log are the global batch's."""
+    """`transformers.Seq2SeqTrainer` with the gradient and logged loss of the global batch."""

@@ -261,7 +261,7 @@ def test_a_replacement_is_refused_by_name_unless_it_is_allowed(
         assert vars(Trainer)["train"] is ORIGINALS["train"]
         report = hf_accum_fix.report()
         assert {decision.action for decision in report.plan.decisions} == {Action.REFUSE, Action.NOT_AFFECTED}
-        assert f"replaced by {name}" in " ".join(str(report).split())
+        assert f"got {name} in place of Trainer.compute_loss" in " ".join(str(report).split())
         with hf_accum_fix.apply(allow_foreign=(name,)):
             assert blank().compute_loss(None, {}) == "our compute_loss"
         assert vars(Trainer)["compute_loss"] is replacement
@@ -272,20 +272,20 @@ def test_dropped_by_a_later_replacement_is_seen_and_revert_touches_nothing(monke
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "compute_loss", replacement)
         assert handle.missing() == ("compute_loss",)
-        assert "dropped by another patch since: compute_loss" in str(hf_accum_fix.report())
-        with pytest.raises(ForeignPatchError, match="nothing was touched"):
+        assert "dropped by a later patch: compute_loss" in str(hf_accum_fix.report())
+        with pytest.raises(ForeignPatchError, match="nothing was changed"):
             handle.revert()
         assert handle.active and vars(Trainer)["train"] is not ORIGINALS["train"]
     assert handle.missing() == ()
 
 
-def test_one_line_says_what_was_done(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_lists_what_was_patched(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "hf_accum_fix"), hf_accum_fix.apply() as handle:
         hf_accum_fix.apply()
     [line] = [record.getMessage() for record in caplog.records]
-    for defect in handle.plan.mended:
+    for defect in handle.plan.fixed:
         assert (defect.name in line) == bool(defect.gradient)
-    assert f"{len(handle.plan.mended)} defects" in line and "compute_loss" in line
+    assert f"{len(handle.plan.fixed)} defects" in line and "compute_loss" in line
 
 
 def test_the_report_is_a_table_and_data() -> None:
@@ -443,7 +443,7 @@ time.sleep = midway
 try:
     import transformers.trainer
 except hf_accum_fix.SeamError as error:
-    print("not while it is" in str(error), hf_accum_fix.active_handle())
+    print("not while it is imported" in str(error), hf_accum_fix.active_handle())
 """
     assert toy(script) == "True None"
 
@@ -509,7 +509,7 @@ def test_revert_in_mid_training_is_warned_of(tmp_path: Path, caplog: pytest.LogC
     trainer = small(Regression(), tmp_path, points(16), max_steps=2)
     trainer.add_callback(AtTheFirstStep(handle.revert))
     trainer.train()
-    assert [each for each in caplog.messages if "the rest of its run is the stock Trainer's" in each]
+    assert [each for each in caplog.messages if "the stock Trainer runs the rest" in each]
     assert is_original() and not hf_accum_fix.report().runs[-1]["exact"]
 
 

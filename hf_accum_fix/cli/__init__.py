@@ -1,7 +1,7 @@
-"""The command line: one row of COMMANDS and one module of that name for each command.
+"""The command line: each command is a row of COMMANDS and a module of that name.
 
-Such a module holds ``add_arguments(parser)``, ``execute(arguments) -> exit code``, and the texts ``DESCRIPTION`` and
-``EPILOG`` of its help. Only the module of the command that is asked for is imported, so that all of them start quickly.
+The module holds ``add_arguments(parser)``, ``execute(arguments) -> exit code``, and the help texts ``DESCRIPTION`` and
+``EPILOG``. Only the requested command's module is imported, so that every command starts quickly.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from hf_accum_fix import __version__
 from hf_accum_fix.errors import AccumFixError, OptionsError
 
 COMMANDS: Final = {
-    "doctor": "whether the installed release, or a model in it, trains at the right gradient, and what to do",
-    "explain": "one defect: the wrong equation and the right one, links; without a name, the list",
-    "run": "run a command with the patch on in it and in every Python process it starts",
-    "verify": "run a training script until it trains, and compare its gradient for several splits instead",
-    "watch": "a run's logs in one look; whether several runs differ by more than noise",
+    "doctor": "check whether the installed release, or your model on it, trains at the right gradient",
+    "explain": "explain one defect: the wrong equation, the right one, links; without a name, list all",
+    "run": "run a command with the patch applied, in it and in every Python process it starts",
+    "verify": "compare the gradient of a training script for several splits of one batch, instead of training",
+    "watch": "summarise the logs of a run; of several runs, test whether they differ by more than noise",
 }
-"""Name of the command and of its module here, and what it does."""
+"""Name of each command and of its module, and a summary."""
 
 LEGEND: Final = """\
 G: gradient_accumulation_steps, W: data-parallel ranks, r: micro-batches of a short window,
 N: items (targets) of the global batch, N_k: those of rank k, n_m and S_m: items and summed loss of micro-batch m.
 head: a model class with its loss; item: a target that counts in the loss; window: micro-batches of one step."""
-"""What the letters and words of the defect table mean."""
+"""The letters and words of the defect table."""
 
 WRONG_USAGE: Final = 2
 COULD_NOT_TELL: Final = 3
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; ``argv`` without the program's name, by default this process's.
 
     Returns:
-        The command's exit code; 2 for wrong usage, 3 where it could not do what was asked.
+        The command's exit code; 2: wrong usage; 3: it failed.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     name = next((word for word in argv if word in COMMANDS), "")
@@ -55,24 +55,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"hf-accum-fix {name}: interrupted\n")
         return COULD_NOT_TELL
     except ModuleNotFoundError as error:
-        sys.stderr.write(f"hf-accum-fix {name}: {error}; install it, or hf-accum-fix anew\n")
+        sys.stderr.write(f"hf-accum-fix {name}: {error}; install it, or reinstall hf-accum-fix\n")
         return COULD_NOT_TELL
     except Exception:
-        # Python's own exit code for a crash, 1, would read as an answer.
+        # Python's exit code for a crash, 1, would mean "affected".
         traceback.print_exc()
         return COULD_NOT_TELL
     return code
 
 
 def write(text: str) -> None:
-    """Write to stdout; a reader that has gone, or a full disk, changes no exit code."""
+    """Write to stdout; a closed pipe or a full disk does not change the exit code."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
         with suppress(OSError, ValueError):
-            sys.stderr.write(f"hf-accum-fix: the report cannot be written: {error.strerror}\n")
-        # Python flushes once more at its end.
+            sys.stderr.write(f"hf-accum-fix: cannot write the report: {error.strerror}\n")
+        # Python flushes stdout again at exit.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,4 +1,4 @@
-"""``hf-accum-fix doctor``: what is installed, what is wrong in it, for whom, and what apply() would do about it."""
+"""``hf-accum-fix doctor``: defects of the installed release, the runs they affect, and what apply() does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from importlib import import_module
@@ -20,7 +20,7 @@ from hf_accum_fix.accumulation.reduction import Reduction
 from hf_accum_fix.cli import LEGEND, write
 from hf_accum_fix.cli.inherit import VARIABLE
 from hf_accum_fix.errors import ContractError
-from hf_accum_fix.reporting import Report, loss_of, off_by, plain, versions, wrapped
+from hf_accum_fix.reporting import Report, loss_of, off_by, versions, wrapped
 from hf_accum_fix.upstream.defects import DEFECTS
 from hf_accum_fix.upstream.environment import parsed
 from hf_accum_fix.upstream.limits import LIMITS
@@ -29,7 +29,7 @@ from hf_accum_fix.upstream.seams import TESTED_RELEASES, TRAINER_MODULE, seams_o
 
 NEWEST: Final = max(map(Version, TESTED_RELEASES))
 OLDEST: Final = min(Version(defect.since) for defect in DEFECTS)
-"""The releases that were read; about others nothing is known."""
+"""The releases whose source was read; others are unknown."""
 
 _COMMON: Final = {
     "gradient-divided-twice": "1/8x",
@@ -42,23 +42,23 @@ _COMMON: Final = {
 _REMEDY: Final = "hf-accum-fix run COMMAND"
 
 DESCRIPTION: Final = """\
-Say in one line whether the installed release, or with --model your model in it, trains at the right gradient, and what
-to do if not. --verbose: which defects the release has, what each does to whom, and what apply() would do.
+Print in one line whether the installed release, or with --model your model on it, trains at the right gradient, and
+what to do if not. --verbose lists the defects of the release, the runs that each affects, and what apply() would do.
 
-The release's number settles that. Before it recommends a command it imports transformers.trainer, in a process of its
-own, to see whether the installation works.
+The release number decides. Before doctor recommends a command it imports transformers.trainer in a separate process, to
+check that the installation works.
 """
 
 EPILOG: Final = f"""\
 exit code:
   0  clean: no defect in the installed release, or the patch is on in this process, as under
-     hf-accum-fix run hf-accum-fix doctor (the report marks defects that it does not mend)
-  1  defects present, which nothing mends in this process
-     with --model both are about that model alone: 0 also where the stock Trainer trains it right
+     hf-accum-fix run hf-accum-fix doctor (--verbose marks defects that the patch does not fix)
+     with --model: the stock Trainer trains that model right, or the patch is on
+  1  defects that nothing fixes in this process; with --model: that model is affected
   2  wrong usage
-  3  could not tell: transformers is not installed, is a pre-release, or is outside {OLDEST} to {NEWEST}, the releases
-     that were read; its Trainer cannot be imported; the patch is on, but our tests have not run the release; or the
-     model of --model cannot be built, fed or trained, or has a loss that is not recognised
+  3  could not tell: transformers is not installed, is a pre-release, or is outside {OLDEST} to {NEWEST}; its Trainer
+     cannot be imported; the patch is on, but our tests have not run the release; or the model of --model cannot be
+     built, fed or trained, or its loss is not recognised
 """
 
 
@@ -72,12 +72,12 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that is reported.
+    """The content of every form of the report.
 
     Attributes:
-        report: of this process.
+        report: the report of this process.
         verdict: the answer.
-        reason: of the verdict, in a sentence.
+        reason: why, in one sentence.
         head: findings on the model of --model: "asked", and "built" with "observed", or "error"; empty without it.
     """
 
@@ -117,7 +117,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def diagnose(model: str | None) -> Diagnosis:
-    """Look at the installation and, where a model is named, at its loss.
+    """Diagnose the installation and, if a model is named, its loss.
 
     Raises:
         OptionsError: if the model is neither a class or model type of transformers nor a folder.
@@ -146,23 +146,23 @@ def diagnose(model: str | None) -> Diagnosis:
 
 
 def _import_trainer() -> str | None:
-    """Import the Trainer, which ``run`` patches; the reason why that failed, or None."""
+    """Import the Trainer, which ``run`` patches; return why that failed, or None."""
     try:
         import_module(TRAINER_MODULE)
-    except (Exception, SystemExit) as error:  # of whatever of it is broken; SystemExit is a refusal under run
+    except (Exception, SystemExit) as error:  # any broken dependency; SystemExit is a refusal under run
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def _import_elsewhere() -> str | None:
-    """The same in a process of its own, before ``run`` is recommended: this one stays light."""
+    """The same in a separate process, so that this one imports nothing heavy."""
     command = [sys.executable, "-c", f"import {TRAINER_MODULE}"]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no error message"])[-1]
 
 
 def _observed(model: str, obstacle: str | None) -> dict[str, Any]:
-    """The observation of the head, or the reason why there is none."""
+    """The observation of the model, or why it failed."""
     if obstacle is not None:
         return {"error": obstacle}
     from hf_accum_fix.cli.head import observe_head
@@ -179,34 +179,34 @@ def judge(report: Report) -> tuple[Verdict, str]:
     installed = report.environment.transformers
     release = parsed(installed)
     if release is None:
-        found = "not installed" if installed is None else f"of no release, {installed!r}"
+        found = "not installed" if installed is None else f"of no release: {installed!r}"
         return Verdict.COULD_NOT_TELL, f"transformers is {found}"
     if release.is_prerelease:
-        return Verdict.COULD_NOT_TELL, f"transformers {release} is a pre-release, which may differ from the release"
+        return Verdict.COULD_NOT_TELL, f"transformers {release} is a pre-release and may differ from the release"
     if not OLDEST <= Version(release.base_version) <= NEWEST:
-        return Verdict.COULD_NOT_TELL, f"{OLDEST} to {NEWEST} were read, not transformers {release}"
+        return Verdict.COULD_NOT_TELL, f"defects are known of {OLDEST} to {NEWEST}, not of transformers {release}"
     present = report.present
     if not present:
-        return Verdict.CLEAN, f"no known defect is in transformers {release}"
-    defects = f"{len(present)} defects are in transformers {release}"
+        return Verdict.CLEAN, f"transformers {release} has no known defect"
+    defects = f"transformers {release} has {len(present)} defects"
     if _is_on(report):
         if report.plan.untested is not None:
             return Verdict.COULD_NOT_TELL, f"{defects}; the patch is on, but {report.plan.untested}"
-        rest = len(present) - len(report.plan.mended)
-        but = f" but for {rest}, marked as not mended" if rest else ""
-        return Verdict.CLEAN, f"{defects}, and mended in this process{but}"
-    return Verdict.DEFECTS, f"{defects}, and not mended in this process ({report.state})"
+        rest = len(present) - len(report.plan.fixed)
+        but = f", all but {rest} (marked: not fixed)" if rest else ""
+        return Verdict.CLEAN, f"{defects}, fixed in this process{but}"
+    return Verdict.DEFECTS, f"{defects}, not fixed in this process ({report.state})"
 
 
 def judge_model(report: Report, run: Mapping[str, Any]) -> tuple[Verdict, str]:
     """The verdict on one model in a known release, by its observation, and the reason. Pure."""
     if not run["exact"]:
-        return Verdict.COULD_NOT_TELL, f"its loss is not known to be a mean over targets: {plain(run['reason'])}"
+        return Verdict.COULD_NOT_TELL, f"its loss is not known to be a mean over targets: {run['reason']}"
     steps, off = run["accumulation_steps"], off_by(run)
     if off is not None:
         of_stock = f"{off} at G = {steps}".replace("router loss", "its router loss")
     elif run["stock_gradient_factor"] is None and run["stock_router_factor"] is None:
-        return Verdict.COULD_NOT_TELL, "what the stock Trainer makes of its loss cannot be read off"
+        return Verdict.COULD_NOT_TELL, "the factor of the stock Trainer is unknown for its loss"
     elif run["reduction"] == Reduction.MEAN:
         of_stock = "unless all micro-batches hold equally many targets"
     else:
@@ -237,34 +237,34 @@ def answer(diagnosis: Diagnosis) -> str:
 
 
 def _of_release(report: Report, verdict: Verdict) -> str:
-    """The effect of a release on many models."""
+    """The release's effect on many models."""
     if verdict is Verdict.CLEAN:
-        mended, present = len(report.plan.mended), len(report.present)
-        return f"fine, the patch is on and mends {mended} of {present} defects" if present else "fine, no known defect"
+        fixed, present = len(report.plan.fixed), len(report.present)
+        return f"fine, the patch is on and fixes {fixed} of {present} defects" if present else "fine, no known defect"
     names = {decision.defect.name for decision in report.present}
     factor = next((factor for name, factor in _COMMON.items() if name in names), None)
     return "affected" if factor is None else f"affected, many models {factor} at G = 8"
 
 
 def to_json(diagnosis: Diagnosis) -> str:
-    """Everything, `Report.to_dict()` included."""
-    told = {"answer": answer(diagnosis), "verdict": diagnosis.verdict.name.lower(), "reason": diagnosis.reason}
+    """The whole diagnosis, with `Report.to_dict()`."""
+    found = {"answer": answer(diagnosis), "verdict": diagnosis.verdict.name.lower(), "reason": diagnosis.reason}
     limits = [asdict(each) for each in LIMITS]
-    told_of = {"head": dict(diagnosis.head) or None, **diagnosis.report.to_dict(), "limits": limits}
-    return json.dumps({**told, **told_of}, indent=2)
+    details = {"head": dict(diagnosis.head) or None, **diagnosis.report.to_dict(), "limits": limits}
+    return json.dumps({**found, **details}, indent=2)
 
 
 def to_text(diagnosis: Diagnosis) -> str:
-    """The answer and its grounds: a screen at most."""
+    """The answer and its reasons, on one screen."""
     report = diagnosis.report
-    lines = ["G: gradient_accumulation_steps"] if " G = " in answer(diagnosis) else []
-    lines += [*_why(diagnosis), *_model(diagnosis), *_in_the_way(report), _installed(diagnosis)]
+    reasons = [*_why(diagnosis), *_model(diagnosis)]
+    lines = [*_definitions([answer(diagnosis), *reasons]), *reasons, *_in_the_way(report), _installed(diagnosis)]
     if report.present:
-        mended = len(report.plan.mended)
-        lines.append(f"{len(report.present)} defects, of which apply() mends {mended}: hf-accum-fix doctor --verbose")
-    lines += [f"not a release's defect but {each.owner}'s own: hf-accum-fix explain {each.name}" for each in LIMITS]
+        fixed = len(report.plan.fixed)
+        lines.append(f"apply() fixes {fixed} of {len(report.present)} defects: hf-accum-fix doctor --verbose")
+    lines += [f"in every release ({each.owner}): hf-accum-fix explain {each.name}" for each in LIMITS]
     if not diagnosis.head:
-        lines.append("your model: hf-accum-fix doctor --model CLASS (or the folder of a checkpoint)")
+        lines.append("for your model: hf-accum-fix doctor --model CLASS (or a checkpoint's folder)")
     return "\n".join([answer(diagnosis), "", *wrapped(*lines)])
 
 
@@ -274,13 +274,13 @@ def to_verbose(diagnosis: Diagnosis) -> str:
     blocks.append(wrapped(*_why(diagnosis), *_model(diagnosis), _installed(diagnosis)))
     for decision in diagnosis.present:
         defect = decision.defect
-        factor = f"gradient {defect.gradient} times the right one" if defect.gradient else "no one factor says it"
-        left = defect.not_mended and f"not mended: {defect.not_mended}"
-        told = (line for line in (defect.summary, defect.who, left) if line)
-        blocks.append([f"{defect.name}: {factor}", *(f"    {line}" for line in told)])
+        factor = f"gradient {defect.gradient} times the right one" if defect.gradient else "no single factor"
+        left = defect.not_fixed and f"not fixed: {defect.not_fixed}"
+        facts = (line for line in (defect.summary, defect.who, left) if line)
+        blocks.append([f"{defect.name}: {factor}", *(f"    {line}" for line in facts)])
     for limit in LIMITS:
-        first = f"{limit.name}: {limit.owner}'s own, not a release's defect"
-        blocks.append([first, *(f"    {line}" for line in (limit.summary, limit.who, f"take {limit.remedy}"))])
+        first = f"{limit.name}: in every release ({limit.owner})"
+        blocks.append([first, *(f"    {line}" for line in (limit.summary, limit.who, f"set {limit.remedy}"))])
     blocks.append(_what_apply_does(diagnosis))
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -292,11 +292,11 @@ def to_markdown(diagnosis: Diagnosis) -> str:
         lines += ["| defect | right gradient times | what happens | whose runs |", "|---|---|---|---|"]
         for defect in (decision.defect for decision in diagnosis.present):
             link = f"[`{defect.name}`]({defect.source[0]})"
-            left = f" *(not mended: {defect.not_mended})*" if defect.not_mended else ""
+            left = f" *(not fixed: {defect.not_fixed})*" if defect.not_fixed else ""
             cells = (link, defect.gradient or "-", defect.summary + left, defect.who or "-")
             lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
         lines.append("")
-    lines += [f"- {each.owner}'s own, not a release's defect: `{each.name}`, {each.summary}" for each in LIMITS]
+    lines += [f"- in every release ({each.owner}): `{each.name}`, {each.summary}" for each in LIMITS]
     lines += [f"- {line}" for line in (*_why(diagnosis), *_what_apply_does(diagnosis), *_model(diagnosis))]
     return "\n".join(lines)
 
@@ -308,17 +308,25 @@ def _installed(diagnosis: Diagnosis) -> str:
     return f"hf-accum-fix {diagnosis.report.version}, {versions(diagnosis.report.environment)}"
 
 
+def _definitions(lines: Sequence[str]) -> list[str]:
+    """Define the terms in some lines."""
+    text = "\n".join(lines)
+    terms = {" G = ": "G: gradient_accumulation_steps", " items": "items: the targets that count in the loss"}
+    found = [definition for term, definition in terms.items() if term in text]
+    return ["; ".join(found)] if found else []
+
+
 def _why(diagnosis: Diagnosis) -> list[str]:
-    """The reason of a verdict that is not in the answer."""
-    told = diagnosis.verdict is Verdict.COULD_NOT_TELL or not diagnosis.head
-    return [f"why: {diagnosis.head.get('error', diagnosis.reason)}"] if told else []
+    """The reason, where the answer does not hold it."""
+    shown = diagnosis.verdict is Verdict.COULD_NOT_TELL or not diagnosis.head
+    return [f"why: {diagnosis.head.get('error', diagnosis.reason)}"] if shown else []
 
 
 def _in_the_way(report: Report) -> list[str]:
-    """Why the patch is not on, or what is unknown about it."""
+    """What keeps the patch off, or makes it untested."""
     lines = [] if report.plan.refusal is None else [f"apply() refuses: {report.plan.refusal}"]
     if report.missing:
-        lines.append(f"dropped since by another patch: {', '.join(report.missing)}")
+        lines.append(f"dropped by a later patch: {', '.join(report.missing)}")
     if report.plan.untested is not None and report.plan.refusal is None:
         lines.append(f"UNTESTED: {report.plan.untested}")
     return lines
@@ -328,7 +336,7 @@ def _what_apply_does(diagnosis: Diagnosis) -> list[str]:
     report = diagnosis.report
     does = "wraps" if report.state == "applied" else "would wrap"
     methods = ", ".join(seam.name for seam in seams_of(parsed(report.environment.transformers)))
-    wraps = f"apply() {does} {methods} of Trainer: {len(report.plan.mended)} defects mended"
+    wraps = f"apply() {does} {methods} of Trainer: {len(report.plan.fixed)} defects fixed"
     return [*([wraps] if report.plan.refusal is None else []), *_in_the_way(report)]
 
 
@@ -340,7 +348,7 @@ def _model(diagnosis: Diagnosis) -> list[str]:
     run = head["observed"]
     exact = f"under apply() {'exact for every split' if run['exact'] else 'not exact'}"
     batches = f"{run['accumulation_steps']} micro-batches of 2 made-up samples"
-    lines = [f"seen: one step of {head['built']}, {batches}, one process", f"its loss {loss_of(run)}; {exact}"]
+    lines = [f"observed: one step of {head['built']}, {batches}, one process", f"its loss {loss_of(run)}; {exact}"]
     if diagnosis.verdict is Verdict.COULD_NOT_TELL and (off := off_by(run)):
         lines.append(f"the stock Trainer would train it at {off}")
     return lines

@@ -10,22 +10,22 @@ from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.upstream.defects import DEFECTS, Defect
 from hf_accum_fix.upstream.limits import LIMITS, Limit
 
-DESCRIPTION: Final = "Explain one defect of transformers; without a name, list all there are."
-EPILOG: Final = "exit code: 0, or 2 for a name that is no defect's."
+DESCRIPTION: Final = "Explain one defect of transformers; without a name, list all defects."
+EPILOG: Final = "exit code: 0, or 2 for an unknown name."
 
 _EVIDENCE: Final = {"run": "measured on the released wheel", "read": "read in the source, not run"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``explain``."""
-    parser.add_argument("defect", nargs="?", metavar="NAME", help="of a defect, such as gradient-divided-twice")
+    parser.add_argument("defect", nargs="?", metavar="NAME", help="a defect, such as gradient-divided-twice")
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Print the row, or the list.
 
     Raises:
-        OptionsError: if there is no such row; it suggests the nearest.
+        OptionsError: if there is no such row; it names the nearest.
     """
     rows: dict[str, Defect | Limit] = {row.name: row for row in (*DEFECTS, *LIMITS)}
     if arguments.defect is None:
@@ -44,14 +44,14 @@ def explanation(defect: Defect) -> str:
     """A row as text, without its empty fields."""
     facts = {
         "releases": defect.range,
-        "gradient": f"{defect.gradient} times the right one" if defect.gradient else "no one factor says it",
+        "gradient": f"{defect.gradient} times the right one" if defect.gradient else "no single factor",
         "whose runs": defect.who,
         "wrong": defect.wrong,
         "right": defect.right,
-        "mended at": "" if defect.not_mended else f"Trainer.{defect.seam}",
-        "not mended": defect.not_mended,
+        "fixed at": "" if defect.not_fixed else f"Trainer.{defect.seam}",
+        "not fixed": defect.not_fixed,
         "evidence": _EVIDENCE[defect.evidence],
-        "row goes": f"when {defect.goes_when}",
+        "obsolete": f"when {defect.goes_when}",
         "reported": f"\n{' ' * 12}".join(defect.source),
     }
     lines = [f"{name:10}  {fact}" for name, fact in facts.items() if fact]
@@ -59,13 +59,13 @@ def explanation(defect: Defect) -> str:
 
 
 def explanation_of_limit(limit: Limit) -> str:
-    """What is no release's defect, as text."""
+    """A limit as text."""
     return "\n".join(
         [
             limit.name,
             limit.summary,
             "",
-            f"releases    all: {limit.owner}'s own, not a release's defect",
+            f"releases    all: a property of {limit.owner}",
             f"whose runs  {limit.who}",
             f"remedy      {limit.remedy}",
             f"reported    {f'{chr(10)}            '.join(limit.source)}",
@@ -77,5 +77,5 @@ def _unknown(name: str, names: list[str]) -> OptionsError:
     from difflib import get_close_matches
 
     near = get_close_matches(name, names, n=1)
-    nearest = f"the nearest is {near[0]!r}; " if near else ""
-    return OptionsError(f"there is no defect {name!r}; {nearest}hf-accum-fix explain lists all of them")
+    nearest = f", such as {near[0]!r}" if near else ""
+    return OptionsError(f"got {name!r}; expected a known defect{nearest}; list all with: hf-accum-fix explain")

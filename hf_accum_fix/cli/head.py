@@ -1,13 +1,14 @@
-"""``hf-accum-fix doctor --model``: one training step of a head on made-up samples, to see what it does with its loss.
+"""``hf-accum-fix doctor --model``: observe the loss of a head in one training step on made-up samples.
 
-The head is a class of transformers, built from its default config with the usual sizes made small, or a local
-checkpoint. It runs on the CPU, in a `GlobalBatchTrainer`, at learning rate 0.
+The head is a class of transformers, built from its default config with small sizes, or a local checkpoint. It runs on
+the CPU, in a `GlobalBatchTrainer`, at learning rate 0.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +32,8 @@ from hf_accum_fix.trainer import GlobalBatchTrainer
 
 _WIDTHS: Final = ("hidden_size", "d_model", "n_embd", "dim")
 _HEADS: Final = ("num_attention_heads", "encoder_attention_heads", "num_heads", "n_head", "n_heads")
-#: Names of the other sizes in the configs, and the limit for each. The width follows from the heads that are left,
-#: since positions are cut to the head; the vocabulary stays, since it holds the special tokens.
+#: The limit of every other size in a config. The width follows from the number of heads, because rotary positions
+#: depend on the head size; the vocabulary stays, because it holds the special tokens.
 _LARGEST: Final = {
     **dict.fromkeys((*_HEADS, "decoder_attention_heads", "num_key_value_heads"), 2),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
@@ -56,7 +57,7 @@ class ObservedHead:
     """The findings of one window.
 
     Attributes:
-        built: the model that was run.
+        built: description of the model.
         run: its observation, as in `Report.runs`.
     """
 
@@ -65,18 +66,18 @@ class ObservedHead:
 
 
 def observe_head(asked: str) -> ObservedHead:
-    """Build what was asked for, a class or model type of transformers or a checkpoint's folder, and observe its loss.
+    """Build a class or model type of transformers, or load a checkpoint's folder, and observe its loss.
 
     Raises:
-        OptionsError: if it is neither.
-        ContractError: if it cannot be built, fed or trained, with the reason.
+        OptionsError: if ``asked`` is none of them.
+        ContractError: if it cannot be built, fed or trained.
     """
     if not enabled():
-        raise ContractError(f"{SWITCH} switches the observation off as well; unset it")
+        raise ContractError(f"got {SWITCH}={os.environ[SWITCH]}, which switches the observation off; unset it")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     folder = Path(asked)
     try:
-        # Trainer and models print to stdout, which belongs to the report.
+        # Trainer and models print to stdout, where the report goes.
         with redirect_stdout(sys.stderr):
             model = _checkpoint(folder) if folder.is_dir() else _small_model(asked)
             head = type(model).__name__
@@ -85,11 +86,11 @@ def observe_head(asked: str) -> ObservedHead:
             return ObservedHead(f"{built} (other heads: {', '.join(others)})" if others else built, _trained(model))
     except AccumFixError:
         raise
-    except Exception as error:  # whatever somebody's model may raise
+    except Exception as error:  # anything that a third-party model raises
         reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
         raise ContractError(
-            f"{asked} could not be built and trained on made-up samples ({reason}); what your own run observes is "
-            "logged at INFO by the logger hf_accum_fix, and is in hf_accum_fix.report()"
+            f"{asked} could not be built and trained on made-up samples: {reason}; train it by your own script with "
+            "apply(), and print hf_accum_fix.report()"
         ) from error
 
 
@@ -99,15 +100,15 @@ def _small_model(name: str) -> Any:
         config_class: Any = head.config_class
         return head(config_class(**_small_fields(config_class())))
     raise OptionsError(
-        f"got {name!r}, no folder, model type or model class of transformers {transformers.__version__}; expected one, "
+        f"got {name!r}; expected a folder, model type or model class of transformers {transformers.__version__}, "
         f"such as {', '.join(suggestions(name)) or 'bert or BertForMaskedLM'}"
-        + ("; doctor downloads nothing: give the folder of a checkpoint" if "/" in name else "")
+        + ("; download it first and pass its folder" if "/" in name else "")
     )
 
 
 @cache
 def _heads() -> dict[str, tuple[str, ...]]:
-    """The heads that can be fed of each model type; first the one that most people train."""
+    """The supported heads of each model type, the most common one first."""
     modeling_auto = import_module("transformers.models.auto.modeling_auto")
     found: dict[str, dict[str, None]] = {}
     for task in _TASKS:
@@ -119,12 +120,12 @@ def _heads() -> dict[str, tuple[str, ...]]:
 
 
 def heads_of(asked: str) -> tuple[str, ...]:
-    """The heads of a model type, however its words are joined; none for another name."""
+    """The heads of a model type, whatever its separators; empty for other names."""
     return next((heads for kind, heads in _heads().items() if _joined(kind) == _joined(asked)), ())
 
 
 def suggestions(asked: str) -> list[str]:
-    """A few heads of the model that a name speaks of, those of the same task first; none where it names no model."""
+    """Up to three heads of the model in a name, those of the same task first; empty if it names no model."""
     words = _words(asked)
     spans = {"".join(words[at:end]) for at in range(len(words)) for end in range(at, len(words) + 1)}
     named = [kind for kind in _heads() if _joined(kind) in spans]
@@ -136,7 +137,7 @@ def suggestions(asked: str) -> list[str]:
 
 
 def _words(name: str) -> list[str]:
-    """The words of a name in camel case, or joined by signs."""
+    """Split a name in camel case, or with separators, into words."""
     parts = re.findall(r"[A-Z]+[a-z]*\d*|[a-z]+\d*|\d+", name)
     return [part.lower() for part in parts]
 
@@ -146,7 +147,7 @@ def _joined(name: str) -> str:
 
 
 def _small_fields(config: Any) -> dict[str, Any]:
-    """The arguments that make a config of the same class small, and those inside it."""
+    """The arguments of a small config of the same class, nested configs included."""
     sizes = {name: value for name, value in vars(config).items() if type(value) is int}
     fields: dict[str, Any] = {name: min(sizes[name], most) for name, most in _LARGEST.items() if name in sizes}
     heads = next((name for name in _HEADS if sizes.get(name)), None)
@@ -160,14 +161,14 @@ def _small_fields(config: Any) -> dict[str, Any]:
 
 
 def _checkpoint(folder: Path) -> Any:
-    """The model of a folder; with fresh weights where it holds none."""
+    """The model of a folder; without weights in it, randomly initialised."""
     config = transformers.AutoConfig.from_pretrained(folder)
     named = (config.architectures or heads_of(config.model_type) or [None])[0]
     head: Any = getattr(transformers, named or "", None)
     if head is None:
         raise ContractError(
             f"got the architecture {named} in the config of {folder}; expected a class of transformers "
-            f"{transformers.__version__}: doctor runs no code that comes with a checkpoint; use verify() in your script"
+            f"{transformers.__version__}, since doctor runs no remote code; call hf_accum_fix.verify() in your script"
         )
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
         return head.from_pretrained(folder, local_files_only=True)
@@ -178,8 +179,8 @@ def _trained(model: Any) -> dict[str, Any]:
     """Train one window of two micro-batches and return its record."""
     make = _samples_for(type(model).__name__)
     if make is None:
-        kinds = ", ".join(_SAMPLES)
-        raise ContractError(f"no samples are known for a {type(model).__name__}, only for classes that end in {kinds}")
+        endings = ", ".join(_SAMPLES)
+        raise ContractError(f"got {type(model).__name__}; expected a class whose name ends in {endings}")
     for config in (model.config, _text_config(model.config)):
         for name in ("pad_token_id", "decoder_start_token_id"):
             if getattr(config, name, None) is None:
@@ -188,7 +189,7 @@ def _trained(model: Any) -> dict[str, Any]:
     known = inspect.signature(model.forward).parameters
     unknown = samples[0].keys() - known.keys() - {"attention_mask"}
     if unknown:
-        raise ContractError(f"{type(model).__name__}.forward takes no {', '.join(sorted(unknown))}")
+        raise ContractError(f"got {type(model).__name__}, whose forward takes no {', '.join(sorted(unknown))}")
     samples = [{name: value for name, value in sample.items() if name in known} for sample in samples]
     with TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
@@ -214,12 +215,12 @@ def _trained(model: Any) -> dict[str, Any]:
 
 
 def _text_config(config: Any) -> Any:
-    """The config of the language model inside, where there is one; releases before 4.45 have no method for it."""
+    """The config of the inner language model, if there is one; releases before 4.45 lack the method."""
     return config.get_text_config() if hasattr(config, "get_text_config") else getattr(config, "text_config", config)
 
 
 def _batch(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Tokens padded on the right, the rest stacked."""
+    """Pad tokens on the right, stack the rest."""
     batch = {}
     for name in samples[0]:
         values = [sample[name] for sample in samples]
@@ -230,7 +231,7 @@ def _batch(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _tokens(config: Any) -> list[dict[str, Tensor]]:
-    """Ragged texts away from both ends of the vocabulary, where the special tokens are; the last one ends a text."""
+    """Texts of several lengths, without special tokens except the last, which ends the text."""
     vocabulary = int(_text_config(config).vocab_size)
     end = getattr(config, "eos_token_id", None)
     generator = torch.Generator().manual_seed(0)
@@ -245,7 +246,7 @@ def _token_targets(config: Any) -> list[dict[str, Tensor]]:
     samples = _tokens(config)
     for place, sample in enumerate(samples):
         sample["labels"] = sample["input_ids"].clone()
-        # Mask the first label in most texts, not in all: some releases count it although no token predicts it.
+        # Leave some first labels unmasked: some releases count them although no token predicts them.
         sample["labels"][: place % 4] = -100
     return samples
 
@@ -290,7 +291,7 @@ _SAMPLES: Final[Mapping[str, Callable[[Any], list[dict[str, Tensor]]]]] = {
     "ForQuestionAnswering": _answers,
     "ForImageClassification": _images,
 }
-"""The end of a class's name, and its samples."""
+"""The samples for each ending of a class name."""
 
 
 def _samples_for(name: str) -> Callable[[Any], list[dict[str, Tensor]]] | None:

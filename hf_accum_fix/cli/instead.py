@@ -1,7 +1,7 @@
 """Verify instead of training, in the processes of a script under ``hf-accum-fix verify``.
 
-``Trainer.train`` never returns there, so that no line of the script runs after it: an exception can be caught, and a
-``finally`` saves. The process waits for the command that started the script to end it.
+``Trainer.train`` never returns there, so that no later line of the script runs: an exception could be caught, and a
+``finally`` block saves a model. The process waits until the command that started the script ends it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from hf_accum_fix.verification.report import VerificationReport
 
 VARIABLE: Final = "PYTHON_VERIFY_BY_HF_ACCUM_FIX"
-"""Carries the request; no variable of ``run``, which drops its own before it hands them on."""
+"""Carries the request. Not a variable of ``run``, which removes its own from the environment it passes on."""
 
 BOOTSTRAP: Final = str(Path(__file__).with_name("verify_bootstrap"))
-"""The folder with the sitecustomize."""
+"""The folder of our sitecustomize."""
 
 ANSWER: Final = "answer.json"
 """The file with the answer, in the folder of the request."""
@@ -36,13 +36,13 @@ _NO_ANSWER: Final = 3
 
 @dataclass(frozen=True)
 class Request:
-    """What to verify, and where the answer goes.
+    """What to verify, and where to write the answer.
 
     Attributes:
-        folder: for the answer; as long as it exists somebody waits for it.
-        asked_by: the process that waits.
+        folder: for the answer; while it exists, the command waits.
+        asked_by: the process of the command.
         splits, windows, step: arguments of `hf_accum_fix.verify`.
-        plot: ending of the picture's name; None: no picture.
+        plot: file extension of the picture; None: no picture.
     """
 
     folder: str
@@ -53,19 +53,19 @@ class Request:
     plot: str | None
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The environment in which a script verifies instead of training; its temporary files vanish with it."""
+        """The environment in which a script verifies instead of training, with a temporary folder of its own."""
         before = inherited.get("PYTHONPATH", "")
         folders = [BOOTSTRAP, *(folder for folder in before.split(os.pathsep) if folder and folder != BOOTSTRAP)]
         temporary = Path(self.folder, "tmp")
         temporary.mkdir()
-        handed = {"PYTHONPATH": os.pathsep.join(folders), VARIABLE: json.dumps(asdict(self))}
-        return {**inherited, **handed, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))}
+        passed = {"PYTHONPATH": os.pathsep.join(folders), VARIABLE: json.dumps(asdict(self))}
+        return {**inherited, **passed, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))}
 
 
 def verify_instead_of_training() -> None:
-    """Make the first train() of this process verify, as soon as there is a Trainer.
+    """Make the first train() of this process verify, once the Trainer is imported.
 
-    Import nothing heavy here: a script may set its environment before it imports torch.
+    Import nothing heavy here: a script may set environment variables before it imports torch.
     """
     if VARIABLE not in os.environ:
         return
@@ -96,7 +96,7 @@ def verify_instead_of_training() -> None:
 
 
 def _answer(trainer: Any, request: Request) -> None:
-    """Verify, and store the answer. An error is an answer, too: the script might catch it and train."""
+    """Verify, and store the answer. An error is an answer too, because the script might catch it and train."""
     import hf_accum_fix
 
     splits = None if request.splits is None else [(each[0], each[1]) for each in request.splits]
@@ -110,27 +110,27 @@ def _answer(trainer: Any, request: Request) -> None:
         answer = {"code": _NO_ANSWER, "text": "", "error": traceback.format_exc(), "report": None}
     sys.stdout.flush()
     sys.stderr.flush()
-    # Every rank has the same answer; write it in one go, because somebody waits for it.
+    # Every rank has the same answer; replace the file at once, because the command polls for it.
     draft = Path(request.folder, f"{os.getpid()}.json")
     draft.write_text(json.dumps(answer), encoding="utf-8")
     draft.replace(Path(request.folder, ANSWER))
 
 
 def _draw(report: VerificationReport, request: Request) -> str:
-    """Draw the picture, and return why there is none."""
+    """Draw the picture; return the error message if that fails."""
     if request.plot is None or not any(result.error is not None for result in report.results):
         return ""
     draft = Path(request.folder, f"{os.getpid()}{request.plot}")
     try:
         report.plot(draft)
-    except Exception as error:  # whatever a backend raises: the report has an answer
-        return f"hf-accum-fix verify: the picture cannot be drawn: {error}\n"
+    except Exception as error:  # anything a backend raises; the report stands without the picture
+        return f"hf-accum-fix verify: cannot draw the picture: {error}\n"
     draft.replace(Path(request.folder, f"plot{request.plot}"))
     return ""
 
 
 def _wait_for_the_end(request: Request) -> NoReturn:
-    """Wait until the script is ended, or until nobody is left to end it."""
+    """Wait until the command ends this process, or has ended itself."""
     import psutil
 
     while Path(request.folder).is_dir() and psutil.pid_exists(request.asked_by):

@@ -1,4 +1,4 @@
-"""``hf-accum-fix run CMD ...``: any command, with the patch on in it and in every Python process it starts."""
+"""``hf-accum-fix run CMD ...``: run a command with the patch applied in every Python process it starts."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.options import SWITCH, Options, enabled, on_the_command_line
 
 DESCRIPTION: Final = """\
-Run a command with the patch on, in it and in every Python process it starts: torchrun, accelerate launch, deepspeed,
-llamafactory-cli, a shell script. Nothing is edited: the patch is put on in the moment in which a process imports
-transformers.trainer, and the first one says so once on stderr. No such line: no patch. That is so where a process
-drops PYTHONPATH (sudo, ssh, docker, or Python's own -E, -I and -S).
+Run a command with the patch applied in it and in every Python process it starts: torchrun, accelerate launch,
+deepspeed, llamafactory-cli, a shell script. No file is edited: each process applies the patch when it imports
+transformers.trainer, and the first one prints "is on" to stderr. Without that line the patch is not on, as in
+processes that drop PYTHONPATH (sudo, ssh, docker, python -E, -I and -S).
 
-HF_ACCUM_FIX=0 runs the command as it is.
+HF_ACCUM_FIX=0 runs the command without the patch.
 """
 
 EPILOG: Final = """\
-exit code: the command's, which takes this process's place, so that signals reach it as well;
-2 wrong usage, 126 the command cannot be run, 127 it is not found.
-A process in which apply() refuses, for the installed release or for somebody else's patch, ends with that error.
+exit code: the command's own, which replaces this process and so gets its signals;
+2 wrong usage, 126 the command cannot be run, 127 the command is not found.
+If apply() refuses the installed release or another package's patch, the process ends with that error.
 """
 
 _CANNOT_RUN: Final = 126
 _NOT_FOUND: Final = 127
 
-#: Programs that run the words after their own options as a command; launchers do so with one of the flags below.
+#: Programs that run the words after their options as a command; launchers do so with one of the flags below.
 _RUNNING: Final = frozenset((
     "conda", "env", "ionice", "mpirun", "nice", "nohup", "numactl", "setsid", "srun", "stdbuf", "sudo", "taskset",
     "time", "timeout", "uv",
@@ -53,21 +53,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [-h] [options of apply()] CMD ..."
     for option in on_the_command_line():
         flag, default = f"--{option.name.replace('_', '-')}", option.default
-        told: dict[str, Any] = {"help": option.metadata["help"], "default": default}
+        settings: dict[str, Any] = {"help": option.metadata["help"], "default": default}
         if option.metadata["choices"] is not None:
-            parser.add_argument(flag, choices=option.metadata["choices"], **told)
+            parser.add_argument(flag, choices=option.metadata["choices"], **settings)
         elif default is False:
-            parser.add_argument(flag, action="store_true", **told)
+            parser.add_argument(flag, action="store_true", **settings)
         else:
-            parser.add_argument(flag, action="append", metavar="MODULE.QUALNAME", **{**told, "default": []})
+            parser.add_argument(flag, action="append", metavar="MODULE.QUALNAME", **{**settings, "default": []})
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="CMD ...", help="the command and its arguments")
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Become the command.
+    """Replace this process by the command.
 
     Returns:
-        Its exit code where it cannot take this process's place (Windows), or 126 or 127 where it cannot be run.
+        The command's exit code on Windows, where it runs as a child; 126 or 127 if it cannot be run.
 
     Raises:
         OptionsError: if there is no command, or it starts a Python that ignores PYTHONPATH.
@@ -77,13 +77,13 @@ def execute(arguments: argparse.Namespace) -> int:
     options = Options(**{**given, "allow_foreign": tuple(arguments.allow_foreign)})
     command = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if not command or not command[0]:
-        found = "an empty one" if command else "none"
-        raise OptionsError(f"got {found}; expected a command, such as: hf-accum-fix run torchrun train.py")
+        found = "an empty command" if command else "no command"
+        raise OptionsError(f"got {found}; expected one, such as: hf-accum-fix run torchrun train.py")
     if enabled():
         _refuse_deaf_python(command)
         environment = environment_for(options, os.environ)
     else:
-        sys.stderr.write(f"hf-accum-fix: off, {SWITCH}={os.environ[SWITCH]}: the command runs as it is\n")
+        sys.stderr.write(f"hf-accum-fix: off, {SWITCH}={os.environ[SWITCH]}: the command runs without the patch\n")
         environment = dict(os.environ)
     try:
         if os.name == "posix":
@@ -95,24 +95,24 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_deaf_python(command: Sequence[str]) -> None:
-    """Refuse a command that would surely train unpatched; flags further down cannot be seen from here."""
+    """Refuse a command that would train without the patch; flags inside scripts cannot be detected."""
     flag = defeating_flag(command)
     if flag is not None:
         raise OptionsError(
-            f"{' '.join(command)}: {flag} makes Python ignore PYTHONPATH or sitecustomize, which carry the patch; "
-            "leave the flag out, or call hf_accum_fix.apply() in the script"
+            f"got {' '.join(command)}, where {flag} makes Python ignore PYTHONPATH or sitecustomize, which carry the "
+            "patch; expected a command without it; drop the flag, or call hf_accum_fix.apply() in the script"
         )
     program = shutil.which(command[0])
     flag = None if program is None else defeating_flag(_shebang(Path(program)))
     if flag is not None:
         raise OptionsError(
-            f"{program} starts its Python with {flag}, which ignores PYTHONPATH or sitecustomize, which carry the "
-            f"patch; start it by a Python of the same environment: hf-accum-fix run python {program} ..."
+            f"got {program}, whose first line starts Python with {flag}: that ignores PYTHONPATH or sitecustomize, "
+            f"which carry the patch; expected it to run without the flag: hf-accum-fix run python {program} ..."
         )
 
 
 def defeating_flag(words: Sequence[str]) -> str | None:
-    """The word with -E, -I or -S of the Python that a command starts; None without one.
+    """The -E, -I or -S flag of the Python that a command starts; None without one.
 
     Source: https://docs.python.org/3/using/cmdline.html
     """
@@ -137,13 +137,13 @@ def defeating_flag(words: Sequence[str]) -> str | None:
 
 
 def _words_after_python(words: Sequence[str]) -> Sequence[str]:
-    """Words behind the Python that a command starts, directly or through programs that run a command; else none."""
+    """The words after the Python that a command starts, directly or through programs that run a command; else none."""
     for place, word in enumerate(words):
         name = Path(word).name
         if _PYTHON.fullmatch(name):
             return words[place + 1 :]
         runs = name in _RUNNING or (name in _LAUNCHERS and not _NO_PYTHON.isdisjoint(words))
-        # Options and their values follow such a program, and none of them is a program.
+        # The options of such a program, and their values, are no programs.
         option = place > 0 and (word.startswith("-") or "=" in word or shutil.which(word) is None)
         if not runs and not option:
             return ()
@@ -151,8 +151,8 @@ def _words_after_python(words: Sequence[str]) -> Sequence[str]:
 
 
 def _shebang(script: Path) -> list[str]:
-    """The words of a script's first line; none where it is no script."""
-    if not os.access(script, os.R_OK):  # such as sudo; a script can be read
+    """The words of a script's first line; empty for other files."""
+    if not os.access(script, os.R_OK):  # a binary such as sudo; scripts are readable
         return []
     with script.open("rb") as file:
         line = file.readline(1024)

@@ -1,4 +1,4 @@
-"""``hf-accum-fix verify train.py ARGS...``: run the user's script until it trains, and verify its trainer there."""
+"""``hf-accum-fix verify train.py ARGS...``: run a script up to ``train()``, and verify its trainer there."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from hf_accum_fix.cli.instead import ANSWER, Request
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 
 DESCRIPTION: Final = """\
-Run a training script, unedited, until it calls trainer.train(). There, instead of training, the first global batch is
-split in several ways, each split is run through the trainer's own loop without a step being taken, and its gradient is
-compared with the full batch's: as the script would train, and with apply().
+Run a training script, unedited, until it calls trainer.train(). Then, instead of training, split its first global
+batch in several ways, run each split through the trainer's own loop without an optimizer step, and compare its gradient
+with the full batch's: as the script would train, and with apply().
 
-The script runs in a process of its own, which is ended there: no line of it after trainer.train() is run, and none of
-the processes that it starts trains.
+The script runs in a separate process, which is ended there: no line after trainer.train() runs, and no process that the
+script starts trains.
 
 On several ranks: accelerate launch -m hf_accum_fix verify train.py ...
 """
 
 EPILOG: Final = """\
 exit code:
-  0  exact: as the script would train, its own split has the gradient of the full batch; the others do not decide
-  1  off: its own split is off; or, where --splits leaves that out, one of the splits given
+  0  exact: the script's own split has the gradient of the full batch; the other splits do not count
+  1  off: the script's own split is off; if --splits omits it: one of the given splits is off
   2  wrong usage
   3  could not tell, with the reason; or the script ended before it trained
 """
@@ -54,7 +54,7 @@ for _ in range(100):
     time.sleep(0.05)
 sys.stderr.write(f"hf-accum-fix verify: {sys.argv[2]}\\n")
 """
-#: Seconds that a rank goes on after another has its answer: a launcher ends all ranks as soon as one ends.
+#: Seconds that a rank continues after a signal: a launcher ends all ranks as soon as one has its answer.
 _GRACE: Final = 10.0
 
 
@@ -67,19 +67,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot",
         metavar="FILE",
         type=Path,
-        help="also draw the error of every split, where one was computed (needs matplotlib)",
+        help="also draw the error of every split (needs matplotlib)",
     )
     parser.add_argument(
-        "--splits", type=_splits, metavar="BxG,...", help="splits: samples of a micro-batch x accumulation steps"
+        "--splits",
+        type=_splits,
+        metavar="BxG,...",
+        help="splits to verify: samples per micro-batch x accumulation steps",
     )
-    parser.add_argument("--windows", type=int, default=1, metavar="N", help="global batches to verify on")
+    parser.add_argument("--windows", type=int, default=1, metavar="N", help="number of global batches to verify")
     parser.add_argument(
-        "--step", type=int, default=0, metavar="N", help="the optimizer step to look at, such as one after a warm-up"
+        "--step", type=int, default=0, metavar="N", help="optimizer step to verify, such as one after a warm-up"
     )
-    parser.add_argument(
-        "-m", dest="is_module", action="store_true", help="the script is named as a module, as python -m"
-    )
-    parser.add_argument("script", metavar="train.py", help="the script")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
+    parser.add_argument("script", metavar="train.py", help="the training script")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="ARGS ...", help="its arguments")
 
 
@@ -97,15 +98,15 @@ def execute(arguments: argparse.Namespace) -> int:
     """Run the script, print the report on the first rank, and return its verdict.
 
     Raises:
-        OptionsError: if there is no such script, or a file asked for cannot be made; before anything is run.
-        UnsupportedSetupError: if it ends before it trains.
+        OptionsError: if the script does not exist, or an output file cannot be written; before anything runs.
+        UnsupportedSetupError: if the script ends before it trains.
     """
     command = _command(arguments)
     for path in (arguments.json, arguments.plot):
         _check_writable(path)
     if arguments.plot is not None and find_spec("matplotlib") is None:
-        raise OptionsError("--plot needs matplotlib; pip install matplotlib")
-    # Until its answer is written a rank outlives another one's end.
+        raise OptionsError("got --plot without matplotlib; expected it installed; pip install matplotlib")
+    # A rank must survive the end of another one until its answer is written.
     with TemporaryDirectory(prefix="hf-accum-fix-", ignore_cleanup_errors=True) as folder, _terminable() as deadline:
         plot = None if arguments.plot is None else arguments.plot.suffix or ".png"
         request = Request(folder, os.getpid(), arguments.splits, arguments.windows, arguments.step, plot)
@@ -113,8 +114,8 @@ def execute(arguments: argparse.Namespace) -> int:
             answer = _answer_of(script, Path(folder), deadline)
         if answer is None:
             raise UnsupportedSetupError(
-                f"{arguments.script} did not call trainer.train(): {_ending(script.returncode)}; expected a script "
-                "that trains by transformers.Trainer"
+                f"got {arguments.script}, which did not call trainer.train(): {_ending(script.returncode)}; expected a "
+                "script that trains with transformers.Trainer"
             )
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(answer["error"])
@@ -133,17 +134,17 @@ def execute(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _reported(path: Path) -> Iterator[None]:
-    """Report a file that cannot be written; the answer stands."""
+    """Report a file that cannot be written; the exit code stays."""
     try:
         yield
     except OSError as error:
-        sys.stderr.write(f"hf-accum-fix verify: {path} cannot be written: {error.strerror}\n")
+        sys.stderr.write(f"hf-accum-fix verify: cannot write {path}: {error.strerror}\n")
 
 
 def _show_last(text: str) -> None:
-    """Make a launcher end with the report: it prints an error of its own for every exit code but 0.
+    """Make a launcher print the report last: for every exit code but 0 it prints an error of its own.
 
-    Source: https://docs.pytorch.org/docs/stable/elastic/errors.html: what torchrun reads there it prints as the cause.
+    Source: https://docs.pytorch.org/docs/stable/elastic/errors.html: torchrun prints that file as the root cause.
     """
     place = os.environ.get("TORCHELASTIC_ERROR_FILE")
     launcher = psutil.Process().parent()
@@ -152,13 +153,13 @@ def _show_last(text: str) -> None:
             cause = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
             Path(place).write_text(json.dumps({"message": cause}), encoding="utf-8")
         elif launcher is not None and any("accelerate" in word for word in launcher.cmdline()[:3]):
-            # It starts a single process without torchrun, and prints a traceback after it.
+            # accelerate starts a single process without torchrun, and prints a traceback after it.
             words = [sys.executable, "-c", _PRINT_AFTER, str(launcher.pid), text.partition("\n")[0]]
             subprocess.Popen(words, start_new_session=os.name == "posix")
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
-    """The command by which its user would start the script."""
+    """The command that starts the script without verify."""
     named: str = arguments.script
     if arguments.is_module:
         sys.path.insert(0, str(Path.cwd()))
@@ -167,10 +168,10 @@ def _command(arguments: argparse.Namespace) -> list[str]:
         finally:
             sys.path.pop(0)
         if not found:
-            raise OptionsError(f"got -m {named}; expected a module that python -m would find")
+            raise OptionsError(f"got -m {named}; expected a module that python -m finds")
         return [sys.executable, "-m", named, *arguments.words]
     if not Path(named).is_file():
-        raise OptionsError(f"got {named}, and there is no such file; expected a script that python could run")
+        raise OptionsError(f"got {named}, which does not exist; expected a Python script")
     return [sys.executable, named, *arguments.words]
 
 
@@ -178,15 +179,15 @@ def _check_writable(path: Path | None) -> None:
     if path is None:
         return
     if not path.absolute().parent.is_dir():
-        raise OptionsError(f"{path} cannot be written: there is no folder {path.absolute().parent}; make it first")
+        raise OptionsError(f"got {path}; expected a file in an existing folder; make {path.absolute().parent} first")
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        what = "it is a folder" if path.is_dir() else "it may not be"
-        raise OptionsError(f"{path} cannot be written: {what}; name a file")
+        what = "is a folder" if path.is_dir() else "is not writable"
+        raise OptionsError(f"got {path}, which {what}; expected a writable file; name another path")
 
 
 @contextmanager
 def _running(command: list[str], request: Request) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the script in a session of its own; then end it, with every process that it has started."""
+    """Run the script in a new session; then end it and every process that it has started."""
     environment = request.environment(os.environ)
     script = subprocess.Popen(command, env=environment, start_new_session=os.name == "posix")
     try:
@@ -207,7 +208,7 @@ def _running(command: list[str], request: Request) -> Iterator[subprocess.Popen[
 
 
 def _answer_of(script: subprocess.Popen[bytes], folder: Path, deadline: list[float]) -> dict[str, Any] | None:
-    """Wait for the answer, to the deadline; None where the script ended without one."""
+    """Wait for the answer until the deadline; None if the script ended without one."""
     while True:
         with suppress(subprocess.TimeoutExpired):
             script.wait(_PAUSE)
@@ -223,7 +224,7 @@ def _answer_of(script: subprocess.Popen[bytes], folder: Path, deadline: list[flo
 
 @contextmanager
 def _terminable() -> Iterator[list[float]]:
-    """When to give up: after a SIGTERM or SIGHUP; on a rank a little later, because its answer may be on its way."""
+    """The deadline: a SIGTERM or SIGHUP sets it; a rank waits a little longer, because its answer may follow."""
     deadline = [math.inf]
     if threading.current_thread() is not threading.main_thread():
         yield deadline

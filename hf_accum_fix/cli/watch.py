@@ -1,4 +1,4 @@
-"""``hf-accum-fix watch LOGS``: a run in one look, or several compared with one of them."""
+"""``hf-accum-fix watch LOGS``: summarise one run, or compare several with one of them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Final
 
 DESCRIPTION: Final = (
-    "Print where a run's loss goes, how noisy it is, what its gradients do and which alarms there were, and draw it; "
-    "of several runs, say whether their curves differ by more than noise."
+    "Print the trend and noise of a run's loss, its gradient norms and its alarms, and draw them; of several runs, "
+    "report whether their curves differ by more than noise."
 )
 EPILOG: Final = (
-    "exit code: 0 nothing wrong was found; 1 findings; 3 could not tell: some logs could not "
-    "be read or compared, or no picture could be written."
+    "exit code: 0 no findings; 1 findings; 3 could not tell: some logs could not be read or compared, or the picture "
+    "could not be written."
 )
 
 
@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("watch.png"), help="the picture (default: %(default)s)")
     parser.add_argument(
-        "--against", metavar="RUN", help="the run to compare the others with (default: one that most agree with)"
+        "--against",
+        metavar="RUN",
+        help="the run to compare the others with (default: the one that most others agree with)",
     )
     parser.add_argument("--no-picture", action="store_true", help="print only")
     parser.add_argument(
@@ -54,7 +56,7 @@ def execute(arguments: argparse.Namespace) -> int:
         from hf_accum_fix.monitor.follow import follow, followable
 
         if not followable():
-            raise LogsError("got --follow, and rich is not installed; pip install rich, or leave --follow out")
+            raise LogsError("got --follow without rich; expected it installed; pip install rich, or omit --follow")
         if not arguments.follow > 0:
             raise LogsError(f"got --follow {arguments.follow:g}; expected seconds above zero")
         return follow(arguments.logs, arguments.against, arguments.follow).exit_code

@@ -1,1 +1,1 @@
-"""What is installed, what is wrong in it, how it is patched; touches no tensor."""
+"""The installed release, its defects, and how it is patched; imports no torch."""

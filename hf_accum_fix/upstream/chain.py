@@ -1,8 +1,8 @@
-"""A patched method is a chain of wrappers: where each link is held, and who made it.
+"""A patched method as a chain of wrappers: the place that holds each link, and the link's author.
 
-A wrapper belongs to the chain if it still leads to what it wraps: a wrapt proxy, or a functools.wraps
-function that keeps the wrapped function in one of its closure cells. Anything else ends the chain, so a
-function that took the original's place without leading to it is the end of its own chain: a replacement.
+A wrapper is a link if it calls what it wraps: a wrapt proxy, or a functools.wraps function with the wrapped function in
+one of its closure cells. Anything else ends the chain. So a function that replaces the original without calling it is
+the end of its own chain: a replacement.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from hf_accum_fix.errors import SeamError
 Pristine: TypeAlias = Callable[[Any, str], bool]
 
 PROXY: Final[type] = getattr(wrapt, "BaseObjectProxy", wrapt.ObjectProxy)
-"""What every wrapt wrapper is; wrapt has two such classes from 2 on."""
+"""The base of every wrapt wrapper; wrapt has two such classes from version 2 on."""
 
 ABSENT: Final = object()
-"""Stands for "the class has no such attribute of its own", to which an inherited method is restored."""
+"""Marks that a class has no such attribute of its own; restoring it makes the method inherited again."""
 
 
 class Place(Protocol):
-    """Somewhere that holds one link of a chain."""
+    """A place that holds one link of a chain."""
 
     def get(self) -> Any:
-        """The object held here, the very one; ABSENT for an inherited class attribute."""
+        """The identical object held here; ABSENT for an inherited class attribute."""
 
     def put(self, value: Any) -> None:
-        """Hold value from now on."""
+        """Hold value instead."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class ClassAttribute:
     name: str
 
     def get(self) -> Any:
-        """What the class itself holds under the name, or ABSENT."""
+        """The attribute in the class's own namespace, or ABSENT."""
         return vars(self.owner).get(self.name, ABSENT)
 
     def put(self, value: Any) -> None:
@@ -56,7 +56,7 @@ class ClassAttribute:
 
 @dataclass(frozen=True, eq=False)
 class ProxyTarget:
-    """What a wrapt proxy wraps."""
+    """The object that a wrapt proxy wraps."""
 
     proxy: Any
 
@@ -87,9 +87,9 @@ class ClosureCell:
 
 
 def follow(owner: type, name: str, pristine: Pristine = lambda *_: False) -> Iterator[Place]:
-    """The places that hold owner's method, from the class attribute down.
+    """The places that hold owner's method, from the class attribute inwards.
 
-    The last one is the deepest: it holds the pristine function or, if no link is pristine, the chain's end.
+    The last place holds the pristine function or, if no link is pristine, the end of the chain.
 
     Args:
         owner: the class.
@@ -97,7 +97,7 @@ def follow(owner: type, name: str, pristine: Pristine = lambda *_: False) -> Ite
         pristine: pristine(function, name) is true where function is the original of the method called name.
 
     Raises:
-        SeamError: if neither owner nor a base of it has the attribute.
+        SeamError: if neither owner nor a base has the attribute.
     """
     place: Place | None = ClassAttribute(owner, name)
     while place is not None:
@@ -107,7 +107,7 @@ def follow(owner: type, name: str, pristine: Pristine = lambda *_: False) -> Ite
 
 
 def held(place: Place) -> Any:
-    """The object in effect at a place: what it holds or, for an inherited attribute, what is inherited."""
+    """The object in effect at a place: the one it holds, or the inherited one."""
     value = place.get()
     if value is not ABSENT or not isinstance(place, ClassAttribute):
         return value
@@ -121,9 +121,9 @@ def held(place: Place) -> Any:
 
 
 def author(link: Any) -> str:
-    """Who made a link, as "module.qualname".
+    """The author of a link, as "module.qualname".
 
-    functools.wraps and wrapt both give the name of what they wrap, so a wrapper is named by its code.
+    functools.wraps and wrapt copy the name of what they wrap, so name a wrapper by its code.
     """
     if isinstance(link, PROXY):
         link = getattr(link, "_self_wrapper", type(link))
@@ -136,7 +136,7 @@ def author(link: Any) -> str:
 
 
 def _beneath(link: Any) -> Place | None:
-    """The place inside a link that holds the next one; None where the chain ends."""
+    """The place inside a link that holds the next one; None at the end of the chain."""
     if isinstance(link, PROXY):
         return ProxyTarget(link)
     if isinstance(link, FunctionType):
@@ -148,7 +148,7 @@ def _beneath(link: Any) -> Place | None:
 
 
 def _contents(cell: CellType) -> Any:
-    """What a closure cell holds; None for one that was never filled, for which Python raises."""
+    """The content of a closure cell; None for an empty one, for which Python raises ValueError."""
     try:
         return cell.cell_contents
     except ValueError:

@@ -1,9 +1,9 @@
-"""DATA: what is wrong with gradient accumulation in transformers, release by release, and what is done about it.
+"""DATA: the defects of gradient accumulation in transformers, release by release, and where each is fixed.
 
-The equations speak of one optimizer step. m runs over its micro-batches on all ranks, k over the ranks. S_m is the
-summed loss of a micro-batch and n_m its items; N is the sum of all n_m, and N_k that of rank k. G is
-gradient_accumulation_steps, r the micro-batches of a window that is shorter, W the number of data-parallel ranks.
-"grad" is the gradient that the optimizer sees, "log" the logged loss; where no log is given, it is off as the gradient.
+The equations are of one optimizer step. m runs over its micro-batches on all ranks, k over the ranks. S_m is the summed
+loss of a micro-batch and n_m its items; N is the sum of all n_m, and N_k that of rank k. G is
+gradient_accumulation_steps, r the micro-batches of a shorter window, W the number of data-parallel ranks. "grad" is the
+gradient of the optimizer step, "log" the logged loss; without an entry it has the same factor as the gradient.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from packaging.version import Version
 from hf_accum_fix.upstream.seams import SEAMS, is_between
 
 OLDEST_READ: Final = "4.38.2"
-"""The reading starts here: a row that starts here may be older."""
+"""The oldest release whose source was read: a defect since this release may be older."""
 
 _REPOSITORY: Final = "https://github.com/huggingface/transformers"
 _KEBAB_CASE: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 class Factor(str, Enum):
-    """What a right gradient is multiplied by; A: the accumulation steps that the launcher was given."""
+    """Wrong gradient over right gradient; A: the accumulation steps given to the launcher."""
 
     G = "G"
     W = "W"
@@ -46,23 +46,23 @@ class Factor(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Defect:
-    """One thing that is wrong upstream in a range of releases.
+    """One defect of a range of releases.
 
     Attributes:
         name: kebab-case, stable: what users search for.
-        summary: what happens, in one line.
-        who: whose runs it affects, in one clause.
-        wrong: the result, as an equation or, where there is none, in words.
-        right: the result that is wanted.
-        since: first release read that has it (the reading starts at `OLDEST_READ`).
+        summary: the effect, in one line.
+        who: the affected runs, in one clause.
+        wrong: the result, as an equation or in words.
+        right: the correct result.
+        since: first release with it, from `OLDEST_READ` on.
         until: first release without it; None while the newest one has it.
-        seam: the Trainer method through which it is fixed.
-        source: where it is reported, else the line of the release.
-        remove_when: what has to happen before the row can go; with ``until``: that no older release is supported.
-        evidence: "run": measured on the released wheel; "read": its source was read.
-        factors: what the right gradient is multiplied by, one or the other; empty: by no single factor.
-        where: in which runs or windows, in words; empty: in all.
-        not_mended: what to do instead, if this package does not fix it; empty: it does.
+        seam: the Trainer method at which it is fixed.
+        source: its report, else the line in a release.
+        remove_when: when the row can be deleted; with ``until``: once no older release is supported.
+        evidence: "run": measured on the released wheel; "read": found in the source.
+        factors: wrong gradient over right gradient, one of several; empty: no single factor.
+        where: the affected runs or windows, in words; empty: all.
+        not_fixed: what to do instead, if this package does not fix it; empty: it does.
     """
 
     name: str
@@ -78,10 +78,10 @@ class Defect:
     evidence: Literal["run", "read"] = "run"
     factors: tuple[Factor, ...] = ()
     where: str = ""
-    not_mended: str = ""
+    not_fixed: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a malformed row; a mistake here is ours, so it is a ValueError."""
+        """Refuse a malformed row; it is our own mistake, so raise a ValueError."""
         if not _KEBAB_CASE.fullmatch(self.name):
             raise ValueError(f"{self.name!r} is not kebab-case")
         if self.until is not None and Version(self.since) >= Version(self.until):
@@ -96,21 +96,21 @@ class Defect:
 
     @property
     def gradient(self) -> str:
-        """What the right gradient is multiplied by, in symbols; empty: by no single factor."""
+        """Wrong gradient over right gradient, in symbols; empty: no single factor."""
         return " ".join(filter(None, (", or ".join(self.factors), self.where)))
 
     @property
     def goes_when(self) -> str:
-        """What has to happen before the row can go."""
+        """When the row can be deleted."""
         return self.remove_when or (f"transformers {self.until} is the oldest release supported" if self.until else "")
 
     @property
     def range(self) -> str:
-        """The releases that have it, in words."""
+        """The affected releases, in words."""
         return f"{self.since} on" if self.until is None else f"{self.since} to before {self.until}"
 
     def is_in(self, release: Version) -> bool:
-        """Whether a release has it; a dev or rc build is judged as the release it leads to."""
+        """Whether a release has it; a dev or rc build counts as the release that it precedes."""
         return is_between(release, self.since, self.until)
 
 
@@ -134,7 +134,8 @@ _MEANS: Final = "grad 1/(G W) sum_m S_m / n_m"
 _UNDIVIDED: Final = "grad 1/W sum_m S_m / n_m"
 _TIMES_RANKS: Final = "grad sum_m S_m / n_m"
 
-_ONE_PROCESS_A_GPU: Final = "train() refuses torch.nn.DataParallel: start one process a GPU with accelerate launch"
+_EVALUATION: Final = "use eval_loss=True, or turn average_tokens_across_devices off"
+_ONE_PROCESS_A_GPU: Final = "train() refuses torch.nn.DataParallel: start one process per GPU with accelerate launch"
 _NO_APEX: Final = "train() refuses apex: use torch's own bf16 or fp16"
 _DATA_PARALLEL_ONLY: Final = "train() refuses ranks that split samples: use data-parallel ranks"
 
@@ -172,7 +173,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="undivided-gradient-right-log",
-        summary="Where there is no item count, the loss is divided by G after the backward pass, for the log only.",
+        summary="Without an item count, the loss is divided by G after the backward pass, for the log only.",
         who="heads that take no **loss_kwargs (up to 4.47.0), and batches without `labels`; G > 1",
         wrong="grad 1/W sum_m S_m / n_m, log 1/(G W) sum_m S_m / n_m",
         since="4.46.2",
@@ -183,7 +184,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="undivided-as-if-counted",
-        summary="Items are counted for every head, so that none is divided by G; the log shows it.",
+        summary="Items are counted for every head, so no loss is divided by G; the log shows it.",
         who="heads that take no **kwargs; G > 1",
         wrong=_UNDIVIDED,
         since="4.47.1",
@@ -205,7 +206,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="item-count-dropped-again",
-        summary="Again, the item count is not passed to the heads that would divide by it.",
+        summary="The item count is again not passed to the heads that would divide by it.",
         who="heads that take **kwargs; G > 1, and W > 1 with average_tokens_across_devices",
         wrong=_UNDIVIDED,
         since="4.48.0",
@@ -217,7 +218,7 @@ DEFECTS: Final = (
     Defect(
         name="loss-without-labels-undivided",
         summary="A head with **kwargs and no `labels` gets no item count, and no division by G either.",
-        who="heads that take **kwargs and targets by another name, such as question answering; G > 1",
+        who="heads that take **kwargs and targets with another name, such as question answering; G > 1",
         wrong=_UNDIVIDED,
         since="4.48.1",
         until="4.53.0",
@@ -273,7 +274,7 @@ DEFECTS: Final = (
     Defect(
         name="head-drops-item-count",
         summary="A head takes **kwargs but ignores the item count; its mean is not divided by G.",
-        who="own and remote modules with **kwargs, and hundreds of heads of the library; G > 1 or W > 1",
+        who="custom and remote modules with **kwargs, and hundreds of heads of the library; G > 1 or W > 1",
         wrong=_TIMES_RANKS,
         since="4.47.0",
         seam="compute_loss",
@@ -294,7 +295,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="classic-head-drops-item-count",
-        summary="Heads with a cross entropy of their own take **kwargs but ignore the item count.",
+        summary="Heads that compute cross entropy themselves take **kwargs but ignore the item count.",
         who="BERT, RoBERTa, T5, BART, Whisper, Wav2Vec2 and some 380 more classes; G > 1 or W > 1",
         wrong=_TIMES_RANKS,
         since="5.0.0",
@@ -305,7 +306,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="undivided-mean-times-ranks",
-        summary="With no accumulation at all, a mean is multiplied by W, as if it were a share of the sum.",
+        summary="Without accumulation, a mean is multiplied by W, as if it were part of a sum.",
         who="heads that take **kwargs and return their own mean; G = 1, W > 1",
         wrong=_TIMES_RANKS,
         since="4.54.0",
@@ -327,17 +328,17 @@ DEFECTS: Final = (
     ),
     Defect(
         name="compiled-module-signature",
-        summary="torch.compile's wrapper takes **kwargs, so the module inside is passed a number it cannot take.",
+        summary="torch.compile's wrapper takes **kwargs; the wrapped module gets a num_items_in_batch it rejects.",
         who="modules compiled before the Trainer gets them whose forward takes no **kwargs",
         wrong="TypeError in the first forward",
         since="4.47.1",
         seam="compute_loss",
         source=(_line("5.23.0", 521),),
-        remove_when="upstream reads the signature of the module inside",
+        remove_when="upstream reads the signature of the wrapped module",
     ),
     Defect(
         name="loss-func-mean-not-divided",
-        summary="A compute_loss_func that returns a mean is taken to have divided by the item count.",
+        summary="A compute_loss_func that returns a mean is treated as if it divided by the item count.",
         who="compute_loss_func that ignores num_items_in_batch; G > 1 or W > 1",
         wrong=_TIMES_RANKS,
         since="4.46.0",
@@ -357,7 +358,7 @@ DEFECTS: Final = (
         seam="training_step",
         source=(_line("4.46.3", 5050), _issue(36331)),
         factors=(Factor.G,),
-        where="where it then takes a mean",
+        where="if it then takes a mean",
     ),
     Defect(
         name="loss-func-without-count-again",
@@ -372,8 +373,8 @@ DEFECTS: Final = (
     ),
     Defect(
         name="loss-func-skipped-without-labels",
-        summary="compute_loss_func is not called where the batch has no `labels`; the head's own loss is trained.",
-        who="compute_loss_func and targets by another name",
+        summary="compute_loss_func is not called without `labels` in the batch; the head's own loss is trained.",
+        who="compute_loss_func and targets with another name",
         wrong="the loss is the head's own",
         right="the loss is compute_loss_func's",
         since="4.46.0",
@@ -441,7 +442,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="label-smoothing-mean",
-        summary="Label smoothing takes its own mean, and that is not divided by G.",
+        summary="Label smoothing takes its own mean, which is not divided by G.",
         who="label_smoothing_factor > 0 and a head that takes **kwargs; G > 1 or W > 1",
         wrong=_TIMES_RANKS,
         since="4.46.0",
@@ -452,7 +453,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="label-smoothing-drops-router-loss",
-        summary="Label smoothing takes the labels from the model, which then adds no router loss.",
+        summary="Label smoothing removes the labels from the inputs, so the model adds no router loss.",
         who="label_smoothing_factor > 0 and a mixture of experts; A_m is the router's term",
         wrong="grad sum_m S_m / N",
         right="grad (sum_m S_m / N + 1/(G W) sum_m A_m)",
@@ -463,8 +464,8 @@ DEFECTS: Final = (
     ),
     Defect(
         name="label-smoothing-unshifted",
-        summary="Label smoothing does not shift for heads off the causal list, such as LLaVA.",
-        who="label_smoothing_factor > 0 and a causal head by another name: LLaVA, own and remote classes",
+        summary="Label smoothing shifts the labels only for heads on the causal list; LLaVA is not on it.",
+        who="label_smoothing_factor > 0 and a causal head with another name: LLaVA, custom and remote classes",
         wrong="each logit is scored against the token it has read",
         right="each logit is scored against the next token",
         since="4.38.2",
@@ -474,7 +475,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="first-label-counted",
-        summary="Position 0 of every row is counted, though a shifted loss never reaches it.",
+        summary="Position 0 of every row is counted, although a shifted loss ignores it.",
         who="causal heads that divide by the item count; rows whose first label is not masked",
         wrong="grad sum_m S_m / (N + rows)",
         since="4.46.2",
@@ -485,19 +486,19 @@ DEFECTS: Final = (
     ),
     Defect(
         name="first-label-still-counted",
-        summary="Position 0 is counted where loss_type is None, in the releases since 5.10.1 too.",
-        who="GPT-2 (since 4.48.3) and nine more, own and remote modules; rows whose first label is not masked",
+        summary="Position 0 is counted if loss_type is None, also in releases since 5.10.1.",
+        who="GPT-2 (since 4.48.3) and nine more, custom and remote modules; rows whose first label is not masked",
         wrong="grad sum_m S_m / (N + rows)",
         since="4.46.2",
         seam="get_batch_samples",
         source=(_line("5.23.0", 2331),),
-        remove_when="the shift is read off the loss, not off loss_type",
+        remove_when="the shift is read from the loss, not from loss_type",
         factors=(Factor.MORE_BY_ROWS,),
     ),
     Defect(
         name="first-column-not-counted",
-        summary="Position 0 is left out of every count, though an unshifted loss reaches it.",
-        who="compute_loss_func and own heads with targets aligned to the logits",
+        summary="Position 0 is never counted, although an unshifted loss includes it.",
+        who="compute_loss_func and custom heads with targets aligned to the logits",
         wrong="grad sum_m S_m / (N - rows)",
         since="4.46.0",
         until="4.46.2",
@@ -507,8 +508,8 @@ DEFECTS: Final = (
     ),
     Defect(
         name="aligned-targets-undercounted",
-        summary="Position 0 is left out of the count of an encoder-decoder, whose targets are not shifted.",
-        who="Florence-2, and own encoder-decoders whose name maps to the causal loss",
+        summary="Position 0 of an encoder-decoder is not counted, although its targets are not shifted.",
+        who="Florence-2, and custom encoder-decoders whose name maps to the causal loss",
         wrong="grad sum_m S_m / (N - rows)",
         since="5.10.1",
         until="5.15.0",
@@ -518,19 +519,19 @@ DEFECTS: Final = (
     ),
     Defect(
         name="virtual-tokens-undercounted",
-        summary="Prompt tuning makes position 0 a target, which is no longer counted.",
-        who="PEFT prompt tuning and its relatives; rows whose first label is not masked",
+        summary="Prompt tuning makes position 0 a target, but it is not counted.",
+        who="PEFT prompt tuning and similar methods; rows whose first label is not masked",
         wrong="grad sum_m S_m / (N - rows)",
         since="5.10.1",
         seam="get_batch_samples",
         source=(_line("5.23.0", 2330), _pull(46204)),
-        remove_when="the count knows of virtual tokens",
+        remove_when="the count includes virtual tokens",
         factors=(Factor.LESS_BY_ROWS,),
     ),
     Defect(
         name="ignore-index-miscounted",
         summary="Every label other than -100 is counted, even if the loss has another ignore index.",
-        who="compute_loss_func and own heads that divide by the item count and ignore another index",
+        who="compute_loss_func and custom heads that divide by the item count and ignore another index",
         wrong="grad sum_m S_m / (N + ignored)",
         since="4.46.0",
         seam="get_batch_samples",
@@ -540,7 +541,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="window-without-items-is-nan",
-        summary="A micro-batch or a window without a single item makes the loss 0 / 0.",
+        summary="A micro-batch or a window without items makes the loss 0 / 0.",
         who="truncated or fully masked samples, heads that return their own mean",
         wrong="log nan",
         right="log sum_m S_m / N, and 0 where N = 0",
@@ -562,7 +563,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="loss-scaled-in-place",
-        summary="`loss *= ...` changes a tensor that the backward pass may need.",
+        summary="`loss *= ...` overwrites a tensor that the backward pass may need.",
         who="losses such as a root; G > 1 up to 4.46.1, then W > 1 with average_tokens_across_devices",
         wrong="RuntimeError in the backward pass",
         since="4.46.0",
@@ -572,7 +573,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="averaging-gathers-nothing",
-        summary="Gathering the item count raises where there is none, such as at the end of an epoch.",
+        summary="Gathering the item count raises if there is none, such as at the end of an epoch.",
         who="average_tokens_across_devices, W > 1; more than one epoch, or batches without `labels`",
         wrong="TypeError: Unsupported types (NoneType)",
         since="4.46.2",
@@ -582,7 +583,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="averaging-times-ranks-without-count",
-        summary="The loss is multiplied by W though no items were counted.",
+        summary="The loss is multiplied by W although no items were counted.",
         who="batches without `labels`, heads that take **kwargs; average_tokens_across_devices, W > 1",
         wrong="grad 1/G sum_m S_m / n_m, from 4.48.1 on grad sum_m S_m / n_m",
         since="4.48.0",
@@ -594,7 +595,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="count-gathered-from-the-cpu",
-        summary="The item count is gathered where the labels are, and NCCL takes no CPU tensor.",
+        summary="The item count is gathered on the device of the labels, and NCCL rejects CPU tensors.",
         who="batches that the data loader leaves on the CPU; average_tokens_across_devices, W > 1 on GPUs",
         wrong="Tensors must be CUDA and dense",
         since="4.46.2",
@@ -613,23 +614,23 @@ DEFECTS: Final = (
         until="4.49.0",
         seam="compute_loss",
         source=(_issue(35078), _pull(35743)),
-        not_mended="evaluation is upstream's own: use eval_loss=True, or turn average_tokens_across_devices off",
+        not_fixed=_EVALUATION,
     ),
     Defect(
         name="evaluation-mean-times-ranks",
         summary="The evaluation loss of a head that gets the item count and ignores it is multiplied by W.",
-        who="W > 1, heads that take **kwargs and return a mean of their own: BERT, most classifiers",
+        who="W > 1, heads that take **kwargs and return their own mean: BERT, most classifiers",
         wrong="eval_loss W mean_m S_m / n_m",
         right="eval_loss mean_m S_m / n_m",
         since="4.57.0",
         seam="compute_loss",
         source=(_line("5.23.0", 3262),),
         remove_when="an evaluated loss is multiplied by the ranks only where the head divided by their items",
-        not_mended="evaluation is upstream's own: use eval_loss=True, or turn average_tokens_across_devices off",
+        not_fixed=_EVALUATION,
     ),
     Defect(
         name="epoch-tail-not-trained",
-        summary="An epoch counts floor(micro-batches / G) steps, so that training ends before its last data.",
+        summary="An epoch counts floor(micro-batches / G) steps, so training ends before the last samples.",
         who="epochs that are no multiple of G micro-batches, num_train_epochs given",
         wrong="max_steps = epochs * floor(micro-batches / G)",
         right="max_steps = epochs * ceil(micro-batches / G)",
@@ -640,7 +641,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="remainder-of-examples",
-        summary="The length of the last window is taken from the number of samples, not of micro-batches.",
+        summary="The length of the last window is computed from the number of samples, not of micro-batches.",
         who="epochs that are no multiple of G micro-batches, per_device_train_batch_size or W > 1",
         wrong="the last window has samples % G micro-batches: the rest is never trained, or leaks into the next epoch",
         right="the last window has micro-batches % G",
@@ -651,7 +652,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="tail-carried-into-next-epoch",
-        summary="The last r micro-batches of an epoch make one step with the first G - r of the next.",
+        summary="The last r micro-batches of an epoch share one step with the first G - r of the next.",
         who="epochs that are no multiple of G micro-batches, and longer than G",
         wrong="one step over two epochs; those left over at the end are never trained",
         right="a step of its own for the r micro-batches",
@@ -672,7 +673,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="stream-tail-not-stepped",
-        summary="The short last window of a stream is neither stepped nor dropped: it adds to the next epoch's.",
+        summary="The short last window of a stream gets no step; its gradient is added to the next epoch's.",
         who="datasets without a length, epochs that are no multiple of G micro-batches",
         wrong="grad (the tail's S over the tail's N, plus the next window's S over that window's N)",
         right="a step of its own for the tail",
@@ -683,7 +684,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="last-micro-batch-not-reduced",
-        summary="DDP synchronises every micro-batch but the last: the ranks drift apart.",
+        summary="DDP synchronises every micro-batch but the last, so the ranks diverge.",
         who="W > 1 under DDP; with G = 1 nothing is ever synchronised",
         wrong="each rank steps by a gradient of its own",
         since="4.46.2",
@@ -693,7 +694,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="step-across-epochs-not-synchronised",
-        summary="The step that mixes two epochs ends where DDP does not synchronise: the ranks drift apart.",
+        summary="The step across two epochs ends without DDP synchronisation, so the ranks diverge.",
         who="W > 1 under DDP; epochs that are no multiple of G micro-batches",
         wrong="each rank steps by a gradient of its own",
         since="4.46.2",
@@ -703,7 +704,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="short-epoch-not-synchronised",
-        summary="The one step of an epoch shorter than G is taken unsynchronised: the ranks drift apart.",
+        summary="The only step of an epoch shorter than G is not synchronised, so the ranks diverge.",
         who="W > 1 under DDP; epochs of r < G micro-batches",
         wrong="each rank steps by a gradient of its own",
         since="4.38.2",
@@ -713,7 +714,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="deepspeed-divides-again",
-        summary="DeepSpeed's engine divides by G a loss that is divided already.",
+        summary="DeepSpeed's engine divides an already divided loss by G again.",
         who="DeepSpeed; heads that divide by the item count, and from 4.48.0 on every head; G > 1",
         wrong="grad 1/G sum_m S_m / N",
         since="4.46.2",
@@ -725,7 +726,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="deepspeed-no-sync-refused",
-        summary="The loop asks DeepSpeed not to synchronise, which ZeRO 2 and 3 refuse.",
+        summary="The loop calls DeepSpeed's no_sync, which ZeRO 2 and 3 reject.",
         who="DeepSpeed from 0.16 on, ZeRO 2 or 3; G > 1",
         wrong="AssertionError: no_sync is not compatible with ZeRO",
         since="4.46.2",
@@ -733,11 +734,11 @@ DEFECTS: Final = (
         seam="train",
         source=(_issue(34984), _pull(35157)),
         evidence="read",
-        not_mended="use transformers 4.47.1 on, or DeepSpeed before 0.16",
+        not_fixed="use transformers 4.47.1 or newer, or DeepSpeed before 0.16",
     ),
     Defect(
         name="apex-undivided",
-        summary="apex scales a loss that nothing divides by G.",
+        summary="apex scales a loss that was not divided by G.",
         who="apex; heads that do not divide by the item count, and up to 4.45 every head; G > 1",
         wrong=_UNDIVIDED,
         since="4.38.2",
@@ -746,11 +747,11 @@ DEFECTS: Final = (
         source=(_line("4.57.6", 4057),),
         evidence="read",
         factors=(Factor.G,),
-        not_mended=_NO_APEX,
+        not_fixed=_NO_APEX,
     ),
     Defect(
         name="apex-returns-no-loss",
-        summary="Under apex training_step returns None, which the loop cannot add up.",
+        summary="With apex, training_step returns None, which the loop cannot add.",
         who="apex",
         wrong="TypeError in the first step",
         since="4.46.2",
@@ -758,11 +759,11 @@ DEFECTS: Final = (
         seam="training_step",
         source=(_line("4.55.4", 3847),),
         evidence="read",
-        not_mended=_NO_APEX,
+        not_fixed=_NO_APEX,
     ),
     Defect(
         name="data-parallel-mean-of-shares",
-        summary="Shares of the sum, one per GPU, are averaged instead of added.",
+        summary="Partial sums, one per GPU, are averaged instead of added.",
         who="torch.nn.DataParallel; heads that divide by the item count (4.46.2 and 4.46.3 raise)",
         wrong="grad 1/GPUs sum_m S_m / N",
         since="4.46.0",
@@ -771,11 +772,11 @@ DEFECTS: Final = (
         source=(_issue(37474),),
         evidence="read",
         factors=(Factor.PER_GPUS,),
-        not_mended=_ONE_PROCESS_A_GPU,
+        not_fixed=_ONE_PROCESS_A_GPU,
     ),
     Defect(
         name="data-parallel-count-not-split",
-        summary="The item count has no axis along which DataParallel could split it.",
+        summary="The item count has no axis along which DataParallel can split it.",
         who="torch.nn.DataParallel; heads that divide by the item count",
         wrong="chunk expects at least a 1-dimensional tensor",
         since="4.50.0",
@@ -783,7 +784,7 @@ DEFECTS: Final = (
         seam="get_batch_samples",
         source=(_issue(36492), _pull(36967)),
         evidence="read",
-        not_mended=_ONE_PROCESS_A_GPU,
+        not_fixed=_ONE_PROCESS_A_GPU,
     ),
     Defect(
         name="data-parallel-batch-lost",
@@ -795,7 +796,7 @@ DEFECTS: Final = (
         seam="get_batch_samples",
         source=(_pull(40799), _issue(38938)),
         evidence="read",
-        not_mended=_ONE_PROCESS_A_GPU,
+        not_fixed=_ONE_PROCESS_A_GPU,
     ),
     Defect(
         name="data-parallel-count-approximated",
@@ -807,11 +808,11 @@ DEFECTS: Final = (
         source=(_line("5.23.0", 2346),),
         remove_when="the item count covers all GPUs, with all options",
         evidence="read",
-        not_mended=_ONE_PROCESS_A_GPU,
+        not_fixed=_ONE_PROCESS_A_GPU,
     ),
     Defect(
         name="data-parallel-gathered-loss-times-gpus",
-        summary="A loss taken over the gathered outputs is multiplied by the number of GPUs.",
+        summary="A loss of the gathered outputs is multiplied by the number of GPUs.",
         who="torch.nn.DataParallel with compute_loss_func or label smoothing",
         wrong="grad GPUs sum_m S_m / N",
         since="4.57.0",
@@ -820,11 +821,11 @@ DEFECTS: Final = (
         remove_when="only losses computed on each GPU are multiplied",
         evidence="read",
         factors=(Factor.GPUS,),
-        not_mended=_ONE_PROCESS_A_GPU,
+        not_fixed=_ONE_PROCESS_A_GPU,
     ),
     Defect(
         name="tensor-parallel-loss-times-copies",
-        summary="The loss is multiplied by all ranks, also those that hold the same samples.",
+        summary="The loss is multiplied by the number of all ranks, including those with the same samples.",
         who="tensor parallelism by parallelism_config; heads that divide by the item count",
         wrong="grad tp sum_m S_m / N",
         since="4.56.0",
@@ -836,7 +837,7 @@ DEFECTS: Final = (
     ),
     Defect(
         name="tensor-parallel-count-not-gathered",
-        summary="The count of one rank is divided by the tensor-parallel size, though it was never summed.",
+        summary="The count of one rank is divided by the tensor-parallel size, although it was never summed.",
         who="tensor parallelism with average_tokens_across_devices off",
         wrong="grad tp/W sum_k (sum of S_m on rank k) / N_k",
         since="4.56.0",
@@ -856,7 +857,7 @@ DEFECTS: Final = (
         source=(_line("5.23.0", 2153),),
         remove_when="the sum over the sequence-parallel group is divided by the global item count",
         evidence="read",
-        not_mended=_DATA_PARALLEL_ONLY,
+        not_fixed=_DATA_PARALLEL_ONLY,
     ),
 )
 

@@ -1,4 +1,4 @@
-"""detect(): what is installed, and the state of the Trainer's methods. Reads only."""
+"""detect(): the installed versions and the state of the Trainer's methods. Changes nothing."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _PACKAGE: Final = TRAINER_MODULE.partition(".")[0]
 
 @dataclass(frozen=True)
 class SeamState:
-    """One seam as found.
+    """The state of one seam.
 
     Attributes:
         seam: the seam.
         parameters: names of the method's parameters after self; None if there is no such method.
-        fits: whether they start with ours, or with some of them and take any others.
-        tested_body: whether the body is one that our tests have run.
+        fits: whether they start with the seam's, or with some of them followed by *args and **kwargs.
+        tested_body: whether our tests have run this body.
         ours: whether a wrapper of this package is on it.
-        foreign: "module.qualname" of somebody else's innermost patch; None without one.
-        composable: whether the method still leads to the original, through any wrappers.
+        foreign: "module.qualname" of another package's innermost patch; None without one.
+        composable: whether the method still calls the original, through any wrappers.
         patcher: the known package that replaced the original; None without one.
     """
 
@@ -63,15 +63,15 @@ class Environment:
     """What is installed.
 
     Attributes:
-        transformers: version by its code, because the code is what runs; None if not installed.
+        transformers: version in its code, because the code runs; None if not installed.
         accelerate: version by its metadata; None if not installed.
         torch: version by its metadata; None if not installed.
         python: version.
         trainer_imported: whether transformers.trainer is imported.
         seams: state of every seam; empty before that import.
-        stale_metadata: version by transformers' metadata where its code states another one; None: they agree.
-        trainer_exists: whether there is a module transformers.trainer to import.
-        missing: what its classes lack of `seams.ATTRIBUTES`; empty before that import.
+        stale_metadata: version in transformers' metadata if its code has another one; None: they agree.
+        trainer_exists: whether the module transformers.trainer exists.
+        missing: rows of `seams.ATTRIBUTES` that its classes lack; empty before that import.
     """
 
     transformers: str | None
@@ -86,7 +86,7 @@ class Environment:
 
 
 def detect() -> Environment:
-    """What is installed now, without importing it; seams are empty until transformers.trainer is imported."""
+    """Detect what is installed, without importing it; seams are empty until transformers.trainer is imported."""
     trainer = imported_trainer()
     named, package = _version(_PACKAGE), _package()
     stated = None if named is None else _stated_version(package)
@@ -106,7 +106,7 @@ def detect() -> Environment:
 
 
 def parsed(version: str | None) -> Version | None:
-    """A version to compare; None: there is none, or it cannot be parsed."""
+    """Parse a version; None if there is none, or it cannot be parsed."""
     try:
         return None if version is None else Version(version)
     except InvalidVersion:
@@ -114,9 +114,9 @@ def parsed(version: str | None) -> Version | None:
 
 
 def imported_trainer() -> type | None:
-    """The class Trainer; None until the import of transformers.trainer has reached it.
+    """The class Trainer; None until the import of transformers.trainer has defined it.
 
-    If a subclass replaced it, this is still upstream's class, from which others inherit.
+    If a subclass replaced it in the module, return upstream's class, from which others inherit.
     """
     found = getattr(sys.modules.get(TRAINER_MODULE), TRAINER_CLASS, None)
     base = upstream_class(found) if isinstance(found, type) else None
@@ -124,7 +124,7 @@ def imported_trainer() -> type | None:
 
 
 def upstream_class(cls: type) -> type | None:
-    """The class Trainer of transformers that a class inherits from, wherever its module is; None without one."""
+    """The class Trainer of transformers among a class's bases, in whichever module; None without one."""
     for base in cls.__mro__:
         if base.__qualname__ == TRAINER_CLASS and base.__module__.partition(".")[0] == _PACKAGE:
             return base
@@ -132,7 +132,7 @@ def upstream_class(cls: type) -> type | None:
 
 
 def calling_trainer(frame: FrameType | None) -> Any:
-    """The Trainer whose method is the innermost one running in a frame or above it; None without one."""
+    """The Trainer whose method runs in a frame or in the nearest of its callers; None without one."""
     while frame is not None:
         caller = frame.f_locals.get("self")
         if caller is not None and upstream_class(type(caller)) is not None:
@@ -142,7 +142,7 @@ def calling_trainer(frame: FrameType | None) -> Any:
 
 
 def is_training() -> bool:
-    """Whether a Trainer is in its training loop, in any thread."""
+    """Whether a Trainer runs its training loop, in any thread."""
     for frame in [*sys._current_frames().values()]:
         above: FrameType | None = frame
         while above is not None:
@@ -153,9 +153,9 @@ def is_training() -> bool:
 
 
 def is_pristine(function: Any, name: str) -> bool:
-    """Whether function is the method called name as transformers' own trainer.py defines it.
+    """Whether function is the method name as defined in transformers' own trainer.py.
 
-    The file is compared too: functools.wraps copies the names, and other patchers re-execute the source.
+    The file is compared too, because functools.wraps copies the names, and other patchers re-execute the source.
     """
     module = sys.modules.get(TRAINER_MODULE)
     return (
@@ -177,7 +177,7 @@ def fingerprint(body: FunctionType | CodeType) -> str | None:
 
 
 def fingerprints(trainer_file: Path) -> dict[str, str | None]:
-    """The fingerprints of a release's trainer.py, without importing it: how TESTED_BODIES is made."""
+    """The fingerprints of a release's trainer.py, without importing it; for TESTED_BODIES."""
     module = compile(trainer_file.read_text(encoding="utf-8"), str(trainer_file), "exec")
     [trainer] = [code for code in _nested(module) if code.co_name == TRAINER_CLASS]
     bodies = {code.co_name: code for code in _nested(trainer)}
@@ -190,7 +190,7 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def _state(trainer: type, seam: Seam) -> SeamState:
-    # These import wrapt, which takes longer than all the rest and serves nothing before the Trainer is imported.
+    # Imported here: they import wrapt, which is slow and not needed before the Trainer is imported.
     from hf_accum_fix.upstream.chain import author, follow, held
     from hf_accum_fix.upstream.patch import is_ours
 
@@ -213,7 +213,7 @@ def _state(trainer: type, seam: Seam) -> SeamState:
 
 
 def _fits(function: Any, seam: Seam) -> bool:
-    """Whether a function starts with the seam's parameters, or with some of them and takes any others."""
+    """Whether a function starts with the seam's parameters, or with some of them followed by *args and **kwargs."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
     kinds = {parameter.kind for parameter in parameters}
     named = tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
@@ -233,7 +233,7 @@ def _parameters(function: Any) -> tuple[str, ...] | None:
 
 
 def _package() -> ModuleSpec | None:
-    """Where transformers would be imported from, or is; None if nowhere."""
+    """The spec of transformers, imported or not; None if not installed."""
     try:
         return find_spec(_PACKAGE)
     except ValueError:  # a module without a spec
@@ -243,12 +243,12 @@ def _package() -> ModuleSpec | None:
 def _exists(module: str, package: ModuleSpec | None) -> bool:
     """Whether a module of a package can be imported, without importing the package for that."""
     if module in sys.modules or package is None:
-        return True  # A missing package already shows by its version.
+        return True  # A missing package is detected by its version.
     return PathFinder.find_spec(module, package.submodule_search_locations) is not None
 
 
 def _stated_version(package: ModuleSpec | None) -> str | None:
-    """The ``__version__`` of a package, read from its source unless it is imported; None: it has none."""
+    """The ``__version__`` of a package, read from its source unless imported; None without one."""
     imported = getattr(sys.modules.get(_PACKAGE), "__version__", None)
     if imported is not None or package is None or package.origin is None:
         return imported

@@ -1,4 +1,4 @@
-"""DATA: why a finer split trains another gradient in every release: properties of torch, not defects of one release."""
+"""DATA: properties of torch that make a finer split train another gradient in every release."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Limit:
-    """One property of the arithmetic below transformers.
+    """One property of the library below transformers.
 
     Attributes:
         name: kebab-case, stable: what users search for.
         owner: the library.
-        summary: what happens, in one line.
-        who: whose runs it affects, in one clause.
-        remedy: what to set.
+        summary: the effect, in one line.
+        who: the affected runs, in one clause.
+        remedy: the setting that avoids it.
         source: links.
     """
 
@@ -31,9 +31,9 @@ LIMITS: Final = (
     Limit(
         name="gradient-added-in-16-bits",
         owner="torch",
-        summary="every micro-batch rounds the 16-bit .grad that it is added to; a finer split, a larger error",
-        who="trainable bfloat16 or float16 parameters (loaded so by default since transformers 5.0); bf16 mixed "
-        "precision under FSDP, which adds in the dtype that it computes or reduces in",
+        summary="adding a micro-batch to a 16-bit .grad rounds the sum; the finer the split, the larger the error",
+        who="trainable bfloat16 or float16 parameters (the default dtype of checkpoints since transformers 5.0); bf16 "
+        "mixed precision under FSDP, which sums in the dtype in which it computes or reduces",
         remedy="accumulate_in='float32' (4 bytes more per parameter) or 'compensated' (2); under DeepSpeed "
         '"data_types": {"grad_accum_dtype": "fp32"}',
         source=(

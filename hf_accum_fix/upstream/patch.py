@@ -1,7 +1,7 @@
-"""Install wrappers on the methods of a class and remove them again, all or nothing.
+"""Install wrappers on the methods of a class and remove them again, all or none.
 
-Ours wraps the upstream function directly, below the wrappers of others, which are still called. Removing it unlinks it
-from the chain, and leaves the identical objects.
+Ours wraps the upstream function directly, inside the wrappers of others, which are still called. Removing it takes it
+out of the chain and leaves the identical objects.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from hf_accum_fix.errors import ForeignPatchError
 from hf_accum_fix.upstream.chain import ABSENT, ClassAttribute, Place, Pristine, author, follow, held
 
 Wrapper: TypeAlias = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
-"""wrapper(wrapped, instance, args, kwargs): what wrapt calls instead of the method."""
+"""wrapper(wrapped, instance, args, kwargs), which wrapt calls instead of the method."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One method to be wrapped."""
+    """One method to wrap."""
 
     owner: type
     name: str
     wrapper: Wrapper
 
 
-# Unsubscripted: wrapt has generic aliases from 2 on, and other packages pin wrapt below 2.
+# No type arguments: only wrapt 2 supports them, and other packages pin wrapt below 2.
 class _BoundMethod(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
-    """Our wrapper as fetched from an instance; copies and pickles like a plain bound method."""
+    """Our wrapper as read from an instance; copied and pickled like a plain bound method."""
 
     def __copy__(self) -> _BoundMethod:
         return self
@@ -45,14 +45,14 @@ class _BoundMethod(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
         return getattr, (self._holder(), self.__name__)
 
     def _holder(self) -> Any:
-        """The instance, or the class of a static or class method."""
+        """The instance; for a static or class method, the class."""
         if self._self_instance is not None:
             return self._self_instance
         return getattr(self, "__self__", self._self_parent._self_class)
 
 
 class _Method(wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """Our wrapper; copies and pickles like a plain function: as the one object."""
+    """Our wrapper; copied and pickled like a plain function: as the same object."""
 
     __bound_function_wrapper__ = _BoundMethod
 
@@ -66,7 +66,7 @@ class _Method(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         return super().__get__(instance, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Bound to no instance, so that wrapt finds it among the arguments.
+        # Bind to no instance, so that wrapt takes it from the arguments.
         return super().__get__(None, self._self_class)(*args, **kwargs)
 
     def __copy__(self) -> _Method:
@@ -80,19 +80,19 @@ class _Method(wrapt.FunctionWrapper):  # type: ignore[type-arg]
 
 
 def is_ours(link: Any) -> bool:
-    """Whether a link of a chain is a wrapper of this package, also of another load or installation of it."""
+    """Whether a link of a chain is a wrapper of this package, or of another load or installation of it."""
     made_by = type(link)
     return made_by.__module__ == __name__ and made_by.__name__ in (_Method.__name__, _BoundMethod.__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class _Installed:
-    """One wrapper in place.
+    """One installed wrapper.
 
     Attributes:
         patch: the requested patch.
         method: our wrapper.
-        outermost: what the class held once ours was in place: ours, or the foreign wrapper around it.
+        outermost: the class attribute after installing: ours, or the foreign wrapper around it.
         inherited: whether the class had no such attribute of its own.
     """
 
@@ -102,7 +102,7 @@ class _Installed:
     inherited: bool
 
     def place(self) -> Place | None:
-        """The place that holds our wrapper now; None if the method no longer leads to it."""
+        """The place that holds our wrapper now; None if the method no longer calls it."""
         for place in self._chain():
             link = held(place)
             # Reading Trainer.method gives a bound wrapper, whose parent is ours.
@@ -111,23 +111,23 @@ class _Installed:
         return None
 
     def end(self) -> Any:
-        """The end of the method's chain now: the original or, if the chain was broken above us, a replacement."""
+        """The end of the method's chain now: the original, or a replacement."""
         *_, place = self._chain()
         return held(place)
 
     def undoable(self) -> bool:
-        """Whether nobody patched on top of us, or in our place, since."""
-        if self.place() is None:  # Somebody may have put back what we wrapped: nothing is left to undo.
+        """Whether no other patch was put around ours, or in its place, since."""
+        if self.place() is None:  # If another package restored what we wrapped, nothing is left to undo.
             return any(held(place) is self.method.__wrapped__ for place in self._chain())
         now = held(self._outermost())
         return now is self.outermost or now is self.method
 
     def holder(self) -> str:
-        """Who holds the method now, for an error."""
+        """The method and its present author, for an error."""
         return f"{_name(self.patch)} (now of {author(held(self._outermost()))})"
 
     def unlink(self) -> None:
-        """Take our wrapper out of the chain: its place holds what it wrapped, the identical object."""
+        """Take our wrapper out of the chain: its place then holds the identical object that it wrapped."""
         place = self.place()
         if place is not None:
             gone = self.inherited and isinstance(place, ClassAttribute)
@@ -141,10 +141,10 @@ class _Installed:
 
 
 class Installation:
-    """The wrappers of one install(), to be taken off together."""
+    """The wrappers of one install(), removed together."""
 
     def __init__(self, installed: Sequence[_Installed]) -> None:
-        """Take charge of wrappers already in place."""
+        """Own wrappers that are already installed."""
         self._installed = tuple(installed)
 
     @property
@@ -153,14 +153,14 @@ class Installation:
         return tuple(one.patch.name for one in self._installed)
 
     def replacements(self) -> dict[str, Any]:
-        """The replacement of each method that no longer leads to our wrapper, by the method's name."""
+        """The replacement of each method that no longer calls our wrapper, by method name."""
         return {one.patch.name: one.end() for one in self._installed if one.place() is None}
 
     def restore(self) -> None:
-        """Put the identical original objects back, last first; a second call has no effect.
+        """Restore the identical original objects, last first; a second call has no effect.
 
         Raises:
-            ForeignPatchError: if somebody else patched a method since; then nothing is touched.
+            ForeignPatchError: if another package patched a method since; then nothing is changed.
         """
         restore([self])
 
@@ -169,14 +169,14 @@ def restore(installations: Sequence[Installation]) -> None:
     """Restore all of them, or none.
 
     Raises:
-        ForeignPatchError: if somebody else patched a method since; then nothing is touched.
+        ForeignPatchError: if another package patched a method since; then nothing is changed.
     """
     wrappers = [one for installation in installations for one in installation._installed]
     covered = [one.holder() for one in wrappers if not one.undoable()]
     if covered:
         raise ForeignPatchError(
-            f"cannot restore {', '.join(covered)}; expected the methods as apply() left them; undo that later patch "
-            "first, then revert() (nothing was touched)"
+            f"got a later patch of {', '.join(covered)}; expected the methods as apply() left them; undo that later "
+            "patch first, then call revert() (nothing was changed)"
         )
     for one in reversed(wrappers):
         one.unlink()
@@ -190,10 +190,10 @@ def install(patches: Sequence[Patch], pristine: Pristine, allowed: Collection[st
     Args:
         patches: the methods and their wrappers.
         pristine: pristine(function, name) is true where function is the original of the method called name.
-        allowed: authors ("module.qualname") whose replacements of an original may be wrapped instead.
+        allowed: replacements of originals ("module.qualname") that may be wrapped instead.
 
     Raises:
-        ForeignPatchError: if a method leads neither to its original nor to an allowed replacement.
+        ForeignPatchError: if a method calls neither its original nor an allowed replacement.
         SeamError: if a class has no such method.
     """
     installed = []

@@ -1,4 +1,4 @@
-"""DATA: packages that replace the Trainer's methods by re-executed source, and what each leaves behind."""
+"""DATA: packages that replace the Trainer's methods by re-executed source, and how to recognise them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class Patcher:
     """One such package.
 
     Attributes:
-        name: as users know it.
-        marks: parts of "module.qualname" of its replacements.
-        files: parts of the source files of its replacements.
-        left: attributes it adds to the class.
-        advice: what to do instead of training under its patch and ours.
+        name: of the package.
+        marks: substrings of its replacements' "module.qualname".
+        files: substrings of its replacements' source files.
+        left: attributes that it adds to the class.
+        advice: what to do instead of combining its patch with ours.
     """
 
     name: str
@@ -34,13 +34,13 @@ PATCHERS: Final = (
         left=("_old_compute_loss", "_unsloth_init_wrapped_for_accelerate_gas", "_unsloth_settles_eager_fallbacks"),
         advice="unsloth counts the items of a window itself; use it alone (HF_ACCUM_FIX=0), or do not import it",
     ),
-    # axolotl.monkeypatch.trainer_grad_accum.patch_training_step_for_ga, up to 0.6; later ones leave our methods alone.
+    # axolotl.monkeypatch.trainer_grad_accum.patch_training_step_for_ga, up to 0.6.
     Patcher(
         name="axolotl",
         marks=("axolotl",),
         files=(),
         left=("_original_training_step",),
-        advice="axolotl from 0.8 on leaves these methods alone; upgrade it",
+        advice="axolotl from 0.8 on does not patch these methods; upgrade it",
     ),
 )
 
@@ -49,7 +49,7 @@ def known_patcher(replacement: Any, author: str, owner: type) -> Patcher | None:
     """The known package that replaced a method of owner; None for an unknown one.
 
     Args:
-        replacement: the end of the method's chain, instead of the original.
+        replacement: the end of the method's chain, in place of the original.
         author: of the replacement, as "module.qualname".
         owner: the class.
     """

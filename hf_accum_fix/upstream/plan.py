@@ -1,4 +1,4 @@
-"""make_plan(): one decision, with its reason, for every defect, from what is installed. Pure."""
+"""make_plan(): a decision, with its reason, on every defect, from what is installed. Pure."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _TESTED = f"{TESTED_RELEASES[0]} to {TESTED_RELEASES[-1]}"
 
 
 class Action(str, Enum):
-    """What is done about a defect."""
+    """What apply() does about a defect."""
 
-    MEND = "mend"
-    NOT_MENDED = "not mended"
+    FIX = "fix"
+    NOT_FIXED = "not fixed"
     NOT_AFFECTED = "not affected"
     UNKNOWN = "unknown"
     REFUSE = "refuse"
@@ -35,7 +35,7 @@ class Action(str, Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """What is done about one defect, and why."""
+    """The decision on one defect, and why."""
 
     defect: Defect
     action: Action
@@ -47,9 +47,9 @@ class Plan:
     """What apply() will do.
 
     Attributes:
-        decisions: one for every defect, in the order of the table.
-        refusal: what apply() has to raise; None if it can go on.
-        untested: the reason why this release or method body counts as untested; None: it is tested.
+        decisions: one per defect, in the order of the table.
+        refusal: the error that apply() raises; None if it can patch.
+        untested: why this release or method body counts as untested; None if tested.
     """
 
     decisions: tuple[Decision, ...]
@@ -57,18 +57,17 @@ class Plan:
     untested: str | None
 
     @property
-    def mended(self) -> tuple[Defect, ...]:
+    def fixed(self) -> tuple[Defect, ...]:
         """The defects of this release that are fixed."""
-        return tuple(decision.defect for decision in self.decisions if decision.action is Action.MEND)
+        return tuple(decision.defect for decision in self.decisions if decision.action is Action.FIX)
 
 
 def make_plan(environment: Environment, options: Options) -> Plan:
-    """Decide about every defect.
+    """Decide on every defect.
 
     Args:
-        environment: what is installed; without seams (before transformers.trainer is imported) only versions
-            are judged.
-        options: what the user decided.
+        environment: what is installed; without seams (before transformers.trainer is imported) only versions count.
+        options: the user's options.
     """
     release = parsed(environment.transformers)
     refusal = _refusal(environment, release, options)
@@ -77,21 +76,20 @@ def make_plan(environment: Environment, options: Options) -> Plan:
 
 
 def _refusal(environment: Environment, release: Version | None, options: Options) -> AccumFixError | None:
-    """The one reason why nothing can be patched; None if there is none."""
+    """The error if nothing can be patched; None if it can."""
     if release is None:
         name = environment.transformers
         found = "no transformers" if name is None else f"transformers {name!r}"
         return UnsupportedVersionError(
-            f"{found} is installed; expected a release from {FIRST_RELEASE} on; pip install -U transformers"
+            f"got {found}; expected a release from {FIRST_RELEASE} on; pip install -U transformers"
         )
     if Version(release.base_version) < Version(FIRST_RELEASE):
         return UnsupportedVersionError(
-            f"transformers {release} is installed; expected a release from {FIRST_RELEASE} on; "
-            "pip install -U transformers"
+            f"got transformers {release}; expected a release from {FIRST_RELEASE} on; pip install -U transformers"
         )
     if not environment.trainer_exists:
         return SeamError(
-            f"transformers {release} has no module {TRAINER_MODULE}; expected the class {TRAINER_CLASS} in it; "
+            f"got transformers {release} without a module {TRAINER_MODULE}; expected the class {TRAINER_CLASS} in it; "
             f"{_what_to_do()}"
         )
     for state in environment.seams:
@@ -100,15 +98,15 @@ def _refusal(environment: Environment, release: Version | None, options: Options
             advice = "" if state.patcher is None else state.patcher.advice
             return ForeignPatchError.replaced(method, state.foreign, advice)
         if not state.fits:
-            return SeamError(f"{_misfit(method, state)} in transformers {release}; {_what_to_do()}")
+            return SeamError(f"got transformers {release} {_misfit(method, state)}; {_what_to_do()}")
     return absent(environment.missing)
 
 
 def _misfit(method: str, state: SeamState) -> str:
     expected = ", ".join(("self", *state.seam.parameters))
     if state.parameters is None:
-        return f"there is no {method}({expected}, ...)"
-    return f"{method} takes ({', '.join(('self', *state.parameters))}); expected ({expected}, ...)"
+        return f"without {method}; expected {method}({expected}, ...)"
+    return f"with {method}({', '.join(('self', *state.parameters))}); expected ({expected}, ...)"
 
 
 def _what_to_do() -> str:
@@ -119,32 +117,32 @@ def _decide(defect: Defect, release: Version | None, refusal: AccumFixError | No
     here = release is None or defect.is_in(release)
     if release is not None and not here and _is_known(release):
         ended = defect.until is not None and Version(release.base_version) >= Version(defect.until)
-        reason = f"gone since {defect.until}" if ended else f"appears first in {defect.since}"
+        reason = f"gone since {defect.until}" if ended else f"first appears in {defect.since}"
         return Decision(defect, Action.NOT_AFFECTED, reason)
     if refusal is not None:
         return Decision(defect, Action.REFUSE, str(refusal))
     if not here:
-        reason = f"{release} is no release: its version does not identify its commits"
+        reason = f"{release} is not a release: its version does not identify its code"
         return Decision(defect, Action.UNKNOWN, reason)
-    if defect.not_mended:
-        return Decision(defect, Action.NOT_MENDED, defect.not_mended)
-    return Decision(defect, Action.MEND, f"at {TRAINER_CLASS}.{defect.seam}")
+    if defect.not_fixed:
+        return Decision(defect, Action.NOT_FIXED, defect.not_fixed)
+    return Decision(defect, Action.FIX, f"at {TRAINER_CLASS}.{defect.seam}")
 
 
 def _is_known(release: Version) -> bool:
-    """Whether a version names one state of the code; a dev or rc build names none."""
+    """Whether a version identifies its code; a dev or rc build does not."""
     return not release.is_prerelease and Version(release.base_version) >= Version(OLDEST_READ)
 
 
 def _untested(environment: Environment, release: Version | None) -> str | None:
-    """Judge a final release up to the newest tested by the bodies of its methods, which patch releases share."""
+    """Why an installation is untested. Final releases are judged by method bodies, which patch releases share."""
     if environment.stale_metadata is not None:
         return (
-            f"transformers is {environment.transformers} by its code, {environment.stale_metadata} by its metadata; "
-            "install transformers again"
+            f"transformers is {environment.transformers} in its code, {environment.stale_metadata} in its metadata; "
+            "reinstall transformers"
         )
     if release is None or release.is_prerelease or Version(release.public) > Version(TESTED_RELEASES[-1]):
-        return f"our tests have run final releases from {_TESTED}, not {environment.transformers}"
+        return f"our tests have run releases from {_TESTED}, not {environment.transformers}"
     changed = [state.seam.name for state in environment.seams if not state.tested_body]
     if changed:
         return f"{', '.join(changed)} of {TRAINER_CLASS} differs from the releases that our tests have run"

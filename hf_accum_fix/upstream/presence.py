@@ -1,4 +1,4 @@
-"""Compare what is installed with the rows of `seams.ATTRIBUTES`: a SeamError by name, never an AttributeError."""
+"""Compare what is installed with `seams.ATTRIBUTES`: raise a SeamError that names the row, not an AttributeError."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hf_accum_fix.upstream.seams import (
 
 
 def missing(target: str, holder: object, *seen: Seen) -> tuple[Attribute, ...]:
-    """The rows that the installed release should have, and a class, module or object lacks.
+    """The rows of the installed release that a class, module or object lacks.
 
     Args:
         target: of the rows.
@@ -38,13 +38,13 @@ def missing(target: str, holder: object, *seen: Seen) -> tuple[Attribute, ...]:
 
 
 def missing_from_classes() -> tuple[Attribute, ...]:
-    """The same for every class and module, as imported now."""
+    """The missing rows of every class and module, as imported now."""
     targets = dict.fromkeys(row.target for row in ATTRIBUTES)
     return tuple(row for target in targets if _rows(target) for row in missing(target, _found(target), "class"))
 
 
 def _rows(target: str, *seen: Seen) -> tuple[Attribute, ...]:
-    """The rows of a target in the imported release; none if it is unknown."""
+    """The rows of a target in the imported release; empty if the release is unknown."""
     release = _release(target.partition(".")[0])
     if release is None:
         return ()
@@ -53,7 +53,7 @@ def _rows(target: str, *seen: Seen) -> tuple[Attribute, ...]:
 
 
 def require(target: str, holder: object, *seen: Seen) -> dict[str, str]:
-    """Refuse an object that lacks something irreplaceable.
+    """Refuse an object that lacks a necessary attribute.
 
     Args:
         target: of the rows.
@@ -61,10 +61,10 @@ def require(target: str, holder: object, *seen: Seen) -> dict[str, str]:
         seen: which rows to check.
 
     Returns:
-        What is off without the other missing rows, and why.
+        The features that the other missing rows switch off, and why.
 
     Raises:
-        SeamError: if a row is missing without which nothing can be right.
+        SeamError: if a necessary row is missing.
     """
     absent = missing(target, holder, *seen)
     error = refusal(absent)
@@ -74,7 +74,7 @@ def require(target: str, holder: object, *seen: Seen) -> dict[str, str]:
 
 
 def require_trainer(trainer: TrainerLike) -> dict[str, str]:
-    """The same for a Trainer that is about to train, its arguments, state and accelerator."""
+    """The same for a Trainer before it trains, its arguments, state and accelerator."""
     off = require(TRAINER, trainer, "class", "object")
     off |= require(ARGUMENTS, trainer.args, "class", "object") | require(STATE, trainer.state, "class", "object")
     return off | require_accelerator(trainer.accelerator)
@@ -90,19 +90,19 @@ def require_accelerator(accelerator: Any) -> dict[str, str]:
     torch, engine = _release("torch"), "static_graph" if static else str(accelerator.distributed_type.value)
     if torch is not None and torch < Version(SHOWS_SHAPES) and engine in ("DEEPSPEED", "FSDP", "static_graph"):
         raise SeamError(
-            f"got torch {torch} under {engine}; expected torch {SHOWS_SHAPES} or newer there, because on older ones "
-            f"reading a loss runs a part of its backward; install torch>={SHOWS_SHAPES}"
+            f"got torch {torch} under {engine}; expected torch {SHOWS_SHAPES} or newer, because on older releases "
+            f"reading a loss runs part of its backward; install torch>={SHOWS_SHAPES}"
         )
     return off
 
 
 def require_in_loop(trainer: TrainerLike) -> dict[str, str]:
-    """The same for what a Trainer has once its loop runs."""
+    """The same for attributes that a Trainer has only in its loop."""
     return require(TRAINER, trainer, "loop")
 
 
 def refusal(absent: Iterable[Attribute]) -> SeamError | None:
-    """The error for the first row that has to be there; None without one."""
+    """The error for the first necessary row; None without one."""
     for row in absent:
         if not row.off:
             first, last = TESTED_RANGES[_package(row)]
@@ -123,7 +123,7 @@ def _package(row: Attribute) -> str:
 
 
 def _found(target: str) -> object:
-    """The class or module; None: there is none."""
+    """The class or module; None if missing."""
     module, _, owner = target.partition(":")
     try:
         holder = import_module(module)

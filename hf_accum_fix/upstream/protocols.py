@@ -1,6 +1,6 @@
-"""What we use of a Trainer and of an Accelerator that every supported release has; rows of `seams`, for mypy.
+"""The attributes of Trainer and Accelerator that we use and every supported release has: rows of `seams`, for mypy.
 
-What some releases lack is read by ``getattr``, with a default.
+Attributes that some releases lack are read by ``getattr`` with a default.
 """
 
 from __future__ import annotations

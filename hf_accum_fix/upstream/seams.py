@@ -1,4 +1,4 @@
-"""DATA: all that we touch of transformers and accelerate, and the releases and bodies our tests have run."""
+"""DATA: every name of transformers and accelerate that we use; releases and method bodies that our tests have run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _COUNTS: Final = "4.46.0"
 
 @dataclass(frozen=True)
 class Seam:
-    """One method where we can step in.
+    """One method that we wrap.
 
     Attributes:
         name: the method's name.
         parameters: the parameters it must start with, after self.
-        since: the first release that has it so.
-        until: the first release that has it otherwise; None: there is none.
+        since: the first release with these parameters.
+        until: the first later release with others; None: there is none.
         target: "module:class" that holds it.
     """
 
@@ -74,11 +74,11 @@ SEAMS: Final = (
 GUARD: Final = Seam(
     "on_train_begin", ("args", "state", "control"), target="transformers.trainer_callback:CallbackHandler"
 )
-"""Every release's loop calls it before its first step, wherever the class Trainer comes from: there we check the
-methods. It fixes no defect."""
+"""Called by every release's loop before its first step, whichever class Trainer is used: we check the methods there. It
+fixes no defect."""
 
 EVALUATION: Final = ("evaluation_loop", "prediction_loop")
-"""Wrapped only for the option eval_loss; they fix no defect. Releases before 5.0 use the second with
+"""Wrapped for the option eval_loss only; they fix no defect. Releases before 5.0 call the second with
 ``use_legacy_prediction_loop``."""
 
 
@@ -88,7 +88,7 @@ def seams_of(release: Version | None) -> tuple[Seam, ...]:
 
 
 Seen: TypeAlias = Literal["class", "object", "loop", "DeepSpeed"]
-"""Where an attribute is looked for: a class or module, an object, one whose loop runs, one under DeepSpeed."""
+"""Where to look for an attribute: on a class or module, on an object, in a running loop, under DeepSpeed."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class Attribute:
     Attributes:
         target: "module:class" that has it, or the module.
         name: of the attribute.
-        used_for: what we do with it, verb first.
-        off: what is off without it, with one warning; empty: apply() or train() refuses.
-        seen: where it is looked for.
+        used_for: its use, verb first.
+        off: the feature that is off without it, with one warning; empty: apply() or train() refuses.
+        seen: where to look for it.
         since: the first release (of transformers or accelerate) that has it; empty: all supported ones.
         until: the first release without it; None: there is none.
     """
@@ -114,7 +114,7 @@ class Attribute:
     until: str | None = None
 
     def is_in(self, release: Version) -> bool:
-        """Whether a release of its package must have it; a build before ``since`` need not."""
+        """Whether a release of its package must have it."""
         return Version(self.since or "0") <= release and is_between(release, "0", self.until)
 
     def __str__(self) -> str:
@@ -151,7 +151,7 @@ def _each(
     return tuple(Attribute(target, name, used_for, off, seen, since, until) for name in names.split())
 
 
-# since and until were read off the sources of TESTED_RELEASES, and of accelerate 0.26.0 to 1.15.0.
+# since and until come from the sources of TESTED_RELEASES, and of accelerate 0.26.0 to 1.15.0.
 ATTRIBUTES: Final = (
     *_each(TRAINER, "args state accelerator", "read the training's setup", seen="object"),
     *_each(TRAINER, "model model_wrapped optimizer", "run, weigh and check a micro-batch", seen="object"),
@@ -221,7 +221,7 @@ ATTRIBUTES: Final = (
     *_each(STREAM_SHARD, "num_processes process_index split_batches", "find repeated samples", seen="object"),
     *_each(DISPATCHER, "_drop_last state remainder", "find repeated samples", seen="object"),
 )
-"""What is used besides the seams. apply() checks the classes; train() also the objects, and once the loop runs."""
+"""The names that we use without wrapping them. apply() checks the classes; train() the objects, and the loop."""
 
 
 _DATA: Final = json.loads(Path(__file__).with_name("releases.json").read_text(encoding="utf-8"))
@@ -242,7 +242,7 @@ TESTED_RANGES: Final = MappingProxyType(
 """The oldest and the newest release of each package that our tests have run."""
 
 SHOWS_SHAPES: Final = "2.5"
-"""The first torch whose graph shows shapes. Before, reading a loss runs a part of its backward."""
+"""The first torch whose graph has shapes. On older ones, reading a loss runs part of its backward."""
 
 TESTED_BODIES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {name: frozenset(bodies) for name, bodies in _DATA["bodies"].items()}

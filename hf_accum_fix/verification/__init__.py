@@ -1,1 +1,1 @@
-"""verify(): the proof of the promise on a user's own trainer, model and data."""
+"""verify(): compare gradients on a user's own trainer, model and data."""

@@ -1,4 +1,4 @@
-"""``eval_loss`` as a trainer reports it, for two eval batch sizes, beside the mean over the same samples' items."""
+"""Compare ``eval_loss``, for two eval batch sizes, with the mean over the items of the same samples."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.evaluation import evaluation_loop
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import EVALUATION
+from hf_accum_fix.verification.dry_run import copy_for_split
 from hf_accum_fix.verification.modes import in_mode
 from hf_accum_fix.verification.reference import Scene
-from hf_accum_fix.verification.rehearsal import understudy
-from hf_accum_fix.verification.report import MENDED, EvalResult
+from hf_accum_fix.verification.report import PATCHED, EvalResult
 from hf_accum_fix.verification.sample import copied
 
 
 def evaluate(
     trainer: TrainerLike, scene: Scene, count: int, modes: Sequence[str], options: Options
 ) -> tuple[tuple[EvalResult, ...], str]:
-    """The results; without them the reason, which is empty if none were asked for.
+    """The results; if there are none, the reason, which is empty if none were requested.
 
     Args:
         trainer: the trainer.
-        scene: holds the contract of its loss.
-        count: samples of the evaluation set, the first ones.
+        scene: has the contract of its loss.
+        count: the number of first samples of the evaluation set.
         modes: "stock", "apply()"; the latter with ``eval_loss``.
         options: of the active patch, or of the trainer's class.
     """
@@ -38,32 +38,32 @@ def evaluate(
     if not count or dataset is None:
         return (), ""
     if isinstance(dataset, dict) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        return (), f"eval_loss was left out: {type(dataset).__name__} is not one data set with a length"
+        return (), f"eval_loss was not compared: got {type(dataset).__name__}; expected one data set with a length"
     if scene.contract.reduction not in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN):
-        return (), f"eval_loss was left out: the loss {scene.contract.reduction.words}"
+        return (), f"eval_loss was not compared: the loss {scene.contract.reduction.words}"
     rows = dataset.select(range(min(count, len(dataset)))) if hasattr(dataset, "select") else None
     rows = _Fresh([dataset[place] for place in range(min(count, len(dataset)))]) if rows is None else rows
     if not len(rows):
-        return (), "eval_loss was left out: the evaluation set is empty"
+        return (), "eval_loss was not compared: the evaluation set is empty"
     own = trainer.args.per_device_eval_batch_size
     results = []
     try:
         mean = _item_mean(scene, trainer, rows)
         for mode in modes:
             for size in dict.fromkeys((own, 1 if own > 1 else 2)):
-                actor = understudy(trainer, trainer.args.per_device_train_batch_size, 1)
+                actor = copy_for_split(trainer, trainer.args.per_device_train_batch_size, 1)
                 actor.args.per_device_eval_batch_size = size
                 actor.compute_metrics = None
-                if mode == MENDED:
-                    _mend(actor, replace(options, eval_loss=True))
+                if mode == PATCHED:
+                    _average_over_items(actor, replace(options, eval_loss=True))
                     metrics = actor.evaluate(rows)
                 else:
                     with in_mode(mode, trainer, options):
                         metrics = actor.evaluate(rows)
-                asked = "eval_loss=True" if mode == MENDED else mode
-                results.append(EvalResult(asked, size, float(metrics["eval_loss"]), mean))
-    except (AccumFixError, TypeError, ValueError, RuntimeError) as error:  # whatever the user's evaluation raises
-        return (), f"eval_loss could not be compared: {type(error).__name__}: {error}"
+                named = "eval_loss=True" if mode == PATCHED else mode
+                results.append(EvalResult(named, size, float(metrics["eval_loss"]), mean))
+    except (AccumFixError, TypeError, ValueError, RuntimeError) as error:  # anything that the user's evaluation raises
+        return (), f"eval_loss was not compared: {type(error).__name__}: {error}"
     return tuple(results), ""
 
 
@@ -80,13 +80,13 @@ class _Fresh(Dataset[Any]):
         return copied(self._rows[index])
 
 
-def _mend(actor: Any, options: Options) -> None:
+def _average_over_items(actor: Any, options: Options) -> None:
     for name in EVALUATION:
         if hasattr(actor, name):
-            setattr(actor, name, _mended(getattr(actor, name), actor, options))
+            setattr(actor, name, _evaluating(getattr(actor, name), actor, options))
 
 
-def _mended(original: Callable[..., Any], actor: Any, options: Options) -> Callable[..., Any]:
+def _evaluating(original: Callable[..., Any], actor: Any, options: Options) -> Callable[..., Any]:
     def loop(*args: Any, **kwargs: Any) -> Any:
         return evaluation_loop(original, actor, args, kwargs, options=options)
 
@@ -94,8 +94,8 @@ def _mended(original: Callable[..., Any], actor: Any, options: Options) -> Calla
 
 
 def _item_mean(scene: Scene, trainer: TrainerLike, rows: Any) -> float:
-    """Sample by sample, without a Trainer's loop, without the router's loss."""
-    loader = understudy(trainer, 1, 1).get_eval_dataloader(rows)
+    """The mean over items, sample by sample, without a Trainer's loop and without the router loss."""
+    loader = copy_for_split(trainer, 1, 1).get_eval_dataloader(rows)
     items = scene.contract.items
     assert items is not None
     total = counted = 0.0

@@ -1,4 +1,4 @@
-"""Explain a wrong gradient: a factor, a mean of means, a router's loss; and the defect behind it. Pure."""
+"""Explain a wrong gradient: a factor, a mean of means, a router loss; and name the defect that causes it. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANY_HEAD: Final = "head-drops-item-count"
 
 _MEANS: Final = MappingProxyType({MEANS: "mean of micro-batch means", RANK_MEANS: "mean of rank means"})
 
-#: Factors that can be measured, and their words; the simplest first.
+#: Measurable factors in words, the simplest first.
 _WORDS: Final[Mapping[Factor, str]] = MappingProxyType(
     {
         Factor.G: "G times",
@@ -39,19 +39,19 @@ class Facts:
     """Facts about a split and the trainer that ran it.
 
     Attributes:
-        micro_batches: of the window on one rank: the G of a full window.
+        micro_batches: of the window on one rank; G in a full window.
         steps: gradient_accumulation_steps.
         world_size: W.
-        items: N by the contract.
+        items: N, counted by the contract.
         labels: number of labels other than -100, at all positions.
         labels_shifted: the same without position 0.
         reduction: of the loss.
         head: name of the model's class.
         release: of transformers.
         ignore_index: of the contract's items.
-        declares: whether the release hands its head the number.
+        declares: whether the release passes num_items_in_batch to the head.
         own_loss_func, smoothing, compiled, classification, has_labels: of the trainer, its model and its data.
-        library, generic, text: the head is transformers' own, one of its generic classifiers, reads tokens.
+        library, generic, text: whether the head is transformers' own, is one of its generic classifiers, reads tokens.
     """
 
     micro_batches: int
@@ -75,7 +75,7 @@ class Facts:
     text: bool
 
     def factors(self) -> dict[Factor, float]:
-        """The values of the factors that this release's defects have."""
+        """The values of the measurable factors, for this split."""
         g, w = self.micro_batches, self.world_size
         known = {
             Factor.G: float(g),
@@ -96,11 +96,11 @@ class Facts:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a gradient is off.
+    """The cause of a wrong gradient.
 
     Attributes:
-        words: the factor or the kind of error, in words.
-        defects: names of the defects of the installed release that cause it.
+        words: the factor or the cause, in words.
+        defects: names of the installed release's defects that cause it.
     """
 
     words: str
@@ -108,7 +108,7 @@ class Explanation:
 
 
 def of_factor(factor: float, logged: float, facts: Facts, precision: float) -> Explanation:
-    """Explain a gradient that points the right way.
+    """Explain a multiple of the right gradient.
 
     Args:
         factor: gradient over the right gradient.
@@ -119,7 +119,7 @@ def of_factor(factor: float, logged: float, facts: Facts, precision: float) -> E
     symbols = _symbols(factor, facts, precision)
     words = _WORDS[symbols[0]] if symbols else f"{factor:.4g} times"
     if f"{factor:.4g}" == "1":
-        words = "the length is right, the direction is not"
+        words = "right length, wrong direction"
     log_is_right = abs(logged - 1) < 10 * precision
     return Explanation(words, _defects(symbols, facts, log_is_right))
 
@@ -135,7 +135,7 @@ def of_means(name: str, factor: float, logged: float, facts: Facts, precision: f
 
 
 def of_router(main: float, router: float, facts: Facts, precision: float) -> Explanation:
-    """Explain a gradient, right or a multiple, with a multiple of the router's gradient."""
+    """Explain a multiple of the right gradient plus a multiple of the router's gradient."""
     symbols = _symbols(router, facts, precision)
     times = _WORDS[symbols[0]].removesuffix(" times") if symbols else f"{router:.4g}"
     words = f"aux loss times {times}"
@@ -149,7 +149,7 @@ def of_router(main: float, router: float, facts: Facts, precision: float) -> Exp
 
 
 def _symbols(factor: float, facts: Facts, precision: float) -> list[Factor]:
-    """The factors with this value, first the ones that a defect of this release has."""
+    """The factors with this value, first those of this release's defects."""
     found = [symbol for symbol, value in facts.factors().items() if abs(factor - value) <= precision * abs(value)]
     if facts.world_size == 1:
         return found
@@ -158,7 +158,7 @@ def _symbols(factor: float, facts: Facts, precision: float) -> list[Factor]:
 
 
 def _defects(symbols: list[Factor], facts: Facts, log_is_right: bool) -> tuple[str, ...]:
-    """The defects of the installed release with this factor, where their own condition holds."""
+    """The defects of the installed release with this factor, if their condition holds."""
     found = tuple(
         defect.name
         for defect in DEFECTS
@@ -179,7 +179,7 @@ def _of_the_library(facts: Facts) -> bool:
     return facts.library and _of_a_head(facts) and not facts.compiled
 
 
-#: Condition under which a row with this factor is the cause. Rows of refused setups are left out.
+#: Condition under which a row with this factor is the cause. Setups that are refused have no row here.
 _CONDITIONS: Final[Mapping[str, Callable[[Facts, bool], bool]]] = MappingProxyType(
     {
         "loss-times-steps": lambda facts, log_is_right: True,

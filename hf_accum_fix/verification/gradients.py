@@ -1,4 +1,4 @@
-"""Gradients as lists with one tensor, or None for zero, for each trainable parameter; compared one tensor at a time."""
+"""Gradients as lists of one tensor (None for zero) per trainable parameter, compared one tensor at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Gradient: TypeAlias = Sequence[Tensor | None]
 
 
 def take(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """Take the gradients of a backward off the parameters, without a copy unless they are sparse."""
+    """Move the gradients off the parameters, without a copy unless they are sparse."""
     taken = [dense(parameter.grad) for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -23,20 +23,20 @@ def take(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
 
 
 def dense(gradient: Tensor | None) -> Tensor | None:
-    """A sparse gradient, such as an embedding's, as one with every row."""
+    """Convert a sparse gradient, such as an embedding's, to a dense one."""
     return gradient.to_dense() if gradient is not None and gradient.layout is not torch.strided else gradient
 
 
 def on_cpu(gradient: Gradient) -> list[Tensor | None]:
-    """The one copy that is kept, on the CPU."""
+    """Copy a gradient to the CPU."""
     return [None if each is None else each.detach().to("cpu", copy=True) for each in gradient]
 
 
 class Sum:
-    """Add up gradients in at least 32 bits: a 16-bit ``.grad`` rounds with every micro-batch.
+    """Sum gradients in at least 32 bits, because a 16-bit ``.grad`` rounds with every micro-batch.
 
     Args:
-        parameters: hold the gradients.
+        parameters: the parameters with the gradients.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -44,7 +44,7 @@ class Sum:
         self._wide: list[Tensor | None] = [None] * len(parameters)
 
     def add(self) -> None:
-        """Add the gradients of a backward; ``.grad`` itself adds up the ones of 32 bits."""
+        """Add the gradients of a backward; those of 32 bits are summed in ``.grad`` itself."""
         for place, parameter in enumerate(self._parameters):
             if parameter.grad is not None and parameter.dtype.itemsize < 4:
                 before, found = self._wide[place], parameter.grad.detach().to_dense().to("cpu", torch.float32)
@@ -52,13 +52,13 @@ class Sum:
                 parameter.grad = None
 
     def take(self) -> list[Tensor | None]:
-        """The sums, taken off the parameters."""
+        """Move the sums off the parameters."""
         taken = take(self._parameters)
         return [own if wide is None else wide for own, wide in zip(taken, self._wide, strict=True)]
 
 
 def averaged(gradient: Gradient, parameters: Sequence[nn.Parameter], world_size: int) -> list[Tensor | None]:
-    """The mean over ranks, every rank alike; a parameter without gradient here may have one elsewhere."""
+    """The mean over ranks, the same on each; a parameter without gradient here may have one on another rank."""
     if world_size == 1:
         return list(gradient)
     found: list[Tensor | None] = []
@@ -80,7 +80,7 @@ def dots(*gradients: Gradient) -> Tensor:
 
 
 def distance(wanted: Gradient, parts: Sequence[Gradient], weights: Sequence[float]) -> float:
-    """Norm of ``wanted - sum(weight * part)``, without the cancellation that inner products would suffer."""
+    """Norm of ``wanted - sum(weight * part)``, without the cancellation of inner products."""
     total = 0.0
     for tensors in zip(wanted, *parts, strict=True):
         rows = _rows(tensors)
@@ -90,7 +90,7 @@ def distance(wanted: Gradient, parts: Sequence[Gradient], weights: Sequence[floa
 
 
 def _rows(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """One parameter's gradients as rows; None where all of them are zero."""
+    """One parameter's gradients as rows; None if all are zero."""
     shaped = next((each for each in tensors if each is not None), None)
     if shaped is None:
         return None
@@ -100,11 +100,11 @@ def _rows(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Fit:
-    """A gradient as a combination of others.
+    """A gradient as a linear combination of others.
 
     Attributes:
-        weights: of each of them.
-        residual: relative norm of what is left.
+        weights: one for each.
+        residual: relative norm of the rest.
     """
 
     weights: tuple[float, ...]
@@ -112,7 +112,7 @@ class Fit:
 
 
 def fit(wanted: Gradient, *parts: Gradient) -> Fit:
-    """The least-squares combination of parts that is nearest to ``wanted``."""
+    """The least-squares combination of parts nearest to ``wanted``."""
     products = dots(wanted, *parts)
     norm = math.sqrt(float(products[0, 0]))
     if not math.isfinite(float(products.sum())) or norm == 0.0:

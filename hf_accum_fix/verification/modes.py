@@ -1,4 +1,4 @@
-"""The two modes in which a trainer is verified: stock and mended."""
+"""The two modes in which a trainer is verified: stock and patched."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from hf_accum_fix.applying import active_handle, apply
 from hf_accum_fix.options import SWITCH, Options, enabled
 from hf_accum_fix.trainer import GlobalBatchMixin
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.verification.report import MENDED, STOCK
+from hf_accum_fix.verification.report import PATCHED, STOCK
 
 
 def active_mode(trainer: TrainerLike) -> str:
-    """The mode that this process trains in."""
+    """The mode in which this process trains."""
     handle = active_handle()
     patched = isinstance(trainer, GlobalBatchMixin) or (handle is not None and handle.active)
-    return MENDED if patched and enabled() else STOCK
+    return PATCHED if patched and enabled() else STOCK
 
 
 def options_of(trainer: TrainerLike) -> Options:
-    """Options of the active patch, or of the trainer's class; the defaults without either."""
+    """The options of the trainer's class, or of the active patch; else the defaults."""
     handle = active_handle()
     if isinstance(trainer, GlobalBatchMixin):
         return trainer.global_batch_options
@@ -30,9 +30,9 @@ def options_of(trainer: TrainerLike) -> Options:
 
 @contextmanager
 def in_mode(mode: str, trainer: TrainerLike, options: Options) -> Iterator[None]:
-    """Train stock, with patch and subclass switched off, or mended."""
-    if mode == MENDED:
-        already = active_mode(trainer) == MENDED
+    """Train stock, with patch and subclass switched off, or patched."""
+    if mode == PATCHED:
+        already = active_mode(trainer) == PATCHED
         with nullcontext() if already else apply(**vars(options), quiet=True):
             yield
         return

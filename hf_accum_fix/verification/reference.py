@@ -1,4 +1,4 @@
-"""The gradient and the loss of the whole global batch, without accumulation, and how exactly they can be known."""
+"""The gradient and the loss of the global batch without accumulation, and their numerical noise."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from hf_accum_fix.overrides.forward import compute_loss_of, loss_alone
 from hf_accum_fix.overrides.live import hands_number
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, Sum, distance, dots, on_cpu, take
+from hf_accum_fix.verification.restore import random_state, seed
 from hf_accum_fix.verification.sample import Collate
-from hf_accum_fix.verification.traceless import random_state, seed
 
 FULL = "full batch in one forward"
 STREAMED = "streamed sample by sample, from sums and counts"
 MODES = ("auto", "full", "streamed")
 
-#: Errors up to this many times the noise of the reference are noise: a split runs other kernels than the full batch.
+#: Errors up to this many times the reference's noise count as noise: a split runs other kernels than the full batch.
 FLOORS: Final = 8.0
-#: The widest tolerance: the error of a factor of 1.3 is three times as large.
+#: The largest tolerance: a factor of 1.3 has three times this error.
 WIDEST: Final = 0.1
-#: Difference between two halves and the whole that is surely rounding, in units of machine epsilon.
+#: Largest difference between two halves and the whole that counts as rounding at once, in machine epsilons.
 _ROUNDINGS: Final = 16.0
-#: Runs, each with other random numbers, of a loss that draws some, to see whether they matter.
+#: Runs with different seeds of a loss that draws random numbers, to see whether they change it.
 _DRAWS: Final = 32
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Distance of two computations of one gradient.
+    """Difference of two computations of one gradient.
 
     Attributes:
-        floor: norm of their difference, relative.
-        scale: relative difference in length along one of them; roundings hardly add up here.
+        floor: relative norm of their difference.
+        scale: relative difference in length along one of them, in which roundings mostly cancel.
     """
 
     floor: float
@@ -52,16 +52,16 @@ class Noise:
 
 @dataclass(frozen=True)
 class Reference:
-    """What every split of a global batch ought to give, without a router's loss.
+    """The expected gradient of every split of a global batch, without the router loss.
 
     Attributes:
-        gradient: one for each trainable parameter, on the CPU.
+        gradient: one tensor per trainable parameter, on the CPU.
         loss: of the full batch.
-        noise: of its kernels and types.
-        words: how it was computed.
+        noise: of its kernels and dtypes.
+        words: the computation, in words.
         decomposes: whether parts of the batch add up to it.
         dtype: of the loss.
-        notes: what the reader has to know.
+        notes: for the report.
     """
 
     gradient: list[Tensor | None]
@@ -79,13 +79,13 @@ def _as_it_is(_: int) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class Scene:
-    """Everything a gradient is computed from.
+    """The objects from which a gradient is computed.
 
     Attributes:
-        trainer: an understudy, whose contract is settled.
+        trainer: a copy of the trainer, without accumulation.
         parameters: the trainable ones.
         contract: of its loss.
-        collate: samples to a batch.
+        collate: makes a batch of samples.
     """
 
     trainer: TrainerLike
@@ -94,12 +94,12 @@ class Scene:
     collate: Collate
 
     def count(self, rows: Sequence[Any]) -> float | None:
-        """Items of some samples; None where the loss has none."""
+        """The items of some samples; None if the loss has no items."""
         items = self.contract.items
         return None if items is None else float(items.count(self.collate(list(rows))))
 
     def losses(self, inputs: Any) -> tuple[Tensor, Tensor | None]:
-        """The loss of a batch, and the router's part of it with its coefficient."""
+        """The loss of a batch, and the router loss in it, times its coefficient."""
         loss, outputs = self._alone(inputs)
         if not isinstance(loss, Tensor) or loss.ndim > 0:
             raise ContractError(f"got {loss!r} as the loss of a batch; expected one number")
@@ -107,7 +107,7 @@ class Scene:
         return loss, None if router is None else router.to(loss.device)
 
     def _alone(self, inputs: Any) -> tuple[Tensor, Any]:
-        """The loss of a batch by itself; a ``compute_loss`` that requires the number gets the batch's own."""
+        """The loss of a batch by itself; a ``compute_loss`` that requires num_items_in_batch gets the batch's own."""
         try:
             return loss_alone(self.trainer, self.trainer.model, inputs)
         except TypeError:
@@ -119,7 +119,7 @@ class Scene:
         with (
             self.trainer.accelerator.autocast(),
             self.trainer.compute_loss_context_manager(),
-            # By upstream's convention the loss is then not multiplied by the ranks.
+            # Upstream multiplies the loss by the number of ranks if this is True.
             overridden(self.trainer.args, "average_tokens_across_devices", False),
         ):
             found: tuple[Tensor, Any] = compute_loss(
@@ -128,7 +128,7 @@ class Scene:
         return found
 
     def factor(self, inputs: Any) -> float | None:
-        """The factor between a trainer's own ``compute_loss`` and the model's loss; None where it cannot be seen."""
+        """The loss of a trainer's own ``compute_loss`` over the model's loss; None if unknown."""
         if compute_loss_of(self.trainer) is None:
             return None
         seed(0)
@@ -139,24 +139,24 @@ class Scene:
 
     @property
     def rounding(self) -> float:
-        """Machine epsilon of the coarsest type in use: of loss, parameters, or matrix products."""
+        """Machine epsilon of the coarsest dtype of loss, parameters and matrix products."""
         types = {self.contract.dtype, *(parameter.dtype for parameter in self.parameters)}
         eps = max(torch.finfo(dtype).eps for dtype in types)
         mixed = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
-        kind = mixed.get(self.trainer.accelerator.mixed_precision)
-        if kind is not None:
-            return max(eps, torch.finfo(kind).eps)
-        # TF32 keeps as many digits as float16.
+        autocast = mixed.get(self.trainer.accelerator.mixed_precision)
+        if autocast is not None:
+            return max(eps, torch.finfo(autocast).eps)
+        # TF32 has as many digits as float16.
         rounded = self.trainer.args.device.type == "cuda" and products_are_rounded(self.trainer.model)
         return max(eps, torch.finfo(torch.float16).eps) if rounded else eps
 
     def backward(self, inputs: Any, weight: float = 1.0, number: int = 0) -> float:
-        """Add the gradient of a batch's loss times a weight, and return the loss; both without the router's.
+        """Add the gradient of a batch's loss times a weight, and return the loss; both without the router loss.
 
         Args:
-            inputs: of the batch.
+            inputs: the batch.
             weight: of its loss.
-            number: seeds all random numbers.
+            number: the seed of all random numbers.
         """
         seed(number)
         loss, router = self.losses(inputs)
@@ -167,11 +167,11 @@ class Scene:
     def router(
         self, micro_batches: Sequence[Any], share: Callable[[int], AbstractContextManager[None]] = _as_it_is
     ) -> tuple[list[Tensor | None], float]:
-        """Gradient and value of the router's loss by its convention: the mean over this rank's micro-batches.
+        """Gradient and value of the router loss by its convention: the mean over this rank's micro-batches.
 
         Args:
-            micro_batches: to run; one that is the whole global batch gives the exact loss.
-            share: a context around each forward, by its index.
+            micro_batches: to run; a single one with the whole global batch gives the exact loss.
+            share: a context for each forward, by its index.
         """
         total = 0.0
         summed: list[Tensor | None] = [None] * len(self.parameters)
@@ -188,7 +188,7 @@ class Scene:
 
 
 def without_outputs(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``compute_loss`` that may be asked for outputs, made of one that has none or refuses to return them."""
+    """Wrap a ``compute_loss`` that cannot return outputs, so that it accepts return_outputs."""
 
     @functools.wraps(compute_loss)
     def wrapped(*args: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ def without_outputs(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether a full device raised this error."""
+    """Whether an error is out of memory."""
     return isinstance(error, torch.cuda.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
@@ -212,21 +212,21 @@ def compute(scene: Scene, rows: Sequence[Any], mode: str, own: int) -> Reference
     """The reference of one global batch.
 
     Args:
-        scene: what it is computed from.
+        scene: the trainer, its contract and its collator.
         rows: the samples of all ranks.
-        mode: "full", "streamed", or "auto": streamed where the full batch does not fit.
-        own: samples of a micro-batch as the user trains, which fits in memory.
+        mode: "full", "streamed", or "auto": streamed if the full batch does not fit.
+        own: the user's samples per micro-batch, which fit in memory.
 
     Raises:
         OptionsError: for another mode.
-        ContractError: if a loss that does not decompose is to be streamed.
-        UnsupportedSetupError: if the batch has no target, its gradient is not finite or random, or its noise is too
-            wide to see a factor of 1.3.
+        ContractError: if a loss that does not decompose would be streamed.
+        UnsupportedSetupError: if the batch has no target, its gradient is random or not finite, or its noise would
+            hide a factor of 1.3.
     """
     if mode not in MODES:
         raise OptionsError(f"got reference={mode!r}; expected one of {', '.join(MODES)}")
     if scene.count(rows) == 0:
-        raise UnsupportedSetupError("got a global batch without a target; expected one; look at the label masking")
+        raise UnsupportedSetupError("got a global batch without a target; expected one or more; check the label mask")
     scene.trainer.model.train()
     if mode != "streamed":
         try:
@@ -251,7 +251,7 @@ def _full(scene: Scene, rows: Sequence[Any]) -> Reference:
     if not parts or not decomposes:
         noise = _again(scene, rows, gradient)
         doubled = _doubled(scene, rows)
-        # Samples that change one another's loss do so too in a batch that holds them twice: no measure of noise.
+        # If samples are coupled, a batch that holds them twice differs by more than noise.
         if doubled.floor * FLOORS <= WIDEST:
             noise = max(noise, doubled, key=lambda each: each.floor)
     return Reference(gradient, loss, noise, FULL, decomposes, scene.contract.dtype, notes)
@@ -261,8 +261,8 @@ def _streamed(scene: Scene, rows: Sequence[Any], own: int) -> Reference:
     contract = scene.contract
     if not _adds_up(scene):
         raise ContractError(
-            f"the reference cannot be streamed sample by sample, because the loss {contract} ({contract.reason}); "
-            "verify with a per_device_train_batch_size x gradient_accumulation_steps that fits in one forward"
+            f"got a loss that {contract} ({contract.reason}); expected a mean or a sum, to stream the reference by "
+            "samples; set per_device_train_batch_size x gradient_accumulation_steps to fit in one forward"
         )
     drew, _ = _drawing(scene, rows[:own])
     notes = _refuse_randomness(scene, rows[:own], on_cpu(take(scene.parameters))) if drew else ()
@@ -271,7 +271,7 @@ def _streamed(scene: Scene, rows: Sequence[Any], own: int) -> Reference:
     gradient = on_cpu(summed)
     del summed
     _check(scene, gradient)
-    # Other kernels, with other roundings, run on several samples at a time.
+    # Batches of two samples run other kernels, with other roundings.
     pairs = [rows[max(0, end - 2) : end] for end in range(len(rows), 0, -2)]
     try:
         noise = _difference(_summed(scene, pairs)[1], gradient)
@@ -284,8 +284,8 @@ def _streamed(scene: Scene, rows: Sequence[Any], own: int) -> Reference:
         rounded = True
     if not rounded:
         raise ContractError(
-            f"the reference cannot be streamed: single samples and pairs of them differ by {noise.floor:.2g}, so that "
-            "their sum is not the full batch; verify with a global batch that fits in one forward"
+            f"got gradients of single samples and of pairs that differ by {noise.floor:.2g}; expected the same sum, to "
+            "stream the reference; verify a global batch that fits in one forward"
         )
     return Reference(gradient, loss, noise, STREAMED, True, contract.dtype, notes)
 
@@ -294,12 +294,12 @@ def _streamed(scene: Scene, rows: Sequence[Any], own: int) -> Reference:
 
 
 def _is_rounding(scene: Scene, noise: Noise, rows: Sequence[Any]) -> bool:
-    """Whether parts differ from the whole by rounding alone.
+    """Whether parts differ from the whole by rounding only.
 
-    A batch that holds its samples twice has the same mean of every term, whatever the terms count, and rounds as any.
+    A batch that holds its samples twice measures the rounding: the mean of every term is the same, whatever it counts.
 
     Raises:
-        UnsupportedSetupError: if the rounding hides a factor of 1.3.
+        UnsupportedSetupError: if the rounding would hide a factor of 1.3.
     """
     if noise.floor <= min(_ROUNDINGS * scene.rounding, WIDEST / FLOORS):
         return True
@@ -310,40 +310,40 @@ def _is_rounding(scene: Scene, noise: Noise, rows: Sequence[Any]) -> bool:
         return True
     if doubled.floor <= 4 * _ROUNDINGS * scene.rounding:
         raise UnsupportedSetupError(
-            f"the noise floor is {noise.floor:.2g}, too wide to see a factor of 1.3; verify in float32, or with a "
-            "larger batch"
+            f"got a noise floor of {noise.floor:.2g}; expected one that does not hide a factor of 1.3; verify in "
+            "float32, or with a larger batch"
         )
     return False
 
 
 def _doubled(scene: Scene, rows: Sequence[Any]) -> Noise:
-    """Half of the samples, and the same samples twice in one batch."""
+    """Noise between half of the samples and a batch that holds the same samples twice."""
     halves = (rows[::-2], rows[-2::-2] or rows)
     half = max(halves, key=lambda each: scene.count(each) or 0.0)
     once = on_cpu(_of_whole(scene, half))
-    # A sum is twice as large.
+    # A sum doubles.
     weight = 0.5 if scene.contract.reduction is Reduction.SUM else 1.0
     return _difference(_of_whole(scene, [*half, *half], weight), once)
 
 
 def _again(scene: Scene, rows: Sequence[Any], gradient: Gradient) -> Noise:
-    """The same batch once more, with other random numbers.
+    """Noise between two runs of the same batch with different seeds.
 
     Raises:
-        UnsupportedSetupError: if it is another gradient.
+        UnsupportedSetupError: if the gradient is random.
     """
     noise = _difference(_of_whole(scene, rows, number=1), gradient)
     if not noise.floor * FLOORS <= WIDEST:
         _refuse_memory(scene, rows)
         raise UnsupportedSetupError(
-            f"the gradient is random: the same samples gave two, {noise.floor:.2g} apart, with dropout off; "
-            "give model and trainer a mode without noise (masking, jitter, augmentation), and verify that"
+            f"the gradient is random: got two that differ by {noise.floor:.2g} for the same samples without dropout; "
+            "expected one; switch masking, jitter and augmentation off"
         )
     return noise
 
 
 def _refuse_memory(scene: Scene, rows: Sequence[Any]) -> None:
-    """Refuse a loss that depends on what the trainer or the model keeps from one call to the next, and name that."""
+    """Refuse a loss that depends on state that the trainer or the model keeps between calls, and name the state."""
     found = []
     for number in (1, 2):
         with Preserved(scene.trainer.model, scene.trainer, thorough=True) as state:
@@ -351,8 +351,8 @@ def _refuse_memory(scene: Scene, rows: Sequence[Any]) -> None:
             changed = state.changed()
     if _difference(*found).floor * FLOORS <= WIDEST and changed and RANDOM_NUMBERS not in changed:
         raise UnsupportedSetupError(
-            f"the loss of the same samples changes from call to call with what is kept in {', '.join(changed[:5])}; "
-            "expected a loss of the samples alone; verify one without it"
+            f"got a loss of the same samples that changes from call to call with {', '.join(changed[:5])}; expected a "
+            "loss that depends on the samples only; verify a trainer without that state"
         )
 
 
@@ -362,7 +362,7 @@ def _of_whole(scene: Scene, rows: Sequence[Any], weight: float = 1.0, number: in
 
 
 def _drawing(scene: Scene, rows: Sequence[Any]) -> tuple[bool, float]:
-    """Run a batch forward and backward; whether it drew random numbers, and its loss."""
+    """Run a batch forward and backward; return whether it drew random numbers, and its loss."""
     inputs = scene.collate(list(rows))
     seed(0)
     before = random_state()
@@ -371,15 +371,15 @@ def _drawing(scene: Scene, rows: Sequence[Any]) -> tuple[bool, float]:
 
 
 def _refuse_randomness(scene: Scene, rows: Sequence[Any], gradient: Gradient) -> tuple[str, ...]:
-    """Refuse a loss that is random although dropout is off; run it often, to find rare differences.
+    """Refuse a loss that is random without dropout; run it often, to find rare differences.
 
     Args:
-        scene: what to run.
+        scene: the trainer to run.
         rows: samples of one batch.
         gradient: of that batch, with the random numbers of seed 0.
 
     Returns:
-        A note on a loss that draws random numbers and does not change with them.
+        A note, for a loss that draws random numbers and does not depend on them.
     """
     found = []
     inputs = scene.collate(list(rows))
@@ -391,25 +391,25 @@ def _refuse_randomness(scene: Scene, rows: Sequence[Any], gradient: Gradient) ->
     other = max(found, key=lambda each: abs(found[0] - each))
     if noise > 1e-3 * abs(found[0]) or abs(found[0] - other) > 10 * noise + 1e-6 * abs(found[0]):
         raise UnsupportedSetupError(
-            f"the loss is random: the same samples gave {found[0]:.6g} and {other:.6g} with dropout off; give the "
-            "model a mode without noise (masking, jitter, augmentation), and verify that"
+            f"the loss is random: got {found[0]:.6g} and {other:.6g} for the same samples without dropout; expected "
+            "one value; switch masking, jitter and augmentation off"
         )
     _again(scene, rows, gradient)
-    return (f"the model draws random numbers in its forward; {_DRAWS} draws gave the same loss",)
+    return (f"the model draws random numbers in its forward; {_DRAWS} seeds gave the same loss",)
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------
 
 
 def _adds_up(scene: Scene) -> bool:
-    """Whether the contract says how parts make the whole: by the items of one mean, router losses aside."""
+    """Whether parts weighted by their items add up to the whole: one mean or sum, apart from router losses."""
     contract = scene.contract
     groups = {each.group for each in contract.terms if each.how is not How.ROUTER}
     return replace(contract, conclusive=True).exact and len(groups) <= 1 and contract.is_counted
 
 
 def _summed(scene: Scene, groups: Sequence[Sequence[Any]]) -> tuple[float, list[Tensor | None]]:
-    """Loss and gradient summed over groups of samples, each weighted by its share of the items."""
+    """Loss and gradient summed over groups of samples, each weighted by its part of the items."""
     counts = [scene.count(group) or 0.0 for group in groups]
     total, gradient = 0.0, Sum(scene.parameters)
     for group, count in zip(groups, counts, strict=True):
@@ -438,11 +438,11 @@ def _check(scene: Scene, gradient: Gradient) -> None:
     square = float(dots(gradient)[0, 0])
     if not math.isfinite(square):
         raise UnsupportedSetupError(
-            "the gradient of the full batch is not finite, an overflow or a nan; expected a finite one; look at data, "
-            "dtype and the size of the loss"
+            "got a gradient of the full batch that is not finite (overflow or nan); expected a finite one; check the "
+            "data, the dtype and the size of the loss"
         )
     if square == 0 and not scene.contract.has_router_loss:
         raise UnsupportedSetupError(
-            "the gradient of the full batch is zero, and any multiple of zero is zero; expected one that trains; look "
-            "at the loss, or verify a later step: step=N, --step N"
+            "got a gradient of the full batch that is zero, as is any multiple of it; expected another; check the "
+            "loss, or verify a later step: step=N, --step N"
         )

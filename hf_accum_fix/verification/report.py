@@ -1,4 +1,4 @@
-"""What verify() found: as values, as text, as data, as a picture. Pure: knows neither torch nor a Trainer."""
+"""The result of verify() as values, text, data and a picture. Pure: imports neither torch nor a Trainer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hf_accum_fix.errors import OptionsError
 from hf_accum_fix.reporting import table
 
 STOCK: Final = "stock"
-MENDED: Final = "apply()"
+PATCHED: Final = "apply()"
 
 _COLUMNS: Final = ("window", "split", "mode", "norm ratio", "error", "cosine", "log ratio", "verdict")
-#: How far the cosine of a multiple of the right gradient may be from 1, in squares of its error.
+#: Largest 1 - cosine of a multiple of the right gradient, in squares of its error.
 _PARALLEL: Final = 0.05
 _EVAL_COLUMNS: Final = ("eval batch", "mode", "eval_loss", "item mean", "error")
 
@@ -31,10 +31,10 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """An answer in words; true where it is exact.
+    """An answer in words; true if exact.
 
     Attributes:
-        kind: which of the three answers.
+        kind: one of the three answers.
         words: "exact ...", "off, relative error ...: why" or "could not tell: reason".
     """
 
@@ -59,10 +59,10 @@ class SplitResult:
 
     Attributes:
         mode: "stock" or "apply()".
-        per_device: samples of a micro-batch.
+        per_device: samples per micro-batch.
         steps: gradient_accumulation_steps.
         micro_batches: of the window on one rank; fewer than ``steps`` in a short last window.
-        window: which global batch, from 0.
+        window: number of the global batch, from 0.
         verdict: the answer.
         norm_ratio, error, cosine: gradient norm over the reference's, relative error, cosine; None: not computed.
         loss_ratio: logged loss over the reference's loss.
@@ -89,7 +89,7 @@ class SplitResult:
 
     @property
     def amount(self) -> str:
-        """How far the gradient is off: too large, too small, or another direction; or the words of the verdict."""
+        """The error of the gradient: too large, too small, or another direction; else the words of the verdict."""
         if self.verdict.kind is not Kind.OFF or self.error is None:
             return self.verdict.words.replace("exact to the floor", "exact", 1)
         ratio = self.norm_ratio or 0.0
@@ -105,13 +105,13 @@ class SplitResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The ``eval_loss`` of a trainer for one eval batch size, beside the mean over the items of the evaluation set.
+    """The ``eval_loss`` of a trainer for one eval batch size, and the mean over the items of the evaluation set.
 
     Attributes:
-        mode: "stock", or "eval_loss=True", the option that makes it the item mean.
+        mode: "stock", or "eval_loss=True", the option that reports the item mean.
         per_device: the eval batch size.
         eval_loss: as reported.
-        item_mean: of the same samples, computed one by one.
+        item_mean: the mean over the items of the same samples, computed one by one.
     """
 
     mode: str
@@ -127,22 +127,22 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Whether a trainer's gradient depends on the split of the global batch; true where the verdict is exact.
+    """Whether a trainer's gradient depends on the split of the global batch; true if the verdict is exact.
 
     Attributes:
         trainer, head, transformers: the trainer's class, the model's class, the release.
-        active: the mode that this process trains in as it is now, "stock" or "apply()".
-        verdict: on that mode and on the user's own split, or on all of them where it was not run.
+        active: the mode in which this process trains now, "stock" or "apply()".
+        verdict: on that mode and the user's own split; on all splits if that was not run.
         world_size: W.
         samples: of each global batch, over all ranks.
-        items: N of each global batch; None where the loss has none.
-        contract: how the loss is reduced, in words.
-        reference: how the reference was computed, in words.
+        items: N of each global batch; None if the loss has no items.
+        contract: the reduction of the loss, in words.
+        reference: the computation of the reference, in words.
         floor: relative difference of two references without accumulation: the noise of dtype and kernels.
-        tolerance: largest relative error that is called exact.
-        results: one for each window, split and mode.
-        evaluation: one for each mode and eval batch size; empty without an evaluation set.
-        notes: what was changed for the comparison, and what stands in its way.
+        tolerance: largest relative error that counts as exact.
+        results: one per window, split and mode.
+        evaluation: one per mode and eval batch size; empty without an evaluation set.
+        notes: what was changed for the comparison, and what was not verified.
         own: samples x accumulation steps of the trainer's arguments.
     """
 
@@ -165,7 +165,7 @@ class VerificationReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the verdict is exact; False as well where it could not be told."""
+        """Whether the verdict is exact; False also if there is no answer."""
         return self.verdict.kind is Kind.EXACT
 
     def of(self, mode: str) -> tuple[SplitResult, ...]:
@@ -177,7 +177,7 @@ class VerificationReport:
         return judge(self.of(mode)) if self.results else self.verdict
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as data for JSON."""
+        """The report as data for JSON."""
         return {
             "ok": self.ok,
             **asdict(self),
@@ -187,7 +187,7 @@ class VerificationReport:
         }
 
     def to_text(self) -> str:
-        """Everything, as tables to read."""
+        """The report as text with tables."""
         about = (
             f"{self.trainer} of {self.head} on transformers {self.transformers}, W = {self.world_size}: {self.active}"
         )
@@ -218,18 +218,18 @@ class VerificationReport:
         return self.to_text()
 
     def plot(self, path: str | Path) -> None:
-        """Draw the relative gradient error of every split, on a log scale; the path's ending is the format.
+        """Draw the relative gradient error of every split on a log scale; the file extension is the format.
 
         Raises:
             OptionsError: if matplotlib is not installed, or there is nothing to draw.
         """
         drawn = [result for result in self.results if result.error is not None]
         if not drawn:
-            raise OptionsError(f"there is no error to draw: {self.verdict}")
+            raise OptionsError(f"got a report without errors to draw: {self.verdict}; expected one with an answer")
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise OptionsError("drawing needs matplotlib; pip install matplotlib") from error
+            raise OptionsError("got no matplotlib; expected it for drawing; pip install matplotlib") from error
         labels = [f"{result.split}\n{result.mode}" for result in drawn]
         least = max(self.floor, 1e-17)
         figure = Figure(figsize=(max(5.0, 0.9 * len(drawn)), 4.0), layout="constrained")
@@ -246,7 +246,7 @@ class VerificationReport:
 
 
 def judge(results: Sequence[SplitResult]) -> Verdict:
-    """One verdict on the results of one mode: the verdict on the worst split that has an answer."""
+    """One verdict on the results of one mode: that on the worst split with an answer."""
     known = [result for result in results if result.verdict.kind is not Kind.COULD_NOT_TELL]
     if not known:
         return results[0].verdict if results else could_not_tell("no split was run")
@@ -261,25 +261,25 @@ def judge(results: Sequence[SplitResult]) -> Verdict:
 def judge_own(
     results: Sequence[SplitResult], owns: Sequence[SplitResult], active: str, own: tuple[int, int]
 ) -> Verdict:
-    """The verdict on the split that the user trains with, in its first words, and what ``apply()`` makes of it.
+    """The verdict on the user's own split, and on the same split with ``apply()``.
 
     Args:
-        results: of every split; they decide where the user's own was not run.
+        results: of every split; they decide if the user's own was not run.
         owns: of the user's own split.
         active: the mode that decides.
-        own: samples x accumulation steps of the user.
+        own: the user's samples x accumulation steps.
     """
     here = [each for each in owns or results if each.mode == active]
     found = judge(here)
     if found.kind is Kind.COULD_NOT_TELL:
         return found
     shown = _worst([each for each in here if each.verdict.kind is found.kind])
-    place = f"at your {shown.split}" if owns else f"at {shown.split}, your {own[0]} x {own[1]} was left out"
+    place = f"at your {shown.split}" if owns else f"at {shown.split}, your {own[0]} x {own[1]} was not run"
     if found.kind is Kind.EXACT:
         return Verdict(Kind.EXACT, shown.amount.replace("exact", f"exact {place}", 1))
     words = f"{shown.amount} {place}" + (f" ({shown.why})" if shown.why else "")
-    patched = [each for each in owns or results if each.mode == MENDED]
-    if active == MENDED or not patched:
+    patched = [each for each in owns or results if each.mode == PATCHED]
+    if active == PATCHED or not patched:
         return Verdict(Kind.OFF, words)
     kind = judge(patched).kind
     makes = {Kind.EXACT: "makes it exact", Kind.OFF: "leaves it off", Kind.COULD_NOT_TELL: "could not be run"}
@@ -287,7 +287,7 @@ def judge_own(
 
 
 def also_looked_at(results: Sequence[SplitResult], own: tuple[int, int]) -> list[str]:
-    """The splits of one mode that are not the user's own, in a line."""
+    """One line on the splits of one mode that are not the user's own."""
     found: dict[str, dict[str, None]] = {}
     for each in results:
         if (each.per_device, each.steps) != own:

@@ -1,4 +1,4 @@
-"""verify(): is this run affected, and is it right now? Compares gradients, because a right log proves nothing."""
+"""verify(): whether a run is affected, and right under the patch. Compares gradients: a correct log proves nothing."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import VERIFY
 from hf_accum_fix.verification import explanation
+from hf_accum_fix.verification.dry_run import DryRun, copy_for_split, dry_run
 from hf_accum_fix.verification.evaluate import evaluate
 from hf_accum_fix.verification.explanation import Explanation, Facts
 from hf_accum_fix.verification.gradients import Gradient, Sum, averaged, distance, dots, fit, take
@@ -39,9 +40,8 @@ from hf_accum_fix.verification.reference import (
     out_of_memory,
     without_outputs,
 )
-from hf_accum_fix.verification.rehearsal import Rehearsal, rehearse, understudy
 from hf_accum_fix.verification.report import (
-    MENDED,
+    PATCHED,
     STOCK,
     Kind,
     SplitResult,
@@ -50,17 +50,17 @@ from hf_accum_fix.verification.report import (
     could_not_tell,
     judge_own,
 )
+from hf_accum_fix.verification.restore import restored, without_dropout
 from hf_accum_fix.verification.sample import Drawn, Split, draw, splits_of
-from hf_accum_fix.verification.traceless import traceless, without_dropout
 
-#: Smallest tolerance, in units of machine epsilon of the coarsest type of parameters or loss.
+#: Smallest tolerance, in machine epsilons of the coarsest dtype of parameters and loss.
 _ROUNDINGS: Final = 2.0
-#: How near a factor has to be to its symbol: in tolerances, and the least relative distance.
+#: Largest distance of a factor from its symbol, in tolerances; and the smallest such limit, relative.
 _NEAR: Final = 8.0
 _NEAREST: Final = 1e-5
-#: Smallest tolerance of a logged loss: a log has few digits.
+#: Smallest tolerance of a logged loss, which is rounded to few digits.
 _LOGGED: Final = 1e-3
-#: Further global batches to search for one whose samples differ in their items.
+#: Further global batches in which to look for one whose samples have different numbers of items.
 _FURTHER: Final = 8
 
 
@@ -77,32 +77,32 @@ def verify(
 ) -> VerificationReport:
     """Compare the gradient of a trainer for several splits of one global batch with the gradient of the full batch.
 
-    The first global batches are drawn in the trainer's own order and split into micro-batches; each split is run
-    through the trainer's own ``train()`` without taking a step, as the installed release does it and with ``apply()``.
-    Nothing is changed: whatever is reachable from the trainer, random states and the output folder are as before.
-    Dropout is off meanwhile. Call it on every rank; every rank gets the same report.
+    Draw the first global batches in the trainer's own order, split them into micro-batches, and run each split through
+    the trainer's own ``train()`` without an optimizer step, as the installed release does it and with ``apply()``.
+    Afterwards all state reachable from the trainer, random states and the output folder are as before. Dropout is off
+    during the comparison. Call it on every rank; every rank gets the same report.
 
     Args:
         trainer: a built `transformers.Trainer`, of any subclass.
-        splits: each as (samples of a micro-batch, accumulation steps), or samples of a micro-batch alone; None: the
-            user's own, the two extremes, and a short last window.
-        windows: global batches to verify on.
-        reference: "full": one forward; "streamed": sample by sample; "auto": streamed where the full does not fit.
-        samples: this rank's samples, for a data set that cannot be started anew.
-        with_apply: verify the installed release, stock and with ``apply()``; False: only the mode that this process
-            trains in now.
-        eval_samples: how many samples of the evaluation set, from the first on, to compare ``eval_loss`` with the item
-            mean on, for two eval batch sizes; 0: none.
-        step: the optimizer step to verify: the trainer's state says so, and one window runs before it. The weights are
+        splits: pairs (samples per micro-batch, accumulation steps), or samples per micro-batch; None: the user's own,
+            the two extremes, and a short last window.
+        windows: number of global batches to verify.
+        reference: "full": one forward; "streamed": sample by sample; "auto": streamed if the full batch does not fit.
+        samples: this rank's samples, for a data set that cannot be read twice.
+        with_apply: verify the installed release, stock and with ``apply()``; False: only the mode in which this process
+            trains now.
+        eval_samples: number of first samples of the evaluation set on which to compare ``eval_loss`` with the item
+            mean, for two eval batch sizes; 0: do not compare.
+        step: optimizer step to verify: it is set in the trainer's state, and one window runs before it. The weights are
             the current ones.
 
     Raises:
-        OptionsError: if an argument is invalid. Every other obstacle is the verdict "could not tell".
+        OptionsError: if an argument is invalid. Any other obstacle gives the verdict "could not tell".
     """
     if windows < 1 or eval_samples < 0 or step < 0:
         raise OptionsError(
-            f"got windows={windows}, eval_samples={eval_samples}, step={step}; expected at least 1 window, 0 samples "
-            "or more, and step 0 or a later one"
+            f"got windows={windows}, eval_samples={eval_samples}, step={step}; expected windows >= 1, eval_samples "
+            ">= 0 and step >= 0"
         )
     head = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
     blank = VerificationReport(
@@ -110,10 +110,10 @@ def verify(
     )
     try:
         _check(trainer)
-        with traceless(trainer) as state:
+        with restored(trainer) as state:
             verification = _Verification(trainer, blank, splits, reference, with_apply, step)
             report = verification.run(windows, samples, eval_samples)
-            lost = tuple(f"{each} was read or written to, and cannot be put back" for each in state.lost())
+            lost = tuple(f"{each} was read or written and cannot be put back" for each in state.lost())
             return replace(report, notes=(*report.notes, *lost))
     except OptionsError:
         raise
@@ -125,25 +125,25 @@ def _check(trainer: TrainerLike) -> None:
     off = check_setup(trainer)
     if VERIFY in off:
         raise SeamError(off[VERIFY])
-    kind = trainer.accelerator.distributed_type
-    if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+    engine = trainer.accelerator.distributed_type
+    if engine in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         raise UnsupportedSetupError(
-            f"{kind.value} keeps the gradients in pieces, which verify() cannot compare yet; verify one process or "
-            "DistributedDataParallel with the same model, data and arguments"
+            f"got {engine.value}, which shards gradients; expected one process or DistributedDataParallel; verify "
+            "there, with the same model, data and arguments"
         )
     if data_ranks(trainer) < trainer.args.world_size:
         raise UnsupportedSetupError(
-            "tensor-parallel ranks hold pieces of the gradients, which verify() cannot compare yet; leave tp_plan out"
+            "got tensor-parallel ranks, which shard gradients; expected data-parallel ranks; omit tp_plan"
         )
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         raise UnsupportedSetupError(
-            "got a model without a trainable parameter; expected one, whose gradient can be compared"
+            "got a model without a trainable parameter; expected at least one; set requires_grad"
         )
 
 
 @dataclass
 class _Verification:
-    """One verify() while it runs."""
+    """One run of verify()."""
 
     trainer: TrainerLike
     blank: VerificationReport
@@ -155,7 +155,7 @@ class _Verification:
     router_is_whole: bool = False
 
     def run(self, windows: int, samples: Sequence[Any] | None, eval_samples: int) -> VerificationReport:
-        """Draw, compute the references, run every split in every mode, evaluate."""
+        """Draw samples, compute the references, run every split in every mode, evaluate."""
         trainer = self.trainer
         options = options_of(trainer)
         named = [(name, each) for name, each in trainer.model.named_parameters() if each.requires_grad]
@@ -163,12 +163,12 @@ class _Verification:
         notes = ["dropout was turned off for the comparison"] if without_dropout(trainer.model) else []
         notes += _not_looked_at(trainer)
         own = (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps)
-        drawn = draw(understudy(trainer, *own), windows, samples)
+        drawn = draw(copy_for_split(trainer, *own), windows, samples)
         notes += drawn.notes
-        modes = [STOCK, *([MENDED] if self.with_apply and enabled() else [])]
+        modes = [STOCK, *([PATCHED] if self.with_apply and enabled() else [])]
         modes = modes if self.with_apply else [self.blank.active]
         if self.with_apply and not enabled():
-            notes.append(f"apply() was left out: {SWITCH}={os.environ[SWITCH]}")
+            notes.append(f"apply() was not run: {SWITCH}={os.environ[SWITCH]}")
         report = replace(self.blank, world_size=trainer.args.world_size)
         results: list[SplitResult] = []
         owns: list[SplitResult] = []
@@ -191,12 +191,14 @@ class _Verification:
             if stuck and scene.contract.reduction is Reduction.PLAIN:
                 notes.append(
                     f"micro-batches of {', '.join(map(str, stuck))} samples cannot be run: if the model puts rows into "
-                    "groups by a size of its own, the full batch in one forward is another loss than it trains"
+                    "groups by a size of its own, the full batch in one forward is another loss than in training"
                 )
             report = replace(report, contract=str(scene.contract))
             masked = "attention_mask" in scene.collate([rows[0]])
             if scene.contract.has_router_loss and options.router_loss == Convention.EXACT.value and not masked:
-                notes.append("without an attention mask padding is routed and counted: pad every split to one width")
+                notes.append(
+                    "without an attention mask, padding is routed and counted: pad every split to the same width"
+                )
             if not reference.decomposes and not self.router_is_whole:
                 notes.append("two halves of the global batch do not add up to it: no split can equal the full batch")
             factor = scene.factor(scene.collate(list(rows[: own[0]])))
@@ -206,8 +208,8 @@ class _Verification:
                 and any(abs(factor / each - 1) < 1e-3 for each in (own[1], 1 / own[1]))
             ):
                 notes.append(
-                    f"{type(trainer).__name__}.compute_loss returns {factor:.4g} times the model's loss, whatever the "
-                    f"split: if that stands for gradient_accumulation_steps={own[1]}, leave it out"
+                    f"{type(trainer).__name__}.compute_loss returns {factor:.4g} times the model's loss at any split: "
+                    f"if that factor is gradient_accumulation_steps={own[1]}, remove it"
                 )
         evaluated, reason = evaluate(self.trainer, scene, eval_samples, modes, options)
         notes += [reason] if reason else []
@@ -226,14 +228,14 @@ class _Verification:
         )
 
     def tolerance(self, reference: Reference) -> float:
-        """The largest relative error that is called exact."""
+        """The largest relative error that counts as exact."""
         rounding = max(torch.finfo(dtype).eps for dtype in (reference.dtype, *(each.dtype for each in self.parameters)))
         return max(FLOORS * reference.noise.floor, _ROUNDINGS * rounding)
 
     def _windows(
         self, drawn: Drawn, options: Options, windows: int, samples: Sequence[Any] | None, notes: list[str]
     ) -> Iterator[tuple[Scene, Sequence[Any], list[Any]]]:
-        """Each global batch: its samples on this rank and on all ranks; one more where all are uniform."""
+        """Each global batch, with its samples on this rank and on all ranks; a further one if all are uniform."""
         uniform = True
         for rows in drawn.windows:
             scene, every = self._scene(drawn, rows, options), self._of_all_ranks(rows)
@@ -243,21 +245,23 @@ class _Verification:
             return
         if samples is None:
             own = (self.trainer.args.per_device_train_batch_size, self.trainer.args.gradient_accumulation_steps)
-            further = draw(understudy(self.trainer, *own), windows + _FURTHER, None)
+            further = draw(copy_for_split(self.trainer, *own), windows + _FURTHER, None)
             for rows in further.windows:
                 every = self._of_all_ranks(rows)
                 if not _is_uniform(replace(scene, collate=further.collate), every):
-                    notes.append("a further global batch was drawn, as all samples of the first have as many items")
+                    notes.append(
+                        "a further global batch was drawn, because all samples of the first have equally many items"
+                    )
                     yield self._scene(further, rows, options), rows, every
                     return
-        notes.append("all samples have as many items: whether micro-batches are weighed by theirs was not tested")
+        notes.append("all samples have equally many items: whether micro-batches are weighted by items was not tested")
 
     def _of_all_ranks(self, rows: Sequence[Any]) -> list[Any]:
         return [each for rank in _gathered(self.trainer, list(rows)) for each in rank]
 
     def _scene(self, drawn: Drawn, rows: Sequence[Any], options: Options) -> Scene:
-        """The trainer without accumulation, its contract observed on the window as the user splits it."""
-        alone = understudy(self.trainer, len(rows), 1, self.step)
+        """The trainer without accumulation, its contract observed on the window with the user's split."""
+        alone = copy_for_split(self.trainer, len(rows), 1, self.step)
         if compute_loss_of(alone) is not None:
             alone.compute_loss = without_outputs(alone.compute_loss)
         own = Split(self.trainer.args.per_device_train_batch_size, 1)
@@ -293,14 +297,14 @@ class _Run:
         return self.split.micro_batches(self.rows, self.scene.collate)
 
     def result(self, mode: str, options: Options) -> SplitResult:
-        """Run the split in one mode and compare."""
+        """Run the split in one mode and compare its gradient."""
         count = -(-len(self.rows) // self.split.per_device)
         blank = SplitResult(
             mode, self.split.per_device, self.split.steps, count, self.window, could_not_tell("not run")
         )
         try:
             with in_mode(mode, self.trainer, options):
-                run = rehearse(
+                run = dry_run(
                     self.trainer,
                     self.verification.parameters,
                     self.micro_batches(),
@@ -311,7 +315,7 @@ class _Run:
                 )
         except AccumFixError as error:
             return replace(blank, verdict=could_not_tell(str(error)))
-        except TypeError as error:  # The loss requires the number, and this mode hands it none.
+        except TypeError as error:  # The loss requires num_items_in_batch, which this mode does not pass.
             take(self.verification.parameters)
             return replace(blank, verdict=could_not_tell(f"{mode} cannot run this micro-batch: {error}"))
         except (RuntimeError, ValueError) as error:
@@ -324,12 +328,12 @@ class _Run:
         self.verification.router_is_whole |= _is_whole(run.router)
         return self._compared(blank, run, count)
 
-    def _compared(self, blank: SplitResult, run: Rehearsal, count: int) -> SplitResult:
-        """The numbers and the verdict, every rank alike."""
+    def _compared(self, blank: SplitResult, run: DryRun, count: int) -> SplitResult:
+        """The numbers and the verdict, the same on every rank."""
         release = self.verification.blank.transformers
         lost = is_present(explanation.LOST, release) and run.steps_run < count
         if run.gradient is None:
-            words = f"no optimizer step came of {run.steps_run} of {count} micro-batches"
+            words = f"no optimizer step after {run.steps_run} of {count} micro-batches"
             if not lost:
                 return replace(blank, verdict=could_not_tell(words))
             return replace(blank, verdict=Verdict(Kind.OFF, f"off: {words}"), defects=(explanation.LOST,))
@@ -361,7 +365,7 @@ class _Run:
                 return replace(result, verdict=could_not_tell(kept))
             if router is None and (rounded := self._rounded_off(run.gradient, count)) is not None:
                 return replace(result, verdict=_off(rounded, self._rounding()))
-            # A router loss that the trainer itself adds is no term of the contract.
+            # A router loss that the trainer itself adds is not a term of the contract.
             named = router is not None or _is_whole(run.router)
             words = f"exact to the floor, the router's loss {_words(run.router)}" if named else "exact to the floor"
             if result.loss_ratio is not None and abs(result.loss_ratio - 1) > max(_NEAR * tolerance, _LOGGED):
@@ -374,7 +378,7 @@ class _Run:
         return replace(result, verdict=_off(error, why.words), defects=tuple(dict.fromkeys(why.defects)))
 
     def _kept(self, tolerance: float, scale: float, count: int) -> bool | str:
-        """Whether an error within the tolerance leaves no room for the least factor that matters, 1 + 1/G; or why not.
+        """Whether the tolerance excludes the smallest relevant factor, 1 + 1/G; or why that is unknown.
 
         Args:
             tolerance: of the error.
@@ -383,21 +387,21 @@ class _Run:
         """
         least = min(0.3, 1 / count if count > 1 else 0.3)
         if tolerance > WIDEST:
-            return f"the noise floor is {self.reference.noise.floor:.2g}, too wide to see a factor of 1.3"
+            return f"the noise floor is {self.reference.noise.floor:.2g}, which would hide a factor of 1.3"
         if tolerance < least / 2:
             return True
         if FLOORS * self.reference.noise.scale >= least / 2:
-            return f"the noise floor is {self.reference.noise.floor:.2g}, too wide to see a factor of {1 + least:.4g}"
+            return f"the noise floor is {self.reference.noise.floor:.2g}, which would hide a factor of {1 + least:.4g}"
         return abs(scale - 1) < least / 2
 
     def _router(self, trained: RouterLoss | None) -> tuple[Gradient, float]:
-        """This rank's gradient and value of the router's loss, by the convention that was trained."""
+        """This rank's gradient and value of the router loss, by the convention in training."""
         convention = Convention.MEAN if trained is None else trained.in_force
         if convention is Convention.EXACT:
             return self.scene.router([self.scene.collate(list(self.every))])
         if convention is Convention.MEAN:
             return self.scene.router(self.micro_batches())
-        # Running counts depend on the split, so they can only be compared with themselves.
+        # Running counts depend on the split, so compare them with themselves.
         assert trained is not None
         batches = self.micro_batches()
         device, world_size = self.trainer.args.device, self.trainer.args.world_size
@@ -407,8 +411,8 @@ class _Run:
         trained.settle(numbers, len(batches), world_size)
         return self.scene.router(batches, trained.micro_batch)
 
-    def _why(self, run: Rehearsal, router: Any, logged: float, count: int, tolerance: float) -> Explanation:
-        """Try the candidates one after the other, the cheap ones first."""
+    def _why(self, run: DryRun, router: Any, logged: float, count: int, tolerance: float) -> Explanation:
+        """Try the possible causes, the cheap ones first."""
         assert run.gradient is not None
         precision = min(max(_NEAR * tolerance, _NEAREST), WIDEST)
         gradient, right = run.gradient, self.reference.gradient
@@ -439,18 +443,17 @@ class _Run:
             return Explanation(f"{why.words}; {inherent}", why.defects) if inherent else why
         if inherent:
             return Explanation(inherent)
-        return Explanation("not one of the known kinds")
+        return Explanation("no known cause")
 
     def _narrow(self) -> set[torch.dtype]:
-        """The 16-bit dtypes of the parameters, where a sum of micro-batches can be made anew."""
+        """The 16-bit dtypes of the parameters; empty if the micro-batches cannot be summed again."""
         dtypes = {each.dtype for each in self.verification.parameters if each.dtype.itemsize < 4}
         return dtypes if self.scene.contract.items is not None else set()
 
     def _rounded_off(self, gradient: Gradient, count: int) -> float | None:
-        """What adding the micro-batches in 16 bits has lost, relative; None: less than one unit in the last place.
+        """The relative loss of summing micro-batches in 16 bits; None: less than one unit in the last place.
 
-        Beside the same micro-batches' gradients added in 32 bits: the noise of a 16-bit forward, which is there in one
-        micro-batch as well, is in both, and hides nothing.
+        The same micro-batches are summed in 32 bits, so that the noise of 16-bit forwards is in both and hides nothing.
         """
         if count == 1 or not (narrow := self._narrow()):
             return None
@@ -461,10 +464,10 @@ class _Run:
 
     def _rounding(self) -> str:
         named = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self._narrow()))
-        return f"rounding, by adding up micro-batches in {named}; take accumulate_in='float32' or 'compensated'"
+        return f"rounding, by summing micro-batches in {named}; set accumulate_in='float32' or 'compensated'"
 
     def _sums_in_16_bits(self, gradient: Gradient, tolerance: float) -> str:
-        """The rounding of sums in the parameters' own 16 bits, in words; empty where it is not the cause."""
+        """The words for rounding in the parameters' own 16 bits; empty if that is not the cause."""
         parameters = self.verification.parameters
         if not self._narrow():
             return ""
@@ -474,7 +477,7 @@ class _Run:
         return self._rounding()
 
     def _inherent(self) -> str:
-        """Why no split at all can equal the full batch; empty where one can."""
+        """Why no split can equal the full batch; empty if splits can."""
         contract = self.scene.contract
         if contract.reduction is Reduction.PLAIN:
             return f"{contract.reason}, so no split can equal the full batch"
@@ -487,11 +490,11 @@ class _Run:
         return take(self.verification.parameters)
 
     def _rank_mean(self, *, of_all: bool = False, wide: bool = False) -> list[Any]:
-        """The mean over this rank's items; or its share of the mean over all, such that ranks are averaged.
+        """The gradient of the mean over this rank's items, or of its part of the mean over all items.
 
         Args:
-            of_all: that share.
-            wide: added in 32 bits, whatever the parameters have.
+            of_all: return that part, times W, so that the mean over ranks is the sum of the parts.
+            wide: sum in 32 bits, whatever the dtype of the parameters.
         """
         summed = Sum(self.verification.parameters)
         batches = self.micro_batches()
@@ -542,7 +545,7 @@ class _Run:
 
 
 def _is_uniform(scene: Scene, every: Sequence[Any]) -> bool:
-    """Whether all samples have as many items, so that weighing by items or by samples is the same."""
+    """Whether all samples have equally many items, so that weights by items and by samples are the same."""
     items = scene.contract.items
     if items is None or not items.keys or scene.contract.reduction is Reduction.PLAIN:
         return False
@@ -551,7 +554,7 @@ def _is_uniform(scene: Scene, every: Sequence[Any]) -> bool:
 
 
 def _not_looked_at(trainer: TrainerLike) -> list[str]:
-    """Notes on the trainer's own code that may change a gradient and is not run."""
+    """Notes on the trainer's own code that may change gradients and is not run here."""
     found = [
         f"{type(each).__name__}.{name}"
         for each in trainer.callback_handler.callbacks
@@ -562,17 +565,17 @@ def _not_looked_at(trainer: TrainerLike) -> list[str]:
     clips = next((cls for cls in type(trainer).__mro__ if "_clip_grad_norm" in vars(cls)), Trainer)
     if clips is not Trainer:
         found.append(f"{clips.__name__}._clip_grad_norm")
-    return [f"{each} is not run here, so what it does to gradients is not verified" for each in found]
+    return [f"{each} is not run here; its effect on gradients is not verified" for each in found]
 
 
 def _words(router: RouterLoss | None) -> str:
-    """The convention of a router's loss, in the words of a verdict."""
+    """The convention of a router loss, in the words of a verdict."""
     convention = Convention.MEAN if router is None else router.in_force
     return f"{convention}" + ("" if convention is Convention.EXACT else ", by convention")
 
 
 def _is_whole(router: RouterLoss | None) -> bool:
-    """Whether the router's loss was trained as the whole global batch's."""
+    """Whether the router loss in training is that of the whole global batch."""
     return router is not None and router.in_force is Convention.EXACT
 
 

@@ -33,7 +33,7 @@ class DealtClass(ClassRecorder):
 
 
 class DealtByHand(StockRecorder):
-    """A stock Trainer whose windows are dealt, and nothing mended."""
+    """A stock Trainer whose windows are dealt, and nothing fixed."""
 
     def get_train_dataloader(self) -> Any:
         return Dealer(BALANCE, progress=False).around(super().get_train_dataloader(), 4)
@@ -60,7 +60,7 @@ def test_every_kind_of_loss_takes_the_full_batch_step(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["bert-mlm", "no-kwargs", "drops-kwargs"])
 def test_dealing_alone_would_be_wrong(name: str, tmp_path: Path) -> None:
-    """A head that returns its own mean, dealt by length under the stock Trainer; the subclass mends it."""
+    """A head that returns its own mean, dealt by length under the stock Trainer; the subclass fixes it."""
     head = HEADS[name]
     reference = reference_step(head, cut(head.samples, 2))
     assert take_step(head, head.samples, 2, 4, "stock", tmp_path, trainer_class=DealtByHand).error(reference) > 0.1
@@ -162,7 +162,7 @@ needs_batch_rebalance = pytest.mark.skipif(
 @needs_batch_rebalance
 @pytest.mark.parametrize("head", ["llama", "bert-mlm"])
 def test_the_trainers_own_dealing_is_left_to_it(head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """batch_rebalance: the micro-batches are its own, and gradient and log are mended."""
+    """batch_rebalance: the micro-batches are its own, and gradient and log are fixed."""
     own = {"train_sampling_strategy": "batch_rebalance"}
     found = train(tmp_path, balance=True, head=head, **own)
     alone = train(tmp_path, balance=False, head=head, **own)

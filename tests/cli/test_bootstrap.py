@@ -45,7 +45,7 @@ def write(file: Path, text: str) -> Path:
 
 
 def python(script: str, *pythonpath: Path | str, flags: tuple[str, ...] = (), **variables: str) -> tuple[str, str]:
-    """What a process that has the bootstrap folder first prints, and what it says on stderr."""
+    """What a process that has the bootstrap folder first prints, to stdout and stderr."""
     done = start([sys.executable, *flags, "-c", script], environment(BOOTSTRAP, *pythonpath, **variables), Path("/"))
     return done.stdout, done.stderr
 
@@ -62,13 +62,13 @@ def test_nothing_else_is_touched(stand_in: Path) -> None:
         "import sys, json, transformers;"
         "print(json.dumps([sorted({*sys.modules} - {'sitecustomize'}), sys.path, len(sys.meta_path)]))"
     )
-    out, told = python(script, stand_in)
+    out, printed = python(script, stand_in)
     modules, path, finders = json.loads(out)
     without = start([sys.executable, "-c", script], environment(stand_in), Path("/"))
     assert modules == json.loads(without.stdout)[0]
     assert [path[0], *path[2:]] == json.loads(without.stdout)[1] and path[1] == BOOTSTRAP
     assert finders == json.loads(without.stdout)[2] + 1
-    assert told == ""
+    assert printed == ""
 
 
 def test_the_module_looks_as_if_nobody_had_been_there(stand_in: Path) -> None:
@@ -94,10 +94,10 @@ def test_it_costs_less_than_two_milliseconds(tmp_path: Path) -> None:
         f"sys.path.insert(0, {BOOTSTRAP!r}); s = t(); import sitecustomize; print(t() - s, len(sys.meta_path))"
     )
     env = environment(**with_bytecode_in(tmp_path))
-    told = [start([sys.executable, "-c", script], env, Path("/")).stdout.split() for _ in range(8)]
+    printed = [start([sys.executable, "-c", script], env, Path("/")).stdout.split() for _ in range(8)]
     plain = start([sys.executable, "-c", "import sys; print(len(sys.meta_path))"], environment(), Path("/")).stdout
-    assert {int(finders) for _, finders in told} == {int(plain) + 1}
-    assert min(float(cost) for cost, _ in told) < LIMIT
+    assert {int(finders) for _, finders in printed} == {int(plain) + 1}
+    assert min(float(cost) for cost, _ in printed) < LIMIT
 
 
 @pytest.mark.parametrize("flag", ["-E", "-I", "-S"])
@@ -112,8 +112,8 @@ def test_these_flags_defeat_it(flag: str, stand_in: Path) -> None:
 
 def test_the_processes_it_starts_are_patched_and_silent(stand_in: Path) -> None:
     script = f"{PATCHED}; import subprocess, sys; subprocess.run([sys.executable, '-c', {PATCHED!r}])"
-    told = python(f"import sys; sys.stdout.reconfigure(line_buffering=True); {script}", stand_in)
-    assert told == ("True\nTrue\n", ON)
+    printed = python(f"import sys; sys.stdout.reconfigure(line_buffering=True); {script}", stand_in)
+    assert printed == ("True\nTrue\n", ON)
 
 
 def test_spawned_workers_are_patched(stand_in: Path, tmp_path: Path) -> None:
@@ -136,23 +136,23 @@ OFF = "hf-accum-fix: NOT on: "
 
 
 @pytest.mark.parametrize("rank", [{}, {"RANK": "1"}, {"LOCAL_RANK": "3"}])
-@pytest.mark.parametrize("said", [{}, {"PYTHON_HF_ACCUM_FIX_SAID": "1"}])
-def test_a_process_that_is_not_on_says_so_whoever_spoke_before(
-    rank: dict[str, str], said: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize("announced", [{}, {"PYTHON_HF_ACCUM_FIX_ANNOUNCED": "1"}])
+def test_a_process_without_the_patch_prints_that_whatever_was_printed_before(
+    rank: dict[str, str], announced: dict[str, str], tmp_path: Path
 ) -> None:
-    """A launcher on another Python, or on another machine, says "is on"; the rank that trains stock is this one."""
+    """A launcher on another Python, or on another machine, prints "is on"; the rank that trains stock is this one."""
     write(tmp_path / "transformers/__init__.py", "")
     write(tmp_path / "transformers/trainer.py", "class Trainer:\n    patched = False\n")
     write(tmp_path / "hf_accum_fix/__init__.py", "")  # of an age without a command line
-    out, told = python(PATCHED, tmp_path, **rank, **said)
+    out, printed = python(PATCHED, tmp_path, **rank, **announced)
     assert out == "False\n"
-    assert told.startswith(OFF) and told.count("\n") == 1
+    assert printed.startswith(OFF) and printed.count("\n") == 1
 
 
-def test_a_process_that_was_switched_off_says_so(stand_in: Path) -> None:
+def test_a_process_that_was_switched_off_prints_that(stand_in: Path) -> None:
     write(stand_in / "hf_accum_fix/cli/inherit.py", "def apply_inherited():\n    return 'stand-in is off: by hand'\n")
-    told = python(PATCHED, stand_in, RANK="1", PYTHON_HF_ACCUM_FIX_SAID="1")[1]
-    assert told == "hf-accum-fix: stand-in is off: by hand\n"
+    printed = python(PATCHED, stand_in, RANK="1", PYTHON_HF_ACCUM_FIX_ANNOUNCED="1")[1]
+    assert printed == "hf-accum-fix: stand-in is off: by hand\n"
 
 
 def test_what_a_silent_process_starts_is_heard(stand_in: Path, tmp_path: Path) -> None:
@@ -163,9 +163,9 @@ def test_what_a_silent_process_starts_is_heard(stand_in: Path, tmp_path: Path) -
         f"subprocess.run([sys.executable, '-c', {PATCHED!r}])"
     )
     write(tmp_path / "old/hf_accum_fix/__init__.py", "")
-    out, told = python(script, tmp_path / "old", stand_in)
+    out, printed = python(script, tmp_path / "old", stand_in)
     assert out == "False\nTrue\n"
-    assert told.startswith(OFF) and told.endswith(ON) and told.count("\n") == 2
+    assert printed.startswith(OFF) and printed.endswith(ON) and printed.count("\n") == 2
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_no_further_attempt_gets_a_stock_trainer(refusal: str, stand_in: Path) -
     assert python(script, stand_in) == ("no\nno\n", "")
 
 
-def test_a_python_without_this_package_says_so_and_goes_on(stand_in: Path, tmp_path: Path) -> None:
+def test_a_python_without_this_package_prints_that_and_continues(stand_in: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "other", symlinks=os.name != "nt")
     other = tmp_path / "other" / ("Scripts" if os.name == "nt" else "bin") / "python"
     for file in sorted((stand_in / "hf_accum_fix").rglob("*.py")):
@@ -201,14 +201,14 @@ def test_a_python_without_this_package_says_so_and_goes_on(stand_in: Path, tmp_p
     again = f"import subprocess, sys; sys.stdout.flush(); subprocess.run([sys.executable, '-c', {PATCHED!r}])"
     done = start([other, "-c", f"{PATCHED}; {again}"], environment(BOOTSTRAP, stand_in), Path("/"))
     assert (done.returncode, done.stdout) == (0, "False\nFalse\n")
-    line = f"hf-accum-fix: NOT on: {other} has no hf_accum_fix with a command line; install it there\n"
+    line = f"hf-accum-fix: NOT on: {other} has no hf_accum_fix, or one without a command line; install it there\n"
     assert done.stderr == line * 2, "each of the two processes trains stock"
 
 
 def test_a_broken_installation_is_an_error(stand_in: Path) -> None:
     write(stand_in / "hf_accum_fix/cli/inherit.py", "import wrapt_of_another_age\n")
-    out, told = python(PATCHED, stand_in)
-    assert out == "" and "No module named 'wrapt_of_another_age'" in told
+    out, printed = python(PATCHED, stand_in)
+    assert out == "" and "No module named 'wrapt_of_another_age'" in printed
 
 
 # --- the sitecustomize it hides ---------------------------------------------------------------------------------------
@@ -217,8 +217,8 @@ def test_a_broken_installation_is_an_error(stand_in: Path) -> None:
 def test_the_hidden_one_runs_and_is_the_module(stand_in: Path, tmp_path: Path) -> None:
     hidden = write(tmp_path / "theirs" / "sitecustomize.py", "import sys\nprint('theirs')\nsys.path.append('/added')\n")
     script = f"import sys; print(sys.modules['sitecustomize'].__file__, sys.path[1], sys.path[-1]); {PATCHED}"
-    out, told = python(script, hidden.parent, stand_in)
-    assert (out, told) == (f"theirs\n{hidden} {BOOTSTRAP} /added\nTrue\n", ON)
+    out, printed = python(script, hidden.parent, stand_in)
+    assert (out, printed) == (f"theirs\n{hidden} {BOOTSTRAP} /added\nTrue\n", ON)
 
 
 def test_a_hidden_one_that_imports_the_trainer_gets_it_patched(stand_in: Path, tmp_path: Path) -> None:
@@ -241,12 +241,12 @@ def test_a_hidden_one_that_clears_the_finders_does_not_remove_ours(clear: str, s
 
 
 @pytest.mark.parametrize("slip", ["1 / 0", "import no_such_module", "raise ImportError('by hand')"])
-def test_its_errors_are_told_as_python_tells_them(slip: str, stand_in: Path, tmp_path: Path) -> None:
+def test_its_errors_are_printed_as_python_prints_them(slip: str, stand_in: Path, tmp_path: Path) -> None:
     hidden = write(tmp_path / "theirs" / "sitecustomize.py", slip)
-    out, told = python(PATCHED, hidden.parent, stand_in)
+    out, printed = python(PATCHED, hidden.parent, stand_in)
     alone = start([sys.executable, "-c", "pass"], environment(hidden.parent), Path("/"))
     assert "Error in sitecustomize" in alone.stderr
-    assert (out, told) == ("True\n", alone.stderr + ON)
+    assert (out, printed) == ("True\n", alone.stderr + ON)
 
 
 def test_usercustomize_runs_as_before(stand_in: Path, tmp_path: Path) -> None:

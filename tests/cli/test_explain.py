@@ -30,21 +30,21 @@ def test_the_list_has_every_name_and_summary(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
-def test_a_row_is_told_whole(defect: Defect, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_is_printed_whole(defect: Defect, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", defect.name]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for fact in (defect.name, defect.summary, defect.range, defect.gradient, defect.who, defect.wrong, defect.right):
-        assert fact in told
-    assert all(link in told for link in defect.source)
+        assert fact in printed
+    assert all(link in printed for link in defect.source)
 
 
 def test_the_equations_stand_one_above_the_other() -> None:
-    told = explanation(EXAMPLE).splitlines()
-    assert "wrong       sum(S) / n" in told
-    assert "right       sum(S) / N" in told
-    assert "whose runs  runs on several ranks" in told
-    assert "gradient    G times the right one" in told
-    assert "evidence    read in the source, not run" in told
+    printed = explanation(EXAMPLE).splitlines()
+    assert "wrong       sum(S) / n" in printed
+    assert "right       sum(S) / N" in printed
+    assert "whose runs  runs on several ranks" in printed
+    assert "gradient    G times the right one" in printed
+    assert "evidence    read in the source, not run" in printed
 
 
 def test_an_unknown_name_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,12 +65,12 @@ def test_it_is_on_with_the_options_that_travelled(monkeypatch: pytest.MonkeyPatc
 def test_a_refusal_is_no_error_that_a_script_catches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(Trainer, "compute_loss", theirs)
-    with pytest.raises(SystemExit, match=f"hf-accum-fix: Trainer.compute_loss was replaced by {THEIRS}"):
+    with pytest.raises(SystemExit, match=f"hf-accum-fix: got {THEIRS} in place of Trainer.compute_loss"):
         apply_inherited()
     assert hf_accum_fix.active_handle() is None
 
 
-def test_switched_off_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_off_it_reports_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ACCUM_FIX", "0")
     assert apply_inherited() == f"{hf_accum_fix.__version__} is off: HF_ACCUM_FIX=0"
 

@@ -75,15 +75,15 @@ def test_an_option_that_means_nothing_is_wrong_usage() -> None:
 
 def test_the_inner_of_two_runs_counts() -> None:
     inner = [*RUN, "--allow-foreign", "in.ner", sys.executable, "-c", SHOW]
-    handed = json.loads(run("--allow-foreign", "out.er", *inner, PYTHON_HF_ACCUM_FIX_SAID="1").stdout)
+    handed = json.loads(run("--allow-foreign", "out.er", *inner, PYTHON_HF_ACCUM_FIX_ANNOUNCED="1").stdout)
     assert handed["PYTHONPATH"] == BOOTSTRAP
     assert inherited_options(handed).allow_foreign == ("in.ner",)
-    assert f"{VARIABLE}_SAID" not in handed
+    assert f"{VARIABLE}_ANNOUNCED" not in handed
 
 
 def test_switched_off_the_command_runs_as_it_is() -> None:
     done = run(sys.executable, "-I", "-c", SHOW, HF_ACCUM_FIX="0")
-    assert done.stderr == "hf-accum-fix: off, HF_ACCUM_FIX=0: the command runs as it is\n"
+    assert done.stderr == "hf-accum-fix: off, HF_ACCUM_FIX=0: the command runs without the patch\n"
     assert not {"PYTHONPATH", VARIABLE} & json.loads(done.stdout).keys()
     assert run("true", HF_ACCUM_FIX="maybe").returncode == 2
 

@@ -49,7 +49,7 @@ def script(tmp_path: Path) -> Path:
 def test_a_report_that_cannot_be_written_changes_no_exit_code(script: Path) -> None:
     done = start([*VERIFY, "--splits", "2x4", "--json", "/dev/full", script], environment())
     assert done.returncode == 1 and done.stdout.startswith("4x too large at your 2 x 4 (G times)"), done
-    assert "/dev/full cannot be written" in done.stderr and "Traceback" not in done.stderr
+    assert "cannot write /dev/full" in done.stderr and "Traceback" not in done.stderr
     with Path("/dev/full").open("w") as full:
         command = [str(each) for each in (*VERIFY, "--splits", "2x4", script)]
         gone = subprocess.run(command, env=environment(), cwd=ROOT, stdout=full, stderr=subprocess.PIPE, check=False)

@@ -107,13 +107,13 @@ def test_a_script_that_ends_has_no_verdict(
     assert words in capsys.readouterr().err
 
 
-def test_wrong_usage_is_told_before_the_script_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_reported_before_the_script_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "runs.py"
     script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     assert main(["verify", "--json", str(tmp_path), str(script)]) == 2
     assert main(["verify", "--plot", str(tmp_path), str(script)]) == 2
     assert main(["verify", "-m", "no_such_module_at_all"]) == 2
-    assert "it is a folder; name a file" in capsys.readouterr().err
+    assert "is a folder; expected a writable file; name another path" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
 
 

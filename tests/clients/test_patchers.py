@@ -115,7 +115,7 @@ def test_refused_when_training_begins(
         take_step(HEAD, HEAD.samples, 2, 4, "stock", tmp_path)
     assert "Trainer.training_step" in str(refusal.value)
     assert author in str(refusal.value) and advice in str(refusal.value)
-    assert "dropped by another patch since" in str(hf_accum_fix.report())
+    assert "dropped by a later patch" in str(hf_accum_fix.report())
     undo.undo()
     handle.revert()
 

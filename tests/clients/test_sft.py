@@ -109,13 +109,13 @@ def test_what_training_runs_is_observed_and_leaves_no_trace_in_the_log(tmp_path:
 
     stock = noted("stock")
     in_training = [call.keys() for call in calls]
-    mended = noted("apply")
+    fixed = noted("apply")
     assert [call.keys() for call in calls] == [in_training[0]] * (len(calls) - len(in_training)) + in_training
     for call in calls:
         assert call["fused_lm_head"] is True and call["use_cache"] is False
         assert isinstance(call["max_length_q"], int) and "attention_mask" not in call
     # Entropy, token accuracy and the number of tokens are kept on the trainer: what was observed is not among them.
-    assert {key: mended[key] for key in ("entropy", "mean_token_accuracy", "num_tokens")} == {
+    assert {key: fixed[key] for key in ("entropy", "mean_token_accuracy", "num_tokens")} == {
         key: stock[key] for key in ("entropy", "mean_token_accuracy", "num_tokens")
     }
 

@@ -126,5 +126,5 @@ def test_the_option_is_a_switch() -> None:
         Options(drop_duplicates="yes")  # type: ignore[arg-type]
     with apply(drop_duplicates=True) as handle:
         assert handle.options.drop_duplicates
-        with pytest.raises(OptionsError, match="which are applied already"):
+        with pytest.raises(OptionsError, match="which are already applied"):
             apply()

@@ -163,8 +163,8 @@ def test_without_matplotlib_the_report_is_the_answer(tmp_path: Path) -> None:
 
 def test_names_are_shortened_to_what_tells_them_apart() -> None:
     long = "/home/somebody/experiments/2024/llava"
-    names = [f"{long}/stock/results.jsonl: mode stock, G 8", f"{long}/mended/results.jsonl: mode apply, G 8"]
-    assert short_names(names) == ["stock/results.jsonl: mode stock, G 8", "mended/results.jsonl: mode apply, G 8"]
+    names = [f"{long}/stock/results.jsonl: mode stock, G 8", f"{long}/fixed/results.jsonl: mode apply, G 8"]
+    assert short_names(names) == ["stock/results.jsonl: mode stock, G 8", "fixed/results.jsonl: mode apply, G 8"]
     assert short_names([f"{long}/results.jsonl: a/b", f"{long}/results.jsonl: a/c"]) == [
         "results.jsonl: a/b", "results.jsonl: a/c",
     ]  # fmt: skip

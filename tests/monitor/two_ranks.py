@@ -258,7 +258,7 @@ def replicas_in_step(rank: int) -> dict[str, Any]:
             "tensors": None if its is None else its.tensors,
         }
         restore()
-        found[f"{name}, mended"] = replicas.check() is None
+        found[f"{name}, fixed"] = replicas.check() is None
 
     def change_one_element() -> None:
         model[4].weight.view(-1)[7] += 0.25

@@ -20,7 +20,7 @@ def test_every_epoch_ends_in_a_step_of_its_own(name: str, stream: bool, tmp_path
     stock, _, _ = train(head, "stock", tmp_path, stream=stream)
     patched, trainer, logged = train(head, "apply", tmp_path, stream=stream)
     subclass, _, _ = train(head, "trainer", tmp_path, stream=stream)
-    # llama on a release that counts and steps right: nothing to mend.
+    # llama on a release that counts and steps right: nothing to fix.
     right = name == "llama" and not stream and not before("5.10.1")
     assert (error(stock, wanted) < 1e-3) == right
     # Nine steps of a loss computed in float32.

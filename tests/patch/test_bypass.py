@@ -134,7 +134,7 @@ def test_an_error_of_ours_that_a_step_catches_is_raised_by_the_optimizer(
 
 @pytest.mark.parametrize("step", STEPS)
 def test_one_micro_batch_is_not_cut_and_not_refused(step: str, tmp_path: Path) -> None:
-    """At G = 1 on one rank there is nothing to mend."""
+    """At G = 1 on one rank there is nothing to fix."""
     with patched("apply"):
         trainer = made(tmp_path, "apply", accumulate=1)
         on_the_subclass(STEPS[step], trainer)

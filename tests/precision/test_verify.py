@@ -34,5 +34,5 @@ def test_the_loss_of_16_bits_is_off_and_float32_is_exact(tmp_path: Path) -> None
         assert result.error is not None and result.error < report.tolerance
         verdicts.append(report.verdict)
     rounded, wide = verdicts
-    assert rounded.kind is Kind.OFF and "adding up micro-batches in bfloat16" in rounded.words, rounded
+    assert rounded.kind is Kind.OFF and "summing micro-batches in bfloat16" in rounded.words, rounded
     assert wide.kind is Kind.EXACT, wide

@@ -62,7 +62,7 @@ def test_the_control_half(release: str) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_the_sweep_shows_both_errors_and_mends_both(release: str, tmp_path: Path) -> None:
+def test_the_sweep_shows_both_errors_and_fixes_both(release: str, tmp_path: Path) -> None:
     script = ["recipes/llava_sweep.py", "--steps", "1", "--total-batch", "16", "--splits", "8x1,1x8"]
     output = tmp_path / "sweep"
     launch = ["accelerate", "launch", "--cpu", "--num_processes", "2", *script]

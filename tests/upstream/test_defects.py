@@ -15,7 +15,7 @@ def test_names_are_unique() -> None:
     assert len({defect.name for defect in DEFECTS}) == len(DEFECTS)
 
 
-def test_every_row_says_what_happens_in_one_line() -> None:
+def test_every_row_has_a_summary_of_one_line() -> None:
     for defect in DEFECTS:
         assert defect.summary.endswith(".") and len(defect.summary) <= 100, defect.name
         assert defect.goes_when, defect.name

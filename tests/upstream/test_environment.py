@@ -102,7 +102,7 @@ def tracing(original: Callable[..., Any]) -> Callable[..., Any]:
     return trace
 
 
-def test_a_foreign_wrapper_and_a_replacement_are_told_apart_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_foreign_wrapper_and_a_replacement_are_distinguished_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "compute_loss", tracing(vars(Trainer)["compute_loss"]))
     monkeypatch.setattr(Trainer, "training_step", lambda self, model, inputs, num_items_in_batch=None: None)
     states = {state.seam.name: state for state in detect().seams}

@@ -51,7 +51,7 @@ def done_about(defect: Defect, release: str) -> Action:
     """What has to be decided about a defect that a release has."""
     if Version(Version(release).base_version) < Version(FIRST_RELEASE):
         return Action.REFUSE
-    return Action.NOT_MENDED if defect.not_mended else Action.MEND
+    return Action.NOT_FIXED if defect.not_fixed else Action.FIX
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
@@ -69,7 +69,7 @@ def test_every_defect_at_the_edges_of_its_range(defect: Defect) -> None:
 @pytest.mark.parametrize("build", ["5.5.4.dev0", "5.5.4rc1", "4.49.0.dev0", "5.24.0.dev0", "5.24.0rc1+local"])
 def test_a_build_that_is_no_release_is_never_called_unaffected(build: str) -> None:
     decisions = plan(build, seams()).decisions
-    assert {decision.action for decision in decisions} <= {Action.MEND, Action.NOT_MENDED, Action.UNKNOWN}
+    assert {decision.action for decision in decisions} <= {Action.FIX, Action.NOT_FIXED, Action.UNKNOWN}
     for decision in decisions:
         if decision.action is Action.UNKNOWN:
             assert build in decision.reason and not decision.defect.is_in(Version(build))
@@ -80,11 +80,11 @@ def test_a_release_older_than_what_was_read_is_not_called_unaffected() -> None:
 
 
 @pytest.mark.parametrize("release", [None, "not a version", "4.40.2", "4.38.2", "4.40.99"])
-def test_a_release_that_cannot_be_mended_is_refused_with_what_to_do(release: str | None) -> None:
+def test_a_release_that_cannot_be_fixed_is_refused_with_what_to_do(release: str | None) -> None:
     made = plan(release)
     assert isinstance(made.refusal, UnsupportedVersionError)
     assert FIRST_RELEASE in str(made.refusal) and "pip install -U transformers" in str(made.refusal)
-    assert Action.MEND not in {decision.action for decision in made.decisions}
+    assert Action.FIX not in {decision.action for decision in made.decisions}
     assert len(made.decisions) == len(DEFECTS)
 
 
@@ -105,13 +105,13 @@ def test_a_newer_release_or_a_build_before_one_is_marked_untested(release: str |
 
 
 @pytest.mark.parametrize(
-    ("torch", "said"),
+    ("torch", "marked"),
     [("2.2.0", False), ("2.13.0+cpu", False), ("2.15.1", False), ("2.16.0", True), ("3.0.0.dev0", True), (None, False)],
 )
-def test_a_torch_that_was_not_run_is_marked_untested(torch: str | None, said: bool) -> None:
+def test_a_torch_that_was_not_run_is_marked_untested(torch: str | None, marked: bool) -> None:
     untested = make_plan(Environment("5.23.0", "1.15.0", torch, "3.11.7"), Options()).untested
-    assert (untested is not None) == said
-    assert not said or untested == f"our tests have run torch 2.2.2 to 2.15.0, not {torch}"
+    assert (untested is not None) == marked
+    assert not marked or untested == f"our tests have run torch 2.2.2 to 2.15.0, not {torch}"
 
 
 def test_a_patch_release_with_bodies_that_were_run_is_tested() -> None:
@@ -126,7 +126,9 @@ def test_a_tested_release_with_another_body_is_marked_untested() -> None:
 def test_a_missing_method_is_refused() -> None:
     made = plan("6.0.0", seams(parameters=None, fits=False, composable=False))
     assert isinstance(made.refusal, SeamError)
-    assert "there is no Trainer.compute_loss(self, model, inputs, return_outputs" in str(made.refusal)
+    assert "without Trainer.compute_loss; expected Trainer.compute_loss(self, model, inputs, return_outputs" in str(
+        made.refusal
+    )
     assert {decision.action for decision in made.decisions} == {Action.REFUSE, Action.NOT_AFFECTED}
 
 
@@ -154,12 +156,12 @@ def test_a_wrapper_that_leads_to_the_original_is_not_refused() -> None:
 
 def test_a_release_without_the_module_of_the_trainer_is_refused() -> None:
     made = make_plan(Environment("6.0.0", None, None, "3.11.7", trainer_exists=False), Options())
-    assert isinstance(made.refusal, SeamError) and "no module transformers.trainer" in str(made.refusal)
+    assert isinstance(made.refusal, SeamError) and "without a module transformers.trainer" in str(made.refusal)
     missing = make_plan(Environment(None, None, None, "3.11.7", trainer_exists=False), Options())
     assert isinstance(missing.refusal, UnsupportedVersionError)
 
 
-def test_metadata_of_another_release_are_told_and_the_code_is_judged() -> None:
+def test_metadata_of_another_release_are_reported_and_the_code_is_judged() -> None:
     made = make_plan(Environment("5.23.0", None, None, "3.11.7", stale_metadata="4.49.0"), Options())
     assert "4.49.0" in str(made.untested) and made.refusal is None
     assert made.decisions == plan("5.23.0").decisions

@@ -1,4 +1,4 @@
-"""What we touch of transformers and accelerate: without it a SeamError by name, or something is off and says so."""
+"""Names of transformers and accelerate that we use: if one is missing, a SeamError names it, or a feature is off."""
 
 from __future__ import annotations
 
@@ -172,19 +172,19 @@ def test_the_subclass_and_the_loop_refuse_the_same(trainer: Any, monkeypatch: py
 
 
 @pytest.mark.parametrize("row", [row for row in OFF if row.off != VERIFY], ids=str)
-def test_training_goes_on_and_says_what_is_off(
+def test_training_continues_and_warns_what_is_off(
     row: Attribute, trainer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rename(row, trainer, monkeypatch)
     with hf_accum_fix.apply():
         trainer.train()
     assert trainer.state.global_step == 1
-    said = [message for message in caplog.messages if f"{row.off} is off" in message]
-    assert len(said) == 1 and f"without {row}; expected it: hf-accum-fix uses it to {row.used_for}" in said[0]
+    warned = [message for message in caplog.messages if f"{row.off} is off" in message]
+    assert len(warned) == 1 and f"without {row}; expected it: hf-accum-fix uses it to {row.used_for}" in warned[0]
 
 
 @pytest.mark.parametrize("row", [row for row in OFF if row.off == VERIFY], ids=str)
-def test_verify_says_that_it_could_not_tell(row: Attribute, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_has_no_verdict(row: Attribute, trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rename(row, trainer, monkeypatch)
     assert f"without {row}; " in verify(trainer).to_text().replace("\n", " ")
 

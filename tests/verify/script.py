@@ -1,4 +1,4 @@
-"""A plain training script, as a user has it: verified by ``hf-accum-fix verify``; with "mended" it calls apply()."""
+"""A plain training script, as a user has it: verified by ``hf-accum-fix verify``; with "fixed" it calls apply()."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 
 if "stops" in sys.argv:
     sys.exit("nothing to train")
-if "mended" in sys.argv:
+if "fixed" in sys.argv:
     import hf_accum_fix
 
     hf_accum_fix.apply()

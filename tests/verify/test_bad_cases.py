@@ -22,7 +22,7 @@ def test_a_loss_that_is_random_with_dropout_off(tmp_path: Path) -> None:
     assert not report.results
 
 
-def test_dropout_alone_is_turned_off_and_said(tmp_path: Path) -> None:
+def test_dropout_alone_is_turned_off_and_noted(tmp_path: Path) -> None:
     report = verify(small(Regression(dropout=0.5), tmp_path, points(8)), splits=[2, 8])
     assert report.verdict.kind is Kind.EXACT and "dropout was turned off for the comparison" in report.notes
 
@@ -65,7 +65,10 @@ def test_a_stream_that_cannot_is_refused_untouched_or_given_its_own_sample(tmp_p
     stream = OneWay()
     trainer = small(Regression(), tmp_path, stream, max_steps=2)
     refused = verify(trainer)
-    assert refused.verdict.kind is Kind.COULD_NOT_TELL and "give a sample of it, samples=[...]" in refused.verdict.words
+    assert (
+        refused.verdict.kind is Kind.COULD_NOT_TELL
+        and "pass some of its samples: samples=[...]" in refused.verdict.words
+    )
     assert verify(trainer, [2, 8], samples=points(8)).verdict.kind is Kind.EXACT
     assert len(list(stream.rest)) == 20
 
@@ -75,7 +78,7 @@ def test_fewer_samples_than_a_global_batch(tmp_path: Path) -> None:
     # Two, two and one: the stock Trainer weighs the last one as much as the two before.
     assert report.verdict.kind is Kind.OFF and report.verdict_of("apply()").kind is Kind.EXACT
     assert report.samples == (5,)
-    assert any("5 samples" in note and "fewer than the 8 asked for" in note for note in report.notes)
+    assert any("5 samples" in note and "fewer than the 8 requested" in note for note in report.notes)
 
 
 def test_one_sample(tmp_path: Path) -> None:

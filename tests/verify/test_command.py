@@ -17,14 +17,14 @@ VERIFY = [sys.executable, "-m", "hf_accum_fix", "verify"]
 
 
 @pytest.mark.slow
-def test_one_process_wrong_then_mended(tmp_path: Path) -> None:
+def test_one_process_wrong_then_fixed(tmp_path: Path) -> None:
     wrong = start([*VERIFY, "--json", str(tmp_path / "r.json"), "--splits", "2x2,1x4", SCRIPT], environment())
     assert wrong.returncode == 1 and "G times [classic-head-drops-item-count]" in wrong.stdout, wrong.stderr
     assert "trained" not in wrong.stdout
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["verdict"]["kind"] == "off" and len(report["results"]) == 4
-    mended = start([*VERIFY, "--splits", "1x4", SCRIPT, "mended"], environment())
-    assert mended.returncode == 0 and mended.stdout.startswith("exact at 1 x 4"), mended.stderr
+    fixed = start([*VERIFY, "--splits", "1x4", SCRIPT, "fixed"], environment())
+    assert fixed.returncode == 0 and fixed.stdout.startswith("exact at 1 x 4"), fixed.stderr
 
 
 @pytest.mark.slow
@@ -34,17 +34,17 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["world_size"] == 2 and report["samples"] == [8]
-    told = {(each["mode"], each["per_device"], each["steps"]): each for each in report["results"]}
-    assert told["stock", 1, 4]["verdict"]["words"].endswith("G x W times")
-    assert told["stock", 1, 4]["norm_ratio"] == pytest.approx(8, rel=1e-5)
-    assert {each["verdict"]["kind"] for key, each in told.items() if key[0] == "apply()"} == {"exact"}
+    found = {(each["mode"], each["per_device"], each["steps"]): each for each in report["results"]}
+    assert found["stock", 1, 4]["verdict"]["words"].endswith("G x W times")
+    assert found["stock", 1, 4]["norm_ratio"] == pytest.approx(8, rel=1e-5)
+    assert {each["verdict"]["kind"] for key, each in found.items() if key[0] == "apply()"} == {"exact"}
     evaluated = {(each["mode"], each["per_device"]): each["error"] for each in report["evaluation"]}
     assert evaluated["stock", 1] > 0.5
     assert evaluated["eval_loss=True", 8] < 1e-6 and evaluated["eval_loss=True", 1] < 1e-6
 
 
 @pytest.mark.slow
-def test_a_script_that_does_not_train_could_not_be_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_does_not_train_has_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     done = start([*VERIFY, SCRIPT, "stops"], environment())
     assert done.returncode == 3 and "did not call trainer.train()" in done.stderr
 
@@ -52,7 +52,7 @@ def test_a_script_that_does_not_train_could_not_be_told(capsys: pytest.CaptureFi
 def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "no_such_script.py"]) == 2
     assert main(["verify", "--json", "no_such_folder/r.json", SCRIPT]) == 2
-    assert "no_such_folder; make it first" in capsys.readouterr().err
+    assert "no_such_folder first" in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
         main(["verify", "--splits", "2by2", SCRIPT])
     assert end.value.code == 2

@@ -1,4 +1,4 @@
-"""What verify() costs: samples run, and memory beside the model's own."""
+"""What verify() costs: samples run, and memory in addition to the model's."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ def test_two_steps_for_each_split_and_two_for_the_reference(tmp_path: Path) -> N
     assert sum(count for graded, count in samples if not graded) <= 3 * 2
 
 
-def test_a_full_batch_that_does_not_fit_is_streamed_and_said(tmp_path: Path) -> None:
+def test_a_full_batch_that_does_not_fit_is_streamed_and_reported(tmp_path: Path) -> None:
     report = verify(small(Counted(most=4), tmp_path, points(8)))
     assert report.reference.startswith("streamed") and report.verdict_of("apply()").kind is Kind.EXACT
-    told = {(each.mode, each.split): each.verdict for each in report.results}
-    assert "cannot be run: CUDA out of memory" in told["stock", "8 x 1"].words
+    found = {(each.mode, each.split): each.verdict for each in report.results}
+    assert "cannot be run: CUDA out of memory" in found["stock", "8 x 1"].words
     assert "1 splits have no answer" in report.verdict_of("apply()").words

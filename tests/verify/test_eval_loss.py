@@ -58,7 +58,7 @@ def test_it_is_off_by_default(tmp_path: Path) -> None:
     assert evaluated("llama", tmp_path, 2, cls=GlobalBatchTrainer) == stock
 
 
-def test_a_loss_that_has_no_item_mean_is_left_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_that_has_no_item_mean_is_left_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def loss() -> float:
         trainer = small(Regression(batch_norm=True), tmp_path, points(8), per_device_eval_batch_size=3)
         return float(trainer.evaluate(points(8))["eval_loss"])

@@ -36,7 +36,7 @@ RAGGED = (6, 1, 5, 2, 1, 6, 3, 1)
 
 
 class Tagger(nn.Module):
-    """A mean over targets, or their sum divided by the number, beside a penalty that is a mean over all tokens."""
+    """A mean over targets, or their sum divided by the number, plus a penalty that is a mean over all tokens."""
 
     def __init__(self, *, penalty: float = 0.0, by_number: bool = False) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def test_roundings_of_many_micro_batches_in_half_precision_are_no_floor(referenc
 
 
 @pytest.mark.parametrize("factor", [1.3, 17 / 16, 2.0], ids=str)
-def test_the_least_factor_is_told_in_half_precision(factor: float, tmp_path: Path) -> None:
+def test_the_least_factor_is_detected_in_half_precision(factor: float, tmp_path: Path) -> None:
     class Scaled(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             found = super().compute_loss(*args, **kwargs)
@@ -192,7 +192,7 @@ def test_uniform_counts_are_no_proof_of_weights(tmp_path: Path) -> None:
     assert report.verdict.kind is Kind.OFF and report.verdict_of("apply()").kind is Kind.EXACT
 
 
-def test_only_uniform_counts_are_said(tmp_path: Path) -> None:
+def test_only_uniform_counts_are_noted(tmp_path: Path) -> None:
     report = verify(small(Tagger(), tmp_path, tokens((6,) * 24)), splits=[1, 2])
     assert report.verdict.kind is Kind.EXACT and any("weigh" in note for note in report.notes), report.notes
 
@@ -275,7 +275,7 @@ class Quarter(Trainer):
         return super()._clip_grad_norm(model)
 
 
-def test_what_is_not_looked_at_is_said(tmp_path: Path) -> None:
+def test_what_is_not_verified_is_noted(tmp_path: Path) -> None:
     from transformers import TrainerCallback
 
     class Changes(TrainerCallback):
@@ -294,7 +294,7 @@ class WrongLog(Trainer):
         return super().training_step(*args, **kwargs) * 4
 
 
-def test_a_wrong_log_over_a_right_gradient_is_said(tmp_path: Path) -> None:
+def test_a_wrong_log_over_a_right_gradient_is_reported(tmp_path: Path) -> None:
     verdict = verify(small(Regression(), tmp_path, points(8), cls=WrongLog), with_apply=False).verdict
     assert verdict.kind is Kind.EXACT and "logged loss is 4 times" in verdict.words
 

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(before("5.23"), reason="what 
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The reports of the first rank."""
     output = tmp_path_factory.mktemp("two_ranks") / "reports.json"
     first, second = found_by("tests.verify.two_ranks", output)
@@ -38,25 +38,25 @@ def words(report: dict[str, Any], mode: str, cut: tuple[int, int]) -> str:
         ("lora", "G x W times, and the mean of micro-batch means"),
     ],
 )
-def test_stock_is_told_apart_and_apply_is_exact(name: str, wanted: str, told: dict[str, Any]) -> None:
-    report = told[name]
+def test_stock_is_explained_and_apply_is_exact(name: str, wanted: str, reports: dict[str, Any]) -> None:
+    report = reports[name]
     assert report["world_size"] == 2 and report["samples"] == [8]
     assert words(report, "stock", (1, 4)).endswith(wanted)
-    mended = [each for each in report["results"] if each["mode"] == "apply()"]
-    assert len(mended) == 4 and {each["verdict"]["kind"] for each in mended} == {"exact"}
-    assert all(each["error"] < 1e-6 for each in mended)
+    fixed = [each for each in report["results"] if each["mode"] == "apply()"]
+    assert len(fixed) == 4 and {each["verdict"]["kind"] for each in fixed} == {"exact"}
+    assert all(each["error"] < 1e-6 for each in fixed)
 
 
-def test_the_evaluation_is_the_item_mean_with_the_option(told: dict[str, Any]) -> None:
-    errors = {(each["mode"], each["per_device"]): each["error"] for each in told["evaluated"]["evaluation"]}
+def test_the_evaluation_is_the_item_mean_with_the_option(reports: dict[str, Any]) -> None:
+    errors = {(each["mode"], each["per_device"]): each["error"] for each in reports["evaluated"]["evaluation"]}
     assert errors["stock", 1] > 1e-3
     assert errors["eval_loss=True", 1] < 1e-6 and errors["eval_loss=True", 8] < 1e-6
 
 
-def test_in_batch_negatives(told: dict[str, Any]) -> None:
-    assert told["contrastive"]["verdict"]["kind"] == "off"
-    assert "no split can equal the full batch" in told["contrastive"]["verdict"]["words"]
+def test_in_batch_negatives(reports: dict[str, Any]) -> None:
+    assert reports["contrastive"]["verdict"]["kind"] == "off"
+    assert "no split can equal the full batch" in reports["contrastive"]["verdict"]["words"]
 
 
-def test_the_training_that_follows_is_undisturbed(told: dict[str, Any]) -> None:
-    assert told["trained"]["same"] and told["trained"]["loss"] > 0
+def test_the_training_that_follows_is_undisturbed(reports: dict[str, Any]) -> None:
+    assert reports["trained"]["same"] and reports["trained"]["loss"] > 0

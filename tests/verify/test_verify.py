@@ -1,4 +1,4 @@
-"""What verify() says of heads whose error is known, on the installed release, and that it leaves no trace."""
+"""The verdicts of verify() on heads whose error is known, on the installed release, and the state that it restores."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def result(report: VerificationReport, mode: str, cut: tuple[int, int]) -> Split
 
 
 @pytest.mark.parametrize("name", AFFECTED)
-def test_stock_is_told_apart_and_apply_is_exact(name: str, tmp_path: Path) -> None:
+def test_stock_is_explained_and_apply_is_exact(name: str, tmp_path: Path) -> None:
     report = verify(trainer_of(name, tmp_path))
     stock, wanted = result(report, "stock", (1, 8)), AFFECTED[name]
     assert {each.split for each in report.of("stock")} == {"2 x 4", "8 x 1", "1 x 8", "3 x 4, 3 run"}
@@ -60,10 +60,10 @@ def test_stock_is_told_apart_and_apply_is_exact(name: str, tmp_path: Path) -> No
     else:
         assert report.verdict.kind is Kind.OFF and stock.error is not None and stock.error > 0.1
         assert stock.verdict.words.endswith(f": {wanted[0]}") and stock.defects == wanted[1]
-    mended = report.of("apply()")
-    assert [each.verdict.kind for each in mended] == [Kind.EXACT] * 4
-    assert all(each.error is not None and each.error < 1e-6 for each in mended)
-    assert all(("convention" in each.verdict.words) == (name == "mixtral") for each in mended)
+    fixed = report.of("apply()")
+    assert [each.verdict.kind for each in fixed] == [Kind.EXACT] * 4
+    assert all(each.error is not None and each.error < 1e-6 for each in fixed)
+    assert all(("convention" in each.verdict.words) == (name == "mixtral") for each in fixed)
 
 
 @pytest.mark.skipif(not before("5.6") or before("5.0"), reason="5.4.0 is the release whose log is right")

@@ -38,7 +38,7 @@ def trainer_of(
 
 
 class Regression(nn.Module):
-    """The mean over its samples, which it says nothing about; what a case needs is added to its features."""
+    """The mean over its samples, which it does not declare; what a case needs is added to its features."""
 
     def __init__(self, *, batch_norm: bool = False, noise: float = 0.0, dropout: float = 0.0) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ GLOO = {"ddp_backend": "gloo", "per_device": 2, "accumulate": 2}
 
 
 def reports(output: Path) -> dict[str, Any]:
-    """What verify() says here."""
+    """The reports of verify() on this rank."""
     found = {
         name: verify(trainer_of(name, output, **GLOO), with_apply=True).to_dict()
         for name in ("llama", "bert-classes", "bert-mlm", "mixtral", "lora")
@@ -40,9 +40,9 @@ def reports(output: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     with TemporaryDirectory() as folder:
-        told = reports(Path(folder))
+        found = reports(Path(folder))
     every: list[Any] = [None] * int(os.environ["WORLD_SIZE"])
-    dist.all_gather_object(every, told)
+    dist.all_gather_object(every, found)
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(every), encoding="utf-8")
     dist.barrier()

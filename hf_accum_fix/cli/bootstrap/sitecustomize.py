@@ -1,8 +1,8 @@
 """Run at the start of every Python process under ``hf-accum-fix run``, which puts this folder on PYTHONPATH.
 
-Most of them never train, and some belong to another environment or are another Python. So this imports nothing that is
-not loaded already, waits for ``transformers.trainer`` to be imported, and only then hands over to hf_accum_fix. The
-sitecustomize that this one hides runs as well.
+Most of these processes never train, and some use another environment or another Python. So import nothing that is not
+loaded already, wait for the import of ``transformers.trainer``, and only then import hf_accum_fix. Also run the
+sitecustomize that this one hides.
 """
 
 import os
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 _TRAINER = "transformers.trainer"
-#: Set by the first process that printed "is on", for the processes it starts.
-_SAID = "PYTHON_HF_ACCUM_FIX_SAID"
+#: Set by the process that prints "is on", so that its children do not print it again.
+_ANNOUNCED = "PYTHON_HF_ACCUM_FIX_ANNOUNCED"
 
 
 class _Finder:
-    """Find ``transformers.trainer`` as the finders behind it do, and patch it as soon as it is loaded."""
+    """Find ``transformers.trainer`` by the finders after this one, and patch it once it is loaded."""
 
     done = False
 
@@ -40,7 +40,7 @@ class _Finder:
 
 
 class _Loader:
-    """Load a module by its own loader, then patch it; pass everything else on to that loader."""
+    """Load a module by its own loader, then patch it; delegate everything else to that loader."""
 
     def __init__(self, loader: "Any", finder: _Finder) -> None:
         self._loader = loader
@@ -58,7 +58,7 @@ class _Loader:
         module.__loader__ = self._loader
         self._loader.exec_module(module)
         _patch()
-        # Not reached after a refusal: the finder stays, so that every further import is refused as well.
+        # Not reached after a refusal: the finder stays, so that every later import is refused too.
         self._finder.done = True
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
@@ -70,19 +70,19 @@ def _patch() -> None:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "hf_accum_fix":
             raise
-        _say(f"NOT on: {sys.executable} has no hf_accum_fix with a command line; install it there")
+        _print(f"NOT on: {sys.executable} has no hf_accum_fix, or one without a command line; install it there")
     else:
         line = apply_inherited()
-        _say(line, once=" is on" in line)
+        _print(line, once=" is on" in line)
 
 
-def _say(line: str, once: bool = False) -> None:
-    """Print a line: "is on" once a job, on the first rank; "NOT on" in every process that has no patch."""
+def _print(line: str, once: bool = False) -> None:
+    """Print a line: "is on" once per job, on the first rank; "NOT on" in every process without the patch."""
     if once:
         rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-        if _SAID in os.environ or rank != "0":
+        if _ANNOUNCED in os.environ or rank != "0":
             return
-        os.environ[_SAID] = "1"
+        os.environ[_ANNOUNCED] = "1"
     if sys.stderr is not None:
         sys.stderr.write(f"hf-accum-fix: {line}\n")
 
@@ -108,7 +108,7 @@ sys.meta_path.insert(0, _FINDER)
 try:
     _run_hidden_sitecustomize()
 finally:
-    # The hidden one may have replaced all finders by its own, and imported by them.
+    # The hidden sitecustomize may have replaced all finders, or imported the Trainer.
     if not _FINDER.done and _TRAINER in sys.modules:
         _patch()
     elif not _FINDER.done and _FINDER not in sys.meta_path:

@@ -1,6 +1,6 @@
 """Run at the start of every Python process of a script under ``hf-accum-fix verify``.
 
-A Trainer that begins to train in one of them is verified instead. The sitecustomize that this one hides runs as well.
+Verify the first Trainer that begins to train, instead. The sitecustomize that this one hides runs too.
 """
 
 import os
@@ -8,7 +8,7 @@ import sys
 
 
 def _verify_instead_of_training() -> None:
-    """Import the hf_accum_fix that this file belongs to, also where the script's own path has none."""
+    """Import the hf_accum_fix of this file, even if the script's own path has none."""
     above = os.path.dirname  # os.path, because pathlib is not loaded yet
     root = above(above(above(above(os.path.abspath(__file__)))))  # noqa: PTH100
     sys.path.insert(0, root)
@@ -17,7 +17,7 @@ def _verify_instead_of_training() -> None:
 
         verify_instead_of_training()
     except ImportError as error:
-        sys.stderr.write(f"hf-accum-fix: {sys.executable} is not verified: it cannot import {error.name}\n")
+        sys.stderr.write(f"hf-accum-fix: cannot verify in {sys.executable}: it has no {error.name}; install it there\n")
     finally:
         sys.path.remove(root)
 

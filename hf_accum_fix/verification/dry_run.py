@@ -1,4 +1,4 @@
-"""Dry run: the trainer's own loop on given micro-batches, with an optimizer that only keeps the gradient."""
+"""Dry run: the trainer's own loop on given micro-batches, with an optimizer that only stores the gradient."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import take
 from hf_accum_fix.verification.sample import Split
 
-#: TrainingArguments of one optimizer step without logging, saving, uploading, clipping and evaluation.
+#: TrainingArguments for one optimizer step without logging, saving, uploading, clipping and evaluation.
 _ONE_STEP = {
     "max_grad_norm": 0.0,
     "logging_strategy": "no",
@@ -45,15 +45,15 @@ _ONE_STEP = {
 
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """One optimizer step, not taken.
+class DryRun:
+    """The result of one optimizer step that was not taken.
 
     Attributes:
-        gradient: the optimizer's, one for each trainable parameter; None: its step was not called.
-        loss: what this rank would log.
-        steps_run: micro-batches trained on.
+        gradient: at the optimizer step, one per trainable parameter; None: the step was not called.
+        loss: the loss that this rank would log.
+        steps_run: number of micro-batches trained.
         wrapped: the model as the loop wrapped it.
-        router: the load-balancing loss that was trained; None: the model's own, unchanged.
+        router: the load-balancing loss in training; None: the model's own, unchanged.
     """
 
     gradient: list[Tensor | None] | None
@@ -64,7 +64,7 @@ class Rehearsal:
 
 
 class KeepGradient(torch.optim.Optimizer):
-    """An optimizer whose step only keeps the gradient, without copying it."""
+    """An optimizer whose step only stores the gradient, without copying it."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(list(parameters), {"lr": 0.0})
@@ -73,41 +73,41 @@ class KeepGradient(torch.optim.Optimizer):
         self.steps = 0
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Keep the gradients and leave the parameters alone."""
+        """Store the gradients; do not change the parameters."""
         self.steps += 1
         self.kept = take(self.parameters)
 
 
-class _At(TrainerCallback):
-    """Begin the training at a later step."""
+class _StartAtStep(TrainerCallback):
+    """Start the training at a later step."""
 
     def __init__(self, step: int) -> None:
         self._step = step
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the step, which the trainer's own code reads."""
+        """Set the step, because the trainer's own code may read it."""
         state.global_step = self._step
 
 
-def understudy(trainer: TrainerLike, per_device: int, steps: int, step: int = 0) -> Any:
-    """A copy of the trainer for another split, which shares its model and nothing else that it could change.
+def copy_for_split(trainer: TrainerLike, per_device: int, steps: int, step: int = 0) -> Any:
+    """Copy the trainer for another split. The copy shares the model, and no container that it could change.
 
-    The release's own method makes it a new accelerator: whether accelerate divides by G too depends on that.
+    The release's own method creates the new accelerator, because it decides whether accelerate divides by G too.
 
     Args:
         trainer: the original.
-        per_device: samples of a micro-batch.
+        per_device: samples per micro-batch.
         steps: gradient_accumulation_steps.
-        step: the optimizer step in its state.
+        step: the optimizer step of its state.
     """
     copied = _unshared(trainer)
     vars(copied).pop(SESSION, None)
     copied.args = args = copy.copy(trainer.args)
-    # Arguments with a __setattr__ of their own would run their checks on assignment.
+    # Bypass __setattr__, which may validate on assignment.
     vars(args).update({name: value for name, value in _ONE_STEP.items() if hasattr(args, name)})
     vars(args).update(per_device_train_batch_size=per_device, gradient_accumulation_steps=steps, max_steps=step + 1)
     args.accelerator_config = copy.deepcopy(args.accelerator_config)
-    # A dispatched loader takes batches of tensors apart; read by every rank itself, it gives the same samples.
+    # A dispatched loader splits batches of tensors; without dispatching every rank reads the same samples.
     args.accelerator_config.dispatch_batches = False
     if args.accelerator_config.gradient_accumulation_kwargs is not None:
         args.accelerator_config.gradient_accumulation_kwargs.pop("num_steps", None)
@@ -115,7 +115,7 @@ def understudy(trainer: TrainerLike, per_device: int, steps: int, step: int = 0)
     copied.callback_handler.callbacks = [DefaultFlowCallback()]
     copied.control, copied.state = TrainerControl(), copy.deepcopy(trainer.state)
     copied.state.global_step = step
-    # The loop notes the length of a window as it fetches it; a single batch is a window of one.
+    # The loop sets this when it fetches a window; a single batch is a window of one.
     copied.current_gradient_accumulation_steps = 1
     copied.model_init, copied.neftune_noise_alpha, copied._created_lr_scheduler = None, None, False
     copied._train_batch_size = per_device
@@ -124,7 +124,7 @@ def understudy(trainer: TrainerLike, per_device: int, steps: int, step: int = 0)
     return copied
 
 
-def rehearse(
+def dry_run(
     trainer: TrainerLike,
     parameters: Sequence[nn.Parameter],
     micro_batches: Sequence[Any],
@@ -132,28 +132,28 @@ def rehearse(
     samples: int,
     wrapped: Any = None,
     step: int = 0,
-) -> Rehearsal:
+) -> DryRun:
     """Run one window through the trainer's own ``train()``: loop, engine, reduction over ranks.
 
-    A later step runs the window twice, so that code that counts its own calls has left its first window, too.
+    For a later step, run the window twice, so that code that counts its own calls is past its first window.
 
     Args:
-        trainer: to run.
-        parameters: whose gradient is kept.
-        micro_batches: of the window, on this rank.
-        split: how the samples are split.
-        samples: of the global batch, which the loop takes for the whole data set.
-        wrapped: the model as an earlier rehearsal wrapped it.
+        trainer: the trainer to run.
+        parameters: those whose gradient is returned.
+        micro_batches: the window of this rank.
+        split: the split of the samples.
+        samples: the size of the global batch, the whole data set for the loop.
+        wrapped: the model as an earlier dry run wrapped it.
         step: the optimizer step to run, from 0.
     """
-    actor = understudy(trainer, split.per_device, split.steps, step)
-    actor.callback_handler.callbacks.append(_At(max(step - 1, 0)))
+    actor = copy_for_split(trainer, split.per_device, split.steps, step)
+    actor.callback_handler.callbacks.append(_StartAtStep(max(step - 1, 0)))
     if wrapped is not None:
         actor.model_wrapped = wrapped
     optimizer = KeepGradient(parameters)
     actor.optimizer, actor.lr_scheduler = optimizer, LambdaLR(optimizer, _constant)
     actor.create_optimizer = actor.create_scheduler = actor.create_optimizer_and_scheduler = _nothing
-    vars(actor)[DEALER] = None  # Keep this split: no dealing by length.
+    vars(actor)[DEALER] = None  # Keep this split: no length-balancing.
     actor.get_train_dataloader = lambda *_, **__: _loader(actor, micro_batches, samples)
     losses: list[Tensor] = []
     windows = 0
@@ -175,11 +175,11 @@ def rehearse(
     actor.train()
     session = actor.__dict__.get(SESSION)
     router = None if session is None else session.router
-    return Rehearsal(optimizer.kept, float(sum(losses)), len(losses), actor.model_wrapped, router)
+    return DryRun(optimizer.kept, float(sum(losses)), len(losses), actor.model_wrapped, router)
 
 
 class _MicroBatches(Dataset[Any]):
-    """Given micro-batches as a loader, with the number of samples they hold."""
+    """Given micro-batches as a data set, whose length is the number of their samples."""
 
     def __init__(self, batches: Sequence[Any], samples: int) -> None:
         self._batches, self._samples = batches, samples
@@ -192,7 +192,7 @@ class _MicroBatches(Dataset[Any]):
 
 
 def _loader(trainer: TrainerLike, micro_batches: Sequence[Any], samples: int) -> Any:
-    """A loader as accelerate would have prepared it."""
+    """A loader as accelerate prepares it."""
     return DataLoaderShard(
         _MicroBatches(micro_batches, samples),
         device=trainer.accelerator.device,
@@ -207,7 +207,7 @@ def _same(batch: Any) -> Any:
 
 
 def _unclipped(accelerator: Any, *_: Any, **__: Any) -> Tensor:
-    """Leave gradients as they are: some releases clip to infinity for their norm, which overflows before they do."""
+    """Do not clip: some releases clip to infinity to get the norm, which overflows before the gradients do."""
     accelerator.unscale_gradients()
     return torch.zeros(())
 
@@ -221,14 +221,14 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _unshared(trainer: TrainerLike) -> Any:
-    """A copy of a trainer: the same model and data, but containers, and containers in them, are its own."""
-    copied = object.__new__(type(trainer))  # copy.copy would leave a note on the class
+    """Copy a trainer: the same model and data, but new containers, also nested ones."""
+    copied = object.__new__(type(trainer))  # copy.copy would set an attribute on the class
     vars(copied).update((name, _without_sharing(value)) for name, value in vars(trainer).items())
     return copied
 
 
 def _without_sharing(value: Any) -> Any:
-    """The same, but containers, and containers in them, are new ones."""
+    """Copy containers, also nested ones; return anything else as it is."""
     if type(value) in (dict, defaultdict, OrderedDict):
         copied = copy.copy(value)
         copied.update((key, _without_sharing(each)) for key, each in value.items())

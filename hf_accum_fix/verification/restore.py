@@ -17,13 +17,13 @@ from hf_accum_fix.accumulation.noise import random_states_kept
 from hf_accum_fix.accumulation.preserve import Preserved
 from hf_accum_fix.upstream.protocols import TrainerLike
 
-#: Loggers that describe every run: silent here, because a dry run is no run.
-_TALKATIVE = ("transformers.trainer", "accelerate", "hf_accum_fix")
+#: Loggers that report every training run; silenced during a dry run.
+_LOGGERS = ("transformers.trainer", "accelerate", "hf_accum_fix")
 
 
 @contextmanager
-def traceless(trainer: TrainerLike) -> Iterator[Preserved]:
-    """Restore, also after an error, whatever is reachable from a trainer, and the random states; gradients are off."""
+def restored(trainer: TrainerLike) -> Iterator[Preserved]:
+    """Restore, also after an error, all state reachable from a trainer and the random states; clear gradients first."""
     stance = getattr(torch.compiler, "set_stance", None)
     eager: AbstractContextManager[Any] = stance("force_eager") if stance is not None else nullcontext()
     with ExitStack() as stack:
@@ -38,12 +38,10 @@ def traceless(trainer: TrainerLike) -> Iterator[Preserved]:
 
 
 def without_dropout(model: nn.Module) -> bool:
-    """Set every dropout rate of a module and its configuration to zero, layerdrop's as well.
-
-    `traceless` puts them back.
+    """Set every dropout rate of a module and its configuration to zero, layerdrop included; `restored` undoes it.
 
     Returns:
-        Whether there was one.
+        Whether a rate was above zero.
     """
     found = False
     for module in model.modules():
@@ -72,7 +70,7 @@ def seed(number: int) -> None:
 
 
 def random_state() -> tuple[Any, ...]:
-    """States of the generators of `seed`; equal to earlier ones if nothing was drawn between."""
+    """The states of the generators of `seed`; unchanged unless something drew a number."""
     numpy_state: Any = np.random.get_state(legacy=True)
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     states = tuple(each.numpy().tobytes() for each in (torch.get_rng_state(), *devices))
@@ -81,7 +79,7 @@ def random_state() -> tuple[Any, ...]:
 
 @contextmanager
 def _observations() -> Iterator[None]:
-    """Forget what the dry run showed: report() lists training runs alone."""
+    """Remove the dry run from the recorded runs: report() lists training runs only."""
     before = observations.recorded()
     try:
         yield
@@ -93,7 +91,7 @@ def _observations() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(max(logger.getEffectiveLevel(), logging.ERROR))
