@@ -25,12 +25,7 @@ _RANDOM_IN_PLACE = {Tensor.uniform_, Tensor.normal_, Tensor.bernoulli_}
 
 @contextmanager
 def random_states_kept(devices: Sequence[int] | None = None, device_type: str = "cuda") -> Iterator[None]:
-    """Restore, also after an error, the random states of Python, numpy, torch on the CPU and on devices.
-
-    Args:
-        devices: their indices; None: every CUDA device.
-        device_type: their type.
-    """
+    """Restore, also after an error, the random states of Python, numpy, torch on the CPU and on devices (None: all)."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     used = list(range(torch.cuda.device_count())) if devices is None else list(devices)
     try:

@@ -117,7 +117,7 @@ def observe(
             return readings, by_number
 
         def run_wider(batch: Mapping[str, Any], number: float | None) -> Reading | None:
-            """With more steps and ranks; None: a loss that gathers metrics does not run so."""
+            """With more steps and ranks; None: a loss that gathers metrics cannot run so."""
             try:
                 return run(batch, number, partial(more_steps, RANKS))
             except Exception:

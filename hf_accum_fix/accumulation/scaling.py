@@ -103,14 +103,8 @@ def scale_of(
 ) -> LossScale:
     """How to run a micro-batch of n ``items``; the scaled loss of a `ZeroWeightBatch` is zero, but for router terms.
 
-    Args:
-        contract: how its loss is reduced.
-        inputs: of its forward.
-        items: 0-dim; None counts them.
-        normalizer: of its window.
-        own_loss: a compute_loss_func, which may return a constant without a graph where it finds no target, so it
-            always gets one.
-        rounded: the engine rounds floating-point inputs to 16 bits, so the number is passed as an integer.
+    ``own_loss``: a compute_loss_func, which may return a constant without a graph where it finds no target, so it gets
+    one; ``rounded``: the engine rounds floating-point inputs to 16 bits, so the number is passed as an integer.
     """
     if isinstance(inputs, ZeroWeightBatch):
         counted = scale_of(contract, dict(inputs), items, normalizer, own_loss=own_loss, rounded=rounded)

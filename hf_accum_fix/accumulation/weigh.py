@@ -147,17 +147,10 @@ def weigh(
     *,
     zero_weight: bool = False,
 ) -> Weighed:
-    """Weight the loss of a micro-batch, before its backward.
+    """Weight the loss of a micro-batch, before its backward, and add its terms' divisors to ``check``.
 
-    Args:
-        loss: of one number, as it was computed.
-        contract: how its terms are reduced.
-        normalizer: of its window.
-        check: the terms' divisors are added to it.
-        inputs: of the forward.
-        predicted: items of the micro-batch by every rule.
-        captured: of the forward.
-        zero_weight: the micro-batch counts nothing.
+    ``inputs`` and ``captured`` are of its forward; ``predicted``: its items by every rule; ``zero_weight``: it counts
+    nothing.
     """
     if (rule := contract.items) is not None and rule.per_sample:
         # The sum of sample means over n_mean samples.

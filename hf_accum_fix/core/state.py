@@ -113,12 +113,7 @@ class TrainingState:
         self.reconsiders = self.reconsidered < RECONSIDERED
 
     def note_inexact(self, number: int | None = None, windows: int = 1) -> None:
-        """Count windows that are not exact, each once.
-
-        Args:
-            number: of the last of them, from 1; None: the last one opened.
-            windows: how many.
-        """
+        """Count ``windows`` that are not exact, each once; the last is ``number``, from 1 (None: the last opened)."""
         number = self.opened if number is None else number
         if number <= self._last_inexact:
             return

@@ -318,11 +318,7 @@ class Samples:
 
 
 class Uncollated:
-    """Replace a collator that is called later.
-
-    Args:
-        collate: the collator.
-    """
+    """Replace a collator that is called later."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate

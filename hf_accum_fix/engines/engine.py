@@ -16,12 +16,7 @@ from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 
 def engine_divisor(accelerator: AcceleratorLike, backward_kwargs: Mapping[str, Any]) -> int:
-    """The number that the engine divides a loss by.
-
-    Args:
-        accelerator: the live ``accelerate.Accelerator``.
-        backward_kwargs: keyword arguments of ``backward``.
-    """
+    """The number that the engine divides a loss by; ``backward_kwargs``: keyword arguments of ``backward``."""
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return int(accelerator.gradient_accumulation_steps)
     if backward_kwargs.get("scale_wrt_gas") is False:
@@ -30,13 +25,7 @@ def engine_divisor(accelerator: AcceleratorLike, backward_kwargs: Mapping[str, A
 
 
 def reducing(accelerator: AcceleratorLike | None, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
-    """Around a forward and backward: ranks reduce gradients only in the last micro-batch of a window.
-
-    Args:
-        accelerator: the live ``accelerate.Accelerator``, or None.
-        model: as it was prepared.
-        last: whether this is the last micro-batch.
-    """
+    """Around a forward and backward: ranks reduce gradients only in the last micro-batch of a window."""
     if accelerator is None:
         return nullcontext() if last else getattr(model, "no_sync", nullcontext)()
     # accelerate's optimizer and scheduler, and DeepSpeed's engine, step only if this is set.
@@ -82,10 +71,6 @@ def narrow_leaves(accelerator: AcceleratorLike | None, model: nn.Module) -> Iter
 
     FSDP adds the gradients of whole parameters in the dtype that it computes in, FSDP2 in the dtype that it reduces in;
     FSDP2 makes its whole parameters in the first forward. DeepSpeed keeps its own sums.
-
-    Args:
-        accelerator: the live ``accelerate.Accelerator``, or None.
-        model: as it was prepared.
     """
     if accelerator is not None and accelerator.distributed_type == DistributedType.DEEPSPEED:
         return
@@ -116,12 +101,7 @@ def _leaves_of_fsdp2(each: Any) -> Iterator[Leaf]:
 
 
 def reduced_in(accelerator: AcceleratorLike | None, model: nn.Module) -> list[str]:
-    """The dtypes, and communication hooks, by which gradients are averaged over ranks.
-
-    Args:
-        accelerator: the live ``accelerate.Accelerator``, or None.
-        model: as it was prepared, after a forward.
-    """
+    """The dtypes, and communication hooks, by which gradients are averaged over ranks; call it after a forward."""
     if accelerator is not None and accelerator.distributed_type == DistributedType.DEEPSPEED:
         return [_name(accelerator.deepspeed_engine_wrapped.engine.communication_data_type)]
     dtypes: set[torch.dtype] = set()
@@ -156,10 +136,6 @@ def _parameters_of_fsdp2(module: Any) -> Iterator[Any]:
 
 def check_engine_adds(accelerator: AcceleratorLike | None, accumulate_in: str) -> str | None:
     """Compare the dtype in which the engine adds gradients with the option; all but DeepSpeed leave it to us.
-
-    Args:
-        accelerator: the live ``accelerate.Accelerator``, or None.
-        accumulate_in: as in `Options`.
 
     Returns:
         A warning, if the option is the default and DeepSpeed adds in 16 bits.

@@ -27,11 +27,7 @@ from hf_accum_fix.accumulation.rules import listed_targets
 
 @contextmanager
 def own_counts(inputs: Mapping[str, Any]) -> Iterator[None]:
-    """Around the forward of one micro-batch; changes nothing unless its targets are lists.
-
-    Args:
-        inputs: of the forward.
-    """
+    """Around the forward of one micro-batch; changes nothing unless its targets are lists."""
     ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if not ranks or next(listed_targets(inputs), None) is None:
         yield

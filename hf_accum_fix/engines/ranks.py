@@ -27,12 +27,7 @@ def all_gather_or_raise(
 ) -> list[Value]:
     """Gather a value from every rank, in their order, or raise if one has an error; every rank must call this.
 
-    Args:
-        value: of this rank; it is pickled.
-        error: what this rank failed with; None: nothing.
-        rank: of this process.
-        world_size: processes.
-        gather: makes one list of the ranks' lists, in their order; None: accelerate's.
+    ``gather`` concatenates the ranks' lists in order; None: accelerate's. The values are pickled.
 
     Raises:
         Exception: ``error`` itself.
@@ -64,10 +59,7 @@ def by_rank(messages: Sequence[object]) -> str:
 def pack_status(runs: int, error: Exception | None, like: Tensor) -> list[Tensor]:
     """Three numbers to add to a sum over ranks, for `check_status` to read.
 
-    Args:
-        runs: a number that must be the same on every rank, such as its micro-batches.
-        error: what this rank failed with; None: nothing.
-        like: 0-dim tensor of the dtype and device wanted.
+    ``runs`` must be the same on every rank, such as its micro-batches; ``like``: 0-dim, of the dtype and device wanted.
     """
     return [torch.full_like(like, value) for value in (runs, runs * runs, error is not None)]
 
@@ -88,15 +80,8 @@ def check_status(
     On a CPU every rank reads the sums, and all of them raise. On another device reading would wait for the device, so
     that only a rank with a reason to suspect something reads them; the launcher ends the others when it ends.
 
-    Args:
-        summed: the three numbers of `pack_status`, summed over ranks.
-        runs: as given to `pack_status`.
-        error: as given to `pack_status`.
-        fetched: micro-batches of this rank, for the error message.
-        rank: of this process.
-        world_size: processes.
-        suspects: whether this rank has a reason.
-        gather: as in `all_gather_or_raise`.
+    ``summed``: `pack_status` of ``runs`` and ``error``, summed over ranks; ``fetched``: micro-batches of this rank, for
+    the error message; ``suspects``: this rank has a reason to read.
 
     Raises:
         Exception: ``error`` itself.

@@ -37,9 +37,7 @@ _ABSENT = object()
 def whole_windows(session: Session, opened: Callable[[list[Any]], object]) -> Iterator[None]:
     """Give the loop whole windows, if its release or a stream would lose the end of an epoch or carry it over.
 
-    Args:
-        session: of the trainer, while it trains.
-        opened: called with a window's micro-batches before the first is run, if the release fetches no windows.
+    ``opened``: called with a window's micro-batches before the first is run, if the release fetches no windows.
     """
     trainer, options, module = session.trainer, session.options, sys.modules[Trainer.__module__]
     original_loader, original_skip = trainer.get_train_dataloader, module.skip_first_batches

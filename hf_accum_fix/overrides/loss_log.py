@@ -30,11 +30,7 @@ _MOST_WINDOWS = 1000
 
 
 class LossLog:
-    """The logged loss of one training run.
-
-    Args:
-        trainer: its arguments have the filter on.
-    """
+    """The logged loss of one training run, whose arguments have the filter on."""
 
     def __init__(self, trainer: TrainerLike) -> None:
         self._trainer = trainer

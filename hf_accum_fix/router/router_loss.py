@@ -189,8 +189,7 @@ class RouterLoss:
     def why_mean(self, has_router_loss: bool) -> str:
         """Why the loss stays a mean though another convention was requested; empty: it does not.
 
-        Args:
-            has_router_loss: the model's outputs have a router loss that is part of the trained loss.
+        ``has_router_loss``: the model's outputs have a router loss that is part of the trained loss.
         """
         form = self.form
         if form is None or not form.settled or form.recognised or not (form.refusal or has_router_loss):
@@ -221,15 +220,7 @@ class RouterLoss:
     def recognise_among(
         self, forward: Forward, window: Sequence[Any], items: Items | None, model: nn.Module, device: torch.device
     ) -> Form:
-        """`recognise` on the micro-batch with the most items; not settled if there is none.
-
-        Args:
-            forward: see `count`.
-            window: the micro-batches of this rank.
-            items: how they are counted; None takes the first.
-            model: its buffers are restored.
-            device: where training runs.
-        """
+        """`recognise` on the micro-batch with the most ``items`` (None: the first); not settled if there is none."""
         if not window:
             return Form(settled=False)
         most = max(window, key=lambda each: float(items.count(each)) if items and items.has_targets(each) else 0.0)
@@ -330,13 +321,7 @@ class RouterLoss:
         return self.form.pools if self.form is not None and self.in_force is not Convention.MEAN else ()
 
     def settle(self, numbers: Tensor, micro_batches: int, world_size: int) -> None:
-        """Set F and the denominators from the sum of all ranks' numbers.
-
-        Args:
-            numbers: the sum over ranks of what `count` returned.
-            micro_batches: G of this rank's window.
-            world_size: W.
-        """
+        """Set F and the denominators from the sum over ranks of what `count` returned."""
         if not len(numbers) or micro_batches * world_size == 1:
             return
         assert self.form is not None
@@ -348,11 +333,7 @@ class RouterLoss:
 
     @contextmanager
     def micro_batch(self, index: int) -> Iterator[None]:
-        """Around a micro-batch's training forward: the router loss in it is its share of the global batch's.
-
-        Args:
-            index: its place in the window, from 0.
-        """
+        """Around a training forward, number ``index`` of the window: scale its router loss for the global batch's."""
         if not self._mean_tokens:
             yield
             return
