@@ -133,7 +133,9 @@ def test_what_a_killed_call_has_begun_is_made_again_once_its_pip_has_ended(
     pip = lender / recipe.BIN / "python"
     pip.write_text('#!/bin/sh\nsleep 1.5\ntouch "${4%/*}/by-$$"\n')
     calls = f"""
-import sys; from pathlib import Path; sys.path.insert(0, {str(RECIPES)!r}); import in_release
+import signal, sys; from pathlib import Path; sys.path.insert(0, {str(RECIPES)!r}); import in_release
+# A shell's background jobs ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 in_release.ROOT, in_release.ENVIRONMENTS = Path({str(tmp_path)!r}), Path({str(recipe.ENVIRONMENTS)!r})
 in_release.made("5.4.0", ["torch==2"], shared=[Path({str(lender)!r})])
 """
