@@ -82,7 +82,7 @@ class Candidate:
 
     def doubted(self, doubt: str, *, shows: bool = True) -> Candidate:
         """As a term that is averaged over micro-batches."""
-        return self.judged(doubt, shows=shows, how=How.PLAIN, counts=())
+        return self.judged(doubt, shows=shows, how=How.PLAIN)
 
 
 def conclude(readings: Sequence[Reading], window: Sequence[Mapping[str, Any]], setting: Setting) -> LossContract:
@@ -145,9 +145,7 @@ def _concluded(
         # One number cannot correct several terms.
         doubt = doubt or "the items of one of its terms cannot be predicted from the inputs"
         specs = tuple(
-            replace(each, how=How.PLAIN, counts=())
-            if each.how is How.MEAN and not (each.rules or each.by_number)
-            else each
+            replace(each, how=How.PLAIN) if each.how is How.MEAN and not (each.rules or each.by_number) else each
             for each in specs
         )
     contract = partial(

@@ -247,7 +247,7 @@ def _may_be_the_split(found: LossContract) -> bool:
 
 def _doubted(found: LossContract) -> LossContract:
     """A contract whose guesses a second split did not confirm."""
-    terms = tuple(replace(each, how=How.PLAIN, counts=()) if each.is_guess else each for each in found.terms)
+    terms = tuple(replace(each, how=How.PLAIN) if each.is_guess else each for each in found.terms)
     reason = "the number it divides by is hidden: its terms add up in one split of the samples, and not in another"
     if all(each.how is How.PLAIN for each in terms):
         return replace(found, reduction=Reduction.PLAIN, items=None, terms=terms, doubt=reason, reason=reason)

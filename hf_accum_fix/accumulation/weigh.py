@@ -38,11 +38,15 @@ class WindowCheck:
         contract: of their loss.
         is_corrected: the gradient is corrected by their sum, so single ones may differ from the prediction.
         changed: how a micro-batch differed from the observed loss, in words; empty: it did not.
+        other_terms: it had other terms than that.
+        plain_log: a micro-batch's values were not captured, so the log is the mean over micro-batches.
     """
 
     contract: LossContract
     is_corrected: bool = True
     changed: str = ""
+    other_terms: bool = False
+    plain_log: bool = False
     _seen: dict[int, list[Number]] = field(default_factory=dict)
     _predicted: dict[int, list[Number]] = field(default_factory=dict)
     _unpredicted: set[int] = field(default_factory=set)
@@ -87,6 +91,11 @@ class WindowCheck:
                 seen, wanted = seen.sum(), wanted.sum()
             flags.append(((seen - wanted).abs() > 1e-6 * wanted).any())
         return torch.stack(flags).any() if flags else None
+
+
+def _on_host_if_known(number: Number) -> Number:
+    """A Python number, unless it is on a device, where reading waits."""
+    return float(number) if _on_host(number) else number
 
 
 def _on_host(number: Number) -> bool:
@@ -166,6 +175,7 @@ def weigh(
     if matched is None and zero_weight:
         return _ready(loss, math.inf, normalizer)
     if matched is None:
+        check.other_terms = bool(terms)
         names = sorted({each.name for each in terms}) or ["none with a gradient"]
         check.changed = f"its loss has other terms than the observed one: {', '.join(names)}"
         if contract.terms[0].number:
@@ -202,9 +212,13 @@ def weigh(
             for term in found:
                 if counts is not None and (counts.is_custom or term.path.learnt):
                     _keep_finite(term, counts.divisor)
+                elif counts is None and spec.how is How.PLAIN and spec.counts:
+                    _keep_finite(term, _on_host_if_known(_product(term, spec.counts)))
     if contract.groups == 1 and not contract.added:
         return _ready(loss, weights[0][1], normalizer, weights[0][2])
-    return _hooked(loss, weights, captured.values, normalizer, added=contract.added)
+    check.plain_log = check.plain_log or captured.values is None
+    values = None if check.plain_log else captured.values
+    return _hooked(loss, weights, values, normalizer, added=contract.added)
 
 
 def _note_number(
@@ -348,7 +362,15 @@ def _weight(
     if counts is None or (spec.as_stock and not spec.by_number):
         # The stock Trainer's scale includes its own division, if any.
         steps = 1 if spec.as_stock else normalizer.micro_batches
-        return normalizer.remaining_divisor / (steps * normalizer.world_size if spec.how is How.SUM else 1) / own
+        weight: Number = (
+            normalizer.remaining_divisor / (steps * normalizer.world_size if spec.how is How.SUM else 1) / own
+        )
+        if spec.how is not How.PLAIN or not spec.counts:
+            return weight
+        divisor = _on_host_if_known(_product(term, spec.counts))
+        if isinstance(divisor, Tensor):
+            return torch.where(divisor == 0, math.inf, weight)
+        return weight if divisor else math.inf
     if plain:
         # Undo the division by the global batch's number, for the mean over its own items.
         relative = counts.seen / counts.divisor if spec.by_number and counts.seen else 1.0
@@ -405,7 +427,7 @@ def _hooked(
     rest, stock = loss.detach(), [1.0]
     total, tops = torch.zeros_like(rest), set[Any]()
     kept: Tensor | None = None
-    blank: Number | None = None
+    blank: dict[Any, Number] = {}
     leaves = [term.leaf for term, *_ in weights]
     by_number = any(spec.as_stock and spec.by_number for *_, spec in weights)
     # A shared node cannot have a hook for one term, so the base is that term's weight.
@@ -413,7 +435,7 @@ def _hooked(
     for term, weight, spec in weights:
         value = _value(term, values)
         if value is None:
-            blank = weight
+            blank[spec.group] = weight
         else:
             rest = rest - value
             value = _settled(value / _cast(weight, value), weight == math.inf)
@@ -427,10 +449,10 @@ def _hooked(
             tops.add(top)
             relative = weight if isinstance(base, float) and base == 1 else weight / base
             top.register_prehook(_scaled(relative, stock if spec.as_stock else None))
-    if added or blank is not None:
+    if added or blank:
         # The rest of the loss belongs to the terms without a value.
-        blank = base if added or blank is None else blank
-        total = total + _settled(rest / _cast(blank, rest), blank == math.inf)
+        [of_rest] = [base] if added else blank.values() if len(blank) == 1 else [normalizer.remaining_divisor]
+        total = total + _settled(rest / _cast(of_rest, rest), of_rest == math.inf)
     total = total if normalizer.engine_divisor == 1 else total / normalizer.engine_divisor
     kept = None if kept is None else kept / normalizer.engine_divisor
     return Weighed(loss / _cast(base, loss), total, kept, by_number, stock)

@@ -22,6 +22,7 @@ from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.correction import scale_gradients
 from hf_accum_fix.accumulation.scaling import Normalizer
 from hf_accum_fix.accumulation.tasks import describe, task_of
+from hf_accum_fix.accumulation.values import Captured
 from hf_accum_fix.accumulation.weigh import WindowCheck
 from hf_accum_fix.accumulation.window import Items, count_by_rules, count_dtype
 from hf_accum_fix.core.host import Host
@@ -91,6 +92,26 @@ class Window:
         parts = dict.fromkeys(id(self.part_of(batch)) for batch in self.batches)
         checks = (part.check for part in self.parts if id(part) in parts)
         return [each for each in checks if each.contract.is_read or each.counted or each.changed]
+
+    def observed_again(self, captured: Captured) -> bool:
+        """Observe its losses again, as one has other terms than before; False: not possible in mid-window.
+
+        Several ranks would have to do it together, and a gradient that was added cannot be weighted again.
+        """
+        host = self.host
+        if self.done or host.world_size > 1 or not host.state.tasks:
+            return False
+        host.state.reconsider()
+        if not host.state.reconsiders:
+            return False
+        host.settle(self.batches, self.number, None)
+        again = count_window(host, self.batches, self.number)
+        self.parts, self.counts, self.total = again.parts, again.counts, again.total
+        if captured.values is None and any(part.contract.groups > 1 or part.contract.added for part in self.parts):
+            host.report_inexact(
+                "its loss has new terms, which its log averages over micro-batches (its gradient does not)"
+            )
+        return True
 
     def close(self, model: nn.Module) -> Tensor | float | None:
         """Correct the gradient if the losses divided by another number of items than predicted; warn if they changed.

@@ -77,6 +77,10 @@ class MicroBatch:
         self._inside = False
         trainer = session.trainer
         self._compute_loss, self._backward = trainer.compute_loss, trainer.accelerator.backward
+        self._overrides = (
+            overridden(trainer, "compute_loss", self.compute_loss),
+            overridden(trainer.accelerator, "backward", self.backward),
+        )
 
     @property
     def is_last(self) -> bool:
@@ -86,13 +90,13 @@ class MicroBatch:
     @contextmanager
     def running(self, model: nn.Module) -> Iterator[None]:
         """Around the trainer's step."""
-        session, trainer, window = self.session, self.session.trainer, self.window
+        session, window = self.session, self.window
         session.micro_batch, session.base_loss = self, self.base_loss
         try:
             with (
                 self._capture() if session.own_step is not None else nullcontext() as self._captured,
-                overridden(trainer, "compute_loss", self.compute_loss),
-                overridden(trainer.accelerator, "backward", self.backward),
+                self._overrides[0],
+                self._overrides[1],
                 self._reduced_in_the_last(model),
                 session.adding(model, len(window.batches), window.done + 1),
             ):
@@ -194,15 +198,12 @@ class MicroBatch:
     def _weigh(self, loss: Tensor, captured: Captured) -> None:
         """Set ``scaled_loss`` and ``value`` for a loss."""
         session, window, part = self.session, self.window, self.part
-        contract, normalizer, steps = part.contract, part.normalizer, len(window.batches)
+        contract, steps = part.contract, len(window.batches)
         self._node = loss.grad_fn
         if contract.is_read:
-            predicted = self.counts
-            if predicted is None:
-                predicted = window.counts[min(window.done, len(window.counts) - 1)] if window.counts else {}
-            weighed = weigh(
-                loss, contract, normalizer, part.check, self._inputs, predicted, captured, zero_weight=self.zero_weight
-            )
+            weighed = self._by_terms(loss, captured)
+            if part.check.other_terms and self._observed_again(captured):
+                weighed = self._by_terms(loss, captured)
             self._weighed, self.scaled_loss, self.value = weighed, weighed.loss, weighed.value
             return
         if session.own_step is not None:
@@ -214,7 +215,33 @@ class MicroBatch:
             loss = _as_the_first(loss, part.check)
         loss = loss * 0.0 if self.zero_weight and contract.custom else loss
         self.value = of_window(loss.detach(), steps, steps if divided else 1)
-        self.scaled_loss = of_window(loss, steps, normalizer.engine_divisor * (steps if divided else 1))
+        self.scaled_loss = of_window(loss, steps, part.normalizer.engine_divisor * (steps if divided else 1))
+
+    def _by_terms(self, loss: Tensor, captured: Captured) -> Weighed:
+        window, part, predicted = self.window, self.part, self.counts
+        if predicted is None:
+            predicted = window.counts[min(window.done, len(window.counts) - 1)] if window.counts else {}
+        inputs, zero_weight = self._inputs, self.zero_weight
+        return weigh(
+            loss, part.contract, part.normalizer, part.check, inputs, predicted, captured, zero_weight=zero_weight
+        )
+
+    def _observed_again(self, captured: Captured) -> bool:
+        """See `Window.observed_again`, as outside of a micro-batch."""
+        session, window = self.session, self.window
+        for each in self._overrides:
+            each.__exit__()
+        session.micro_batch = session.base_loss = None
+        try:
+            again = window.observed_again(captured)
+        finally:
+            session.micro_batch, session.base_loss = self, self.base_loss
+            for each in self._overrides:
+                each.__enter__()
+        if again:
+            batch = window.batches[window.done]
+            self.part, self.counts = window.part_of(batch), window.counts_of(batch)
+        return again
 
     def check_reported(self) -> None:
         """Check that the loss has reached the engine.

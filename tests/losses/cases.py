@@ -988,18 +988,18 @@ def late(name: str, verdict: Verdict, loss: Loss, make: Callable[[int], list[Sam
 
 
 LATER = [
-    *(late(f"term-from-{start + 1}", EITHER, from_turn(start, tokens, both)) for start in (1, 2, 4, 6)),
-    late("term-in-3", EITHER, from_turn(2, tokens, both, 3)),
-    late("term-until-3", EITHER, from_turn(2, both, tokens)),
-    late("classes-from-3", EITHER, from_turn(2, tokens, classes)),
-    late("samples-from-5", EITHER, from_turn(4, tokens, of_samples), cuts=(PAIRS, UNEVEN)),
+    *(late(f"term-from-{start + 1}", GRADIENT, from_turn(start, tokens, both)) for start in (1, 2, 4, 6)),
+    late("term-in-3", GRADIENT, from_turn(2, tokens, both, 3)),
+    late("term-until-3", EXACT, from_turn(2, both, tokens)),
+    late("classes-from-3", EXACT, from_turn(2, tokens, classes)),
+    late("samples-from-5", EXACT, from_turn(4, tokens, of_samples), cuts=(PAIRS, UNEVEN)),
     late("root-from-3", EITHER, from_turn(2, tokens, of_one(torch.sqrt))),
-    late("scheduled", EITHER, scheduled),
+    late("scheduled", EXACT, scheduled),
     late("scheduled-factor", EXACT, scheduled_factor, cuts=(PAIRS, UNEVEN)),
-    late("kind-until-3", EITHER, if_there, with_kind_until(2)),
-    late("kind-from-2", EITHER, if_there, with_kind_from(1)),
-    late("kind-from-6", EITHER, if_there, with_kind_from(5)),
-    late("task", EITHER, by_task, with_task),
+    late("kind-until-3", EXACT, if_there, with_kind_until(2)),
+    late("kind-from-2", GRADIENT, if_there, with_kind_from(1)),
+    late("kind-from-6", GRADIENT, if_there, with_kind_from(5)),
+    late("task", EXACT, by_task, with_task),
     late("unlabelled-first", EITHER, guarded_and(classes), unlabelled_first),
 ]
 
@@ -1231,7 +1231,7 @@ GROWING = [
         # Where a head takes the number, stock adds a term G times.
         cuts=(PAIRS, SINGLES),
     )
-    for name, first, verdict in [("from-none", 0.0, EITHER), ("from-a-tenth", 0.1, EITHER)]
+    for name, first, verdict in [("from-none", 0.0, GRADIENT), ("from-a-tenth", 0.1, EXACT)]
     for head in (Texts, ByNumber)
 ]
 
