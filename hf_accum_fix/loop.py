@@ -42,7 +42,7 @@ from hf_accum_fix.accumulation.declared import (
 from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.accumulation.scaling import loss_among, of_window, run_by_rule, scale_of
 from hf_accum_fix.accumulation.values import Captured, capture
-from hf_accum_fix.accumulation.weigh import unlike_declared, weigh
+from hf_accum_fix.accumulation.weigh import WindowCheck, unlike_declared, weigh
 from hf_accum_fix.accumulation.window import Items, ZeroWeightBatch, count_by_rules, count_dtype
 from hf_accum_fix.core.contracts import remarks, settle
 from hf_accum_fix.core.host import Host, Observed
@@ -131,11 +131,11 @@ class LoopHost(Host):
         finally:
             self.model = None
 
-    def observed_again(self, model: nn.Module, window: Window, captured: Captured) -> bool:
+    def observed_again(self, model: nn.Module, window: Window, check: WindowCheck, captured: Captured) -> bool:
         """See `Window.observed_again`."""
         self.model = model
         try:
-            return window.observed_again(captured)
+            return window.observed_again(check, captured)
         finally:
             self.model = None
 
@@ -310,7 +310,7 @@ class AccumulationWindow:
                 loss, _ = host.forward(model, batch, normalizer.number if contract.hands_number else None)
         zero_weight = isinstance(batch, ZeroWeightBatch)
         weighed = weigh(loss, contract, normalizer, part.check, batch, counts, captured, zero_weight=zero_weight)
-        if part.check.other_terms and host.observed_again(model, window, captured):
+        if part.check.other_terms and host.observed_again(model, window, part.check, captured):
             part, batch, counts = self._found(window, batch)
             weighed = weigh(
                 loss, part.contract, part.normalizer, part.check, batch, counts, captured, zero_weight=zero_weight

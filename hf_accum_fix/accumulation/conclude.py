@@ -25,8 +25,6 @@ DECLARED = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")
 OPAQUE = (*DECLARED, "CompiledFunction", "CheckpointFunction")
 #: Relative tolerance of two values computed alike, by bytes of their dtype.
 _TOLERANCE = {8: 1e-6, 4: 1e-5}
-#: Relative difference to the sum of its parts below which an unreadable term is scaled as a sum.
-_LIKE_A_SUM = 0.25
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -442,9 +440,7 @@ def _unreadable(
     """A term whose divisor is hidden: use the first rule by which its parts add up to the whole."""
     name, values = candidate.seen[0].name, candidate.values
     doubt = f"the loss contains {name}, and what is below it cannot be read"
-    # Any weighted mean lies between its parts.
-    beyond = None not in values and abs(values[0] or 0.0) > max(abs(values[1] or 0.0), abs(values[2] or 0.0))
-    if beyond and _makes_the_whole(values, _LIKE_A_SUM):
+    if candidate.seen[0].holds_sums:
         return candidate.judged(doubt, how=How.SUM, counts=())
     is_opaque = name.startswith(OPAQUE) and None not in values and batches[1] is not batches[2]
     for rule in dict.fromkeys(ways_of_counting(batches[0], ignored)) if is_opaque else ():

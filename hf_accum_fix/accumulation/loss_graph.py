@@ -363,6 +363,21 @@ def holds_layers(node: Any) -> bool:
     return False
 
 
+def holds_sums_alone(node: Any) -> bool:
+    """Whether the single numbers that a node is computed from are sums that nothing divides."""
+    found, pending = False, [node]
+    while pending:
+        below = pending.pop()
+        does, reduction = _does(below), getattr(below, "_saved_reduction", 0)
+        if reduction == 2 or does == "sum":
+            found = True
+        elif reduction or does in ("mean", "div") or _shape(below) != ():
+            return False
+        else:
+            pending.extend(each for each, _ in below.next_functions if each is not None)
+    return found
+
+
 def _is_learnt(node: Any, left: int = _MOST_NODES) -> bool:
     """Whether a number is a function of single parameters, without a tensor in between."""
     if node is None or left == 0:

@@ -38,14 +38,14 @@ class WindowCheck:
         contract: of their loss.
         is_corrected: the gradient is corrected by their sum, so single ones may differ from the prediction.
         changed: how a micro-batch differed from the observed loss, in words; empty: it did not.
-        other_terms: it had other terms than that.
+        other_terms: the shapes of its terms, where it had others than that.
         plain_log: a micro-batch's values were not captured, so the log is the mean over micro-batches.
     """
 
     contract: LossContract
     is_corrected: bool = True
     changed: str = ""
-    other_terms: bool = False
+    other_terms: tuple[Any, ...] = ()
     plain_log: bool = False
     _seen: dict[int, list[Number]] = field(default_factory=dict)
     _predicted: dict[int, list[Number]] = field(default_factory=dict)
@@ -172,13 +172,17 @@ def weigh(
         _note_number(terms, contract, check, predicted)
         return _ready(loss, normalizer.remaining_divisor, normalizer)
     matched = _matched(terms, contract.terms)
+    if matched is None and terms:
+        # As in `logits.sum() * 0`, where there is no target.
+        terms = [term for term in terms if not _is_nothing(term)]
+        matched = _matched(terms, contract.terms) if terms else [(spec, []) for spec in contract.terms]
     if matched is None and zero_weight:
         return _ready(loss, math.inf, normalizer)
     if matched is None:
-        check.other_terms = bool(terms)
+        check.other_terms = tuple(each.shape for each in terms)
         names = sorted({each.name for each in terms}) or ["none with a gradient"]
         check.changed = f"its loss has other terms than the observed one: {', '.join(names)}"
-        if contract.terms[0].number:
+        if contract.terms and contract.terms[0].number:
             # It divides by the number of the global batch, whatever its terms.
             return _ready(loss, normalizer.remaining_divisor / normalizer.micro_batches, normalizer)
         # A trainer that divides by the accumulation steps still does.
@@ -188,6 +192,8 @@ def weigh(
         )
     weights: list[tuple[Term, Number, TermSpec]] = []
     for place, (spec, found) in enumerate(matched):
+        if not found and spec.how is How.MEAN and spec.rules and not (spec.number or spec.as_stock or zero_weight):
+            check.note(place, 0.0, predicted.get(spec.rules[0], 0.0))
         if found:
             rule = spec.rules[0] if spec.rules else None if normalizer.is_corrected else contract.items
             value = None if len(found) > 1 or contract.groups == 1 else _value(found[0], captured.values)
@@ -214,6 +220,8 @@ def weigh(
                     _keep_finite(term, counts.divisor)
                 elif counts is None and spec.how is How.PLAIN and spec.counts:
                     _keep_finite(term, _on_host_if_known(_product(term, spec.counts)))
+    if not weights:
+        return _ready(loss, math.inf, normalizer)
     if contract.groups == 1 and not contract.added:
         return _ready(loss, weights[0][1], normalizer, weights[0][2])
     check.plain_log = check.plain_log or captured.values is None
@@ -265,19 +273,31 @@ def _ready(loss: Tensor, weight: Number, normalizer: Normalizer, spec: TermSpec 
     return Weighed(weighed, value, value, spec.by_number)
 
 
+def covers(specs: Sequence[TermSpec], shapes: Sequence[Any]) -> bool:
+    """Whether terms of these shapes are those of a contract, or some of them."""
+    found, known = Counter(shapes), Counter(spec.shape for spec in specs)
+    one_by_one = {spec.shape for spec in specs if spec.place is not None}
+    return bool(found) and all(
+        shape in known and (shape not in one_by_one or count == known[shape]) for shape, count in found.items()
+    )
+
+
 def _matched(terms: Sequence[Term], specs: Sequence[TermSpec]) -> list[tuple[TermSpec, list[Term]]] | None:
     """The terms of every spec; None: some fit no spec, or cannot be distinguished."""
+    if not covers(specs, [term.shape for term in terms]):
+        return None
     by_shape: dict[Any, list[Term]] = {}
     for term in terms:
         by_shape.setdefault(term.shape, []).append(term)
-    known = Counter(spec.shape for spec in specs)
-    found: list[tuple[TermSpec, list[Term]]] = []
-    for spec in specs:
-        alike = by_shape.get(spec.shape, [])
-        if spec.place is not None and alike and len(alike) != known[spec.shape]:
-            return None
-        found.append((spec, alike if spec.place is None else alike[spec.place : spec.place + 1]))
-    return found if terms and set(by_shape) <= set(known) else None
+    alike = [(spec, by_shape.get(spec.shape, [])) for spec in specs]
+    return [(spec, found if spec.place is None else found[spec.place : spec.place + 1]) for spec, found in alike]
+
+
+def _is_nothing(term: Term) -> bool:
+    """Whether a term is multiplied by the number zero."""
+    return any(
+        not each.divides and not each.learnt and _on_host(each.value) and not float(each.value) for each in term.factors
+    )
 
 
 @dataclass(frozen=True)

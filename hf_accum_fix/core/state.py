@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from hf_accum_fix import observations
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.correction import GradientCorrection
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
+from hf_accum_fix.accumulation.weigh import covers
 
 #: Windows that are observed before an inconclusive contract is accepted.
 ATTEMPTS = 3
@@ -27,10 +29,12 @@ class LossState:
     Attributes:
         contract: None: it was not observed yet.
         attempts: windows with targets in which it was observed.
+        earlier: contracts that it had before its terms changed.
     """
 
     contract: LossContract | None = None
     attempts: int = 0
+    earlier: list[LossContract] = field(default_factory=list)
 
     @property
     def is_settled(self) -> bool:
@@ -104,9 +108,20 @@ class TrainingState:
 
     def take(self, contract: LossContract, loss: LossState) -> None:
         """Use a contract from this window on."""
+        if loss.contract is not None and loss.contract.is_read and loss.contract not in loss.earlier:
+            loss.earlier = [loss.contract, *loss.earlier][:RECONSIDERED]
         loss.contract = contract
         uncounted = any(not each.is_counted for each in self.contracts)
         self.correction.corrects = uncounted or (loss is not self.first and self.correction.corrects)
+
+    def take_earlier(self, contract: LossContract, shapes: Sequence[Any]) -> bool:
+        """Replace a contract by an earlier one of its loss that has terms of these ``shapes``; False: none has."""
+        for loss in (each for each in self.losses if each.contract is contract):
+            for before in loss.earlier:
+                if covers(before.terms, shapes):
+                    self.take(before, loss)
+                    return True
+        return False
 
     def reconsider(self) -> None:
         """Observe the losses again in the next window; limited, as each time takes three forwards."""

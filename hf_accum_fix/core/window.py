@@ -93,18 +93,19 @@ class Window:
         checks = (part.check for part in self.parts if id(part) in parts)
         return [each for each in checks if each.contract.is_read or each.counted or each.changed]
 
-    def observed_again(self, captured: Captured) -> bool:
+    def observed_again(self, check: WindowCheck, captured: Captured) -> bool:
         """Observe its losses again, as one has other terms than before; False: not possible in mid-window.
 
         Several ranks would have to do it together, and a gradient that was added cannot be weighted again.
         """
-        host = self.host
-        if self.done or host.world_size > 1 or not host.state.tasks:
+        host, state = self.host, self.host.state
+        if self.done or host.world_size > 1 or not state.tasks:
             return False
-        host.state.reconsider()
-        if not host.state.reconsiders:
-            return False
-        host.settle(self.batches, self.number, None)
+        if not state.take_earlier(check.contract, check.other_terms):
+            state.reconsider()
+            if not state.reconsiders:
+                return False
+            host.settle(self.batches, self.number, None)
         again = count_window(host, self.batches, self.number)
         self.parts, self.counts, self.total = again.parts, again.counts, again.total
         if captured.values is None and any(part.contract.groups > 1 or part.contract.added for part in self.parts):

@@ -233,7 +233,7 @@ class MicroBatch:
             each.__exit__()
         session.micro_batch = session.base_loss = None
         try:
-            again = window.observed_again(captured)
+            again = window.observed_again(self.part.check, captured)
         finally:
             session.micro_batch, session.base_loss = self, self.base_loss
             for each in self._overrides:
