@@ -104,7 +104,7 @@ class GradientCorrection:
                 host.report_inexact(f"{float(sums[2]):g} micro-batches on its ranks were skipped")
             sums = sums[:2]
         if not readable:
-            return torch.where(sums[0] > 0, sums[1] / sums[0], torch.ones_like(sums[0]))
+            return torch.where(sums[0] != 0, sums[1] / sums[0], torch.ones_like(sums[0]))
         seen, predicted = sums.tolist()
         times = predicted / seen if seen else 1.0
         return None if abs(times - 1) <= 1e-12 else float(times)
@@ -123,10 +123,10 @@ class GradientCorrection:
             return
         sums = check.counts(host.device)
         if not host.readable:
-            self._read_later((sums[0] - sums[1]).abs() > 1e-6 * sums[1])
+            self._read_later((sums[0] - sums[1]).abs() > 1e-6 * sums[1].abs())
             return
         seen, predicted = sums.tolist()
-        if abs(seen - predicted) > 1e-6 * predicted:
+        if abs(seen - predicted) > 1e-6 * abs(predicted):
             self.differs = True
             kept = "; under DeepSpeed the gradient is not corrected" if host.steps_in_backward else ""
             host.report_inexact(f"its loss divides by {seen:g} items; {predicted:g} were predicted{kept}")

@@ -89,7 +89,7 @@ class WindowCheck:
             wanted = _stacked(next(iter(self._seen.values())) if corrected else self._predicted[place], device)
             if self.is_corrected:
                 seen, wanted = seen.sum(), wanted.sum()
-            flags.append(((seen - wanted).abs() > 1e-6 * wanted).any())
+            flags.append(((seen - wanted).abs() > 1e-6 * wanted.abs()).any())
         return torch.stack(flags).any() if flags else None
 
 
