@@ -23,6 +23,8 @@ OWN_NUMBERS = {1237.5: 7919, 4111.5: 3571, 2777.5: 5557}
 DECLARED = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")
 #: Nodes that hide a whole loss: compiled code, another library's kernel.
 OPAQUE = (*DECLARED, "CompiledFunction", "CheckpointFunction")
+#: Nodes whose gradient is a weighted mean of their elements', with weights that add up to one: never a sum.
+AVERAGES = ("LogsumexpBackward",)
 #: Relative tolerance of two values computed alike, by bytes of their dtype.
 _TOLERANCE = {8: 1e-6, 4: 1e-5}
 #: Relative difference to the sum of its parts below which an unreadable term is scaled as a sum.
@@ -446,7 +448,7 @@ def _unreadable(
     doubt = f"the loss contains {name}, and what is below it cannot be read"
     # Any weighted mean lies between its parts.
     beyond = None not in values and abs(values[0] or 0.0) > max(abs(values[1] or 0.0), abs(values[2] or 0.0))
-    if beyond and _makes_the_whole(values, _LIKE_A_SUM):
+    if beyond and not name.startswith(AVERAGES) and _makes_the_whole(values, _LIKE_A_SUM):
         return candidate.judged(doubt, how=How.SUM, counts=())
     is_opaque = name.startswith(OPAQUE) and None not in values and batches[1] is not batches[2]
     for rule in dict.fromkeys(ways_of_counting(batches[0], ignored)) if is_opaque else ():
