@@ -119,6 +119,7 @@ class LossContract:
         hides_number: it depends on num_items_in_batch in a way that cannot be read (tested where one micro-batch is the
             global batch).
         takes_world_size: a custom loss that divides by the number multiplies by the number of ranks; None: unknown.
+        by_divisor: it was not observed, and each micro-batch is weighted by what it divides by.
         doubt: why it is reported as not exact, although it is weighted; empty: it is exact.
         conclusive: False: it is observed again in the next window.
         reason: how it was found, in one sentence.
@@ -140,6 +141,7 @@ class LossContract:
     is_corrected: bool = True
     hides_number: bool = False
     takes_world_size: bool | None = None
+    by_divisor: bool = False
     doubt: str = ""
     conclusive: bool = True
     reason: str = "given"
@@ -242,7 +244,7 @@ class LossContract:
     @property
     def is_counted(self) -> bool:
         """Whether a rule predicts the count of every mean in it."""
-        return all(each.rules for each in self.terms if each.how is How.MEAN)
+        return not self.by_divisor and all(each.rules for each in self.terms if each.how is How.MEAN)
 
     @property
     def has_router_loss(self) -> bool:

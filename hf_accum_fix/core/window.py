@@ -91,7 +91,8 @@ class Window:
         """For each loss of its micro-batches that is read."""
         parts = dict.fromkeys(id(self.part_of(batch)) for batch in self.batches)
         checks = (part.check for part in self.parts if id(part) in parts)
-        return [each for each in checks if each.contract.is_read or each.counted or each.changed]
+        # Every rank has to join the correction of an unobserved loss.
+        return [c for c in checks if c.contract.is_read or c.contract.by_divisor or c.counted or c.changed]
 
     def observed_again(self, check: WindowCheck, captured: Captured) -> bool:
         """Observe its losses again, as one has other terms than before; False: not possible in mid-window.

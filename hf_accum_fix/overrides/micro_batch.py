@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,14 +18,13 @@ from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.scaling import of_window, run_by_rule
 from hf_accum_fix.accumulation.values import Captured, capture
 from hf_accum_fix.accumulation.weigh import Weighed, WindowCheck, weigh
-from hf_accum_fix.accumulation.window import ZeroWeightBatch
+from hf_accum_fix.accumulation.window import ZeroWeightBatch, count_dtype
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.engines.engine import engine_divisor, set_last_micro_batch
 from hf_accum_fix.errors import AccumFixError, SeamError, UnsupportedSetupError
 from hf_accum_fix.overrides.announcing import announce
 from hf_accum_fix.overrides.forward import base_loss
-from hf_accum_fix.overrides.live import bare_model, counts_itself, declares_scale, loss_func, scales_itself
-from hf_accum_fix.overrides.observing import MADE_BY_STEP, MADE_LATER
+from hf_accum_fix.overrides.live import bare_model, counts_itself, loss_func, scales_itself
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.upstream.defects import is_present
 
@@ -210,9 +210,8 @@ class MicroBatch:
             divided = _names(loss, {steps, session.steps})
         else:
             divided = contract.custom and scales_itself(session.trainer)
-        later = contract.reason == MADE_LATER and declares_scale(session.trainer)
-        if later or contract.reason == MADE_BY_STEP:
-            loss = _as_the_first(loss, part.check)
+        if contract.by_divisor:
+            loss = _as_the_first(loss, part.check, session)
         loss = loss * 0.0 if self.zero_weight and contract.custom else loss
         self.value = of_window(loss.detach(), steps, steps if divided else 1)
         self.scaled_loss = of_window(loss, steps, part.normalizer.engine_divisor * (steps if divided else 1))
@@ -265,22 +264,34 @@ class MicroBatch:
             )
 
 
-def _as_the_first(loss: Tensor, check: WindowCheck) -> Tensor:
-    """An unobserved loss, weighted by its divisor relative to the first micro-batch's.
+def _as_the_first(loss: Tensor, check: WindowCheck, session: Session) -> Tensor:
+    """An unobserved loss, weighted by its divisor relative to the first micro-batch's: on several ranks to their mean.
 
-    At its end the window is corrected by their sums, as for every loss that no rule counts.
+    At its end the window is corrected by the sums of both, as for every loss that no rule counts.
     """
     terms = read(loss)
-    if len(terms) != 1 or not terms[0].readable:
+    divisor: Tensor | float | None = None
+    if len(terms) == 1 and terms[0].readable:
+        divisor = 1.0
+        for each in terms[0].factors:
+            divisor = each.value * divisor if each.divides and not each.learnt else divisor
+    if check.is_corrected and session.data_ranks > 1 and session.first_divisor is None:
+        session.first_divisor = _mean_over_ranks(divisor, session)
+    if divisor is None:
         check.changed = "the number it divides by cannot be read: " + ", ".join(sorted({each.name for each in terms}))
         return loss
-    divisor: Tensor | float = 1.0
-    for each in terms[0].factors:
-        divisor = each.value * divisor if each.divides and not each.learnt else divisor
-    first = check.first(divisor)
+    first = check.first(divisor) if session.first_divisor is None else session.first_divisor
     check.note(0, divisor, first)
     times = divisor / first
     return loss * (times.to(loss) if isinstance(times, Tensor) else times) if check.is_corrected else loss
+
+
+def _mean_over_ranks(divisor: Tensor | float | None, session: Session) -> Tensor:
+    """The mean over the ranks that have a divisor, 0-dim: a collective."""
+    zero = torch.zeros((), dtype=count_dtype(session.device), device=session.device)
+    numbers = torch.stack([zero, zero] if divisor is None else [zero + divisor, zero + 1])
+    total, ranks = session.summed(numbers).unbind()
+    return torch.where(ranks > 0, total / ranks.clamp(min=1), torch.ones_like(total))
 
 
 def _names(loss: Tensor, steps: set[int]) -> bool:

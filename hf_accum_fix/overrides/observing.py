@@ -27,7 +27,7 @@ from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.core.host import Observed
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.overrides.forward import as_in_training, base_loss, training_loss_of
-from hf_accum_fix.overrides.live import bare_model, hands_number, loss_func, names, scales_itself
+from hf_accum_fix.overrides.live import bare_model, declares_scale, hands_number, loss_func, names, scales_itself
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.upstream.protocols import TrainerLike
 
@@ -60,9 +60,10 @@ def _observe(session: Session, window: list[Any], upstream_number: Any, gather: 
     module: nn.Module = inside_ddp(trainer.model_wrapped) or trainer.model_wrapped
     custom = compute_loss is not None
     if not all(isinstance(batch, Mapping) for batch in window):
-        return LossContract(Reduction.PLAIN, custom=custom, reason=MADE_LATER)
+        by_divisor = declares_scale(trainer)
+        return LossContract(Reduction.PLAIN, custom=custom, by_divisor=by_divisor, reason=MADE_LATER)
     if step is not None and not (names(step, "compute_loss") and names(step, "accelerator")):
-        return LossContract(Reduction.PLAIN, custom=custom, reason=MADE_BY_STEP)
+        return LossContract(Reduction.PLAIN, custom=custom, reason=MADE_BY_STEP, by_divisor=True)
     forward = as_in_training(session, module, compute_loss)
     setting = _setting(session, module, compute_loss, upstream_number)
 

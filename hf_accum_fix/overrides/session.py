@@ -42,6 +42,7 @@ class Session(Host):
         own_step: see `live.own_step`; None: the base's step runs micro-batches.
         refused: an error of ours in a micro-batch, which a custom training_step may have caught.
         loss_log: the logged loss; None: upstream filters nothing.
+        first_divisor: what the first micro-batch of the training divided by, the mean over ranks, 0-dim; None: unknown.
         counting_loss: `observed_for`, and the loss that router losses are counted by.
     """
 
@@ -55,6 +56,7 @@ class Session(Host):
     deferred: list[Any] | None = None
     refused: AccumFixError | None = None
     loss_log: LossLog | None = None
+    first_divisor: Tensor | None = None
     counting_loss: tuple[tuple[Any, ...], Callable[..., Any] | None] | None = None
 
     def __init__(self, trainer: TrainerLike, options: Options) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import datasets
 import torch
+import torch.distributed as dist
 import transformers as hf
 from datasets import Dataset
 from torch import nn
@@ -178,8 +179,8 @@ def preference_step(
             processing_class=tokenizer(),
             **kind.given(),
         )
-        # Answers are sampled as training goes.
-        torch.manual_seed(0)
+        # Answers are sampled as training goes, others on every rank.
+        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
         return trainer
 
     return step_of(make, path)

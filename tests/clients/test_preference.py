@@ -21,8 +21,11 @@ if not hasattr(trl, "DistillationTrainer"):
 
 from hf_accum_fix import observations
 from tests.clients.preference import LLAMA, PREFERENCES, TWO_MEANS, preference_step
+from tests.clients.preference_on_two_ranks import ALIKE, BY_TOKENS
+from tests.clients.preference_on_two_ranks import SPLITS as TWO_RANK_SPLITS
 from tests.numerics.heads import FLOAT32_LOSS
 from tests.numerics.parity import Step
+from tests.torchrun import found_by
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -78,6 +81,23 @@ def test_tokens_of_a_micro_batch_weigh_as_those_of_the_whole(
         assert ours.error(whole) <= FLOAT32_LOSS
         assert ours.loss == pytest.approx(whole.loss, rel=1e-5)
     assert not [record for record in caplog.records if record.name == "hf_accum_fix"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_ranks_weigh_the_tokens_of_both(tmp_path: Path) -> None:
+    """The mean over every token of both ranks; a trainer whose micro-batches are alike is left bit for bit."""
+    rows = found_by("tests.clients.preference_on_two_ranks", tmp_path / "rows.json", timeout=380)
+    assert [tuple(row["split"]) for row in rows if row["trainer"] == BY_TOKENS] == list(TWO_RANK_SPLITS)
+    for row in rows:
+        if row["trainer"] in ALIKE:
+            assert row["same bits"], row
+            continue
+        mine, other = row["tokens"]
+        assert sum(mine) != sum(other), row
+        assert row["stock"]["gradient"] > 0.02, row
+        assert row["apply"]["gradient"] <= FLOAT32_LOSS and row["apply"]["loss"] <= 1e-6, row
+        assert not row["apply"]["warned"], row
 
 
 @splits

@@ -365,6 +365,16 @@ def test_pairs_whose_labels_are_alike_at_first(split: tuple[int, int]) -> None:
     assert not ours.exact and ours.warned
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_pairs_are_never_taken_for_a_sum(seed: int) -> None:
+    """The loss of a batch may be near the sum of its parts' by chance; a log-sum-exp is a weighted mean all the same."""
+    g = torch.Generator().manual_seed(seed)
+    case = Case("cosent", labelled(*torch.randint(0, 5, (8,), generator=g).tolist()), Cosent)
+    stock, ours = run(case, EVERYDAY, "stock"), run(case, EVERYDAY, "apply")
+    assert ours.error({name: change / EVERYDAY[1] for name, change in stock.change.items()}) <= case.floor
+    assert not ours.exact and ours.warned
+
+
 # --- what stock would have trained ------------------------------------------------------------------------------------
 
 

@@ -127,7 +127,7 @@ class _Kept(logging.Handler):
 
 
 @contextlib.contextmanager
-def _warnings() -> Iterator[list[str]]:
+def warnings() -> Iterator[list[str]]:
     kept, logger = _Kept(), logging.getLogger("hf_accum_fix")
     logger.addHandler(kept)
     try:
@@ -152,7 +152,7 @@ def run(
         )
         torch.manual_seed(0)
         raised: Exception | None = None
-        with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext(), _warnings() as warned:
+        with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext(), warnings() as warned:
             trainer: Any = case.trainer(
                 model=case.head.build(), args=args, train_dataset=data, data_collator=case.head.batch, **case.given
             )
