@@ -367,7 +367,7 @@ def test_pairs_whose_labels_are_alike_at_first(split: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_pairs_are_never_taken_for_a_sum(seed: int) -> None:
-    """The loss of a batch may be near the sum of its parts' by chance; a log-sum-exp is a weighted mean all the same."""
+    """The loss of a batch may be near the sum of its parts' by chance; a log-sum-exp is a weighted mean."""
     g = torch.Generator().manual_seed(seed)
     case = Case("cosent", labelled(*torch.randint(0, 5, (8,), generator=g).tolist()), Cosent)
     stock, ours = run(case, EVERYDAY, "stock"), run(case, EVERYDAY, "apply")
