@@ -40,6 +40,7 @@ from hf_accum_fix.accumulation.declared import (
     wants_number,
 )
 from hf_accum_fix.accumulation.observe import observe
+from hf_accum_fix.accumulation.reading import LossRun
 from hf_accum_fix.accumulation.scaling import loss_among, of_window, run_by_rule, scale_of
 from hf_accum_fix.accumulation.values import Captured, capture
 from hf_accum_fix.accumulation.weigh import WindowCheck, unlike_declared, weigh
@@ -198,7 +199,8 @@ class LoopHost(Host):
             world_size=self.world_size,
             rounded=products_are_rounded(module) or getattr(self.accelerator, "mixed_precision", "no") != "no",
         )
-        found = observe(partial(self._loss, model), list(batches), module, setting, device=self.device, head=bare)
+        loss = LossRun(partial(self._loss, model), module, self.device, bare)
+        found = observe(loss, batches, setting)
         return found.by_rule() if is_compiled(module) else found
 
     def route(self, batches: Sequence[Batch], error: Exception | None) -> tuple[Tensor | None, Exception | None]:

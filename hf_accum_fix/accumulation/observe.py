@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,10 +29,11 @@ from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Coupling, How, Lo
 from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.own_division import RANKS, own_division, step_candidates
-from hf_accum_fix.accumulation.preserve import preserved_state
+from hf_accum_fix.accumulation.preserve import Preserved, preserved_state
 from hf_accum_fix.accumulation.reading import (
     ForgottenError,
     Forward,
+    LossRun,
     Reading,
     is_shifted,
     kept_small,
@@ -47,161 +48,191 @@ logger = logging.getLogger("hf_accum_fix")
 
 
 def observe(
-    call: Forward,
-    window: Sequence[Mapping[str, Any]],
-    model: nn.Module,
-    setting: Setting,
-    *,
-    device: torch.device,
-    head: nn.Module | None = None,
-    others: Sequence[object] = (),
-    leave: Sequence[object] = (),
-    more_steps: Callable[[int], AbstractContextManager[Any]] = nullcontext,
-    gather: Gather | None = None,
+    loss: LossRun, window: Sequence[Mapping[str, Any]], setting: Setting, gather: Gather | None = None
 ) -> LossContract:
     """Observe how a loss is reduced, on samples of one window, and restore all state (see `preserved_state`).
 
-    Args:
-        call: one forward of the trained loss.
-        window: the micro-batches.
-        model: its modes, buffers and parameters are restored.
-        setting: of the training.
-        device: of the number.
-        head: the model whose outputs have a router loss; None: there is none.
-        others: more objects whose attributes are restored, such as the trainer.
-        leave: objects that are not restored, such as data sets.
-        more_steps: (factor) -> context in which the arguments have more accumulation steps, and factor times the ranks.
-        gather: as for `SyncedRanks`.
+    ``window``: the micro-batches; ``setting``: of the training; ``gather``: as for `SyncedRanks`.
     """
     # Repeated samples serve as well as any.
-    window = [dict(batch) if isinstance(batch, ZeroWeightBatch) else batch for batch in window]
-    sharded = holds_shards(model)
-    listed = any(next(listed_targets(batch), None) is not None for batch in window)
-    numbers: tuple[float | None, ...] = NUMBERS if setting.hands_number or setting.hands_own else (None, None, None)
-    if setting.only_shows:
-        numbers = (None, None, NUMBERS[2])
-
+    batches = [dict(batch) if isinstance(batch, ZeroWeightBatch) else batch for batch in window]
+    sharded = holds_shards(loss.model)
     with (
-        preserved_state(model, *others, leave=leave, sharded=sharded) as state,
+        preserved_state(loss.model, *loss.others, leave=loss.leave, sharded=sharded) as state,
         SyncedRanks(gather) as ranks,
     ):
+        return _Observation(loss, batches, setting, state, ranks, sharded).contract()
+
+
+@dataclass
+class _Observation:
+    """The forwards that observe a loss; all ranks run equally many, since a custom loss may run collectives.
+
+    Attributes:
+        sharded: an engine shards the parameters, so that every forward is a collective.
+        whole: the forward of the batch that the contract was concluded from.
+        writes: the loss depends on state that its forward writes; None: not tested.
+        divides: it divides by a number that its graph hides.
+    """
+
+    loss: LossRun
+    window: Sequence[Mapping[str, Any]]
+    setting: Setting
+    state: Preserved
+    ranks: SyncedRanks
+    sharded: bool
+    whole: Reading = field(init=False)
+    writes: bool | None = None
+    divides: bool = False
+
+    def contract(self) -> LossContract:
+        """How the loss is reduced."""
+        model, window = self.loss.model, self.window
         norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
+        # BatchNorm writes its statistics; shards are not copied.
+        self.writes = False if self.sharded or norm is not None else None
+        found = self._with_number_seen(self._with_own_division(self._with_rules(self._compared())))
+        if self.divides and found.reduction is Reduction.PLAIN:
+            # Its kernel divides by the number, so it gets one, as from stock.
+            rule = number_rule(self.whole.batch, window, self.setting)
+            found = replace(found, reduction=Reduction.NUMBER, items=rule, terms=())
+            self.setting = replace(self.setting, hands_number=True)
+        doubt = found.doubt
+        if self.writes:
+            doubt = doubt or "its forward changes state that the loss depends on, so the order of micro-batches matters"
+        if found.items is not None and any(targets_padding(found.items, batch) for batch in window):
+            padding = "padding is among its targets (labels are not -100 where attention_mask is 0)"
+            doubt = doubt or f"{padding}, so the loss depends on the split"
+        found = replace(found, doubt=doubt, custom=self.setting.custom, hands_number=self.setting.hands_number)
+        if norm is not None:
+            found = _with_batch_norm(found, norm)
+        if found.items is None and found.hands_number:
+            # Its number counts as upstream's does.
+            found = replace(found, items=number_rule(self.whole.batch, window, self.setting))
+        return found
 
-        def put_back() -> None:
-            state.restore()
-            model.train()
-
-        def run(batch: Mapping[str, Any], number: float | None, within: Any = nullcontext) -> Reading:
-            try:
-                return read_batch(call, batch, number, device, head, within, listed=listed, keep=False)
-            except ForgottenError:
-                # A penalty on the gradient, adversarial noise.
-                put_back()
-                return read_batch(call, batch, number, device, head, within, listed=listed, keep=True)
-
-        def run_all(split: Split) -> tuple[list[Reading], float | None]:
-            """The three forwards; and a loss with the number, if the number hides the divisor."""
-            passed = (None, None, None) if setting.only_shows and not split.apart else numbers
-            readings: list[Reading] = []
-            for batch, number in zip(split[:3], passed, strict=True):
-                if readings:
-                    put_back()
-                readings.append(run(batch, number))
-            hidden = any(each.name.startswith(OPAQUE) for each in readings[2].terms)
-            other_terms = len({(len(each.terms), len(each.inside)) for each in readings}) > 1
-            if not setting.only_shows or not (hidden or other_terms):
-                return readings, None
-            by_number = readings[2].loss
-            put_back()
-            readings[2] = run(split.other, None)
-            return readings, by_number
-
-        def run_wider(batch: Mapping[str, Any], number: float | None) -> Reading | None:
-            """With more steps and ranks; None: a loss that gathers metrics cannot run so."""
-            try:
-                return run(batch, number, partial(more_steps, RANKS))
-            except Exception:
-                logger.debug("a loss was not run with other ranks", exc_info=True)
-                put_back()
-                return None
-
-        found, whole, failure = None, None, None
-        wrote, writes, settled, divides = False, False, False, False
-        search = splits(window)
+    def _compared(self) -> LossContract:
+        """The contract by the first split of the samples that shows the loss."""
+        found: LossContract | None = None
+        failure: Exception | None = None
+        search, settled = splits(self.window), False
         split = next(search)
-        # All ranks run equally many forwards, since a custom loss may run collectives.
-        while ranks.any(not settled):
+        while self.ranks.any(not settled):
             readings: list[Reading] = []
-            by_number: float | None = None
             try:
-                readings, by_number = run_all(split)
+                readings = self._three(split)
             except Exception as error:
                 failure = failure or error
                 # Running out of memory on an unchanged micro-batch would happen in training, too.
-                if sharded or (out_of_memory(error) and any(split.whole is batch for batch in window)):
+                if self.sharded or (out_of_memory(error) and any(split.whole is batch for batch in self.window)):
                     raise
                 logger.debug("a loss was not observed on a part of its batch", exc_info=True)
-            # The loss may depend on written state: a queue, a centre, a moving average.
-            if ranks.any(not wrote and bool(readings) and norm is None and not sharded and state.wrote()):
-                wrote = True
-                again = run(split.other, readings[2].number if readings else None)
-                writes = writes or bool(readings and again.numbers != readings[2].numbers)
-            put_back()
-            if by_number is not None:
-                divides = _divides_unseen(readings[2].loss, by_number)
+            self._note_writes(split, readings)
+            self._restore()
             if readings and not settled:
-                latest = conclude(readings, window, replace(setting, apart=split.apart, again=found is not None))
-                was_guess = found is not None and found.is_guess and latest.conclusive
-                better = _better(found, latest, shows_coupling=split.shows_coupling)
-                found, whole = better, readings[0] if better is latest else whole
-                other_tasks = split.tasks and found.doubt.endswith(OTHER_TERMS)
-                shows = _has_shown(found) and not _may_be_the_split(found) and not found.is_guess
-                settled = sharded or was_guess or other_tasks or shows
+                setting = replace(self.setting, apart=split.apart, again=found is not None)
+                latest = conclude(readings, self.window, setting)
+                confirmed = found is not None and found.is_guess and latest.conclusive
+                found = _better(found, latest, shows_coupling=split.shows_coupling)
+                self.whole = readings[0] if found is latest or not hasattr(self, "whole") else self.whole
+                settled = self.sharded or confirmed or _is_clear(found, split)
             following = None if settled else next(search, None)
             settled = following is None or bool(found and not following.shows_coupling and _has_shown(found))
             split = split if settled or following is None else following
-        if found is None and failure is not None:
+        if found is None:
+            assert failure is not None
             raise failure
-        assert found is not None and whole is not None
+        return found
+
+    def _three(self, split: Split) -> list[Reading]:
+        """The forwards of a batch and its two parts."""
+        shows = self.setting.only_shows
+        numbers: tuple[float | None, ...] = (None, None, None)
+        if shows and split.apart:
+            numbers = (None, None, NUMBERS[2])
+        elif not shows and (self.setting.hands_number or self.setting.hands_own):
+            numbers = NUMBERS
+        readings: list[Reading] = []
+        for batch, number in zip(split[:3], numbers, strict=True):
+            if readings:
+                self._restore()
+            readings.append(self._run(batch, number))
+        hidden = any(each.name.startswith(OPAQUE) for each in readings[2].terms)
+        other_terms = len({(len(each.terms), len(each.inside)) for each in readings}) > 1
+        if shows and (hidden or other_terms):
+            # The number hides the divisor.
+            by_number = readings[2].loss
+            self._restore()
+            readings[2] = self._run(split.other, None)
+            self.divides = _divides_unseen(readings[2].loss, by_number)
+        return readings
+
+    def _note_writes(self, split: Split, readings: Sequence[Reading]) -> None:
+        """Test whether the loss depends on state that its forward writes: a queue, a centre, a moving average."""
+        if self.ranks.any(self.writes is None and bool(readings) and self.state.wrote()):
+            again = self._run(split.other, readings[2].number if readings else None)
+            self.writes = bool(self.writes or (readings and again.numbers != readings[2].numbers))
+
+    def _with_rules(self, found: LossContract) -> LossContract:
+        """The contract with a rule for every term that divides by the number."""
         hidden = any(each.by_number and not each.rules for each in found.terms)
         alone = None
-        if ranks.any(hidden and setting.custom and not setting.func):
+        if self.ranks.any(hidden and self.setting.custom and not self.setting.func):
             try:
-                alone = run(whole.batch, None)
+                alone = self._run(self.whole.batch, None)
             except Exception:
                 logger.debug("a loss needs its number", exc_info=True)
-            put_back()
-        if found.by_number and any(each.by_number for each in found.terms):
-            found = with_rules(found, alone)
+            self._restore()
+        by_number = found.by_number and any(each.by_number for each in found.terms)
+        return with_rules(found, alone) if by_number else found
+
+    def _with_own_division(self, found: LossContract) -> LossContract:
+        """The contract with the divisions by steps and ranks that the arguments cause."""
+        setting, whole = self.setting, self.whole
         candidates = step_candidates(found, whole, setting) if setting.custom or setting.func else []
-        wider = ranks.any(setting.world_size > 1 and any(each.number for each in found.terms))
-        if wider or ranks.any(bool(candidates)):
-            more = run_wider(whole.batch, whole.number) if wider else None
-            more = more or run(whole.batch, whole.number, partial(more_steps, 1))
-            found = own_division(found, candidates, whole, more, setting)
+        wider = self.ranks.any(setting.world_size > 1 and any(each.number for each in found.terms))
+        if not (wider or self.ranks.any(bool(candidates))):
+            return found
+        more = self._with_more_ranks() if wider else None
+        more = more or self._run(whole.batch, whole.number, partial(self.loss.more_steps, 1))
+        return own_division(found, candidates, whole, more, setting)
+
+    def _with_more_ranks(self) -> Reading | None:
+        """A forward with more steps and ranks; None: a loss that gathers metrics cannot run so."""
+        try:
+            return self._run(self.whole.batch, self.whole.number, partial(self.loss.more_steps, RANKS))
+        except Exception:
+            logger.debug("a loss was not run with other ranks", exc_info=True)
+            self._restore()
+            return None
+
+    def _with_number_seen(self, found: LossContract) -> LossContract:
+        """Test whether a loss that cannot be read depends on the number, where one micro-batch is the global batch."""
         unread = any(each.how is How.PLAIN for each in found.terms) and not found.by_number
-        uncut = setting.steps * setting.world_size == 1
-        if ranks.any(unread and uncut and whole.number is not None):
-            put_back()
-            found = replace(found, hides_number=run(whole.batch, NUMBERS[1]).loss != whole.loss)
-    if divides and found.reduction is Reduction.PLAIN:
-        # Its kernel divides by the number, so it gets one, as from stock.
-        rule = number_rule(whole.batch, window, setting)
-        found = replace(found, reduction=Reduction.NUMBER, items=rule, terms=())
-        setting = replace(setting, hands_number=True)
-    doubt = found.doubt
-    if writes:
-        doubt = doubt or "its forward changes state that the loss depends on, so the order of micro-batches matters"
-    if found.items is not None and any(targets_padding(found.items, batch) for batch in window):
-        padding = "padding is among its targets (labels are not -100 where attention_mask is 0)"
-        doubt = doubt or f"{padding}, so the loss depends on the split"
-    found = replace(found, doubt=doubt)
-    if norm is not None:
-        found = _with_batch_norm(found, norm, setting)
-    if found.items is None and setting.hands_number:
-        # Its number counts as upstream's does.
-        found = replace(found, items=number_rule(whole.batch, window, setting))
-    return replace(found, custom=setting.custom, hands_number=setting.hands_number)
+        uncut = self.setting.steps * self.setting.world_size == 1
+        if not self.ranks.any(unread and uncut and self.whole.number is not None):
+            return found
+        self._restore()
+        return replace(found, hides_number=self._run(self.whole.batch, NUMBERS[1]).loss != self.whole.loss)
+
+    def _run(self, batch: Mapping[str, Any], number: float | None, within: Any = nullcontext) -> Reading:
+        listed = any(next(listed_targets(each), None) is not None for each in self.window)
+        try:
+            return read_batch(self.loss, batch, number, within, listed=listed, keep=False)
+        except ForgottenError:
+            # A penalty on the gradient, adversarial noise.
+            self._restore()
+            return read_batch(self.loss, batch, number, within, listed=listed, keep=True)
+
+    def _restore(self) -> None:
+        self.state.restore()
+        self.loss.model.train()
+
+
+def _is_clear(found: LossContract, split: Split) -> bool:
+    """Whether a contract needs no further split."""
+    other_tasks = split.tasks and found.doubt.endswith(OTHER_TERMS)
+    return other_tasks or (_has_shown(found) and not _may_be_the_split(found) and not found.is_guess)
 
 
 def _divides_unseen(alone: float, passed: float) -> bool:
@@ -231,11 +262,11 @@ def _has_shown(found: LossContract) -> bool:
     return found.conclusive or found.reason == NO_TARGET_SEEN
 
 
-def _with_batch_norm(found: LossContract, norm: str, setting: Setting) -> LossContract:
+def _with_batch_norm(found: LossContract, norm: str) -> LossContract:
     """The contract of a model with BatchNorm in training mode."""
     reason = f"BatchNorm in training mode ({norm}): its statistics come from one micro-batch"
     terms = tuple(replace(each, how=How.PLAIN) if each.how is How.MEAN else each for each in found.terms)
-    reduction = found.reduction if found.by_number and setting.custom else Reduction.PLAIN
+    reduction = found.reduction if found.by_number and found.custom else Reduction.PLAIN
     items = found.items if found.by_number else None
     return replace(found, reduction=reduction, items=items, terms=terms, doubt=reason, reason=reason)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -101,44 +101,59 @@ class Reading:
         return [self.loss, *((each.shape, each.factors, each.value) for each in self.terms)]
 
 
+@dataclass(frozen=True)
+class LossRun:
+    """A loss that can be run on any batch.
+
+    Attributes:
+        forward: one forward of the trained loss.
+        model: its modes, buffers and parameters are restored.
+        device: of the number.
+        head: the model whose outputs have a router loss; None: there is none.
+        others: more objects whose attributes are restored, such as the trainer.
+        leave: objects that are not restored, such as data sets.
+        more_steps: (factor) -> context in which the arguments have more accumulation steps, and factor times the ranks.
+    """
+
+    forward: Forward
+    model: nn.Module
+    device: torch.device
+    head: nn.Module | None = None
+    others: Sequence[object] = ()
+    leave: Sequence[object] = ()
+    more_steps: Callable[[int], AbstractContextManager[Any]] = nullcontext
+
+
 class ForgottenError(ContractError):
     """A loss takes a gradient itself, in a forward that saved no tensors for one."""
 
 
 def read_batch(
-    call: Forward,
-    batch: Mapping[str, Any],
-    number: float | None,
-    device: torch.device,
-    head: nn.Module | None,
-    within: Any,
-    *,
-    listed: bool,
-    keep: bool,
+    loss: LossRun, batch: Mapping[str, Any], number: float | None, within: Any, *, listed: bool, keep: bool
 ) -> Reading:
     """Run a batch with gradient, and read the loss; unless ``keep``, no tensors are saved for a backward."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
     before = _random_state()
-    passed = None if number is None else torch.tensor(number, device=device)
+    passed = None if number is None else torch.tensor(number, device=loss.device)
     with (
         WithoutNoise(alike=listed),
-        capture(None, head) as captured,
+        capture(None, loss.head) as captured,
         within(),
         torch.enable_grad(),
         nullcontext() if keep else saved_tensors_hooks(kept_small, unpacked),
     ):
-        loss = call(dict(batch), passed)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ContractError(f"got {type(loss).__name__} as the loss of a micro-batch; expected a tensor of one number")
-    total = float(loss.detach())
-    shown = partial(read, loss, captured.routers, deep=True, returned=captured.returned)
+        found = loss.forward(dict(batch), passed)
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise ContractError(f"got {type(found).__name__} as the loss of a micro-batch; expected a tensor of one number")
+    total = float(found.detach())
+    shown = partial(read, found, captured.routers, deep=True, returned=captured.returned)
     rows, inside = (
         _filled([_term_reading(term, captured, batch) for term in terms], total)
         for terms in (shown(inside=False), shown(inside=True))
     )
-    return Reading(batch, number, total, loss.dtype, rows, inside, _random_state() != before)
+    return Reading(batch, number, total, found.dtype, rows, inside, _random_state() != before)
 
 
 def kept_small(tensor: Tensor) -> Tensor | None:

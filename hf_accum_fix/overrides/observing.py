@@ -24,6 +24,7 @@ from hf_accum_fix.accumulation.declared import (
 )
 from hf_accum_fix.accumulation.observe import observe, shift_of
 from hf_accum_fix.accumulation.preserve import overridden
+from hf_accum_fix.accumulation.reading import LossRun
 from hf_accum_fix.core.host import Observed
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.overrides.forward import as_in_training, base_loss, training_loss_of
@@ -71,22 +72,20 @@ def _observe(session: Session, window: list[Any], upstream_number: Any, gather: 
         own = None if number is None else torch.tensor(OWN_NUMBERS[float(number)], device=number.device)
         return forward(inputs, number, own)[0]
 
+    loss = LossRun(
+        call,
+        module,
+        session.device,
+        bare_model(trainer),
+        others=(trainer,),
+        leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator),
+        more_steps=lambda ranks: _more_steps(trainer, ranks),
+    )
     try:
         _settle_shift(session, module, window)
         # Only training logs.
         with overridden(trainer, "log", silent):
-            found = observe(
-                call,
-                window,
-                module,
-                setting,
-                device=session.device,
-                head=bare_model(trainer),
-                others=(trainer,),
-                leave=(trainer.train_dataset, trainer.eval_dataset, trainer.data_collator),
-                more_steps=lambda ranks: _more_steps(trainer, ranks),
-                gather=gather,
-            )
+            found = observe(loss, window, setting, gather)
     except Exception:
         logger.error(
             "%s: the forward that observes the loss failed. If training itself runs, pass the contract: "

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Reduction
 from hf_accum_fix.accumulation.observe import observe
+from hf_accum_fix.accumulation.reading import LossRun
 from hf_accum_fix.accumulation.rules import matching_rules
 
 
@@ -42,7 +43,7 @@ def test_boxes_that_are_missing_make_no_sum(counts: tuple[int, ...], conclusive:
     def call(inputs: Any, number: Any) -> Tensor:
         return model(**inputs)
 
-    found = observe(call, [batch(*counts)], model, Setting(), device=torch.device("cpu"))
+    found = observe(LossRun(call, model, torch.device("cpu")), [batch(*counts)], Setting())
     assert found.reduction is Reduction.MEAN and str(found.items) == "rows of 'class_labels'"
     assert found.conclusive == conclusive and (found.reason == NO_TARGET_SEEN) != conclusive
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import Coupling, How, LossContract, Reduction
 from hf_accum_fix.accumulation.observe import observe
+from hf_accum_fix.accumulation.reading import LossRun
 
 Batch = Mapping[str, Any]
 CLASSES = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
@@ -73,7 +74,7 @@ def observed(loss: Loss, setting: Setting, batches: list[dict[str, Tensor]]) -> 
         runs += 1
         return loss(model, inputs, number)
 
-    return observe(call, batches, model, setting, device=torch.device("cpu")), runs
+    return observe(LossRun(call, model, torch.device("cpu")), batches, setting), runs
 
 
 MEAN, NUMBER, PLAIN = Reduction.MEAN, Reduction.NUMBER, Reduction.PLAIN

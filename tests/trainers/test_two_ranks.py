@@ -13,6 +13,7 @@ from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.observe import observe
+from hf_accum_fix.accumulation.reading import LossRun
 from tests.losses.verdicts import Verdict
 from tests.numerics.heads.head import collate
 from tests.numerics.heads.samples import text
@@ -91,7 +92,7 @@ def _observed(rounding: float) -> LossContract:
 
     window = [collate(text()[start : start + 2]) for start in range(0, 8, 2)]
     setting = Setting(hands_number=True, custom=True)
-    return observe(call, window, nn.Linear(1, 1), setting, device=torch.device("cpu"))
+    return observe(LossRun(call, nn.Linear(1, 1), torch.device("cpu")), window, setting)
 
 
 @pytest.mark.parametrize("rounding", [0.0, 1.2e-7, -1.2e-7, 1e-6])
