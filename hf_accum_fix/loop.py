@@ -43,11 +43,11 @@ from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.accumulation.reading import LossRun
 from hf_accum_fix.accumulation.scaling import loss_among, of_window, run_by_rule, scale_of
 from hf_accum_fix.accumulation.values import Captured, capture
-from hf_accum_fix.accumulation.weigh import WindowCheck, unlike_declared, weigh
+from hf_accum_fix.accumulation.weigh import Counted, Part, WindowCheck, unlike_declared, weigh
 from hf_accum_fix.accumulation.window import Items, ZeroWeightBatch, count_by_rules, count_dtype
 from hf_accum_fix.core.contracts import remarks, settle
 from hf_accum_fix.core.host import Host, Observed
-from hf_accum_fix.core.window import Part, Window, count_routing, open_window
+from hf_accum_fix.core.window import Window, count_routing, open_window
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.engines.engine import reduced_in, reducing, waits_every_micro_batch
 from hf_accum_fix.engines.own_counts import own_counts
@@ -311,12 +311,10 @@ class AccumulationWindow:
             with capture(contract, host.bare(model)) as captured:
                 loss, _ = host.forward(model, batch, normalizer.number if contract.hands_number else None)
         zero_weight = isinstance(batch, ZeroWeightBatch)
-        weighed = weigh(loss, contract, normalizer, part.check, batch, counts, captured, zero_weight=zero_weight)
+        weighed = weigh(loss, part, Counted(batch, counts, zero_weight), captured)
         if part.check.other_terms and host.observed_again(model, window, part.check, captured):
             part, batch, counts = self._found(window, batch)
-            weighed = weigh(
-                loss, part.contract, part.normalizer, part.check, batch, counts, captured, zero_weight=zero_weight
-            )
+            weighed = weigh(loss, part, Counted(batch, counts, zero_weight), captured)
         window.add(weighed.value)
         return weighed.loss
 

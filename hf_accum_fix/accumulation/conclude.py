@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -127,31 +126,14 @@ def _concluded(
         # Terms of one loss count the same targets, where that fits.
         known = [rule for term in tested if term.spec.times == 1.0 for rule in term.spec.rules]
         tested.append(_tested(each, batches, ignored, known, math.inf if whole.drew else tolerance, setting))
-    specs = tuple(each.spec for each in tested)
-    doubt = mismatch or next((each.doubt for each in tested if each.doubt), "")
     adds = _added(tested, readings, tolerance) if any(each.added for each in seen[0]) else How.MEAN
-    if adds is How.PLAIN:
-        doubt = doubt or "a part of the loss has no gradient; the log averages it over micro-batches"
-    if not setting.apart and not doubt and sample_count(whole.batch) > 1:
-        doubt = "its micro-batches cannot be divided into samples, so coupled samples would not be detected"
-    coupled = any(each.doubt == _COUPLED for each in tested)
-    means = [each for each in specs if each.how is How.MEAN]
-    numbered = [each for each in specs if each.by_number]
-    if len({each.group for each in specs}) > 1 and any(each.seen[0].shares_learnt for each in tested):
-        doubt = doubt or "one learnt factor multiplies several of its terms, which need different weights"
-    if len({each.group for each in specs}) > 1 and not all(each.rules for each in means if not each.by_number):
-        # One number cannot correct several terms.
-        doubt = doubt or "the items of one of its terms cannot be predicted from the inputs"
-        specs = tuple(
-            replace(each, how=How.PLAIN) if each.how is How.MEAN and not (each.rules or each.by_number) else each
-            for each in specs
-        )
-    contract = partial(
-        LossContract,
+    specs, doubt = _specs(tested, mismatch, adds, setting, alone=sample_count(whole.batch) <= 1)
+    found = LossContract(
+        Reduction.PLAIN,
         terms=specs,
         dtype=dtype,
         doubt=doubt,
-        coupling=Coupling.COUPLED if coupled else Coupling.UNKNOWN,
+        coupling=Coupling.COUPLED if any(each.doubt == _COUPLED for each in tested) else Coupling.UNKNOWN,
         # A custom loss may add the router loss itself.
         router_coefficient=0.0 if setting.custom else _coefficient(tested, "aux_loss"),
         router_z_coefficient=0.0 if setting.custom else _coefficient(tested, "z_loss"),
@@ -160,33 +142,58 @@ def _concluded(
         deep=any(each.within for terms in seen for each in terms),
         shift=next((each.shift for each in seen[0] if each.shift is not None), None),
     )
+    means = [each for each in specs if each.how is How.MEAN]
+    numbered = [each for each in tested if each.spec.by_number]
     if numbered:
-        items = next((each.rules[0] for each in (*numbered, *means) if each.rules), None)
+        items = next((each.rules[0] for each in (*(each.spec for each in numbered), *means) if each.rules), None)
         items = items or number_rule(whole.batch, window, setting)
-        reduction = Reduction.INTEGER if numbered[0].whole else Reduction.NUMBER
-        takes = any(
-            is_near(value, setting.world_size)
-            for each in tested
-            if each.spec.by_number
-            for value in each.seen[0].factors
-        )
-        takes_world_size = takes and setting.multiplies if setting.custom and setting.world_size > 1 else None
-        return contract(
-            reduction, items, takes_world_size=takes_world_size, reason="its graph divides by num_items_in_batch"
-        )
+        takes: bool | None = None
+        if setting.custom and setting.world_size > 1:
+            factors = [value for each in numbered for value in each.seen[0].factors]
+            takes = setting.multiplies and any(is_near(value, setting.world_size) for value in factors)
+        reduction = Reduction.INTEGER if numbered[0].spec.whole else Reduction.NUMBER
+        reason = "its graph divides by num_items_in_batch"
+        return replace(found, reduction=reduction, items=items, takes_world_size=takes, reason=reason)
+    if means and found.coupling is Coupling.COUPLED:
+        return replace(found, reason=_COUPLED)
     if means:
-        empty = means[0].count == 0.0 or not all(each.shows for each in tested)
         # Without a rule for the count, take one for its targets.
         near = next((each.named[0] for each in seen[0] if each.named), rules[0])
-        rule = means[0].rules[0] if means[0].rules else near
-        if coupled:
-            return contract(Reduction.PLAIN, reason=_COUPLED)
-        reduction = Reduction.NUMBER if by_number else Reduction.MEAN
-        return contract(reduction, rule, conclusive=not empty, reason=f"its graph divides {means[0].shape[0]} by them")
+        return replace(
+            found,
+            reduction=Reduction.NUMBER if by_number else Reduction.MEAN,
+            items=means[0].rules[0] if means[0].rules else near,
+            conclusive=means[0].count != 0.0 and all(each.shows for each in tested),
+            reason=f"its graph divides {means[0].shape[0]} by them",
+        )
     if specs and all(each.how is How.SUM for each in specs):
-        return contract(Reduction.SUM, reason="its graph divides by nothing, and the losses of two parts add up")
+        reason = "its graph divides by nothing, and the losses of two parts add up"
+        return replace(found, reduction=Reduction.SUM, reason=reason)
     doubt = doubt or "none of its terms is divided by a count"
-    return contract(Reduction.PLAIN, conclusive=all(each.shows for each in tested), doubt=doubt, reason=doubt)
+    return replace(found, conclusive=all(each.shows for each in tested), doubt=doubt, reason=doubt)
+
+
+def _specs(
+    tested: Sequence[Candidate], mismatch: str, adds: How, setting: Setting, *, alone: bool
+) -> tuple[tuple[TermSpec, ...], str]:
+    """The terms' specs, and the first reason why they are not exact; ``alone``: the batch has one sample."""
+    specs = tuple(each.spec for each in tested)
+    doubts = [mismatch, *(each.doubt for each in tested)]
+    if adds is How.PLAIN:
+        doubts.append("a part of the loss has no gradient; the log averages it over micro-batches")
+    if not setting.apart and not alone:
+        doubts.append("its micro-batches cannot be divided into samples, so coupled samples would not be detected")
+    if len({each.group for each in specs}) > 1:
+        if any(each.seen[0].shares_learnt for each in tested):
+            doubts.append("one learnt factor multiplies several of its terms, which need different weights")
+        # One number cannot correct several terms.
+        uncounted = [each.how is How.MEAN and not (each.rules or each.by_number) for each in specs]
+        if any(uncounted):
+            doubts.append("the items of one of its terms cannot be predicted from the inputs")
+            specs = tuple(
+                replace(each, how=How.PLAIN) if plain else each for each, plain in zip(specs, uncounted, strict=True)
+            )
+    return specs, next(filter(None, doubts), "")
 
 
 def with_rules(found: LossContract, alone: Reading | None) -> LossContract:

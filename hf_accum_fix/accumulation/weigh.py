@@ -93,7 +93,7 @@ class WindowCheck:
         return torch.stack(flags).any() if flags else None
 
 
-def _on_host_if_known(number: Number) -> Number:
+def _read(number: Number) -> Number:
     """A Python number, unless it is on a device, where reading waits."""
     return float(number) if _on_host(number) else number
 
@@ -145,101 +145,99 @@ class Weighed:
         return self.loss, self.value + (times - 1) * self.as_stock
 
 
-def weigh(
-    loss: Tensor,
-    contract: LossContract,
-    normalizer: Normalizer,
-    check: WindowCheck,
-    inputs: Mapping[str, Any],
-    predicted: Mapping[Items, Tensor],
-    captured: Captured,
-    *,
-    zero_weight: bool = False,
-) -> Weighed:
-    """Weight the loss of a micro-batch, before its backward, and add its terms' divisors to ``check``.
+@dataclass(frozen=True)
+class Part:
+    """The micro-batches of one loss in a window.
 
-    ``inputs`` and ``captured`` are of its forward; ``predicted``: its items by every rule; ``zero_weight``: it counts
-    nothing.
+    Attributes:
+        contract: how their loss is reduced.
+        normalizer: n_mean, G and W.
+        check: of their divisors.
     """
+
+    contract: LossContract
+    normalizer: Normalizer
+    check: WindowCheck
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A micro-batch.
+
+    Attributes:
+        inputs: of its forward.
+        items: by every rule, 0-dim.
+        zero_weight: it counts nothing.
+    """
+
+    inputs: Mapping[str, Any]
+    items: Mapping[Items, Tensor]
+    zero_weight: bool = False
+
+
+def weigh(loss: Tensor, part: Part, counted: Counted, captured: Captured) -> Weighed:
+    """Weight the loss of a micro-batch, before its backward, and add its terms' divisors to the part's check.
+
+    ``captured``: of its forward.
+    """
+    contract, normalizer, zero_weight = part.contract, part.normalizer, counted.zero_weight
     if (rule := contract.items) is not None and rule.per_sample:
         # The sum of sample means over n_mean samples.
-        count = 0.0 if zero_weight else rule.count(inputs, normalizer.mean.device)
-        check.note(0, count, 0.0 if zero_weight else predicted.get(rule, count))
+        count = 0.0 if zero_weight else rule.count(counted.inputs, normalizer.mean.device)
+        part.check.note(0, count, 0.0 if zero_weight else counted.items.get(rule, count))
         weight = math.inf if zero_weight else normalizer.mean_by_rule[rule]
-        return _ready(sum_of_samples(loss, rule, inputs), weight, normalizer)
+        return _ready(sum_of_samples(loss, rule, counted.inputs), weight, normalizer)
     terms = read(loss, captured.routers, inside=contract.inside, deep=contract.deep)
     if normalizer.is_whole and not zero_weight and not any(each.own for each in contract.terms):
-        _note_number(terms, contract, check, predicted)
+        _note_number(terms, part, counted)
         return _ready(loss, normalizer.remaining_divisor, normalizer)
     matched = _matched(terms, contract.terms)
     if matched is None and terms:
         # As in `logits.sum() * 0`, where there is no target.
         terms = [term for term in terms if not _is_nothing(term)]
         matched = _matched(terms, contract.terms) if terms else [(spec, []) for spec in contract.terms]
-    if matched is None and zero_weight:
-        return _ready(loss, math.inf, normalizer)
     if matched is None:
-        check.other_terms = tuple(each.shape for each in terms)
-        names = sorted({each.name for each in terms}) or ["none with a gradient"]
-        check.changed = f"its loss has other terms than the observed one: {', '.join(names)}"
-        if contract.terms and contract.terms[0].number:
-            # It divides by the number of the global batch, whatever its terms.
-            return _ready(loss, normalizer.remaining_divisor / normalizer.micro_batches, normalizer)
-        # A trainer that divides by the accumulation steps still does.
-        scaled = next((each for each in contract.terms if each.own or each.as_stock), None)
-        return _ready(
-            loss, normalizer.remaining_divisor, normalizer, None if scaled is None else replace(scaled, as_stock=True)
-        )
+        return _ready(loss, math.inf, normalizer) if zero_weight else _unmatched(loss, terms, part)
+    weighing = _Weighing(loss, part, counted, captured.values, len(terms) == 1 and not contract.added)
     weights: list[tuple[Term, Number, TermSpec]] = []
     for place, (spec, found) in enumerate(matched):
-        if not found and spec.how is How.MEAN and spec.rules and not (spec.number or spec.as_stock or zero_weight):
-            check.note(place, 0.0, predicted.get(spec.rules[0], 0.0))
         if found:
-            rule = spec.rules[0] if spec.rules else None if normalizer.is_corrected else contract.items
-            value = None if len(found) > 1 or contract.groups == 1 else _value(found[0], captured.values)
-            is_own = value is not None or (len(terms) == 1 and not contract.added)
-            value = loss if value is None else value
-            counts = _counts(spec, rule, found[0], normalizer, inputs, predicted, value, is_own=is_own)
-            if counts is not None and (spec.by_number or not spec.as_stock):
-                noted = (0.0, 0.0) if zero_weight else (counts.seen, counts.predicted)
-                check.note(place, *(noted if spec.times == 1.0 else (each / spec.times for each in noted)))
-                if found[0].rows and _differ(*noted):
-                    check.changed = f"{found[0].name} is a mean over elements of a sample, not over the samples"
-            if counts is not None and counts.unclear:
-                check.changed = f"{found[0].name} is zero and divides by 1: it has one target, or none"
-            if spec.how is How.ROUTER and spec.counts:
-                divisor, counted = _product(found[0], spec.counts), spec.rules[0].count(inputs)
-                if _differ(divisor, counted * spec.times):
-                    # In the observed batch it counted padding.
-                    check.changed = f"{found[0].name} is not over every position, as it was in the observed batch"
-            plain = check.is_unpredicted(place)
-            weight = _weight(spec, rule, found[0], counts, normalizer, zero_weight=zero_weight, plain=plain)
+            weight = weighing.weight(place, spec, found)
             weights += [(term, weight, spec) for term in found]
-            for term in found:
-                if counts is not None and (counts.is_custom or term.path.learnt):
-                    _keep_finite(term, counts.divisor)
-                elif counts is None and spec.how is How.PLAIN and spec.counts:
-                    _keep_finite(term, _on_host_if_known(_product(term, spec.counts)))
+        elif spec.how is How.MEAN and spec.rules and not (spec.number or spec.as_stock or zero_weight):
+            part.check.note(place, 0.0, counted.items.get(spec.rules[0], 0.0))
     if not weights:
         return _ready(loss, math.inf, normalizer)
     if contract.groups == 1 and not contract.added:
         return _ready(loss, weights[0][1], normalizer, weights[0][2])
-    check.plain_log = check.plain_log or captured.values is None
-    values = None if check.plain_log else captured.values
-    return _hooked(loss, weights, values, normalizer, added=contract.added)
+    part.check.plain_log = part.check.plain_log or captured.values is None
+    return _hooked(loss, weights, None if part.check.plain_log else captured.values, normalizer, added=contract.added)
 
 
-def _note_number(
-    terms: Sequence[Term], contract: LossContract, check: WindowCheck, predicted: Mapping[Items, Tensor]
-) -> None:
+def _unmatched(loss: Tensor, terms: Sequence[Term], part: Part) -> Weighed:
+    """A loss with other terms than observed, as the stock Trainer would scale it."""
+    contract, normalizer, check = part.contract, part.normalizer, part.check
+    check.other_terms = tuple(each.shape for each in terms)
+    names = sorted({each.name for each in terms}) or ["none with a gradient"]
+    check.changed = f"its loss has other terms than the observed one: {', '.join(names)}"
+    if contract.terms and contract.terms[0].number:
+        # It divides by the number of the global batch, whatever its terms.
+        return _ready(loss, normalizer.remaining_divisor / normalizer.micro_batches, normalizer)
+    # A trainer that divides by the accumulation steps still does.
+    scaled = next((replace(each, as_stock=True) for each in contract.terms if each.own or each.as_stock), None)
+    return _ready(loss, normalizer.remaining_divisor, normalizer, scaled)
+
+
+def _note_number(terms: Sequence[Term], part: Part, counted: Counted) -> None:
     """Check the number of a loss that is not weighted: the only micro-batch of a global batch."""
-    if contract.hides_number:
-        check.changed = "it depends on num_items_in_batch in a way that cannot be read"
-    for place, (spec, found) in enumerate(_matched(terms, contract.terms) or ()):
+    if part.contract.hides_number:
+        part.check.changed = "it depends on num_items_in_batch in a way that cannot be read"
+    for place, (spec, found) in enumerate(_matched(terms, part.contract.terms) or ()):
         for term in found[:1] if spec.by_number else ():
-            total = getattr(term.leaf, "_saved_total_weight", predicted.get(spec.rules[0]) if spec.rules else None)
+            by_rule = counted.items.get(spec.rules[0]) if spec.rules else None
+            total = getattr(term.leaf, "_saved_total_weight", by_rule)
             if total is not None and not term.divides:
-                check.note(place, total, _product(term, spec.number or spec.counts))
+                part.check.note(place, total, _product(term, spec.number or spec.counts))
 
 
 def unlike_declared(loss: Tensor, contract: LossContract, items: Number | None, normalizer: Normalizer) -> str:
@@ -317,92 +315,117 @@ class Counts:
     unclear: bool = False
 
 
-def _counts(
-    spec: TermSpec,
-    rule: Items | None,
-    term: Term,
-    normalizer: Normalizer,
-    inputs: Mapping[str, Any],
-    predicted: Mapping[Items, Tensor],
-    value: Tensor,
-    *,
-    is_own: bool,
-) -> Counts | None:
-    """The divisor of a term; None: it counts no items. ``value``: of the term, or of the whole loss."""
-    if spec.how is not How.MEAN or spec.number:
-        return None
-    by_rule: Number = spec.count
-    if rule is not None:
-        counted = predicted[rule] if rule in predicted else rule.count(inputs, normalizer.mean.device)
-        by_rule = counted if spec.times == 1.0 else counted * spec.times
-    divisor = _product(term, spec.counts) if spec.counts else by_rule
-    is_function = term.divides and spec.counts == (len(term.factors) - 1,)
-    if not is_function and isinstance(divisor, Tensor) and divisor.is_floating_point():
-        # A divisor that is itself a mean over no items.
-        divisor = divisor.nan_to_num(0.0)
-    seen, unclear = divisor, False
-    if spec.by_number:
-        seen = by_rule if spec.place is None else getattr(term.leaf, "_saved_total_weight", by_rule)
-    if isinstance(seen, Tensor) and seen.dtype.itemsize < 4:
-        # 16 bits round the count.
-        seen = by_rule
-    if rule is not None and rule.entry is not None:
-        # Heads with lists of targets divide by at least 1.
-        seen = seen if float(rule.count(inputs)) else 0.0
-    elif not is_function and spec.counts and not spec.by_number:
-        # So do masks with a clamped sum.
-        hidden = nothing = value == 0
+@dataclass(frozen=True)
+class _Weighing:
+    """The terms of one micro-batch's loss, as they are weighted.
+
+    Attributes:
+        values: of the terms; None: not captured.
+        alone: the loss has one term.
+    """
+
+    loss: Tensor
+    part: Part
+    counted: Counted
+    values: Values | None
+    alone: bool
+
+    def weight(self, place: int, spec: TermSpec, found: Sequence[Term]) -> Number:
+        """What to divide a term, or its rows, by; ``place``: of its `TermSpec`."""
+        check, term = self.part.check, found[0]
+        counts = self._counts(spec, found)
+        if counts is not None and (spec.by_number or not spec.as_stock):
+            noted = (0.0, 0.0) if self.counted.zero_weight else (counts.seen, counts.predicted)
+            check.note(place, *(noted if spec.times == 1.0 else (each / spec.times for each in noted)))
+            if term.rows and _differ(*noted):
+                check.changed = f"{term.name} is a mean over elements of a sample, not over the samples"
+        if counts is not None and counts.unclear:
+            check.changed = f"{term.name} is zero and divides by 1: it has one target, or none"
+        if spec.how is How.ROUTER and spec.counts:
+            items = spec.rules[0].count(self.counted.inputs) * spec.times
+            if _differ(_product(term, spec.counts), items):
+                # In the observed batch it counted padding.
+                check.changed = f"{term.name} is not over every position, as it was in the observed batch"
+        for each in found:
+            if counts is None and spec.how is How.PLAIN and spec.counts:
+                _keep_finite(each, _read(_product(each, spec.counts)))
+            elif counts is not None and (counts.is_custom or each.path.learnt):
+                _keep_finite(each, counts.divisor)
+        return self._divisor(spec, term, counts, plain=check.is_unpredicted(place))
+
+    def _rule(self, spec: TermSpec) -> Items | None:
+        if spec.rules:
+            return spec.rules[0]
+        return None if self.part.normalizer.is_corrected else self.part.contract.items
+
+    def _counts(self, spec: TermSpec, found: Sequence[Term]) -> Counts | None:
+        """The divisor of a term; None: it counts no items."""
+        if spec.how is not How.MEAN or spec.number:
+            return None
+        term, rule, counted = found[0], self._rule(spec), self.counted
+        by_rule: Number = spec.count
         if rule is not None:
-            counted = torch.as_tensor(by_rule, device=value.device)
-            # One item can have a loss of zero.
-            hidden = nothing & (counted > 0)
-            nothing = (nothing & (counted != 1)) if is_own else (counted == 0) | (nothing & (counted != 1))
-        unclear = _on_host(hidden) and _on_host(seen) and bool(hidden) and float(seen) == 1
-        seen = seen * ~(nothing & (torch.as_tensor(seen, device=value.device) == 1))
-    return Counts(divisor, seen, by_rule, not is_function, unclear)
+            items = counted.items[rule] if rule in counted.items else self._count(rule)
+            by_rule = items if spec.times == 1.0 else items * spec.times
+        divisor = _product(term, spec.counts) if spec.counts else by_rule
+        is_function = term.divides and spec.counts == (len(term.factors) - 1,)
+        if not is_function and isinstance(divisor, Tensor) and divisor.is_floating_point():
+            # A divisor that is itself a mean over no items.
+            divisor = divisor.nan_to_num(0.0)
+        seen, unclear = divisor, False
+        if spec.by_number:
+            seen = by_rule if spec.place is None else getattr(term.leaf, "_saved_total_weight", by_rule)
+        if isinstance(seen, Tensor) and seen.dtype.itemsize < 4:
+            # 16 bits round the count.
+            seen = by_rule
+        if rule is not None and rule.entry is not None:
+            # Heads with lists of targets divide by at least 1.
+            seen = seen if float(rule.count(counted.inputs)) else 0.0
+        elif not is_function and spec.counts and not spec.by_number:
+            # So do masks with a clamped sum.
+            value = None if len(found) > 1 or self.part.contract.groups == 1 else _value(term, self.values)
+            hidden = nothing = (self.loss if value is None else value) == 0
+            if rule is not None:
+                items = torch.as_tensor(by_rule, device=self.loss.device)
+                # One item can have a loss of zero.
+                hidden, is_own = nothing & (items > 0), value is not None or self.alone
+                nothing = (nothing & (items != 1)) if is_own else (items == 0) | (nothing & (items != 1))
+            unclear = _on_host(hidden) and _on_host(seen) and bool(hidden) and float(seen) == 1
+            seen = seen * ~(nothing & (torch.as_tensor(seen, device=self.loss.device) == 1))
+        return Counts(divisor, seen, by_rule, not is_function, unclear)
 
+    def _count(self, rule: Items) -> Tensor:
+        return rule.count(self.counted.inputs, self.part.normalizer.mean.device)
 
-def _weight(
-    spec: TermSpec,
-    rule: Items | None,
-    term: Term,
-    counts: Counts | None,
-    normalizer: Normalizer,
-    *,
-    zero_weight: bool,
-    plain: bool,
-) -> Number:
-    """What to divide a term by, so that its sum over micro-batches, averaged over ranks, is exact."""
-    if zero_weight and (counts is not None or spec.by_number or spec.how is How.SUM):
-        return math.inf
-    own = _product(term, spec.own)
-    if counts is None and spec.by_number:
-        # Already divided by the items of the global batch; only the engine's mean over ranks follows.
-        return normalizer.remaining_divisor / normalizer.micro_batches / own
-    if counts is None or (spec.as_stock and not spec.by_number):
-        # The stock Trainer's scale includes its own division, if any.
-        steps = 1 if spec.as_stock else normalizer.micro_batches
-        weight: Number = (
-            normalizer.remaining_divisor / (steps * normalizer.world_size if spec.how is How.SUM else 1) / own
-        )
-        if spec.how is not How.PLAIN or not spec.counts:
-            return weight
-        divisor = _on_host_if_known(_product(term, spec.counts))
-        if isinstance(divisor, Tensor):
-            return torch.where(divisor == 0, math.inf, weight)
-        return weight if divisor else math.inf
-    if plain:
-        # Undo the division by the global batch's number, for the mean over its own items.
-        relative = counts.seen / counts.divisor if spec.by_number and counts.seen else 1.0
-        return relative * normalizer.remaining_divisor / own
-    mean: Number = spec.count * normalizer.remaining_divisor
-    if rule is not None:
-        mean = normalizer.mean_by_rule[rule] if spec.times == 1.0 else normalizer.mean_by_rule[rule] * spec.times
-    # Without a correction at the end, weights have to use the predicted counts.
-    as_predicted = not normalizer.is_corrected and not spec.by_number
-    count = counts.predicted if as_predicted else counts.divisor
-    weight = mean / count if isinstance(count, Tensor) or count else math.inf
-    return weight / own if spec.own else weight
+    def _divisor(self, spec: TermSpec, term: Term, counts: Counts | None, *, plain: bool) -> Number:
+        """What to divide a term by, so that its sum over micro-batches, averaged over ranks, is exact."""
+        normalizer = self.part.normalizer
+        if self.counted.zero_weight and (counts is not None or spec.by_number or spec.how is How.SUM):
+            return math.inf
+        own, left = _product(term, spec.own), normalizer.remaining_divisor
+        if counts is None and spec.by_number:
+            # Already divided by the items of the global batch; only the engine's mean over ranks follows.
+            return left / normalizer.micro_batches / own
+        if counts is None or (spec.as_stock and not spec.by_number):
+            # The stock Trainer's scale includes its own division, if any.
+            steps = 1 if spec.as_stock else normalizer.micro_batches
+            weight: Number = left / (steps * normalizer.world_size if spec.how is How.SUM else 1) / own
+            empty = _read(_product(term, spec.counts)) == 0 if spec.how is How.PLAIN and spec.counts else False
+            return torch.where(empty, math.inf, weight) if isinstance(empty, Tensor) else math.inf if empty else weight
+        if plain:
+            # Undo the division by the global batch's number, for the mean over its own items.
+            relative = counts.seen / counts.divisor if spec.by_number and counts.seen else 1.0
+            return relative * left / own
+        rule = self._rule(spec)
+        mean: Number = spec.count * left
+        if rule is not None:
+            by_rule = normalizer.mean_by_rule[rule]
+            mean = by_rule if spec.times == 1.0 else by_rule * spec.times
+        # Without a correction at the end, weights have to use the predicted counts.
+        as_predicted = not normalizer.is_corrected and not spec.by_number
+        count = counts.predicted if as_predicted else counts.divisor
+        weight = mean / count if isinstance(count, Tensor) or count else math.inf
+        return weight / own if spec.own else weight
 
 
 def _product(term: Term, places: Sequence[int]) -> Number:

@@ -18,31 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.correction import scale_gradients
 from hf_accum_fix.accumulation.scaling import Normalizer
 from hf_accum_fix.accumulation.tasks import describe, task_of
 from hf_accum_fix.accumulation.values import Captured
-from hf_accum_fix.accumulation.weigh import WindowCheck
+from hf_accum_fix.accumulation.weigh import Part, WindowCheck
 from hf_accum_fix.accumulation.window import Items, count_by_rules, count_dtype
 from hf_accum_fix.core.host import Host
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.router.router_loss import Form, Forward, one_form
-
-
-@dataclass(frozen=True)
-class Part:
-    """The micro-batches of one loss in a window.
-
-    Attributes:
-        contract: how their loss is reduced.
-        normalizer: n_mean, G and W.
-        check: of their divisors.
-    """
-
-    contract: LossContract
-    normalizer: Normalizer
-    check: WindowCheck
 
 
 @dataclass(eq=False)

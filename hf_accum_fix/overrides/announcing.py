@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 from hf_accum_fix.accumulation.contract import Reduction
-from hf_accum_fix.core.window import Part, Window
+from hf_accum_fix.accumulation.weigh import Part
+from hf_accum_fix.core.window import Window
 from hf_accum_fix.engines.engine import reduced_in
 from hf_accum_fix.overrides.live import loss_func
 from hf_accum_fix.overrides.session import Session

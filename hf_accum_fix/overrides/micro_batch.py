@@ -17,7 +17,7 @@ from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.scaling import of_window, run_by_rule
 from hf_accum_fix.accumulation.values import Captured, capture
-from hf_accum_fix.accumulation.weigh import Weighed, WindowCheck, weigh
+from hf_accum_fix.accumulation.weigh import Counted, Weighed, WindowCheck, weigh
 from hf_accum_fix.accumulation.window import ZeroWeightBatch, count_dtype
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.engines.engine import engine_divisor, set_last_micro_batch
@@ -217,13 +217,10 @@ class MicroBatch:
         self.scaled_loss = of_window(loss, steps, part.normalizer.engine_divisor * (steps if divided else 1))
 
     def _by_terms(self, loss: Tensor, captured: Captured) -> Weighed:
-        window, part, predicted = self.window, self.part, self.counts
+        window, predicted = self.window, self.counts
         if predicted is None:
             predicted = window.counts[min(window.done, len(window.counts) - 1)] if window.counts else {}
-        inputs, zero_weight = self._inputs, self.zero_weight
-        return weigh(
-            loss, part.contract, part.normalizer, part.check, inputs, predicted, captured, zero_weight=zero_weight
-        )
+        return weigh(loss, self.part, Counted(self._inputs, predicted, self.zero_weight), captured)
 
     def _observed_again(self, captured: Captured) -> bool:
         """See `Window.observed_again`, as outside of a micro-batch."""

@@ -15,7 +15,7 @@ from hf_accum_fix.accumulation.contract import How, LossContract, Reduction, Ter
 from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.scaling import Normalizer
 from hf_accum_fix.accumulation.values import capture
-from hf_accum_fix.accumulation.weigh import Weighed, WindowCheck, weigh
+from hf_accum_fix.accumulation.weigh import Counted, Part, Weighed, WindowCheck, weigh
 from hf_accum_fix.accumulation.window import Items
 
 CPU = torch.device("cpu")
@@ -284,7 +284,7 @@ def run_one(
     predicted = {rule: rule.count(batch) for rule in contract.rules}
     with capture(contract, None) as captured:
         loss = case.loss(model, batch, normalizer.number)
-    return weigh(loss, contract, normalizer, check, batch, predicted, captured, zero_weight=zero_weight)
+    return weigh(loss, Part(contract, normalizer, check), Counted(batch, predicted, zero_weight), captured)
 
 
 def normalizer_of(case: Case, micro_batches: int, world_size: int, **given: Any) -> Normalizer:
@@ -546,7 +546,8 @@ def test_a_loss_in_fewer_digits_is_weighed_in_float32_and_handed_over_as_a_tenso
         loss = case.loss(model, WINDOW[0], normalizer.number)
     before = float(loss.detach())
     predicted = {TARGETS: TARGETS.count(WINDOW[0])}
-    weighed = weigh(loss, contract, normalizer, WindowCheck(contract), WINDOW[0], predicted, captured)
+    part = Part(contract, normalizer, WindowCheck(contract))
+    weighed = weigh(loss, part, Counted(WINDOW[0], predicted), captured)
     assert weighed.loss.dtype is torch.float32 and float(loss.detach()) == before and weighed.loss is not loss
     assert float(weighed.loss.detach()) == pytest.approx(before * 3 / 8, rel=1e-6)
 
