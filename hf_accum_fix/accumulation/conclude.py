@@ -121,11 +121,7 @@ def _concluded(
     tolerance = 2e-2 if setting.rounded else _TOLERANCE.get(dtype.itemsize, 2e-2)
     tolerance = tolerance / 10 if setting.again else tolerance
     setting = replace(setting, alone=len(candidates) == 1)
-    tested: list[Candidate] = []
-    for each in candidates:
-        # Terms of one loss count the same targets, where that fits.
-        known = [rule for term in tested if term.spec.times == 1.0 for rule in term.spec.rules]
-        tested.append(_tested(each, batches, ignored, known, math.inf if whole.drew else tolerance, setting))
+    tested = _all_tested(candidates, batches, ignored, math.inf if whole.drew else tolerance, setting)
     adds = _added(tested, readings, tolerance) if any(each.added for each in seen[0]) else How.MEAN
     specs, doubt = _specs(tested, mismatch, adds, setting, alone=sample_count(whole.batch) <= 1)
     found = LossContract(
@@ -146,14 +142,8 @@ def _concluded(
     numbered = [each for each in tested if each.spec.by_number]
     if numbered:
         items = next((each.rules[0] for each in (*(each.spec for each in numbered), *means) if each.rules), None)
-        items = items or number_rule(whole.batch, window, setting)
-        takes: bool | None = None
-        if setting.custom and setting.world_size > 1:
-            factors = [value for each in numbered for value in each.seen[0].factors]
-            takes = setting.multiplies and any(is_near(value, setting.world_size) for value in factors)
-        reduction = Reduction.INTEGER if numbered[0].spec.whole else Reduction.NUMBER
-        reason = "its graph divides by num_items_in_batch"
-        return replace(found, reduction=reduction, items=items, takes_world_size=takes, reason=reason)
+        found = replace(found, items=items or number_rule(whole.batch, window, setting))
+        return _by_number(found, numbered, setting)
     if means and found.coupling is Coupling.COUPLED:
         return replace(found, reason=_COUPLED)
     if means:
@@ -171,6 +161,31 @@ def _concluded(
         return replace(found, reduction=Reduction.SUM, reason=reason)
     doubt = doubt or "none of its terms is divided by a count"
     return replace(found, conclusive=all(each.shows for each in tested), doubt=doubt, reason=doubt)
+
+
+def _all_tested(
+    candidates: Sequence[Candidate],
+    batches: Sequence[Mapping[str, Any]],
+    ignored: Sequence[int],
+    tolerance: float,
+    setting: Setting,
+) -> list[Candidate]:
+    tested: list[Candidate] = []
+    for each in candidates:
+        # Terms of one loss count the same targets, where that fits.
+        known = [rule for term in tested if term.spec.times == 1.0 for rule in term.spec.rules]
+        tested.append(_tested(each, batches, ignored, known, tolerance, setting))
+    return tested
+
+
+def _by_number(found: LossContract, numbered: Sequence[Candidate], setting: Setting) -> LossContract:
+    """The contract of a loss with terms that divide by num_items_in_batch."""
+    takes: bool | None = None
+    if setting.custom and setting.world_size > 1:
+        factors = [value for each in numbered for value in each.seen[0].factors]
+        takes = setting.multiplies and any(is_near(value, setting.world_size) for value in factors)
+    reduction = Reduction.INTEGER if numbered[0].spec.whole else Reduction.NUMBER
+    return replace(found, reduction=reduction, takes_world_size=takes, reason="its graph divides by num_items_in_batch")
 
 
 def _specs(

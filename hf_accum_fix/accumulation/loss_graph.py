@@ -201,30 +201,7 @@ def _terms(
                 # It reduces a single number.
                 edge = live[0]
                 continue
-            stacked = _stacked(live[0][0])
-            if inside and stacked:
-                path = path.times(Factor(float(len(stacked)), divides=True)) if does == "mean" else path
-                for each in stacked:
-                    yield from walk(each, path.below(each[0]))
-                return
-            if _does(live[0][0]) == "choose":
-                # The selection depends on all elements.
-                name = type(live[0][0]).__name__
-                break
-            if does == "mean" and _adds_numbers(live[0][0]):
-                # mean(x + number) = mean(x) + number
-                below, signs = live[0][0], _signs(live[0][0], type(live[0][0]).__name__)
-                for each, sign in zip(below.next_functions, signs, strict=True):
-                    part = (path if sign == 1 else path.times(Factor(sign))).below(each[0])
-                    if _shape(each[0]) == ():
-                        yield from walk(each, part)
-                    else:
-                        own = _own_factors(node, name, 0, each, does, deep)
-                        yield Term(name, node, part.times(*own), divides=True, within=len(own) - 1)
-                return
-            divides = reduction == 1 or does == "mean"
-            own = _own_factors(node, name, reduction, live[0], does, deep)
-            yield Term(name, node, path.times(*own), True, len(stacked), divides, len(own) - divides)
+            yield from _reduced(node, live[0], path, walk, inside=inside, deep=deep)
             return
         if does == "pass":
             edge = edges[output] if name.startswith("_DDP") else live[0]
@@ -252,6 +229,35 @@ def _terms(
         else:
             break
     yield Term(name, node, path, readable=False, learnt=_is_learnt(node))
+
+
+def _reduced(
+    node: Any, below: Edge, path: Path, walk: Callable[[Edge, Path], Iterator[Term]], *, inside: bool, deep: bool
+) -> Iterator[Term]:
+    """The terms of a mean or sum; several where it reduces stacked numbers, or a number added to a tensor."""
+    name, does, reduction = type(node).__name__, _does(node), getattr(node, "_saved_reduction", 0)
+    stacked = _stacked(below[0])
+    if inside and stacked:
+        path = path.times(Factor(float(len(stacked)), divides=True)) if does == "mean" else path
+        for each in stacked:
+            yield from walk(each, path.below(each[0]))
+    elif _does(below[0]) == "choose":
+        # The selection depends on all elements.
+        yield Term(type(below[0]).__name__, node, path, readable=False, learnt=_is_learnt(node))
+    elif does == "mean" and _adds_numbers(below[0]):
+        # mean(x + number) = mean(x) + number
+        signs = _signs(below[0], type(below[0]).__name__)
+        for each, sign in zip(below[0].next_functions, signs, strict=True):
+            part = (path if sign == 1 else path.times(Factor(sign))).below(each[0])
+            if _shape(each[0]) == ():
+                yield from walk(each, part)
+            else:
+                own = _own_factors(node, name, 0, each, does, deep)
+                yield Term(name, node, part.times(*own), divides=True, within=len(own) - 1)
+    else:
+        divides = reduction == 1 or does == "mean"
+        own = _own_factors(node, name, reduction, below, does, deep)
+        yield Term(name, node, path.times(*own), True, len(stacked), divides, len(own) - divides)
 
 
 def _does(node: Any) -> str:

@@ -43,26 +43,25 @@ class Normalizer:
     def of(
         cls,
         contract: LossContract,
-        total: Tensor,
+        totals: Sequence[Tensor],
         micro_batches: int,
         world_size: int,
-        other_totals: Sequence[Tensor] = (),
         part: Tensor | None = None,
         *,
         is_corrected: bool = True,
         engine_divisor: int = 1,
     ) -> Normalizer:
-        """For a global batch of N = ``total`` items by the contract's first rule, ``other_totals`` by its other rules.
+        """For a global batch of N items: ``totals`` by each of the contract's rules, its first the one in use.
 
         ``part``: fraction of the samples that have this loss (see `tasks`); None: all.
         """
         steps = max(micro_batches, 1)
-        means = [mean_item_count(each, steps, world_size) for each in (total, *other_totals)]
+        means = [mean_item_count(each, steps, world_size) for each in totals]
         means = means if part is None else [mean / part for mean in means]
         left = steps / engine_divisor
         mean_by_rule = {
             rule: contract.as_number(mean if left == 1 else mean * left)
-            for rule, mean in zip(contract.rules, means, strict=bool(other_totals))
+            for rule, mean in zip(contract.rules, means, strict=len(means) > 1)
         }
         number = contract.as_number(means[0])
         return cls(means[0], number, steps, world_size, is_corrected, engine_divisor, mean_by_rule)

@@ -283,13 +283,12 @@ def _parts(host: Host, counts: _Counts, micro_batches: int) -> list[Part]:
     host.state.correction.several_losses = len(held) > 1
     corrected, divisor = host.state.correction.will_correct(host), host.engine_divisor
     parts = []
-    for contract, (total, *others), fraction in zip(host.state.contracts, counts.totals, samples, strict=True):
+    for contract, totals, fraction in zip(host.state.contracts, counts.totals, samples, strict=True):
         normalizer = Normalizer.of(
             contract,
-            total,
+            totals,
             micro_batches,
             host.data_ranks,
-            others,
             fraction,
             is_corrected=corrected,
             engine_divisor=divisor,

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,28 +110,12 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
     """
     size = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
     notes: list[str] = []
-    collate: Collate | None
+    collate: Collate
     if samples is not None:
         rows, collate = list(samples), _collator(trainer)
     else:
-        if trainer.train_dataset is not None and getattr(trainer.train_dataset, "__len__", _unknown)() == 0:
-            raise UnsupportedSetupError("got an empty train data set; expected at least one sample")
-        if trainer.train_dataset is None and type(trainer).get_train_dataloader is Trainer.get_train_dataloader:
-            raise UnsupportedSetupError(
-                "got no train_dataset; expected one; pass it to the trainer, or pass samples=[...]"
-            )
-        loader = trainer.get_train_dataloader()
-        _refuse_streams_that_run_out(loader)
-        collate = getattr(loader, "collate_fn", None)
-        first_rows = _first_rows
-        # A torch loader without automatic batching yields the batches of its data set.
-        if collate is None or not getattr(loader, "_auto_collation", True):
-            notes.append(
-                f"{type(loader).__name__} collates nothing: the rows of its batches were split, with their padding"
-            )
-            first_rows = partial(_rows_of_batches, samples=trainer.args.per_device_train_batch_size)
-            collate = _Once(_only)
-        rows = list(first_rows(loader, windows * size))
+        first_rows, collate = _rows_and_collator(trainer, notes)
+        rows = first_rows(windows * size)
     if not rows:
         raise UnsupportedSetupError(
             "got no sample from the dataloader; expected at least one; check dataloader_drop_last"
@@ -145,7 +128,7 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
             "are mixed in new micro-batches; pass samples=[...] of one task"
         )
     if len(kinds) > 1:
-        kind, rows = next(iter(_kinds(collate, list(first_rows(loader, _SEVERAL_TASKS * windows * size))).items()))
+        kind, rows = next(iter(_kinds(collate, first_rows(_SEVERAL_TASKS * windows * size)).items()))
         notes.append(f"the samples are of several tasks; only those with {describe(kind)} were split")
     groups = tuple(tuple(rows[at : at + size]) for at in range(0, min(len(rows), windows * size), size))
     if len(rows) < windows * size:
@@ -160,6 +143,23 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
                 "batch; give the collator a fixed seed, or pass samples=[...]"
             )
     return Drawn(groups, collate, tuple(notes))
+
+
+def _rows_and_collator(trainer: TrainerLike, notes: list[str]) -> tuple[Callable[[int], list[Any]], Collate]:
+    """(number) -> first rows of the trainer's loader, and what collates them; ``notes`` get what is special."""
+    if trainer.train_dataset is not None and getattr(trainer.train_dataset, "__len__", _unknown)() == 0:
+        raise UnsupportedSetupError("got an empty train data set; expected at least one sample")
+    if trainer.train_dataset is None and type(trainer).get_train_dataloader is Trainer.get_train_dataloader:
+        raise UnsupportedSetupError("got no train_dataset; expected one; pass it to the trainer, or pass samples=[...]")
+    loader = trainer.get_train_dataloader()
+    _refuse_streams_that_run_out(loader)
+    collate: Collate | None = getattr(loader, "collate_fn", None)
+    # A torch loader without automatic batching yields the batches of its data set.
+    if collate is not None and getattr(loader, "_auto_collation", True):
+        return lambda number: list(_first_rows(loader, number)), collate
+    notes.append(f"{type(loader).__name__} collates nothing: the rows of its batches were split, with their padding")
+    samples = trainer.args.per_device_train_batch_size
+    return lambda number: list(_rows_of_batches(loader, number, samples=samples)), _Once(_only)
 
 
 def _kinds(collate: Collate, rows: Sequence[Any]) -> dict[Task, list[Any]]:

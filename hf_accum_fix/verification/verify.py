@@ -187,30 +187,14 @@ class _Verification:
                 found = [one.result(mode, options) for mode in modes]
                 results += found
                 owns += found if split == own_split else []
-            stuck = sorted({each.per_device for each in results if each.window == number and _cannot_be_run(each)})
-            if stuck and scene.contract.reduction is Reduction.PLAIN:
-                notes.append(
-                    f"micro-batches of {', '.join(map(str, stuck))} samples cannot be run: if the model puts rows into "
-                    "groups by a size of its own, the full batch in one forward is another loss than in training"
-                )
             report = replace(report, contract=str(scene.contract))
             masked = "attention_mask" in scene.collate([rows[0]])
             if scene.contract.has_router_loss and options.router_loss == Convention.EXACT.value and not masked:
                 notes.append(
                     "without an attention mask, padding is routed and counted: pad every split to the same width"
                 )
-            if not reference.decomposes and not self.router_is_whole:
-                notes.append("two halves of the global batch do not add up to it: no split can equal the full batch")
-            factor = scene.factor(scene.collate(list(rows[: own[0]])))
-            if (
-                factor is not None
-                and own[1] > 1
-                and any(abs(factor / each - 1) < 1e-3 for each in (own[1], 1 / own[1]))
-            ):
-                notes.append(
-                    f"{type(trainer).__name__}.compute_loss returns {factor:.4g} times the model's loss at any split: "
-                    f"if that factor is gradient_accumulation_steps={own[1]}, remove it"
-                )
+            notes += self._notes_of(scene, reference, [each for each in results if each.window == number])
+            notes += _notes_of_factor(trainer, scene.factor(scene.collate(list(rows[: own[0]]))), own[1])
         evaluated, reason = evaluate(self.trainer, scene, eval_samples, modes, options)
         notes += [reason] if reason else []
         return replace(
@@ -226,6 +210,19 @@ class _Verification:
             results=tuple(results),
             notes=tuple(dict.fromkeys(notes)),
         )
+
+    def _notes_of(self, scene: Scene, reference: Reference, results: Sequence[SplitResult]) -> list[str]:
+        """What limits the proof in one window."""
+        notes = []
+        stuck = sorted({each.per_device for each in results if _cannot_be_run(each)})
+        if stuck and scene.contract.reduction is Reduction.PLAIN:
+            notes.append(
+                f"micro-batches of {', '.join(map(str, stuck))} samples cannot be run: if the model puts rows into "
+                "groups by a size of its own, the full batch in one forward is another loss than in training"
+            )
+        if not reference.decomposes and not self.router_is_whole:
+            notes.append("two halves of the global batch do not add up to it: no split can equal the full batch")
+        return notes
 
     def tolerance(self, reference: Reference) -> float:
         """The largest relative error that counts as exact."""
@@ -599,3 +596,13 @@ def _mean(trainer: TrainerLike, value: float) -> float:
 def _worst(trainer: TrainerLike, value: float) -> float:
     found = _gathered(trainer, value)
     return math.inf if any(not math.isfinite(each) for each in found) else max(found)
+
+
+def _notes_of_factor(trainer: TrainerLike, factor: float | None, steps: int) -> list[str]:
+    """A note if a custom loss is G times the model's, or 1/G of it, at any split."""
+    if factor is None or steps == 1 or all(abs(factor / each - 1) >= 1e-3 for each in (steps, 1 / steps)):
+        return []
+    return [
+        f"{type(trainer).__name__}.compute_loss returns {factor:.4g} times the model's loss at any split: "
+        f"if that factor is gradient_accumulation_steps={steps}, remove it"
+    ]

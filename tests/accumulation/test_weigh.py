@@ -289,7 +289,7 @@ def run_one(
 
 def normalizer_of(case: Case, micro_batches: int, world_size: int, **given: Any) -> Normalizer:
     totals = [rule.count(WHOLE) for rule in case.contract.rules] or [torch.ones((), dtype=torch.float64)]
-    return Normalizer.of(case.contract, totals[0], micro_batches, world_size, totals[1:], **given)
+    return Normalizer.of(case.contract, totals, micro_batches, world_size, **given)
 
 
 def trained(case: Case, ranks: int, *, by_engine: bool = False, is_corrected: bool = True) -> tuple[Model, float]:
@@ -361,9 +361,7 @@ def test_one_micro_batch_is_not_divided_for_a_longer_window() -> None:
     case, model, whole = named("a division by the steps"), Model(), Model()
     batch = WINDOW[0]
     totals = [rule.count(batch) for rule in case.contract.rules]
-    normalizer = replace(
-        Normalizer.of(case.contract, totals[0], 1, 1, totals[1:]), number=torch.tensor(3.0, dtype=torch.float64)
-    )
+    normalizer = replace(Normalizer.of(case.contract, totals, 1, 1), number=torch.tensor(3.0, dtype=torch.float64))
     weighed = run_one(case, model, batch, normalizer, WindowCheck(case.contract))
     weighed.loss.backward()
     assert case.whole is not None
@@ -393,7 +391,7 @@ def test_one_micro_batch_whose_engine_divides_by_more(case: Case) -> None:
     model, own = Model(), Model()
     batch = WINDOW[0]
     totals = [rule.count(batch) for rule in case.contract.rules]
-    normalizer = Normalizer.of(case.contract, totals[0], 1, 1, totals[1:], engine_divisor=3)
+    normalizer = Normalizer.of(case.contract, totals, 1, 1, engine_divisor=3)
     weighed = run_one(case, model, batch, normalizer, WindowCheck(case.contract))
     (weighed.loss / 3).backward()
     loss = case.loss(own, batch, normalizer.number)
