@@ -462,7 +462,7 @@ def _unreadable(
     """A term whose divisor is hidden: use the first rule by which its parts add up to the whole."""
     name, values = candidate.seen[0].name, candidate.values
     doubt = f"the loss contains {name}, and what is below it cannot be read"
-    if candidate.seen[0].holds_sums:
+    if candidate.seen[0].bent_sum:
         return candidate.judged(doubt, how=How.SUM, counts=())
     is_opaque = name.startswith(OPAQUE) and None not in values and batches[1] is not batches[2]
     for rule in dict.fromkeys(ways_of_counting(batches[0], ignored)) if is_opaque else ():

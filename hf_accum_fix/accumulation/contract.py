@@ -215,6 +215,22 @@ class LossContract:
         others.sort(key=lambda batch: -float(rules[0][0].count(batch)))
         return [*differ[:1], *(others or differ[1:])[:1]] if differ else window
 
+    def counting(self, totals: Mapping[Items, float], number: float) -> LossContract | None:
+        """With the rules that count a window as upstream does, ``number``, for every term that divides by it.
+
+        None: for some term no rule does, or none is dropped.
+        """
+        terms = tuple(
+            replace(each, rules=tuple(rule for rule in each.rules if totals.get(rule) == number))
+            if each.by_number
+            else each
+            for each in self.terms
+        )
+        numbered = [each for each in terms if each.by_number]
+        if terms == self.terms or not numbered or not all(each.rules for each in numbered):
+            return None
+        return replace(self, terms=terms, items=numbered[0].rules[0])
+
     def narrowed(self, before: LossContract | None) -> LossContract:
         """The contract with the rules that fit both now and ``before``, if any do."""
         if before is None or [each.form for each in self.terms] != [each.form for each in before.terms]:

@@ -40,6 +40,8 @@ ROWS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("Sum", "Nansum", "Dot"), "sum"),
         **dict.fromkeys(("Stack", "Cat"), "stack"),
         **dict.fromkeys(("Topk", "Kthvalue"), "choose"),
+        # Linear on either side of a bend.
+        **dict.fromkeys(("Abs", "Maximum", "Minimum", "Clamp", "ClampMin", "ClampMax", "Relu"), "bend"),
     }
 )
 #: Losses that divide by rows, not by elements.
@@ -369,18 +371,19 @@ def holds_layers(node: Any) -> bool:
     return False
 
 
-def holds_sums_alone(node: Any) -> bool:
-    """Whether the single numbers that a node is computed from are sums that nothing divides."""
+def is_bent_sum(node: Any) -> bool:
+    """Whether a number is piecewise linear in sums that nothing divides, so that its gradient grows with the batch."""
     found, pending = False, [node]
     while pending:
         below = pending.pop()
         does, reduction = _does(below), getattr(below, "_saved_reduction", 0)
+        live = [each for each, _ in below.next_functions if each is not None]
         if reduction == 2 or does == "sum":
             found = True
-        elif reduction or does in ("mean", "div") or _shape(below) != ():
-            return False
+        elif _shape(below) == () and (does in ("pass", "add", "neg", "bend") or (does == "mul" and len(live) == 1)):
+            pending.extend(live)
         else:
-            pending.extend(each for each, _ in below.next_functions if each is not None)
+            return False
     return found
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_accum_fix.accumulation.loss_graph import Term, holds_layers, holds_sums_alone, read
+from hf_accum_fix.accumulation.loss_graph import Term, holds_layers, is_bent_sum, read
 from hf_accum_fix.accumulation.noise import WithoutNoise
 from hf_accum_fix.accumulation.rules import ways_of_counting
 from hf_accum_fix.accumulation.values import Captured, capture
@@ -38,7 +38,7 @@ class TermReading:
         total: the weight of a cross entropy's targets; 0.0: unknown.
         learnt: it is a function of single parameters, and of no data.
         holds_data: there is a layer of a model below an unreadable leaf, so its gradient depends on the data.
-        holds_sums: an unreadable leaf is computed from sums alone.
+        bent_sum: an unreadable leaf is piecewise linear in sums.
         shares_learnt: other terms have the same learnt factor.
     """
 
@@ -59,7 +59,7 @@ class TermReading:
     learnt: bool
     outer: int
     holds_data: bool
-    holds_sums: bool
+    bent_sum: bool
     classes: int
     shares_learnt: bool
 
@@ -196,7 +196,7 @@ def _term_reading(term: Term, captured: Captured, batch: Mapping[str, Any]) -> T
         term.learnt,
         len(factors) if term.path.outer is None else term.path.outer,
         not term.readable and holds_layers(term.leaf),
-        not term.readable and holds_sums_alone(term.leaf),
+        not term.readable and is_bent_sum(term.leaf),
         term.classes,
         any(each.learnt for each in term.factors[: term.path.above]),
     )

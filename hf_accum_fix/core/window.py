@@ -183,13 +183,20 @@ def count_window(
         counts = _Counts([], [[zero] * max(len(each.rules), 1) for each in contracts])
         counts.samples = [zero] * len(contracts) if len(contracts) > 1 else []
     counts.number = None if number is None else torch.as_tensor(number).to(zero)
+    summed_routing = routing
     if several:
-        new, routing = _sum_over_ranks(host, counts, batches, error, new=new, routing=routing)
+        new, summed_routing = _sum_over_ranks(host, counts, batches, error, new=new, routing=routing)
     elif error is not None:
         raise error
     state.unreported = False
-    if host.device.type == "cpu" and not host.shards and not state.asks and state.tasks:
-        _compare_rules(host, counts)
+    if (
+        host.device.type == "cpu"
+        and not host.shards
+        and not state.asks
+        and state.tasks
+        and _compare_rules(host, counts)
+    ):
+        return count_window(host, batches, number, error, routing)
     if not state.tasks:
         _check_given(host, batches)
     if new and not state.asks:
@@ -198,9 +205,9 @@ def count_window(
         # The first task's contract may be exact.
         state.note_inexact()
     window = Window(host, list(batches), _parts(host, counts, len(batches)), counts.each, zero, counts.number)
-    if routing is not None:
+    if summed_routing is not None:
         normalizer = window.parts[0].normalizer
-        host.router.settle(routing, normalizer.micro_batches, normalizer.world_size)
+        host.router.settle(summed_routing, normalizer.micro_batches, normalizer.world_size)
     totals = [each[0] for each in counts.totals]
     window.total = totals[0] if len(totals) == 1 else torch.stack(totals).sum()
     return window
@@ -297,19 +304,31 @@ def _parts(host: Host, counts: _Counts, micro_batches: int) -> list[Part]:
     return parts
 
 
-def _compare_rules(host: Host, counts: _Counts) -> None:
-    """Observe the losses again on this window if rules that fitted so far count it differently."""
+def _compare_rules(host: Host, counts: _Counts) -> bool:
+    """Observe the losses again on this window if rules that fitted so far count it differently.
+
+    Returns:
+        Whether the window has to be counted again, since one rule was chosen.
+    """
     state = host.state
-    for contract, totals in zip(state.contracts, counts.totals, strict=True):
-        if not contract.has_rules_to_compare:
+    for loss, totals in zip([each for each in state.losses if each.contract is not None], counts.totals, strict=True):
+        contract = loss.contract
+        if contract is None or not contract.has_rules_to_compare:
             continue
-        if contract.is_ambiguous(dict(zip(contract.rules, map(float, totals), strict=True))):
+        by_rule = dict(zip(contract.rules, map(float, totals), strict=True))
+        if contract.is_ambiguous(by_rule):
+            as_upstream = None if counts.number is None else contract.counting(by_rule, float(counts.number))
+            if as_upstream is not None:
+                # A loss divides by the number that it gets, and stock counts that so.
+                state.take(as_upstream, loss)
+                return True
             if state.compared != state.opened:
                 state.compared = state.opened
                 state.reconsider()
                 state.asks = state.asks or state.reconsiders
             if not state.reconsiders:
                 host.report_inexact("several rules fit the items of its terms, and count this window differently")
+    return False
 
 
 def _check_given(host: Host, batches: Sequence[Any]) -> None:
