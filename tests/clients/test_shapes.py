@@ -18,15 +18,19 @@ from torch.utils.data import DataLoader
 from transformers import PretrainedConfig, Trainer
 
 from hf_accum_fix import observations, verify
-from tests.numerics.heads import HEADS, Batch, Head, Sample
+from tests.numerics.heads import HEADS, Batch, Head, Sample, before
 from tests.numerics.heads.samples import text
 from tests.numerics.parity import training_arguments
-from tests.trainers.runs import Case, Ordered, full_batch, full_batch_loss, run
+from tests.trainers.runs import Case, Ordered, Run, full_batch, full_batch_loss, run
 
 CLASSES, MLM, DROPS, ANSWERS = (HEADS[name] for name in ("bert-classes", "bert-mlm", "drops-kwargs", "bert-answers"))
 #: Divides by the number it is handed, and is right in the stock Trainer.
 NUMBER = replace(HEADS["uses-tensor"], name="number", samples=text())
 EVERYDAY = (2, 4)
+#: What stock is off by is asserted for the newest release: older ones divide by the steps where that one does not.
+OTHER_STOCK = before("5.23.0")
+#: Before 4.46 neither ``training_step`` nor ``compute_loss`` takes the number.
+WITHOUT_NUMBER = before("4.46.0")
 
 
 def at(*chosen: tuple[int, int]) -> Any:
@@ -39,15 +43,20 @@ splits = at((4, 2), (2, 4), (1, 8), (3, 3))
 
 
 def assert_exact(case: Case, split: tuple[int, int], *, stock_wrong: bool = True) -> None:
-    """Stock is off where it is, and ours takes the full batch's step, logs its loss, and says nothing."""
+    """Stock is off where it is today, and ours takes the full batch's step, logs its loss, and says nothing."""
     wanted = full_batch(case)
     stock, ours = run(case, split, "stock"), run(case, split, "apply")
     off = stock.error(wanted)
     # A gradient of stock's that is not finite is off, too.
-    assert (not off < 1e-2) is stock_wrong
+    assert OTHER_STOCK or (not off < 1e-2) is stock_wrong
     assert ours.error(wanted) <= case.floor
-    assert ours.logged_loss == pytest.approx(full_batch_loss(case), rel=1e-6)
+    assert_logged(ours, case)
     assert ours.exact and not ours.warned
+
+
+def assert_logged(ours: Run, case: Case) -> None:
+    # Before 5.0 the log is rounded to four digits.
+    assert ours.logged_loss == pytest.approx(full_batch_loss(case), rel=1e-6, abs=6e-5 if before("5.0.0") else 0.0)
 
 
 # --- a training_step of a trainer's own -------------------------------------------------------------------------------
@@ -60,7 +69,8 @@ class DividedStep(Ordered):
         model.train()
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
-            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            handed = {} if WITHOUT_NUMBER else {"num_items_in_batch": num_items_in_batch}
+            loss = self.compute_loss(model, inputs, **handed)
         if self.args.gradient_accumulation_steps > 1:
             loss = loss / self.args.gradient_accumulation_steps
         self.accelerator.backward(loss)
@@ -100,7 +110,7 @@ class StepByHelper(Ordered):
         return self.timed(model, inputs, num_items_in_batch)
 
     def timed(self, *given: Any) -> Tensor:
-        return super().training_step(*given)
+        return super().training_step(*given[: 2 if WITHOUT_NUMBER else 3])
 
 
 def penalty(model: nn.Module) -> Tensor:
@@ -116,13 +126,19 @@ def with_words(head: Head) -> Head:
     return replace(head, collate=lambda samples: {**head.batch(samples), "words": ["a"] * len(samples)})
 
 
+def without_words(head: Head) -> Any:
+    return lambda model, batch: head.reference_loss(model, {k: v for k, v in batch.items() if k != "words"})
+
+
 STEPS = {
     "GLiNER, classes": Case("gliner-classes", CLASSES, DividedStep, right=True),
     "GLiNER, tokens": Case("gliner-tokens", MLM, DividedStep),
     "GLiNER, by the number": Case("gliner-number", NUMBER, DividedStep),
-    "GLiClass, classes": Case("gliclass-classes", with_words(CLASSES), SkippingStep),
-    "GLiClass, tokens": Case("gliclass-tokens", with_words(MLM), SkippingStep),
-    "GLiClass, a head that drops the number": Case("gliclass-drops", with_words(DROPS), SkippingStep),
+    "GLiClass, classes": Case("gliclass-classes", with_words(CLASSES), SkippingStep, loss=without_words(CLASSES)),
+    "GLiClass, tokens": Case("gliclass-tokens", with_words(MLM), SkippingStep, loss=without_words(MLM)),
+    "GLiClass, a head that drops the number": Case(
+        "gliclass-drops", with_words(DROPS), SkippingStep, loss=without_words(DROPS)
+    ),
     "super() by a helper": Case("helper", DROPS, StepByHelper),
     "a penalty and a factor": Case("adding", DROPS, AddingStep, loss=with_penalty(DROPS)),
 }
@@ -201,10 +217,11 @@ def test_a_step_that_makes_its_inputs(trainer: type[Trainer], split: tuple[int, 
     case = Case("online", PROMPTS, trainer, loss=of_prompts)
     wanted = full_batch(case)
     stock, ours = run(case, split, "stock"), run(case, split, "apply")
-    times = 1 if trainer is DividesWhatItMade else split[1]
-    assert stock.error(wanted) == pytest.approx(times - 1, abs=1e-9)
+    if not OTHER_STOCK:
+        times = 1 if trainer is DividesWhatItMade else split[1]
+        assert stock.error(wanted) == pytest.approx(times - 1, abs=1e-9)
     assert ours.error(wanted) <= case.floor
-    assert ours.logged_loss == pytest.approx(full_batch_loss(case), rel=1e-6)
+    assert_logged(ours, case)
     assert ours.trainer.made == stock.trainer.made == split[1]
     assert not ours.exact and len(ours.warned) == (split[1] > 1)
 
@@ -336,10 +353,22 @@ class Cosent(Hinge):
     ) -> Any:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
-        scores = outputs.logits[:, 0] * 20
-        apart = (scores[:, None] - scores)[labels[:, None] < labels]
-        loss = torch.logsumexp(torch.cat([scores.new_zeros(1) * scores.sum(), apart]), 0)
+        loss = of_pairs(outputs.logits[:, 0] * 20, labels)
         return (loss, outputs) if return_outputs else loss
+
+
+def of_pairs(scores: Tensor, labels: Tensor) -> Tensor:
+    apart = (scores[:, None] - scores)[labels[:, None] < labels]
+    return torch.logsumexp(torch.cat([scores.new_zeros(1) * scores.sum(), apart]), 0)
+
+
+def mean_over_micro_batches(size: int) -> Any:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        scores = model(**{**batch, "labels": None}).logits[:, 0] * 20
+        parts = zip(scores.split(size), batch["labels"].split(size), strict=True)
+        return torch.stack([of_pairs(*part) for part in parts]).mean()
+
+    return loss
 
 
 def labelled(*labels: int) -> Head:
@@ -357,21 +386,21 @@ def test_a_hinge_that_is_zero_for_most_samples(split: tuple[int, int]) -> None:
 
 @at((4, 2), (2, 4))
 def test_pairs_whose_labels_are_alike_at_first(split: tuple[int, int]) -> None:
-    """The mean over micro-batches of what stock adds up, said and not called exact."""
-    case = Case("cosent", labelled(1, 1, 1, 1, 0, 2, 2, 0), Cosent)
-    stock, ours = run(case, split, "stock"), run(case, split, "apply")
-    assert any(bool(change.any()) for change in stock.change.values())
-    assert ours.error({name: change / split[1] for name, change in stock.change.items()}) <= case.floor
+    """The mean over micro-batches, said and not called exact."""
+    case = Case("cosent", labelled(1, 1, 1, 1, 0, 2, 2, 0), Cosent, loss=mean_over_micro_batches(split[0]))
+    ours = run(case, split, "apply")
+    assert ours.moved and ours.error(full_batch(case)) <= case.floor
     assert not ours.exact and ours.warned
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_pairs_are_never_taken_for_a_sum(seed: int) -> None:
-    """The loss of a batch may be near the sum of its parts' by chance; a log-sum-exp is a weighted mean."""
+    """The loss of a batch may be near the sum of its parts' by chance; a log-sum-exp is no sum all the same."""
     g = torch.Generator().manual_seed(seed)
-    case = Case("cosent", labelled(*torch.randint(0, 5, (8,), generator=g).tolist()), Cosent)
-    stock, ours = run(case, EVERYDAY, "stock"), run(case, EVERYDAY, "apply")
-    assert ours.error({name: change / EVERYDAY[1] for name, change in stock.change.items()}) <= case.floor
+    head = labelled(*torch.randint(0, 5, (8,), generator=g).tolist())
+    case = Case("cosent", head, Cosent, loss=mean_over_micro_batches(EVERYDAY[0]))
+    ours = run(case, EVERYDAY, "apply")
+    assert ours.error(full_batch(case)) <= case.floor
     assert not ours.exact and ours.warned
 
 
@@ -472,7 +501,7 @@ def test_verify_takes_the_batches_of_a_loader_apart_that_collates_nothing(loads:
     )
     report = verify(trainer)
     by_mode = {mode: [each.error for each in report.results if each.mode == mode] for mode in ("stock", "apply()")}
-    assert max(by_mode["stock"]) > 1 and max(by_mode["apply()"]) <= 1e-14
+    assert max(by_mode["stock"]) > 0.1 and max(by_mode["apply()"]) <= 1e-14
     assert len(by_mode["apply()"]) == 4 and any("collates nothing" in note for note in report.notes)
 
 

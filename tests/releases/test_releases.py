@@ -55,6 +55,12 @@ def test_data_and_hand_written_loops(release: str) -> None:
     run_tests_in(release, *tests)
 
 
+@pytest.mark.parametrize("release", ("4.41.0", "5.4.0"))
+def test_trainers_of_other_libraries(release: str) -> None:
+    """What is special about each, half a minute of processor time."""
+    run_tests_in(release, "-m", "not thorough and not slow", "tests/clients/test_shapes.py")
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_control_half(release: str) -> None:
     """Fingerprints and signatures of the release are those that the tables hold."""
