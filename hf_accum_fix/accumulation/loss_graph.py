@@ -203,6 +203,12 @@ def _terms(
                 # It reduces a single number.
                 edge = live[0]
                 continue
+            if does == "mean" and type(live[0][0]).__name__ == "ExpandBackward0":
+                expanded = live[0][0].next_functions[0]
+                if _shape(expanded[0]) == ():
+                    # The mean of a number for every sample.
+                    edge, path = expanded, path.below(expanded[0])
+                    continue
             yield from _reduced(node, live[0], path, walk, inside=inside, deep=deep)
             return
         if does == "pass":

@@ -111,7 +111,9 @@ def ways_of_counting(inputs: Mapping[str, Any], ignored: Sequence[int] = (-100,)
     target_masks = [key for key in masks if "attention" not in key]
     yield from (Items((key,), ignore_index=0) for key in sorted(target_masks, key=lambda key: "past" in key))
     yield Items()
-    yield from (Items((key,), ignore_index=0) for key in masks if key not in target_masks)
+    attended = [key for key in masks if key not in target_masks]
+    yield from (Items((key,), ignore_index=0) for key in attended)
+    yield from (Items((key,), ignore_index=0, shift=True) for key in attended if tensors[key].ndim == 2)
     positions = (key for key, value in tensors.items() if value.ndim > 1 and not value.is_floating_point())
     yield from (Items((key,), ignore_index=None) for key in positions)
     # Chosen texts come before the rejected ones (ORPO, CPO, DPO with rpo_alpha).
