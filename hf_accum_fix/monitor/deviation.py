@@ -71,10 +71,15 @@ class Spread:
                 return
             block = merged
 
-    def of(self, place: int) -> tuple[float, float]:
-        """Factor, at least 1, by which the errors of the rank at this index are too small; its degrees of freedom."""
+    def of(self, place: int, shortest: int = 0) -> tuple[float, float]:
+        """Factor, at least 1, by which the errors of the rank at this index are too small; its degrees of freedom.
+
+        Args:
+            place: index of the rank.
+            shortest: blocks of at least 2**shortest readings count.
+        """
         early = self._of_two and self._count <= _EARLY
-        variance, freedom = max(level.variance(place, early) for level in self._levels)
+        variance, freedom = max(level.variance(place, early) for level in self._levels[shortest:])
         return (math.sqrt(variance), freedom) if variance > 1 else (1.0, math.inf)
 
 
