@@ -36,8 +36,8 @@ _KEPT, _ENOUGH, _LEFT_OUT = 256, 5, 0.2
 #: Last readings that a lag is judged over, and the chance that a healthy rank of these looks late (Bonferroni).
 _READINGS, _CHANCE = (8, 16, 32, 64, 128, 256), 1e-5
 #: In tolerances: most that the lag of one reading counts for, so that one long stall is no lag; how far ranks are
-#: believed to wander from reading to reading. Degrees of freedom that are as good as all.
-_MOST, _WANDER, _MANY = 8.0, 0.3, 1e6
+#: believed to wander from reading to reading.
+_MOST, _WANDER = 5.0, 0.3
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Pace(Gathered[PaceReading]):
             rank = means.index(max(means))
             spread, freedom = self._spread.of(rank, level)
             beyond = max(means[rank] - 1, 0.0) / (_WANDER * spread / math.sqrt(count))
-            if normal_of_student(beyond, min(freedom, _MANY)) > far:
+            if normal_of_student(beyond, freedom) > far:
                 self._lags.clear()
                 self._fewest = min(2 * count, _READINGS[-1])
                 return Alarm(
