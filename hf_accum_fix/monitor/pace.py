@@ -94,7 +94,8 @@ class Pace(Gathered[PaceReading]):
         self._began = self._ready = clock()
         self._own: deque[float] = deque(maxlen=_KEPT)
         self._whole: deque[float] = deque(maxlen=_KEPT)
-        self._lags = deque[list[float]](maxlen=_READINGS[-1])
+        # Of every rank in tolerances, at most _MOST, and in seconds.
+        self._lags = deque[tuple[list[float], list[float]]](maxlen=_READINGS[-1])
         self._fewest = _READINGS[0]
         self._spread: Spread | None = None
         model.register_forward_hook(self._after_forward)
@@ -128,14 +129,16 @@ class Pace(Gathered[PaceReading]):
         tolerance = max(self._tolerance * reading.whole, self._tolerance_in_seconds)
         usual = median_low(reading.own)
         late = [max(-_MOST, min(_MOST, (own - usual) / tolerance)) for own in reading.own]
-        self._lags.append([its - (sum(late) - its) / (ranks - 1) for its in late])
+        lags = [its - (sum(late) - its) / (ranks - 1) for its in late]
+        self._lags.append((lags, [reading.lag(rank) for rank in range(ranks)]))
         self._spread = self._spread or Spread(ranks)
-        self._spread.add([lag / _WANDER for lag in self._lags[-1]])
+        self._spread.add([lag / _WANDER for lag in lags])
         far = NormalDist().inv_cdf(1 - _CHANCE / ranks)
         for level, count in enumerate(_READINGS):
             if not self._fewest <= count <= len(self._lags):
                 continue
-            means = [fmean(column) for column in zip(*list(self._lags)[-count:], strict=True)]
+            last = list(self._lags)[-count:]
+            means = [fmean(column) for column in zip(*(lags for lags, _ in last), strict=True)]
             rank = means.index(max(means))
             spread, freedom = self._spread.of(rank, level)
             beyond = max(means[rank] - 1, 0.0) / (_WANDER * spread / math.sqrt(count))
@@ -144,9 +147,9 @@ class Pace(Gathered[PaceReading]):
                 self._fewest = min(2 * count, _READINGS[-1])
                 return Alarm(
                     f"rank-lags-{rank}",
-                    f"rank {rank}: ready {means[rank] * tolerance:.3g} s later than the others in a step of "
-                    f"{reading.whole:.3g} s, in the mean of the last {count} logs; all wait for it; look at its data "
-                    "loading, the length of its batches, its processor and who else uses it",
+                    f"rank {rank}: ready {fmean(seconds[rank] for _, seconds in last):.3g} s later than the others in "
+                    f"a step of {reading.whole:.3g} s, in the mean of the last {count} logs; all wait for it; look at "
+                    "its data loading, the length of its batches, its processor and who else uses it",
                 )
         return None
 

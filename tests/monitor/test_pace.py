@@ -95,6 +95,12 @@ def test_lengths_that_differ_and_persist_are_no_lag(name: str, ranks: int) -> No
     assert sum(len(pace_alarms(HEALTHY_PACE[name](draw, 500 * PACE_LOG, ranks))) for _ in range(2)) <= 1
 
 
+def test_the_lag_is_told_in_seconds_however_large() -> None:
+    pace = Pace(nn.Identity())
+    alarms = [pace.judge(PaceReading((0.1, 1.1), 1.3, 10)) for _ in range(8)]
+    assert alarms[-1] is not None and alarms[-1].message.startswith("rank 1: ready 1 s later than the others")
+
+
 def test_milliseconds_are_no_lag_however_short_the_steps() -> None:
     assert lags(2, 0.003, usual=0.003) == []
     assert lags(2, 0.015, usual=0.003)[0] == (8, "rank-lags-1")
