@@ -1,8 +1,8 @@
 """Simulated runs for `convergence_monitor.py --audit`: how often the monitors cry wolf, and how late they find a fault.
 
-A network of one hidden layer learns overlapping clouds of points on several ranks, ten steps a log, in numpy, several
-runs side by side. Every monitor gets the numbers that it would have measured. The settings of
-`hf_accum_fix.monitor.deviation` were chosen on seeds 11, 12, 22, 31, 41, 51 and 61; the audit runs on other ones.
+Every monitor gets the numbers that it would have measured in the trainings of `simulated_runs.py`, and in curves of
+memory, time and loss. The settings of `hf_accum_fix.monitor.deviation` and `pace` were chosen on seeds 11, 12, 22, 31,
+41, 51, 61, 91001 to 91005, 93001 to 93005, 94001 and 94002; the audit runs on other ones.
 """
 
 from __future__ import annotations
@@ -18,192 +18,17 @@ from typing import Any
 import numpy
 import torch
 from numpy import ndarray
+from simulated_runs import HEALTHY, PLANTED, Scenario, logs
 
 from hf_accum_fix.monitor.gradient_norm import GradientNorm
-from hf_accum_fix.monitor.loss import LossReading, Moments
 from hf_accum_fix.monitor.loss_over_time import LossOscillation, LossStall, LossTrend
 from hf_accum_fix.monitor.memory import MemoryMonitor
-from hf_accum_fix.monitor.rank_gradients import RankGradients, RankGradientsReading
+from hf_accum_fix.monitor.pace import Pace, PaceReading
+from hf_accum_fix.monitor.rank_gradients import RankGradients
 from hf_accum_fix.monitor.rank_loss import RankLoss
 from hf_accum_fix.monitor.run_comparison import compare
 from hf_accum_fix.monitor.run_logs import Run, Series
 from hf_accum_fix.monitor.run_summary import summarise
-
-POINTS, HIDDEN, CLASSES, BATCH, LOG_EVERY = 16, 24, 5, 16, 10
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """One case: a run that is simulated.
-
-    Attributes:
-        ranks: how many.
-        persists: micro-batches of a rank over which its difficulty stays the same.
-        difficulty: deviation of the logarithm of the points' noise, redrawn when it no longer persists.
-        ragged: micro-batches of 1 to 16 points.
-        heavy_tails: some points far away.
-        warm_up: steps over which the learning rate rises.
-        clip: norm that gradients are clipped to.
-        hard: share of micro-batches that are five times as noisy.
-        curriculum: noise grows over the run.
-        samples: points of a rank's fixed shard; 0 draws new ones for ever.
-        epoch: steps of an epoch, the last of which has 1 or 2 points a rank; 0: none.
-        domain: micro-batches over which a rank sees two classes alone; 0: none.
-        fault: of the last rank.
-        amount: size of the fault.
-    """
-
-    ranks: int = 4
-    persists: int = 1
-    difficulty: float = 0.0
-    ragged: bool = False
-    heavy_tails: bool = False
-    warm_up: int = 0
-    clip: float = math.inf
-    hard: float = 0.0
-    curriculum: bool = False
-    samples: int = 0
-    epoch: int = 0
-    domain: int = 0
-    fault: str = ""
-    amount: float = 0.0
-
-
-HEALTHY = {
-    "plain, 2 ranks": Scenario(2),
-    "plain, 4 ranks": Scenario(4),
-    "plain, 16 ranks": Scenario(16),
-    "ragged, 2 ranks": Scenario(2, ragged=True),
-    "ragged, 4 ranks": Scenario(4, ragged=True),
-    "heavy tails": Scenario(4, heavy_tails=True, difficulty=0.3),
-    "warm-up": Scenario(4, warm_up=500),
-    "clipping": Scenario(4, clip=0.3),
-    "hard batches": Scenario(4, hard=0.05),
-    "curriculum": Scenario(4, curriculum=True),
-    "overfitting": Scenario(4, samples=2000),
-    "difficulty persists for 3 micro-batches": Scenario(4, persists=3, difficulty=0.3),
-    "for 10, mild": Scenario(4, persists=10, difficulty=0.15),
-    "for 20, strong": Scenario(4, persists=20, difficulty=0.4),
-    "for 20, strong, 2 ranks": Scenario(2, persists=20, difficulty=0.4),
-    "for 20, strong, 16 ranks": Scenario(16, persists=20, difficulty=0.4),
-    "for 100, strong": Scenario(4, persists=100, difficulty=0.4),
-    "fixed shards, memorised": Scenario(4, samples=24),
-    "fixed shards, memorised, 2 ranks": Scenario(2, samples=24),
-    "1 to 2 of 16 points at the end of an epoch": Scenario(4, epoch=32),
-    "domains that persist for 30": Scenario(4, domain=30),
-}
-PLANTED = {
-    "shuffled labels on a rank": Scenario(fault="labels", amount=1.0),
-    "10 % label noise on a rank": Scenario(fault="labels", amount=0.1),
-    "2 % label noise on a rank": Scenario(fault="labels", amount=0.02),
-    "a rank's gradient x2": Scenario(fault="gradient", amount=2.0),
-    "a rank's gradient x1.1": Scenario(fault="gradient", amount=1.1),
-    "a rank's gradient zero": Scenario(fault="gradient", amount=0.0),
-    "a rank's gradient zero, 16 ranks": Scenario(16, fault="gradient", amount=0.0),
-    "exact duplicates": Scenario(fault="duplicates"),
-    "shuffled labels, 2 ranks": Scenario(2, fault="labels", amount=1.0),
-    "a quarter shuffled, 2 ranks": Scenario(2, fault="labels", amount=0.25),
-    "inputs x1.5, 2 ranks": Scenario(2, fault="inputs", amount=1.5),
-    "gradient x1.5, 2 ranks": Scenario(2, fault="gradient", amount=1.5),
-}
-
-
-def logs(
-    scenario: Scenario, runs: int, count: int, seed: int
-) -> Iterator[list[tuple[LossReading, RankGradientsReading, list[tuple[float, float]]]]]:
-    """Log after log, for each run: readings of a LossMeter, norms of every rank's gradient, of the mean, with items."""
-    its, draw = scenario, numpy.random.default_rng(seed)
-    lead = (runs, its.ranks)
-    centres = draw.normal(size=(runs, 1, CLASSES, POINTS))
-    first = draw.normal(size=(runs, 1, POINTS, HIDDEN)) / math.sqrt(POINTS)
-    second = draw.normal(size=(runs, 1, HIDDEN, CLASSES)) / math.sqrt(HIDDEN)
-    level = its.difficulty * draw.normal(size=lead)
-    domain = draw.integers(CLASSES, size=lead)
-    if its.samples:
-        shard_labels = draw.integers(CLASSES, size=(*lead, its.samples))
-        shard = take(centres, shard_labels) + 1.5 * draw.normal(size=(*lead, its.samples, POINTS))
-    for log in range(count):
-        table = numpy.zeros((*lead, 3, 3))
-        norms, averaged = numpy.zeros((*lead, LOG_EVERY)), numpy.zeros((runs, LOG_EVERY))
-        counts = numpy.zeros((runs, LOG_EVERY))
-        for place in range(LOG_EVERY):
-            step = log * LOG_EVERY + place
-            redrawn = draw.random(lead) < 1 / its.persists
-            level = numpy.where(redrawn, its.difficulty * draw.normal(size=lead), level)
-            scale = 1.5 * numpy.exp(level)
-            if its.curriculum:
-                scale = scale * (0.5 + step / (count * LOG_EVERY))
-            if its.hard:
-                scale = scale * numpy.where(draw.random(lead) < its.hard, 5.0, 1.0)
-            if its.samples:
-                chosen = draw.integers(its.samples, size=(*lead, BATCH))
-                labels = numpy.take_along_axis(shard_labels, chosen, -1)
-                points = numpy.take_along_axis(shard, chosen[..., None], -2)
-            else:
-                labels = draw.integers(CLASSES, size=(*lead, BATCH))
-                noise = (
-                    draw.standard_t(3, size=(*lead, BATCH, POINTS))
-                    if its.heavy_tails
-                    else draw.normal(size=(*lead, BATCH, POINTS))
-                )
-                points = take(centres, labels) + scale[..., None, None] * noise
-            if its.domain:
-                moved = draw.random(lead) < 1 / its.domain
-                domain = numpy.where(moved, draw.integers(CLASSES, size=lead), domain)
-                labels = (domain[..., None] + draw.integers(2, size=(*lead, BATCH))) % CLASSES
-                points = take(centres, labels) + 1.5 * draw.normal(size=(*lead, BATCH, POINTS))
-            if its.fault == "duplicates":
-                labels[:, -1], points[:, -1] = labels[:, 0], points[:, 0]
-            if its.fault == "inputs":
-                points[:, -1] *= its.amount
-            if its.fault == "labels":
-                wrong = draw.random((runs, BATCH)) < its.amount
-                labels[:, -1] = numpy.where(wrong, draw.integers(CLASSES, size=(runs, BATCH)), labels[:, -1])
-            weights = numpy.ones((*lead, BATCH))
-            if its.ragged:
-                weights = (numpy.arange(BATCH) < draw.integers(1, BATCH + 1, size=lead)[..., None]).astype(float)
-            if its.epoch and step % its.epoch == its.epoch - 1:
-                weights = (numpy.arange(BATCH) < draw.integers(1, 3, size=(runs, 1, 1))) * numpy.ones((*lead, 1))
-            items = weights.sum(-1)
-            counts[:, place] = items.sum(1)
-            inner = numpy.tanh(points @ first)
-            logits = inner @ second
-            logits -= logits.max(-1, keepdims=True)
-            likely = numpy.exp(logits)
-            likely /= likely.sum(-1, keepdims=True)
-            wanted = numpy.eye(CLASSES)[labels]
-            loss = (-numpy.log((likely * wanted).sum(-1) + 1e-12) * weights).sum(-1) / items
-            back = (likely - wanted) * (weights / items[..., None])[..., None]
-            of_second = inner.swapaxes(-1, -2) @ back
-            of_first = points.swapaxes(-1, -2) @ ((back @ second.swapaxes(-1, -2)) * (1 - inner**2))
-            if its.fault == "gradient":
-                of_first[:, -1] *= its.amount
-                of_second[:, -1] *= its.amount
-            norms[..., place] = numpy.sqrt((of_first**2).sum((-1, -2)) + (of_second**2).sum((-1, -2)))
-            mean_first, mean_second = of_first.mean(1, keepdims=True), of_second.mean(1, keepdims=True)
-            norm = numpy.sqrt((mean_first**2).sum((1, 2, 3)) + (mean_second**2).sum((1, 2, 3)))
-            averaged[:, place] = norm
-            rate = 0.2 * min(1.0, (step + 1) / its.warm_up if its.warm_up else 1.0)
-            rate = (rate * numpy.minimum(1.0, its.clip / norm))[:, None, None, None]
-            first, second = first - rate * mean_first, second - rate * mean_second
-            row = numpy.stack([loss * items, items, numpy.ones(lead)], -1)
-            table += row[..., :, None] * row[..., None, :]
-        yield [
-            (LossReading(tuple(moments(of_rank) for of_rank in table[run].tolist())),
-             RankGradientsReading(tuple(map(tuple, norms[run].tolist()))),
-             list(zip(averaged[run].tolist(), counts[run].tolist(), strict=True)))
-            for run in range(runs)
-        ]  # fmt: skip
-
-
-def take(centres: ndarray, labels: ndarray) -> ndarray:
-    return numpy.take_along_axis(
-        numpy.broadcast_to(centres, (*labels.shape[:2], CLASSES, POINTS)), labels[..., None], -2
-    )
-
-
-def moments(table: list[list[float]]) -> Moments:
-    return Moments(table[2][2], table[1][2], table[0][2], table[0][0], table[0][1], table[1][1])
 
 
 @dataclass
@@ -224,14 +49,12 @@ def judged(scenario: Scenario, runs: int, count: int, seed: int) -> list[Judged]
         for _ in range(runs)
     ]
     for log, of_runs in enumerate(logs(scenario, runs, count, seed), start=1):
-        for its, (loss, gradients, norms, trends), (reading, of_ranks, averaged) in zip(
-            found, watching, of_runs, strict=True
-        ):
-            its.rank_loss += [log] * (loss.judge(reading) is not None)
-            its.rank_gradients += [log] * (gradients.judge(of_ranks) is not None)
-            for norm, items in averaged:
+        for its, (loss, gradients, norms, trends), read in zip(found, watching, of_runs, strict=True):
+            its.rank_loss += [log] * (loss.judge(read.loss) is not None)
+            its.rank_gradients += [log] * (gradients.judge(read.gradients) is not None)
+            for norm, items in read.norms:
                 norms.update(norm, items)
-            alarms = [trend.judge(reading) for trend in trends]
+            alarms = [trend.judge(read.loss, read.rate) for trend in trends]
             its.loss_over_time += [log for alarm in alarms if alarm is not None and not alarm.observation]
             its.gradient_norm += [log] * (norms.judge(norms.read()) is not None)
     return found
@@ -248,11 +71,18 @@ def rank_false_alarms(runs: int = 8, count: int = 500, seed: int = 8101) -> Iter
         yield {"healthy run": name, **found}
 
 
+def rank_firsts(scenario: Scenario, runs: int, count: int, seed: int) -> list[int]:
+    """Logs from the fault to its first alarm, of the runs that found it."""
+    since = scenario.since
+    delays = [[log - since for log in its.rank_loss + its.rank_gradients if log > since]
+              for its in judged(scenario, runs, since + count, seed)]  # fmt: skip
+    return [min(each) for each in delays if each]
+
+
 def rank_delays(runs: int = 16, count: int = 80, seed: int = 8102) -> Iterator[dict[str, Any]]:
     """Each fault of a rank: runs in which any monitor found it, and the median delay in logs."""
     for name, scenario in PLANTED.items():
-        firsts = [min(each.rank_loss + each.rank_gradients, default=0) for each in judged(scenario, runs, count, seed)]
-        found = [first for first in firsts if first]
+        found = rank_firsts(scenario, runs, count, seed)
         yield {"planted fault": name, "found": f"{len(found)}/{runs}", "delay": median(found) if found else None}
 
 
@@ -292,6 +122,11 @@ HEALTHY_MEMORY: dict[str, Callable[[Draw, int], ndarray]] = {
     "warm-up over 2,000 steps": lambda draw, steps: 2 * GIB * (1 - numpy.exp(-numpy.arange(steps) / 500)),
     "saw of 1,000 steps": lambda draw, steps: 0.5 * MIB * (numpy.arange(steps) % 1000),
     "saw of 3,000 steps": lambda draw, steps: 0.5 * MIB * (numpy.arange(steps) % 3000),
+    "saw of 5,000 steps": lambda draw, steps: 0.5 * MIB * (numpy.arange(steps) % 5000),
+    "linear warm-up of 300 steps": lambda draw, steps: 4 * MIB * numpy.minimum(numpy.arange(steps), 300),
+    "stairs that end": lambda draw, steps: 100 * MIB * numpy.minimum(numpy.arange(steps) // 500, 4),
+    "20 stages of other sizes": lambda draw, steps: numpy.repeat(400 * MIB * draw.random(20), -(-steps // 20))[:steps],
+    "a walk": lambda draw, steps: MIB * numpy.cumsum(draw.normal(size=steps)),
 }
 LEAKS: dict[str, tuple[int, Callable[[Draw, int], ndarray]]] = {
     "0.1 % a step from the start": (0, after(0, 4 * MIB)),
@@ -299,14 +134,19 @@ LEAKS: dict[str, tuple[int, Callable[[Draw, int], ndarray]]] = {
     "2 MiB a step from step 1,000": (1000, after(1000, 2 * MIB)),
     "2 MiB a step from step 3,000": (3000, after(3000, 2 * MIB)),
     "20 MiB a step from step 3,000": (3000, after(3000, 20 * MIB)),
-    "1 MiB a step from step 20,000": (20_000, after(20_000, MIB)),
+    **{
+        f"1 MiB a step from step {start:,}": (start, after(start, MIB))
+        for start in (1000, 5000, 20_000, 50_000, 100_000, 200_000)
+    },
+    "20 MiB a step from step 100,000": (100_000, after(100_000, 20 * MIB)),
+    "400 MiB a step from step 6,000": (6000, after(6000, 400 * MIB)),
     "500 MiB every 2,000 steps": (0, lambda draw, steps: 500 * MIB * (numpy.arange(steps) // 2000)),
     "40 MiB a step, 6 GiB free": (0, after(0, 40 * MIB)),
 }
 
 
-def memory_alarms(sizes: ndarray, capacity: float) -> list[int]:
-    """Steps at whose logs a MemoryMonitor with these sizes raises an alarm."""
+def memory_alarms(sizes: ndarray, capacity: float, since: int = 0) -> list[int]:
+    """Steps, from one on, at whose logs a MemoryMonitor with these sizes raises an alarm."""
     shown = {"size": 0.0}
 
     class Shown(MemoryMonitor):
@@ -317,35 +157,129 @@ def memory_alarms(sizes: ndarray, capacity: float) -> list[int]:
     for step, size in enumerate(sizes.tolist(), start=1):
         shown["size"] = size
         monitor.sample()
-        if step % MEMORY_LOG == 0 and monitor.judge(monitor.read()) is not None:
+        if step % MEMORY_LOG == 0 and step > since and monitor.judge(monitor.read()) is not None:
             found.append(step)
     return found
 
 
-def memory_false_alarms(steps: int = 20_000) -> Iterator[dict[str, Any]]:
+def memory_false_alarms(steps: int = 20_000, seed: int = 23) -> Iterator[dict[str, Any]]:
     """Each healthy curve: alarms in 1,000 logs."""
     for name, curve in HEALTHY_MEMORY.items():
-        draw = numpy.random.default_rng(23)
+        draw = numpy.random.default_rng(seed)
         alarms = memory_alarms(level(draw, steps) + curve(draw, steps), 80 * GIB)
         yield {"healthy memory": name, "alarms": 1000 * MEMORY_LOG / steps * len(alarms)}
 
 
-def leak_delays(runs: int = 3, length: int = 6000) -> Iterator[dict[str, Any]]:
+def leak_delays(runs: int = 3, length: int = 6000, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Each leak: runs that found it, median step of the first alarm, memory lost by then, step at which it is full."""
     for name, (start, curve) in LEAKS.items():
         steps = start + length
         firsts, lost, full = [], [], steps
-        for seed in range(runs):
-            draw = numpy.random.default_rng(seed)
+        for run in range(runs):
+            draw = numpy.random.default_rng(seed + run)
             extra = curve(draw, steps)
             capacity = 4 * GIB + 6 * GIB if "6 GiB" in name else 80 * GIB
             sizes = level(draw, steps) + extra
             full = int(numpy.argmax(sizes > capacity)) or steps
-            alarms = [alarm for alarm in memory_alarms(sizes[:full], capacity) if alarm > start]
+            alarms = memory_alarms(sizes[:full], capacity, start)
             firsts += alarms[:1]
             lost += [extra[alarm - 1] / GIB for alarm in alarms[:1]]
         found = {"step": median(firsts) if firsts else None, "GiB lost": median(lost) if lost else None}
         yield {"leak": name, "found": f"{len(firsts)}/{runs}", **found, "full at": full if full < steps else None}
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+USUAL, PACE_LOG = 0.1, 10
+#: Seconds that each rank takes before the reduction: [steps, ranks].
+Times = Callable[[Draw, int, int], ndarray]
+
+
+def persisting(steps_alike: int, heavy: bool) -> Times:
+    """The length of a rank's batches persists for so many steps in the mean; of 1 to 16 samples, or heavy-tailed."""
+
+    def times(draw: Draw, steps: int, ranks: int) -> ndarray:
+        drawn = numpy.exp(0.3 * draw.standard_t(3, size=(steps, ranks)))
+        drawn = drawn if heavy else draw.integers(1, 17, size=(steps, ranks)) / 8
+        new = draw.random((steps, ranks)) < 1 / steps_alike
+        new[0] = True
+        last = numpy.maximum.accumulate(numpy.where(new, numpy.arange(steps)[:, None], 0), axis=0)
+        return USUAL * numpy.take_along_axis(drawn, last, 0) * draw.lognormal(0, 0.05, size=(steps, ranks))
+
+    return times
+
+
+def skewed(draw: Draw, steps: int, ranks: int) -> ndarray:
+    return USUAL * draw.lognormal(0, 0.3, size=(steps, ranks))
+
+
+def ragged(draw: Draw, steps: int, ranks: int) -> ndarray:
+    return USUAL * draw.integers(1, 17, size=(steps, ranks)) / 8
+
+
+def heavy_tailed(draw: Draw, steps: int, ranks: int) -> ndarray:
+    return USUAL * numpy.exp(0.3 * draw.standard_t(2, size=(steps, ranks)).clip(-8, 8))
+
+
+def rank_0_works(draw: Draw, steps: int, ranks: int) -> ndarray:
+    """12 ms more on rank 0."""
+    return skewed(draw, steps, ranks) + 0.012 * (numpy.arange(ranks) == 0)
+
+
+HEALTHY_PACE: dict[str, Times] = {
+    "skewed": skewed,
+    "ragged": ragged,
+    "heavy-tailed": heavy_tailed,
+    "12 ms of work of rank 0": rank_0_works,
+    "ragged, persists for 5 steps": persisting(5, False),
+    "ragged, persists for 20 steps": persisting(20, False),
+    "heavy-tailed, persists for 20 steps": persisting(20, True),
+}
+#: Seconds by which the last rank is later, by step.
+LAGS: dict[str, Callable[[ndarray], ndarray]] = {
+    "half a step": lambda step: numpy.full(len(step), USUAL),
+    "3 steps in two of three logs": lambda step: 3 * USUAL * (step // PACE_LOG % 3 < 2),
+    "5 steps at every third step": lambda step: 5 * USUAL * (step % 3 == 0),
+    "3 steps in every second log": lambda step: 3 * USUAL * (step // PACE_LOG % 2 == 0),
+}
+
+
+def pace_alarms(times: ndarray, lag: ndarray | None = None) -> list[tuple[int, str]]:
+    """Logs and kinds of the alarms of `Pace`, where rank 0 saves for 5 s before each log."""
+    times = times.copy()
+    if lag is not None:
+        times[:, -1] += lag
+    times[PACE_LOG - 1 :: PACE_LOG, 0] += 5.0
+    pace, found = Pace(torch.nn.Identity()), []
+    for log, own in enumerate(times.reshape(-1, PACE_LOG, times.shape[1]), start=1):
+        kept = numpy.sort(own, axis=0)[: PACE_LOG * 8 // 10].mean(0)
+        # A step ends with the last backward, after the wait for the slowest.
+        reading = PaceReading(tuple(kept.tolist()), float(numpy.median(own.max(1))) + USUAL, PACE_LOG)
+        alarm = pace.judge(reading)
+        found += [] if alarm is None else [(log, alarm.kind)]
+    return found
+
+
+def pace_false_alarms(runs: int = 8, logs: int = 500, seed: int = 8103) -> Iterator[dict[str, Any]]:
+    """Each healthy case: alarms in 1,000 logs, by number of ranks."""
+    for name, times in HEALTHY_PACE.items():
+        draw = numpy.random.default_rng(seed)
+        counts = {f"{ranks} ranks": sum(len(pace_alarms(times(draw, logs * PACE_LOG, ranks))) for _ in range(runs))
+                  for ranks in (2, 4, 16)}  # fmt: skip
+        yield {"healthy pace": name, **{ranks: 1000 / runs / logs * count for ranks, count in counts.items()}}
+
+
+def lag_delays(runs: int = 8, logs: int = 80, seed: int = 8104) -> Iterator[dict[str, Any]]:
+    """Each lag: the last log at which any of the runs named the rank, by number of ranks; None where one did not."""
+    steps = numpy.arange(logs * PACE_LOG)
+    for name, lag in LAGS.items():
+        last: dict[str, int | None] = {}
+        for ranks in (2, 4, 16):
+            draw = numpy.random.default_rng(seed)
+            runs_ = [pace_alarms(skewed(draw, len(steps), ranks), lag(steps)) for _ in range(runs)]
+            firsts = [[log for log, kind in found if kind == f"rank-lags-{ranks - 1}"] for found in runs_]
+            last[f"{ranks} ranks"] = max(each[0] for each in firsts) if all(firsts) else None
+        yield {"lag of the last rank": name, **last}
 
 
 # ---- two curves, compared ------------------------------------------------------------------------------------------
@@ -360,6 +294,11 @@ CURVES: dict[str, tuple[int, float, bool, float]] = {
     "x16, 10 logs": (10, 16.0, False, 0.0),
     "x2, 10 logs": (10, 2.0, False, 0.0),
     "x2, 20 logs": (20, 2.0, False, 0.0),
+    "x1.3, 10 logs": (10, 1.3, False, 0.0),
+    "x1.3, 20 logs": (20, 1.3, False, 0.0),
+    "x1.3, 40 logs": (40, 1.3, False, 0.0),
+    "x1.1, 20 logs": (20, 1.1, False, 0.0),
+    "x1.1, 40 logs": (40, 1.1, False, 0.0),
     "x1.1, 100 logs": (100, 1.1, False, 0.0),
     "x5 in the last third, 20 logs": (20, 5.0, True, 0.0),
     "x5 in the last third, 100 logs": (100, 5.0, True, 0.0),
@@ -374,10 +313,10 @@ def correlated(draw: Draw, correlation: float, count: int) -> ndarray:
     return noise
 
 
-def curve_differences(pairs: int = 200) -> Iterator[dict[str, Any]]:
+def curve_differences(pairs: int = 200, seed: int = 24) -> Iterator[dict[str, Any]]:
     """For each case of pairs: in how many a difference is found, and in how many it is called one throughout."""
     for name, (count, factor, late, correlation) in CURVES.items():
-        draw, found = numpy.random.default_rng(24), []
+        draw, found = numpy.random.default_rng(seed), []
         place = numpy.arange(count)
         for _ in range(pairs):
             losses = (1 + 3 * numpy.exp(-place / (count / 3))) * numpy.exp(0.03 * correlated(draw, correlation, count))
@@ -405,6 +344,8 @@ def audit(folder: Path, *, quick: bool = False) -> Iterator[str]:
     tables: dict[str, Iterator[dict[str, Any]]] = {
         "False alarms in 1,000 logs of 10 steps": rank_false_alarms(*(1, 10) if quick else ()),
         "Faults of a rank: runs that found it, median delay in logs": rank_delays(*(1, 10) if quick else ()),
+        "False alarms of Pace in 1,000 logs": pace_false_alarms(*(1, 20) if quick else ()),
+        "Lags: log by which the last of 8 runs names the rank": lag_delays(*(1, 20) if quick else ()),
         "False alarms in 1,000 logs of 20 steps, 80 GiB": memory_false_alarms(*(200,) if quick else ()),
         "Leaks: first alarm (median), memory lost by then": leak_delays(*(1, 200) if quick else ()),
         "Two curves with 3 % noise: share of pairs": curve_differences(*(5,) if quick else ()),

@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist, fmean
 
+import numpy
+from numpy import ndarray
+
 from hf_accum_fix.monitor.robust import Cusum, normal_of_student
+
+#: Degrees of freedom of what is known exactly.
+MANY = 1e6
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,7 @@ class Deviation:
         freedom: degrees of freedom of the error.
         tolerance: absolute difference that counts as none; the rest is compared with the error.
         spread: factor by which the error is really larger (`Spread`).
+        freedom_of_spread: degrees of freedom of that factor.
     """
 
     rank: int
@@ -30,15 +37,20 @@ class Deviation:
     freedom: float
     tolerance: float = 0.0
     spread: float = 1.0
+    freedom_of_spread: float = MANY
+
+    @property
+    def deviate(self) -> float:
+        """The difference in its errors, with variance 1 were its samples independent (Student's is f / (f - 2))."""
+        return self.difference / self.error * math.sqrt(1 - 2 / max(self.freedom, 3.0))
 
     @property
     def unusual(self) -> float:
-        """The difference in its standard errors, as a normal deviate (Student)."""
+        """What is beyond the tolerance as a normal deviate (Student), in the ranks' spread."""
         beyond = max(abs(self.difference) - self.tolerance, 0.0)
-        if beyond == 0:
-            return 0.0
-        t = beyond / (self.error * self.spread) if self.error else math.inf
-        return normal_of_student(math.copysign(t, self.difference), self.freedom)
+        t = beyond / (self.error * self.spread) if self.error else math.inf if beyond else 0.0
+        freedom = min(self.freedom, self.freedom_of_spread)
+        return normal_of_student(math.copysign(t, self.difference), freedom)
 
 
 class Spread:
@@ -60,10 +72,13 @@ class Spread:
     def __init__(self, ranks: int) -> None:
         self._levels = [_Level(ranks) for _ in range(_LEVELS)]
         self._of_two, self._count = ranks == 2, 0
+        self._past = deque[tuple[float, float]](maxlen=_PAST)
 
     def add(self, differences: Sequence[float]) -> None:
         """Take one reading's differences of the ranks, in their errors, into account."""
-        block = list(differences)
+        block = numpy.array(differences)
+        if self._of_two and self._count > _EARLY:
+            self._past.append(self.of(0))
         self._count += 1
         for number, level in enumerate(self._levels):
             merged = level.add(block, math.sqrt(2.0**number))
@@ -71,11 +86,23 @@ class Spread:
                 return
             block = merged
 
-    def of(self, place: int) -> tuple[float, float]:
-        """Factor, at least 1, by which the errors of the rank at this index are too small; its degrees of freedom."""
+    def of(self, place: int, shortest: int = 0) -> tuple[float, float]:
+        """Factor, at least 1, by which the errors of the rank at this index are too small; its degrees of freedom.
+
+        Args:
+            place: index of the rank.
+            shortest: blocks of at least 2**shortest readings count.
+        """
         early = self._of_two and self._count <= _EARLY
-        variance, freedom = max(level.variance(place, early) for level in self._levels)
-        return (math.sqrt(variance), freedom) if variance > 1 else (1.0, math.inf)
+        variance, freedom = max(level.variance(place, early) for level in self._levels[shortest:])
+        return (math.sqrt(variance), freedom) if variance > 1 else (1.0, MANY)
+
+    def before(self, place: int, readings: int) -> tuple[float, float]:
+        """As `of`; of two ranks as it was before this reading and the last so many, where 12 readings were before.
+
+        Two ranks show a shift as a change of theirs. Were it counted, a rank that is off would hide itself.
+        """
+        return self._past[-1 - readings] if readings < len(self._past) else self.of(place)
 
 
 #: Levels of blocks, each twice as long as the one before; degrees of freedom of the prior variance of 1, over the ranks
@@ -87,29 +114,28 @@ class _Level:
     """Blocks of one length."""
 
     def __init__(self, ranks: int) -> None:
-        self._half: list[float] | None = None
-        self._before: list[float] | None = None
-        self._change: float | None = None
+        self._half: ndarray | None = None
+        self._before: ndarray | None = None
+        self._change: ndarray | None = None
         self._of_two = ranks == 2
         self._over_ranks, self._curved = _Variance(_BELIEF), _Variance(_BELIEF)
         self._over_time = _Variance(_BELIEF_IN_CHANGES if ranks > 2 else _BELIEF)
 
-    def add(self, block: list[float], scale: float) -> list[float] | None:
+    def add(self, block: ndarray, scale: float) -> ndarray | None:
         """Take the mean of a block into account; the mean of two blocks where it completes a pair."""
         if not self._of_two:
-            self._over_ranks.add(_of_others([scale * value for value in block]), len(block) - 2)
+            self._over_ranks.add(_of_others(scale * block), len(block) - 2)
         if self._before is not None:
-            pairs = zip(block, self._before, strict=True)
-            changes = [scale * (now - before) / math.sqrt(2.0) for now, before in pairs]
-            self._over_time.add([changes[0] ** 2] * 2 if self._of_two else _of_others(changes), max(len(block) - 2, 1))
+            changes = scale * (block - self._before) / math.sqrt(2.0)
+            self._over_time.add(changes**2 if self._of_two else _of_others(changes), max(len(block) - 2, 1))
             if self._of_two and self._change is not None:
-                self._curved.add([(changes[0] - self._change) ** 2 / 3] * 2, 1)
-            self._change = changes[0]
+                self._curved.add((changes - self._change) ** 2 / 3, 1)
+            self._change = changes
         self._before = block
         if self._half is None:
             self._half = block
             return None
-        merged = [(one + other) / 2 for one, other in zip(self._half, block, strict=True)]
+        merged: ndarray = (self._half + block) / 2
         self._half = None
         return merged
 
@@ -125,26 +151,25 @@ class _Variance:
 
     def __init__(self, belief: float) -> None:
         self._belief, self._freedom = belief, 0.0
-        self._squares: list[float] = []
+        self._squares: ndarray | None = None
 
-    def add(self, squares: Sequence[float], freedom: int) -> None:
+    def add(self, squares: ndarray, freedom: int) -> None:
         """Take sums of squares with so many degrees of freedom into account."""
         kept = 1 - 1 / _FORGETTING
-        before = self._squares or [0.0] * len(squares)
-        self._squares = [kept * old + new for old, new in zip(before, squares, strict=True)]
+        self._squares = squares if self._squares is None else kept * self._squares + squares
         self._freedom = kept * self._freedom + freedom
 
     def of(self, place: int) -> tuple[float, float]:
         """The variance for the rank at this index, and its degrees of freedom."""
         freedom = self._belief + self._freedom
-        return (self._belief + self._squares[place]) / freedom if self._squares else 1.0, freedom
+        return (1.0 if self._squares is None else float(self._belief + self._squares[place]) / freedom), freedom
 
 
-def _of_others(differences: Sequence[float]) -> list[float]:
+def _of_others(differences: ndarray) -> ndarray:
     """For every rank, the sum of squares of the others about their own mean, from each rank's distance to the rest."""
     share = len(differences) / (len(differences) - 1)
-    squares = [difference**2 / share for difference in differences]
-    return [sum(squares) - share * its for its in squares]
+    squares = differences**2 / share
+    return squares.sum() - share * squares  # type: ignore[no-any-return]
 
 
 #: Readings before which two ranks are not compared: only from one to the next does it show how far they wander; first
@@ -195,9 +220,12 @@ class Shifts:
             self._spread, self._ranks = Spread(len(named)), named
             self._past.clear()
         if all(each.error for each in reading):
-            self._past.append([each.difference / each.error for each in reading])
+            self._past.append([each.deviate for each in reading])
             self._spread.add(self._past[-1])
-        reading = [_spread(each, *self._spread.of(place)) for place, each in enumerate(reading)]
+        lengths = [self._cusums[rank].length if rank in self._cusums else 0 for rank in named]
+        spreads = [self._spread.before(place, length) for place, length in enumerate(lengths)]
+        pairs = zip(reading, spreads, strict=True)
+        reading = [replace(each, spread=its, freedom_of_spread=freedom) for each, (its, freedom) in pairs]
         self.worst = max(reading, key=lambda each: abs(each.unusual))
         shifted = []
         for place, each in enumerate(reading):
@@ -210,7 +238,9 @@ class Shifts:
             return None
         # Two ranks are equally far from each other: name the higher one.
         furthest = max(shifted, key=lambda each: (round(self._cusums[each.rank].level, 6), each.difference))
-        self._named[furthest.rank] = min(self._cusums[furthest.rank].length, _PAST // 2)
+        # Of two ranks, each is as far from the other: it is the pair that was named.
+        for rank in self._ranks if len(self._ranks) == 2 else [furthest.rank]:
+            self._named[rank] = min(self._cusums[furthest.rank].length, _PAST // 2)
         self._cusums.clear()
         return furthest
 
@@ -232,12 +262,8 @@ class Shifts:
         spread = max(math.sqrt((belief + squares) / freedom), its.spread)
         odd = NormalDist().inv_cdf(1 - _CHANCE / (2 * len(sums)))
         # Of two ranks the other one shows no spread: it is known from earlier readings alone.
-        freedom = freedom if len(others) > 1 else max(freedom, its.freedom)
+        freedom = freedom if len(others) > 1 else max(freedom, its.freedom_of_spread)
         return abs(normal_of_student(sums[place] / spread, freedom)) > odd
-
-
-def _spread(its: Deviation, spread: float, freedom: float) -> Deviation:
-    return replace(its, spread=spread, freedom=min(its.freedom, freedom))
 
 
 #: Added to messages about two ranks, where each is as far from the other.

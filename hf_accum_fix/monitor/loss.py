@@ -25,6 +25,9 @@ from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
 
+#: Weight of a log in the moving average, over that of the next one.
+_SMOOTHING = 0.9
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -145,6 +148,7 @@ class LossMeter(Gathered[LossReading]):
     def __init__(self, ranks: Ranks | None = None) -> None:
         self._ranks = ranks or TorchRanks()
         self._moments: Tensor | None = None
+        self._smoothed = (0.0, 0.0)
 
     def update(self, loss: Tensor | float | None, items: Tensor | float = 1) -> None:
         """Take one micro-batch's mean loss into account; no device sync.
@@ -201,8 +205,17 @@ class LossMeter(Gathered[LossReading]):
         )
 
     def logged(self, reading: LossReading) -> dict[str, float]:
-        """Mean with its error; of several ranks each rank's, and their spread."""
+        """Mean with its error, and an exponential moving average; of several ranks each rank's mean, and their spread.
+
+        A log counts in the moving average by its items, and 0.9 times as much with each log since.
+        """
         found = {"loss_standard_error": reading.standard_error}
+        total = reading.total
+        if math.isfinite(total.loss):
+            loss, items = self._smoothed
+            self._smoothed = (_SMOOTHING * loss + total.loss, _SMOOTHING * items + total.items)
+        if self._smoothed[1]:
+            found["loss_smoothed"] = self._smoothed[0] / self._smoothed[1]
         if reading.total.items:
             found["loss"] = reading.mean
         if len(reading.ranks) > 1:

@@ -19,14 +19,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import NormalDist, fmean, median
+from statistics import NormalDist, fmean, median, median_low
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.monitor.alarms import Alarm
+from hf_accum_fix.monitor.deviation import Spread
 from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 from hf_accum_fix.monitor.robust import normal_of_student
@@ -34,7 +34,10 @@ from hf_accum_fix.monitor.robust import normal_of_student
 #: Steps kept between two readings; fewest for a judgement; share of the longest that is left out.
 _KEPT, _ENOUGH, _LEFT_OUT = 256, 5, 0.2
 #: Last readings that a lag is judged over, and the chance that a healthy rank of these looks late (Bonferroni).
-_READINGS, _CHANCE = (8, 16, 32), 1e-3
+_READINGS, _CHANCE = (8, 16, 32, 64, 128, 256), 1e-5
+#: In tolerances: most that the lag of one reading counts for, so that one long stall is no lag; how far ranks are
+#: believed to wander from reading to reading.
+_MOST, _WANDER = 5.0, 0.3
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,9 @@ class PaceReading:
     steps: int
 
     def lag(self, rank: int) -> float:
-        """Time [s] by which a rank is ready later than the median of the others; 0 on one rank."""
+        """Time [s] by which a rank is ready later than the mean of the others; 0 on one rank."""
         others = self.own[:rank] + self.own[rank + 1 :]
-        return self.own[rank] - median(others) if others else 0.0
+        return self.own[rank] - fmean(others) if others else 0.0
 
     @property
     def slowest(self) -> int:
@@ -66,8 +69,9 @@ class PaceReading:
 class Pace(Gathered[PaceReading]):
     """Time that each rank takes before all wait for it.
 
-    A rank lags where its mean lag over the last 8, 16 or 32 readings is surely above what nobody would act upon
-    (Student, Bonferroni over the ranks). A lag that comes and goes needs more of them.
+    A rank lags where its mean lag over the last 8, 16 ... 256 readings is surely above what nobody would act upon
+    (Student, Bonferroni over the ranks). How far such a mean wanders is learned from blocks of an eighth of its length
+    and longer (`Spread`), so that batches whose length persists are no lag, and one that comes and goes is.
 
     Args:
         model: the one in training, as it is called in the loop.
@@ -90,7 +94,10 @@ class Pace(Gathered[PaceReading]):
         self._began = self._ready = clock()
         self._own: deque[float] = deque(maxlen=_KEPT)
         self._whole: deque[float] = deque(maxlen=_KEPT)
-        self._lags = deque[tuple[float, list[float]]](maxlen=_READINGS[-1])
+        # Of every rank in tolerances, at most _MOST, and in seconds.
+        self._lags = deque[tuple[list[float], list[float]]](maxlen=_READINGS[-1])
+        self._fewest = _READINGS[0]
+        self._spread: Spread | None = None
         model.register_forward_hook(self._after_forward)
 
     def step(self) -> None:
@@ -115,30 +122,34 @@ class Pace(Gathered[PaceReading]):
         return PaceReading(tuple(own), max(whole), int(min(steps)))
 
     def judge(self, reading: PaceReading) -> Alarm | None:
-        """An alarm where a rank lags, again after eight readings or more. Every rank judges alike."""
-        if len(reading.own) < 2 or reading.steps < _ENOUGH:
+        """An alarm where a rank lags, again over twice as many readings. Every rank judges alike."""
+        ranks = len(reading.own)
+        if ranks < 2 or reading.steps < _ENOUGH:
             return None
         tolerance = max(self._tolerance * reading.whole, self._tolerance_in_seconds)
-        self._lags.append((tolerance, [reading.lag(rank) for rank in range(len(reading.own))]))
-        far = NormalDist().inv_cdf(1 - _CHANCE / len(reading.own))
-        for count in _READINGS:
-            last = list(self._lags)[-count:]
-            means = [fmean(column) for column in zip(*(lags for _, lags in last), strict=True)]
-            rank = means.index(max(means))
-            beyond = means[rank] - fmean(tolerance for tolerance, _ in last)
-            if len(last) < count or beyond <= 0:
+        usual = median_low(reading.own)
+        late = [max(-_MOST, min(_MOST, (own - usual) / tolerance)) for own in reading.own]
+        lags = [its - (sum(late) - its) / (ranks - 1) for its in late]
+        self._lags.append((lags, [reading.lag(rank) for rank in range(ranks)]))
+        self._spread = self._spread or Spread(ranks)
+        self._spread.add([lag / _WANDER for lag in lags])
+        far = NormalDist().inv_cdf(1 - _CHANCE / ranks)
+        for level, count in enumerate(_READINGS):
+            if not self._fewest <= count <= len(self._lags):
                 continue
-            apart = [lags[rank] - means[rank] for _, lags in last]
-            together = sum(one * other for one, other in pairwise(apart))
-            squares = sum(its * its for its in apart) + 2 * max(together, 0.0)
-            error = math.sqrt(squares / (count - 1) / count)
-            if normal_of_student(beyond / max(error, 1e-9), count - 1) > far:
+            last = list(self._lags)[-count:]
+            means = [fmean(column) for column in zip(*(lags for lags, _ in last), strict=True)]
+            rank = means.index(max(means))
+            spread, freedom = self._spread.of(rank, level)
+            beyond = max(means[rank] - 1, 0.0) / (_WANDER * spread / math.sqrt(count))
+            if normal_of_student(beyond, freedom) > far:
                 self._lags.clear()
+                self._fewest = min(2 * count, _READINGS[-1])
                 return Alarm(
                     f"rank-lags-{rank}",
-                    f"rank {rank}: ready {means[rank]:.3g} s later than the others in a step of {reading.whole:.3g} s, "
-                    f"in the mean of the last {count} logs; all wait for it; look at its data loading, the length of "
-                    "its batches, its processor and who else uses it",
+                    f"rank {rank}: ready {fmean(seconds[rank] for _, seconds in last):.3g} s later than the others in "
+                    f"a step of {reading.whole:.3g} s, in the mean of the last {count} logs; all wait for it; look at "
+                    "its data loading, the length of its batches, its processor and who else uses it",
                 )
         return None
 

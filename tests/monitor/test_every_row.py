@@ -8,6 +8,7 @@ import pytest
 
 ROWS = {
     "two GPUs: a mean of every micro-batch": "two_ranks.the_curve_of_every_micro_batch_is_that_of_one_process",
+    "an exponential moving average": "loss.the_moving_average_weighs_logs_by_their_items_and_their_age",
     "timm's and others' own logs": "watch_findings.what_people_have",
     "loss per rank": "monitor.ranks_alike_log_alike_and_a_rank_that_is_off_is_named",
     "oscillation": "loss_over_time.a_swing_is_told_once_as_long_as_it_lasts",
@@ -39,6 +40,8 @@ ROWS = {
     "one -1, a mean over stages below zero": "watch_says.every_finding_of_the_monitors_is_one_of_watch",
     "uneven data under BatchNorm": "batch_norm.data_of_other_statistics_on_a_rank_are_told_and_others_are_not",
     "a lag that comes and goes": "pace.a_lag_that_comes_and_goes_is_named",
+    "lengths that persist are no lag": "pace.lengths_that_differ_and_persist_are_no_lag",
+    "faults on two ranks that come later": "early_on_two_ranks.a_fault_that_comes_later_does_not_hide_itself",
     "timm's top1 and top5": "watch_says.timms_accuracies_are_read_in_percent",
     "early faults on two ranks": "early_on_two_ranks.a_fault_from_the_first_log_is_found_within_ten",
     "curves of splits compared": "watch_findings.a_factor_is_found_on_short_curves",

@@ -24,6 +24,15 @@ def test_the_mean_weighs_items_and_not_micro_batches() -> None:
     assert meter.read().total.items == 0
 
 
+def test_the_moving_average_weighs_logs_by_their_items_and_their_age() -> None:
+    meter, found = LossMeter(), []
+    for loss, items in ((4.0, 10), (2.0, 30), (math.nan, 5)):
+        meter.update(loss, items)
+        found.append(meter.logged(meter.read())["loss_smoothed"])
+    second = (0.9 * 40 + 60) / (0.9 * 10 + 30)
+    assert found == pytest.approx([4.0, second, second])
+
+
 def test_reading_without_reset_keeps_on() -> None:
     meter = LossMeter()
     meter.update(torch.tensor(1.0), 2)

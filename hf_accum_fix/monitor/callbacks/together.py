@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partialmethod
 from typing import Any
 
 from hf_accum_fix.monitor.alarms import OnAlarm
@@ -55,31 +56,20 @@ class MonitorsCallback(MonitorCallback):
         for part in self._parts:
             part.on_train_end(*args, **kwargs)
 
-    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Every part's own."""
-        self._pass_on("on_pre_optimizer_step", *args, **kwargs)
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Every part's own."""
-        self._pass_on("on_step_end", *args, **kwargs)
-
-    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Every part's own."""
-        self._pass_on("on_evaluate", *args, **kwargs)
-
-    def on_log(self, *args: Any, **kwargs: Any) -> None:
-        """Every part's own."""
-        self._pass_on("on_log", *args, **kwargs)
-
-    def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
-        """Only the number of alarms of all."""
-        return {"all_alarms": sum(part.alarms.count for part in self._parts)}
-
     def _pass_on(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Every part's own; and the end of the run where an alarm is to be one."""
         for part in self._parts:
             getattr(part, event)(args, state, control, **kwargs)
         control.should_training_stop = control.should_training_stop or any(part.alarms.stop for part in self._parts)
+
+    on_pre_optimizer_step = partialmethod(_pass_on, "on_pre_optimizer_step")
+    on_step_end = partialmethod(_pass_on, "on_step_end")
+    on_evaluate = partialmethod(_pass_on, "on_evaluate")
+    on_log = partialmethod(_pass_on, "on_log")
+
+    def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
+        """Only the number of alarms of all."""
+        return {"all_alarms": sum(part.alarms.count for part in self._parts)}
 
 
 def all_callbacks(trainer: Any, ranks: Ranks | None = None) -> tuple[MonitorCallback, ...]:
