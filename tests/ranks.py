@@ -13,12 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.cli.processes import ROOT, environment
 
@@ -66,6 +68,38 @@ def join(patience: float | None = None) -> None:
     """Make the process group."""
     given = {} if patience is None else {"timeout": datetime.timedelta(seconds=patience)}
     dist.init_process_group("gloo", **given)
+
+
+def selected(request: pytest.FixtureRequest) -> list[Any]:
+    """The ``case`` of every test of a module that will run."""
+    return [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
+
+
+def row_of_each(
+    request: pytest.FixtureRequest, row: Callable[[str], T], seconds: float = 100, **given: Any
+) -> dict[str, T]:
+    """By case, of those that are `selected`: what ``row(case)`` returns on the first rank, each within ``seconds``."""
+    cases = selected(request)
+    return dict(zip(cases, on_ranks(_each, row, cases, seconds, **given)[0], strict=True))
+
+
+def _each(row: Callable[[str], T], cases: Sequence[str], seconds: float) -> list[T]:
+    found = []
+    for case in cases:
+        # A rank that waits for ever says where.
+        faulthandler.dump_traceback_later(seconds, exit=True)
+        found.append(row(case))
+    return found
+
+
+def same_on_all_ranks(change: Mapping[str, Tensor]) -> bool:
+    """Whether every rank has made the same change."""
+    digest = torch.stack([each.sum() for each in change.values()])
+    first = digest.clone()
+    dist.broadcast(first, src=0)
+    agree = torch.tensor(float(torch.equal(digest, first)))
+    dist.all_reduce(agree, op=dist.ReduceOp.MIN)
+    return bool(agree)
 
 
 def _start(rank: int, ranks: int, port: int, folder: Path) -> subprocess.Popen[bytes]:

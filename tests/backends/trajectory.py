@@ -67,6 +67,18 @@ class Trajectory:
         found, wanted = (torch.cat([each.change[name].flatten() for name in names]) for each in (self, reference))
         return float((found - wanted).norm() / wanted.norm())
 
+    def errors(self, reference: Trajectory) -> dict[str, float]:
+        """Relative errors: of the parameter change, and the largest of the steps' losses and norms."""
+        return {
+            "change": self.error(reference),
+            "loss": furthest(self.losses, reference.losses),
+            "norm": furthest(self.norms, reference.norms) if self.norms else 0.0,
+        }
+
+
+def furthest(found: Sequence[float], wanted: Sequence[float]) -> float:
+    return max(abs(one / other - 1) for one, other in zip(found, wanted, strict=True))
+
 
 def samples_of(head: Head) -> list[Sample]:
     """Twenty samples; the second rank has no item in the second window, however it is cut."""

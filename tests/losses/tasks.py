@@ -1,14 +1,9 @@
-"""Run by torchrun on two gloo ranks: micro-batches of several kinds, each with labels and a loss of its own.
-
-torchrun --nproc_per_node 2 -m tests.losses.tasks OUTPUT.json
-"""
+"""Micro-batches of several kinds, each with labels and a loss of its own, on one rank or two."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +21,6 @@ from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import text
 from tests.numerics.parity import pass_over_imports, trainable, training_arguments
 from tests.random_trainings.trainings import RATE
-from tests.torchrun import leave_with
 from tests.trainers.runs import Case, Ordered, run
 
 #: Whatever waits for the other rank longer than that waits for ever [s].
@@ -335,9 +329,8 @@ def verified(samples: Sequence[Sample], given: Sequence[Sample] | None = None, *
         return str(hf_accum_fix.verify(trainer, samples=given))
 
 
-def _main(output: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE))
+def rows_of() -> dict[str, dict[str, Any]]:
+    """On each rank: what became of each of `TURNS` and of `ALIKE`, and the words of ``verify``."""
     rank, rows = dist.get_rank(), {}
     for name, turns in TURNS.items():
         for model in (Tasks, TasksByNumber):
@@ -347,8 +340,4 @@ def _main(output: Path) -> None:
     for name, (model, windows, loss) in ALIKE.items():
         rows[name] = _found(rank, model, windows, loss)
     rows["verify"] = {"verdict": verified(in_turn(a_class, "abaa"), ddp_backend="gloo")}
-    leave_with(rows, output)
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+    return rows

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import hf_accum_fix
-from tests.losses import tasks as kinds
 from tests.losses.tasks import (
     ALIKE,
     NAMES,
+    PATIENCE,
     TURNS,
     OfLogits,
     Tasks,
@@ -35,6 +35,7 @@ from tests.losses.tasks import (
     in_turn,
     of_all,
     off_by,
+    rows_of,
     verified,
     with_an_option,
 )
@@ -42,7 +43,7 @@ from tests.numerics.heads import Batch, Sample, seeded
 from tests.numerics.heads.head import collate
 from tests.numerics.parity import training_arguments
 from tests.random_trainings.trainings import Case, Cut, train
-from tests.torchrun import found_by
+from tests.ranks import on_ranks
 from tests.trainers.runs import FLOOR, Ordered
 
 #: Two samples of one kind stand together, so that no micro-batch holds both.
@@ -216,9 +217,8 @@ def test_loops_train_every_kind_by_its_own_items(model: Any, other: Any, turns: 
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By one start of torchrun."""
-    return dict(found_by(kinds.__name__, tmp_path_factory.mktemp("kinds") / "rows.json"))
+def rows() -> dict[str, dict[str, Any]]:
+    return on_ranks(rows_of, patience=PATIENCE)[0]
 
 
 @pytest.mark.parametrize("other", [a_class, a_score])

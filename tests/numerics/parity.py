@@ -79,6 +79,14 @@ class Step:
         scale = float(wanted.norm())
         return float((found - wanted).norm()) / (scale if scale else 1.0)
 
+    def errors(self, reference: Step) -> dict[str, float]:
+        """Relative errors of the parameter change ("gradient"), the loss and the norm."""
+        return {
+            "gradient": self.error(reference),
+            "loss": abs(self.loss - reference.loss) / max(abs(reference.loss), 1e-12),
+            "norm": abs(self.norm - reference.norm) / max(reference.norm, 1e-12),
+        }
+
     def times(self, reference: Step) -> float:
         """How many times the reference's step this one is, along it."""
         found, wanted = self._beside(reference)

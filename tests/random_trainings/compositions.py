@@ -76,6 +76,17 @@ class Composition:
     uneven: bool = False
     loop: bool = False
 
+    @classmethod
+    def read(cls, words: str) -> Composition:
+        """From "head override collator data,data 2x4", and further fields as "seed=1" or, if true, by name."""
+        head, override, collator, data, cut, *fields = words.split()
+        per_device, _, accumulated = cut.partition("x")
+        more: dict[str, Any] = {}
+        for each in fields:
+            name, _, number = each.partition("=")
+            more[name.replace("-", "_")] = int(number) if number else True
+        return cls(head, override, collator, tuple(data.split(",")), (int(per_device), int(accumulated)), **more)
+
     @property
     def floor(self) -> float:
         return FLOOR32 if HEADS[self.head].float32 or OVERRIDES[self.override].float32 else FLOOR
