@@ -64,7 +64,7 @@ def words(report: dict[str, Any], mode: str, cut: tuple[int, int]) -> str:
 )
 def test_stock_is_explained_and_apply_is_exact(name: str, wanted: str, reports: dict[str, Any]) -> None:
     report = reports[name]
-    assert report["world_size"] == 2 and report["samples"] == [8]
+    assert report["world_size"] == 2 and report["samples"] == (8,)
     assert words(report, "stock", (1, 4)).endswith(wanted)
     fixed = [each for each in report["results"] if each["mode"] == "apply()"]
     assert len(fixed) == 4 and {each["verdict"]["kind"] for each in fixed} == {"exact"}
