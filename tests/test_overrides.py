@@ -485,6 +485,15 @@ def test_data_parallel_is_refused_before_anything_runs(tmp_path: Path) -> None:
         trainer.train()
 
 
+def test_apex_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    trainer = GlobalBatchTrainer(
+        model=DROPS.build(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
+    )
+    trainer.use_apex = True
+    with pytest.raises(UnsupportedSetupError, match="apex"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("kind", ["cp", "sp"])
 def test_ranks_that_split_samples_are_refused_before_anything_runs(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
