@@ -25,8 +25,8 @@ from torch import Tensor
 from tests.cli.processes import ROOT, environment
 
 T = TypeVar("T")
-#: Seconds that the other ranks have to fail as well, once one has failed.
-GRACE = 5.0
+#: Seconds that the other ranks have to fail as well, once one has failed; and that a rank may take to begin.
+GRACE, START = 5.0, 60.0
 
 
 class RankFailedError(RuntimeError):
@@ -43,7 +43,7 @@ def on_ranks(
         function: of a module, since every rank imports it by name.
         arguments: are pickled, as is the result.
         ranks: how many.
-        timeout: until every rank must have ended; a rank that waits for ever then says where [s].
+        timeout: of a rank, from when it has begun; one that waits for ever then says where [s].
         patience: of a collective [s]; None: gloo's own.
         group: whether the process group is there when the function begins; it may make it itself by `join`.
     """
@@ -53,14 +53,15 @@ def on_ranks(
         (folder / "call").write_bytes(pickle.dumps((function, arguments, timeout, patience, group)))
         started = [_start(rank, ranks, store.port, folder) for rank in range(ranks)]
         try:
-            failed = _wait(started, timeout + GRACE)
+            failed = _wait(started, START + timeout)
         finally:
             for process in started:
                 process.kill()
                 process.wait()
-        if failed is not None:
-            code, said = started[failed].returncode, (folder / f"stderr{failed}").read_text(errors="replace")
-            raise RankFailedError(f"rank {failed} ended with {code}:\n{said[-4000:]}")
+        if failed:
+            # The one that failed because of another's end says so, too.
+            said = {rank: (folder / f"stderr{rank}").read_text(errors="replace")[-4000:] for rank in failed}
+            raise RankFailedError("\n\n".join(f"rank {rank} failed:\n{text}" for rank, text in said.items()))
         return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(ranks)]
 
 
@@ -115,19 +116,19 @@ def _start(rank: int, ranks: int, port: int, folder: Path) -> subprocess.Popen[b
         return subprocess.Popen(command, cwd=ROOT, env=env, stdout=said, stderr=said)
 
 
-def _wait(started: list[subprocess.Popen[bytes]], timeout: float) -> int | None:
-    """The first rank that has failed, or is not done in time, if any."""
+def _wait(started: list[subprocess.Popen[bytes]], timeout: float) -> list[int]:
+    """The ranks that have failed, or are not done in time."""
     end = time.monotonic() + timeout
-    failed = None
     while time.monotonic() < end:
         codes = [process.poll() for process in started]
-        if failed is None and any(codes):
-            failed = next(rank for rank, code in enumerate(codes) if code)
-            end = min(end, time.monotonic() + GRACE)
         if None not in codes:
-            return failed
+            break
+        if any(codes):
+            end = min(end, time.monotonic() + GRACE)
         time.sleep(0.05)
-    return next(rank for rank, each in enumerate(started) if each.poll() is None) if failed is None else failed
+    codes = [process.poll() for process in started]
+    failed = [rank for rank, code in enumerate(codes) if code]
+    return failed or [rank for rank, code in enumerate(codes) if code is None]
 
 
 def _run(folder: Path) -> None:
