@@ -22,6 +22,7 @@ from tests.backends.trajectory import HEADS, SPLITS, UNCLIPPED, reference, train
 from tests.numerics.heads import Head
 from tests.numerics.parity import StockRecorder, pass_over_imports
 from tests.ranks import row_of_each
+from tests.trainers.custom import DividesTheBase
 
 
 def summed(model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
@@ -35,31 +36,20 @@ def summed(model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
 class ByNumber(StockRecorder):
     """It never calls the base, divides by N and multiplies by W, as TRL's does."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         return summed(model, inputs)[0] / num_items_in_batch * dist.get_world_size()
 
 
 class OwnMean(StockRecorder):
     """It never calls the base, and takes no count."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, items = summed(model, inputs)
         return loss / items.clamp(min=1)
 
 
-class BySteps(StockRecorder):
+class BySteps(DividesTheBase, StockRecorder):
     """It divides the base's loss by G, which a rank whose samples have no target cannot see."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
-        loss = loss / self.args.gradient_accumulation_steps
-        return (loss, outputs) if return_outputs else loss
 
 
 def blind_at_first(head: Head, per_device: int) -> Head:

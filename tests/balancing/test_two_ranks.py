@@ -23,6 +23,8 @@ from tests.numerics.heads import HEADS, before
 from tests.numerics.parity import pass_over_imports, reference_step, take_step
 from tests.ranks import on_ranks, selected
 
+pytestmark = pytest.mark.timeout(900)
+
 HEADS_RUN = (
     *("llama", "llama-smoothing", "bert-mlm", "bert-classes", "t5", "llava", "no-kwargs", "drops-kwargs"),
     *("uses-tensor", "uses-int", "func-with-mean", "func-with-number", "wav2vec2-ctc-sum", "mean-of-sample-means"),
@@ -181,9 +183,6 @@ def of(*cases: str) -> pytest.MarkDecorator:
         return [] if case in EVERYDAY else [later]
 
     return pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case)) for case in cases])
-
-
-pytestmark = pytest.mark.timeout(900)
 
 
 @of(*(f"{name} {rows}x{steps}" for name in HEADS_RUN for rows, steps in SPLITS))

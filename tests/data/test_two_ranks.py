@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import hf_accum_fix
 from tests.data.runs import by_length, once_each, reference, samples_of, train
-from tests.numerics.epochs import error
+from tests.logged import logged
 from tests.numerics.heads import HEADS
-from tests.numerics.parity import pass_over_imports
+from tests.numerics.parity import pass_over_imports, relative
 from tests.ranks import on_ranks
 
 EPOCHS = 2
@@ -47,23 +47,10 @@ CASES: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
 }
 
 
-class Said(logging.Handler):
-    """What the package logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def run(case: str, output: Path) -> dict[str, Any]:
     name, count, per_device, accumulate, arguments = CASES[case]
     samples = samples_of(name, count)
-    said = Said()
     hf_accum_fix.observations.clear()
-    logging.getLogger("hf_accum_fix").addHandler(said)
     logging.getLogger("hf_accum_fix").setLevel(logging.INFO)
 
     def trained(path: str, drop: bool = False, **more: Any) -> Any:
@@ -73,29 +60,27 @@ def run(case: str, output: Path) -> dict[str, Any]:
             **{**arguments, "ddp_backend": "gloo", **more},
         )  # fmt: skip
 
-    stock, plain = trained("stock"), trained("apply")
-    warned = [message for message in said.messages if "repeat" in message]
-    said.messages.clear()
-    dropped, subclass = trained("apply", drop=True), trained("trainer", drop=True)
+    with logged(logging.INFO) as warned:
+        stock, plain = trained("stock"), trained("apply")
+    with logged(logging.INFO) as told:
+        dropped, subclass = trained("apply", drop=True), trained("trainer", drop=True)
     per_epoch = len(dropped.windows) // EPOCHS
     epochs = [dropped.windows[:per_epoch], dropped.windows[per_epoch:]]
     wanted, losses = reference(name, samples, dropped.windows)
     counted_twice, _ = reference(name, samples, plain.windows)
-    row = {
+    return {
         "epochs": epochs,
-        "without duplicates": error(dropped.change, wanted),
+        "without duplicates": relative(dropped.change, wanted),
         "losses": max(abs(a - b) for a, b in zip(dropped.losses, losses, strict=True)),
         "same bits": all(torch.equal(dropped.change[key], subclass.change[key]) for key in dropped.change),
-        "with duplicates": error(plain.change, counted_twice),
-        "plain beside exact": error(plain.change, wanted),
-        "stock beside exact": error(stock.change, wanted),
+        "with duplicates": relative(plain.change, counted_twice),
+        "plain beside exact": relative(plain.change, wanted),
+        "stock beside exact": relative(stock.change, wanted),
         "same order": [once_each(plain.windows[:per_epoch]), epochs[0]],
-        "warned": warned,
+        "warned": [message for message in warned if "repeat" in message],
         "reported": [run.get("repeated_samples_dropped") for run in hf_accum_fix.report().to_dict()["runs"]],
-        "told": [message for message in said.messages if "repeat" in message],
+        "told": [message for message in told if "repeat" in message],
     }
-    logging.getLogger("hf_accum_fix").removeHandler(said)
-    return row
 
 
 def resumed(output: Path) -> dict[str, Any]:
@@ -117,8 +102,6 @@ def rows_of(folder: Path) -> dict[str, Any]:
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     return {**{case: run(case, folder) for case in CASES}, "resumed": resumed(folder)}
 
-
-pytestmark = pytest.mark.slow
 
 #: Repeated samples of a last round, over both ranks; a dispatched one is only evened out.
 REPEATED = {

@@ -27,8 +27,7 @@ CASES = (
 
 def error(step: Step, reference: Step) -> float:
     """The worst of gradient, loss and norm, relative."""
-    loss = abs(step.loss - reference.loss) / abs(reference.loss)
-    return max(step.error(reference), loss, abs(step.norm - reference.norm) / reference.norm)
+    return max(step.errors(reference).values())
 
 
 def cases() -> dict[str, Any]:

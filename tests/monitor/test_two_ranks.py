@@ -433,9 +433,6 @@ def found_on_rank() -> dict[str, Any]:
     return {check.__name__: check(dist.get_rank()) for check in CHECKS}
 
 
-pytestmark = pytest.mark.slow
-
-
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     """What each check found, on rank 0 and on rank 1."""

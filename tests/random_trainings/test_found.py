@@ -12,7 +12,7 @@ from torch import Tensor
 import hf_accum_fix
 from tests.random_trainings.compositions import Composition, installed_once, outcome, told
 from tests.random_trainings.pair_of_ranks import PairOfRanks
-from tests.random_trainings.trainings import computing, train
+from tests.trainings import computing, train
 
 
 def found(table: str) -> dict[str, Composition]:
@@ -188,6 +188,11 @@ FOUND_ON_TWO = found("""
     a target that only unshifted labels have
       number-of-tokens own-by-hand left rare 1x4 seed=62136
 """)
+
+
+def test_what_a_fault_prints_can_be_pasted_here() -> None:
+    compositions = [*FOUND.values(), *(replace(each, ranks=2) for each in FOUND_ON_TWO.values())]
+    assert [Composition.read(str(each)) for each in compositions] == compositions
 
 
 @pytest.mark.parametrize("name", FOUND)

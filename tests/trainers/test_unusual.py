@@ -31,10 +31,10 @@ from tests.numerics.heads.head import of_class
 from tests.numerics.heads.samples import boxes, images, text
 from tests.numerics.heads.vision import frozen_batch_norm
 from tests.numerics.parity import pass_over_imports
-from tests.random_trainings.trainings import Case, Cut, train
 from tests.ranks import join, on_ranks
 from tests.trainers import runs
 from tests.trainers.runs import WHOLE, Ordered, run
+from tests.trainings import Case, Cut, train
 
 HALVES: Cut = (4, 2)
 
@@ -184,9 +184,7 @@ class OtherData(Ordered):
         super().__init__(*args, **kwargs)
         self.unlabelled = iter(DataLoader(torch.arange(1.0, 200.0, dtype=torch.float64), batch_size=1))
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         return loss * next(self.unlabelled).mean()
 

@@ -12,6 +12,8 @@ from tests.numerics.heads import HEADS, before
 from tests.ranks import on_ranks
 from tests.verify.trainers import Contrastive, points, small, trainer_of
 
+pytestmark = pytest.mark.skipif(before("5.23"), reason="what the newest release does")
+
 GLOO = {"ddp_backend": "gloo", "per_device": 2, "accumulate": 2}
 
 
@@ -33,9 +35,6 @@ def reports_of(output: Path) -> dict[str, Any]:
     trainer.train()
     found["trained"] = {"same": bool(same), "loss": trainer.state.log_history[0]["loss"]}
     return found
-
-
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(before("5.23"), reason="what the newest release does")]
 
 
 @pytest.fixture(scope="module")
