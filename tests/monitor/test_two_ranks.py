@@ -508,7 +508,7 @@ def test_a_replica_out_of_step_is_told_by_its_first_tensor(
 ) -> None:
     for rank in found["replicas_in_step"]:
         its = rank[fault]
-        assert its["name"] == name and its["ranks"] == (1,) and its["elements"] == [elements] and its["tensors"] == 1
+        assert its["name"] == name and its["ranks"] == (1,) and its["elements"] == (elements,) and its["tensors"] == 1
         assert its["largest"][0] == pytest.approx(largest, rel=1e-3, abs=1e-6)
         assert f"{name} differs: rank 1 by up to" in its["told"]
         assert rank[f"{fault}, fixed"]
