@@ -23,10 +23,13 @@ SLOW = (
     "cli/test_run_hostile.py",
     "cli/test_verify_hostile.py",
     "data/test_resume.py",
+    "data/test_two_ranks.py",
     "faults",
+    "monitor/test_two_ranks.py",
     "recipes/test_setup.py",
     "recipes/test_sweep_output.py",
     "verify/test_misled.py",
+    "verify/test_two_ranks.py",
 )
 
 

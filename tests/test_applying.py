@@ -243,9 +243,7 @@ def test_a_tracing_wrapper_is_still_called_and_leads_to_ours(
     handle.revert()
 
 
-def replacement(
-    self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-) -> str:
+def replacement(self: Any, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> str:
     return "replaced"
 
 

@@ -41,8 +41,10 @@ from tests.numerics.parity import (
     reference_step,
     take_step,
     trainable,
+    trainer_of,
 )
 from tests.numerics.parity import training_arguments as arguments
+from tests.trainers.custom import SumOverTheNumber
 
 DROPS, MLM, CLASSES = HEADS["drops-kwargs"], HEADS["bert-mlm"], HEADS["bert-classes"]
 
@@ -51,25 +53,13 @@ DROPS, MLM, CLASSES = HEADS["drops-kwargs"], HEADS["bert-mlm"], HEADS["bert-clas
 
 
 class CallsSuper(StockRecorder):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
 
-class ScalesItself(StockRecorder):
+class ScalesItself(SumOverTheNumber, StockRecorder):
     """Never calls super and divides by the number, as TRL's SFTTrainer does."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        logits = model(input_ids=inputs["input_ids"], labels=inputs["labels"])["logits"]
-        if num_items_in_batch is None:
-            loss = shifted_cross_entropy(logits, inputs["labels"])
-        else:
-            loss = shifted_cross_entropy(logits, inputs["labels"], reduction="sum") / num_items_in_batch
-        return (loss, {"logits": logits}) if return_outputs else loss
 
 
 class IgnoresTheNumber(StockRecorder):
@@ -81,9 +71,7 @@ class IgnoresTheNumber(StockRecorder):
         super().__init__(*args, **kwargs)
         self.metrics: dict[str, list[int]] = {"rows": []}
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         self.noted += 1
         self.metrics["rows"].append(len(inputs["labels"]))
         logits = model(input_ids=inputs["input_ids"], labels=inputs["labels"])["logits"]
@@ -147,9 +135,7 @@ class DividesByTargets(ScalesItself):
 class ScaledAlready(StockRecorder):
     """Divides its own mean by the window, without the number, as TRL's GRPOTrainer does."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         logits = model(input_ids=inputs["input_ids"], labels=inputs["labels"])["logits"]
         return shifted_cross_entropy(logits, inputs["labels"]) / self.current_gradient_accumulation_steps
 
@@ -193,9 +179,7 @@ def test_a_mixin_that_would_bypass_a_trainer_is_refused() -> None:
 
 
 class BuildsAnother(StockRecorder):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         return (loss**2, outputs) if return_outputs else loss**2
 
@@ -347,9 +331,8 @@ class CountsForwards(DropsKwargs):
 
 def test_three_forwards_once_a_run(tmp_path: Path) -> None:
     CountsForwards.forwards = 0
-    args = arguments(tmp_path, max_steps=3)
     data = list(DROPS.samples) * 3
-    GlobalBatchTrainer(model=CountsForwards(), args=args, train_dataset=data, data_collator=DROPS.batch).train()
+    trainer_of(DROPS, tmp_path, GlobalBatchTrainer, model=CountsForwards(), samples=data, max_steps=3).train()
     assert CountsForwards.forwards == 3 * 4 + 3
 
 
@@ -365,8 +348,7 @@ def test_observing_leaves_no_trace(tmp_path: Path) -> None:
         model.register_buffer("steps", torch.zeros(()))
         model.register_forward_pre_hook(lambda module, _: (module.steps.add_(1), None)[1])
         cls = type("Given", (GlobalBatchTrainer,), {"global_batch_options": options})
-        args = arguments(tmp_path, max_steps=2, seed=3)
-        cls(model=model, args=args, train_dataset=list(MLM.samples) * 2, data_collator=MLM.batch).train()
+        trainer_of(MLM, tmp_path, cls, model=model, samples=list(MLM.samples) * 2, max_steps=2, seed=3).train()
         return {**trainable(model), "steps": model.steps}
 
     given = LossContract(Reduction.MEAN, Items(("labels",)))
@@ -379,9 +361,7 @@ def test_a_forward_that_fails_is_said_and_raised(tmp_path: Path, caplog: pytest.
         def forward(self, input_ids: Tensor, labels: Tensor, **kwargs: Any) -> Any:
             raise RuntimeError("no such kernel")
 
-    trainer = GlobalBatchTrainer(
-        model=Fails(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
-    )
+    trainer = trainer_of(DROPS, tmp_path, GlobalBatchTrainer, model=Fails())
     with caplog.at_level("ERROR", logger="hf_accum_fix"), pytest.raises(RuntimeError, match="no such kernel"):
         trainer.train()
     assert "pass the contract: apply(contract=LossContract(...))" in caplog.text
@@ -392,9 +372,7 @@ def test_a_model_without_a_loss_is_named(tmp_path: Path) -> None:
         def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
             return {"logits": self.logits(input_ids)}
 
-    trainer = GlobalBatchTrainer(
-        model=NoLoss(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
-    )
+    trainer = trainer_of(DROPS, tmp_path, GlobalBatchTrainer, model=NoLoss())
     with pytest.raises(ContractError, match="without a loss"):
         trainer.train()
 
@@ -453,11 +431,9 @@ def test_the_state_is_marked_and_an_unmarked_checkpoint_warns_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def trained(path: str, steps: int, resume: Any = None) -> Any:
-        args = arguments(tmp_path, max_steps=steps, save_strategy="steps", save_steps=1)
         cls = ClassRecorder if path == "trainer" else StockRecorder
-        trainer = cls(
-            model=bert("BertForMaskedLM")(), args=args, train_dataset=list(MLM.samples) * 4, data_collator=MLM.batch
-        )
+        given = {"max_steps": steps, "save_strategy": "steps", "save_steps": 1, "samples": list(MLM.samples) * 4}
+        trainer = trainer_of(MLM, tmp_path, cls, model=bert("BertForMaskedLM")(), **given)
         with caplog.at_level(logging.WARNING, logger="hf_accum_fix"):
             trainer.train(resume_from_checkpoint=resume)
         return trainer
@@ -476,12 +452,16 @@ def test_the_state_is_marked_and_an_unmarked_checkpoint_warns_once(
 
 
 def test_data_parallel_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    args = arguments(tmp_path)
-    trainer = GlobalBatchTrainer(
-        model=DROPS.build(), args=args, train_dataset=list(DROPS.samples), data_collator=DROPS.batch
-    )
-    args._n_gpu = 2
+    trainer = trainer_of(DROPS, tmp_path, GlobalBatchTrainer)
+    trainer.args._n_gpu = 2
     with pytest.raises(UnsupportedSetupError, match="accelerate launch"):
+        trainer.train()
+
+
+def test_apex_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    trainer = trainer_of(DROPS, tmp_path, GlobalBatchTrainer)
+    trainer.use_apex = True
+    with pytest.raises(UnsupportedSetupError, match="apex"):
         trainer.train()
 
 
@@ -489,9 +469,7 @@ def test_data_parallel_is_refused_before_anything_runs(tmp_path: Path) -> None:
 def test_ranks_that_split_samples_are_refused_before_anything_runs(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = GlobalBatchTrainer(
-        model=DROPS.build(), args=arguments(tmp_path), train_dataset=list(DROPS.samples), data_collator=DROPS.batch
-    )
+    trainer = trainer_of(DROPS, tmp_path, GlobalBatchTrainer)
     # 5.10 and later ask the trainer, earlier releases know accelerate's config alone.
     monkeypatch.setattr(trainer, f"get_{kind}_size", lambda: 2, raising=False)
     with pytest.raises(UnsupportedSetupError, match=f"{kind}_size=2.*tensor parallelism are supported"):
@@ -505,8 +483,7 @@ def test_a_training_step_that_bypasses_ours_is_refused(tmp_path: Path) -> None:
             loss.backward()
             return loss.detach()
 
-    args = arguments(tmp_path, max_steps=2)
-    trainer = Bypasses(model=DROPS.build(), args=args, train_dataset=list(DROPS.samples) * 2, data_collator=DROPS.batch)
+    trainer = trainer_of(DROPS, tmp_path, Bypasses, max_steps=2, samples=list(DROPS.samples) * 2)
     with hf_accum_fix.apply(), pytest.raises(SeamError, match="came through neither"):
         trainer.train()
 
@@ -516,12 +493,7 @@ def test_a_window_that_was_not_counted_is_refused(tmp_path: Path) -> None:
         def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> Any:
             return [next(epoch_iterator) for _ in range(num_batches)], None
 
-    trainer = Fetches(
-        model=DROPS.build(),
-        args=arguments(tmp_path),
-        train_dataset=list(DROPS.samples),
-        data_collator=DROPS.batch,
-    )
+    trainer = trainer_of(DROPS, tmp_path, Fetches)
     with hf_accum_fix.apply(), pytest.raises(SeamError, match="without a counted window"):
         trainer.train()
 
@@ -530,12 +502,7 @@ def test_a_seam_replaced_after_apply_is_refused_at_train(tmp_path: Path, monkeyp
     def replacement(self: Trainer, epoch_iterator: Any, num_batches: int, *args: Any) -> Any:
         return [next(epoch_iterator) for _ in range(num_batches)], None
 
-    trainer = Trainer(
-        model=DROPS.build(),
-        args=arguments(tmp_path),
-        train_dataset=list(DROPS.samples),
-        data_collator=DROPS.batch,
-    )
+    trainer = trainer_of(DROPS, tmp_path, Trainer)
     with hf_accum_fix.apply(), monkeypatch.context() as later:
         later.setattr(Trainer, "get_batch_samples", replacement)
         with pytest.raises(ForeignPatchError, match=r"in place of .*get_batch_samples, replaced after"):
@@ -573,12 +540,7 @@ def test_a_rank_without_a_micro_batch_is_an_error_on_every_rank(monkeypatch: pyt
 
 
 def test_a_step_by_hand_outside_of_training_is_stock(tmp_path: Path) -> None:
-    trainer = GlobalBatchTrainer(
-        model=DROPS.build(),
-        args=arguments(tmp_path),
-        train_dataset=list(DROPS.samples),
-        data_collator=DROPS.batch,
-    )
+    trainer = trainer_of(DROPS, tmp_path, GlobalBatchTrainer)
     batch = DROPS.batch(DROPS.samples[:2])
     with torch.no_grad():
         wanted = float(trainer.model(**batch)["loss"])
@@ -617,12 +579,7 @@ def test_a_failing_step_leaves_trainer_and_accelerator_as_they_were(tmp_path: Pa
                 raise ValueError("later")
             return super().forward(input_ids, labels)
 
-    trainer = GlobalBatchTrainer(
-        model=FailsLater(),
-        args=arguments(tmp_path),
-        train_dataset=list(DROPS.samples),
-        data_collator=DROPS.batch,
-    )
+    trainer = trainer_of(DROPS, tmp_path, GlobalBatchTrainer, model=FailsLater())
     with pytest.raises(ValueError, match="later"):
         trainer.train()
     assert "compute_loss" not in vars(trainer) and "backward" not in vars(trainer.accelerator)
@@ -649,12 +606,7 @@ def test_a_contract_given_by_hand_is_checked(contract: Any, message: str, tmp_pa
         contract = LossContract(contract) if isinstance(contract, str) else contract
         cls = type("Given", (GlobalBatchTrainer,), {"global_batch_options": Options(contract=contract)})
         head = HEADS["declares-false"]
-        cls(
-            model=head.build(),
-            args=arguments(tmp_path),
-            train_dataset=list(head.samples),
-            data_collator=head.batch,
-        ).train()
+        trainer_of(head, tmp_path, cls).train()
 
 
 def test_a_mean_given_by_hand_holds_for_a_head_that_would_divide_by_the_number(tmp_path: Path) -> None:

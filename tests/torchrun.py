@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -32,20 +31,6 @@ def torchrun(
     command = [sys.executable, *launcher(ranks), *named, *map(str, arguments)]
     given: dict[str, Any] = {"cwd": ROOT, "env": environment(ROOT), "timeout": timeout, "preexec_fn": preexec_fn}
     return subprocess.run(command, capture_output=True, text=True, check=False, **given)
-
-
-def found_by(module: str, output: Path, *arguments: str | Path, timeout: float = 280) -> Any:
-    """What two ranks of a module wrote into ``output`` as JSON; they must end well."""
-    done = torchrun(module, output, *arguments, timeout=timeout)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(output.read_text())
-
-
-def leave_with(found: Any, output: Path) -> NoReturn:
-    """End this rank with all others, once the first has written what was found as JSON."""
-    if dist.get_rank() == 0:
-        output.write_text(json.dumps(found))
-    leave()
 
 
 def leave() -> NoReturn:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.backends.rows import BACKENDS, Backend
+from tests.backends.trajectory import CLIPPED, HEADS, SPLITS, UNCLIPPED, reference, train
+from tests.numerics.parity import pass_over_imports
+from tests.ranks import row_of_each
 
-RUN_BY = ("tests.backends.two_ranks", 900)
 #: A head that divides by the number, which the installed release gets right, and one that drops it.
 BY_NUMBER, MEAN = "llama", "llama-classification"
 #: What else a backend sets does not hang on the head, nor on which of these engines it is of.
@@ -39,11 +44,40 @@ def parameter(name: str, what: str) -> Any:
     return pytest.param(f"{name} {what}", marks=backend.mark if shown else pytest.mark.thorough)
 
 
+def row(case: str) -> list[dict[str, Any]]:
+    """Every training of a case: its errors, or what it raised."""
+    name, head_name, *stream = case.split()
+    backend, head, folder = BACKENDS[name], HEADS[head_name], Path(tempfile.gettempdir()) / "backends"
+    runs = []
+    for max_norm in (CLIPPED, UNCLIPPED):
+        exact, wanted = (reference(head, max_norm, backend, exact=exact) for exact in (True, False))
+        noise = reference(head, max_norm, backend, by=1, order=-1).error(wanted)
+        for path, split in (
+            *(("apply", split) for split in SPLITS),
+            *((("trainer", SPLITS[0]), ("stock", SPLITS[0])) if max_norm == UNCLIPPED else ()),
+        ):
+            pass_over_imports()
+            try:
+                found = train(head, backend, split, path, max_norm, folder, stream=bool(stream))
+            except Exception:
+                # Of both ranks alike, or the other one would wait for ever.
+                runs.append({"path": path, "split": split, "raised": traceback.format_exc()[-3000:]})
+                continue
+            run = {"path": path, "split": split, "max_norm": max_norm, "noise": noise, "exact": found.error(exact)}
+            runs.append({**run, **found.errors(wanted), "norms": found.norms})
+    return runs
+
+
+@pytest.fixture(scope="module")
+def rows(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return row_of_each(request, row, timeout=900)
+
+
 @pytest.mark.timeout(960)
 @pytest.mark.parametrize("case", [*every_case()])
 def test_every_step_is_that_of_the_global_batch(case: str, rows: Any) -> None:
     backend, what = BACKENDS[case.split()[0]], case.partition(" ")[2]
-    runs = rows[case]["runs"]
+    runs = rows[case]
     assert not [run for run in runs if "raised" in run], case
     ours = [run for run in runs if run["path"] != "stock"]
     assert len(ours) == 5

@@ -31,7 +31,7 @@ from tests.numerics.heads import Head, Sample
 from tests.numerics.heads.head import of_class
 from tests.numerics.heads.samples import one_class, text, with_labels
 from tests.numerics.heads.text import DECODER
-from tests.numerics.parity import ClassRecorder, StockRecorder, trainable, training_arguments
+from tests.numerics.parity import ClassRecorder, StockRecorder, relative, trainable, training_arguments
 
 #: Micro-batch size and accumulation steps on each of two ranks: the same global batches of 8, 8 and 4 samples.
 SPLITS = ((1, 4), (2, 2))
@@ -63,9 +63,19 @@ class Trajectory:
 
     def error(self, reference: Trajectory) -> float:
         """Relative error of the parameter change."""
-        names = sorted(reference.change)
-        found, wanted = (torch.cat([each.change[name].flatten() for name in names]) for each in (self, reference))
-        return float((found - wanted).norm() / wanted.norm())
+        return relative(self.change, reference.change)
+
+    def errors(self, reference: Trajectory) -> dict[str, float]:
+        """Relative errors: of the parameter change, and the largest of the steps' losses and norms."""
+        return {
+            "change": self.error(reference),
+            "loss": furthest(self.losses, reference.losses),
+            "norm": furthest(self.norms, reference.norms) if self.norms else 0.0,
+        }
+
+
+def furthest(found: Sequence[float], wanted: Sequence[float]) -> float:
+    return max(abs(one / other - 1) for one, other in zip(found, wanted, strict=True))
 
 
 def samples_of(head: Head) -> list[Sample]:

@@ -2,13 +2,166 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 
-from tests.balancing.two_ranks import HEADS_RUN, OF_TRAJECTORIES, SPLITS, TRAJECTORIES
-from tests.numerics.heads import before
-from tests.torchrun import found_by
+import hf_accum_fix
+from hf_accum_fix.engines.engine import waits_every_micro_batch
+from hf_accum_fix.errors import AccumFixError
+from tests.balancing.trainings import BALANCE, Run, dealt, train
+from tests.numerics.heads import HEADS, before
+from tests.numerics.parity import pass_over_imports, reference_step, take_step
+from tests.ranks import on_ranks, selected
+
+pytestmark = pytest.mark.timeout(900)
+
+HEADS_RUN = (
+    *("llama", "llama-smoothing", "bert-mlm", "bert-classes", "t5", "llava", "no-kwargs", "drops-kwargs"),
+    *("uses-tensor", "uses-int", "func-with-mean", "func-with-number", "wav2vec2-ctc-sum", "mean-of-sample-means"),
+    "mixtral",
+)
+SPLITS = ((2, 2), (4, 1))
+TRAJECTORIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "drop last": {"dataloader_drop_last": True},
+    "stream": {"stream": True, "accelerator_config": {"dispatch_batches": False}},
+    "split batches": {"accelerator_config": {"split_batches": True}, "rows": 4},
+}
+#: Own means, so that stock would be wrong; and a loss that divides by the number.
+OF_TRAJECTORIES = ("bert-mlm", "llama")
+
+
+def one_step(name: str, split: tuple[int, int], folder: Path) -> dict[str, Any]:
+    head, (rows, steps) = HEADS[name], split
+    pieces = dealt(head, steps, 2, rows)
+    reference = reference_step(head, pieces)
+    with hf_accum_fix.apply(balance_windows=BALANCE):
+        step = take_step(head, head.samples, rows, steps, "stock", folder, ddp_backend="gloo")
+    return {
+        "error": step.error(reference),
+        "loss": abs(step.loss / reference.loss - 1),
+        "tolerance": head.tolerance,
+        "sizes": sorted(map(len, pieces)),
+    }
+
+
+def trajectory(name: str, kind: str, folder: Path) -> dict[str, Any]:
+    more = {"head": name, "world_size": 2, "ddp_backend": "gloo", **TRAJECTORIES[kind]}
+    as_they_come, found = train(folder, balance=False, **more), train(folder, balance=True, **more)
+    return {
+        "error": found.error(as_they_come),
+        "same samples": of_all_ranks(found) == of_all_ranks(as_they_come),
+        "windows": len(found.windows),
+        "padded": padded(found) / padded(as_they_come),
+    }
+
+
+def resumed(folder: Path, saved: int, **more: Any) -> dict[str, Any]:
+    """An uncut run, and one that goes on from its checkpoint."""
+    more = {"head": "bert-mlm", "world_size": 2, "ddp_backend": "gloo", **more}
+    uncut = train(folder / f"uncut-{saved}", save_strategy="steps", save_steps=saved, **more)
+    dist.barrier()
+    found = train(folder / f"cut-{saved}", checkpoint=folder / f"uncut-{saved}" / f"checkpoint-{saved}", **more)
+    return {
+        "error": found.error(uncut),
+        "same samples": of_all_ranks(found) == of_all_ranks(uncut)[saved:],
+        "windows": len(found.windows),
+    }
+
+
+def sharded(folder: Path) -> dict[str, Any]:
+    """Under FSDP2, whose ranks wait for one another in every micro-batch."""
+
+    def on_the_cpu(args: Any) -> None:
+        # accelerate shards on devices alone; from here on it is its own code, on the CPU.
+        args.device  # noqa: B018 - it is set up when it is asked for
+        PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+
+    more: dict[str, Any] = {"head": "llama", "world_size": 2, "ddp_backend": "gloo", "prepare": on_the_cpu}
+    more |= {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}}
+    runs = []
+    for balance in (False, True):
+        AcceleratorState._reset_state()
+        runs.append(train(folder, balance=balance, **more))
+    as_they_come, found = runs
+    return {
+        "error": found.error(as_they_come),
+        "wrapped": type(found.trainer.model_wrapped).__name__,
+        "windows": len(found.windows),
+        "in lockstep": waits_every_micro_batch(found.trainer.accelerator),
+        "same samples": of_all_ranks(found) == of_all_ranks(as_they_come),
+        "padded": padded(found) / padded(as_they_come),
+    }
+
+
+def of_all_ranks(run: Run) -> list[list[int]]:
+    """The samples of every window, of both ranks together."""
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, run.windows)
+    return [sorted(one + other) for one, other in zip(*gathered, strict=True)]
+
+
+def padded(run: Run) -> int:
+    """Padded tokens of the slower rank, over the windows."""
+    most = torch.tensor(sum(rows * width for rows, width in run.shapes))
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
+
+
+def refusal(folder: Path) -> dict[str, Any]:
+    try:
+        train(folder, balance=True, world_size=2, stream=True, ddp_backend="gloo")
+    except AccumFixError as error:
+        return {"raised": str(error)}
+    return {"raised": None}
+
+
+def cases(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    """What is run, by the name of its row."""
+    found: dict[str, Callable[[], dict[str, Any]]] = {"dispatched stream": lambda: refusal(folder)}
+    for name in HEADS_RUN:
+        for split in SPLITS:
+            found[f"{name} {split[0]}x{split[1]}"] = lambda name=name, split=split: one_step(name, split, folder)
+    for name in OF_TRAJECTORIES:
+        for kind in TRAJECTORIES:
+            found[f"{name}, {kind}"] = lambda name=name, kind=kind: trajectory(name, kind, folder)
+    for saved in (4, 7):
+        found[f"resumed at {saved}"] = lambda saved=saved: resumed(folder, saved, balance=True)
+    if not before("5.17"):
+        own = {"train_sampling_strategy": "batch_rebalance", "head": "llama", "balance": False}
+        found["batch_rebalance resumed"] = lambda: resumed(folder / "own", 4, **own)
+        found["batch_rebalance resumed, stock"] = lambda: resumed(folder / "stock", 4, patched=False, **own)
+        # The last one: it changes what accelerate takes this machine for.
+        found["fsdp2"] = lambda: sharded(folder)
+    return found
+
+
+def rows_of(chosen: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """On each rank: by case."""
+    if before("5.0"):
+        # Older releases make their masks in the default dtype, which the least float64 does not fit into.
+        torch.set_default_dtype(torch.float64)
+    # Releases before 4.48 read their checkpoints as torch before 2.6 wrote them.
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+    folders: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    rows = {}
+    for name, run in cases(Path(folders[0])).items():
+        if name in chosen:
+            pass_over_imports()
+            rows[name] = run()
+    return rows
+
 
 #: The everyday tests run these; others are marked "slow", and those that show nothing new "thorough".
 EVERYDAY = ("llama 2x2", "bert-mlm 2x2", "bert-classes 2x2", "mixtral 2x2", "bert-mlm, plain", "dispatched stream")
@@ -19,12 +172,9 @@ THOROUGH = {
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+def rows(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     """By case, of the cases that were selected."""
-    output = tmp_path_factory.mktemp("dealt") / "rows.json"
-    cases = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
-    found: dict[str, dict[str, Any]] = found_by("tests.balancing.two_ranks", output, *cases, timeout=900)
-    return found
+    return on_ranks(rows_of, selected(request), timeout=900)[0]
 
 
 def of(*cases: str) -> pytest.MarkDecorator:
@@ -33,9 +183,6 @@ def of(*cases: str) -> pytest.MarkDecorator:
         return [] if case in EVERYDAY else [later]
 
     return pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case)) for case in cases])
-
-
-pytestmark = pytest.mark.timeout(900)
 
 
 @of(*(f"{name} {rows}x{steps}" for name in HEADS_RUN for rows, steps in SPLITS))

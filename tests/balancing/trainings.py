@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import Trainer
@@ -18,7 +17,7 @@ from hf_accum_fix.options import BalanceOptions
 from tests.numerics.epochs import Stream
 from tests.numerics.heads import HEADS, Head, Sample
 from tests.numerics.heads.samples import text
-from tests.numerics.parity import Returned, trainable, training_arguments
+from tests.numerics.parity import Returned, relative, trainable, training_arguments
 
 #: One head for each way in which a loss is reduced, and for each way in which items are counted.
 KINDS = (
@@ -100,9 +99,7 @@ class Run:
 
     def error(self, other: Run) -> float:
         """Relative difference of the changes."""
-        names = sorted(self.change)
-        one, two = (torch.cat([run.change[name].flatten() for name in names]) for run in (self, other))
-        return float((one - two).norm() / two.norm())
+        return relative(self.change, other.change)
 
 
 def whole(value: Any) -> Tensor:

@@ -46,7 +46,7 @@ def test_a_folder_that_pythonpath_cannot_hold(monkeypatch: pytest.MonkeyPatch) -
 # --- in a process that trains -----------------------------------------------------------------------------------------
 
 
-def theirs(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> None:
+def theirs(self: Any, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> None:
     """Another package's replacement of compute_loss."""
 
 

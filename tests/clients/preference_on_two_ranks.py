@@ -1,11 +1,7 @@
-"""Run by torchrun on two gloo ranks: TRL's sampling trainers beside a float64 full batch; JSON on rank 0.
-
-torchrun --nproc_per_node 2 -m tests.clients.preference_on_two_ranks OUTPUT.json
-"""
+"""TRL's sampling trainers on two ranks, compared with a float64 full batch."""
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.clients.preference import LLAMA, PREFERENCES, Preference, preference_step
+from tests.logged import logged
 from tests.numerics.parity import Step, step_along
-from tests.torchrun import leave_with
-from tests.trainers.runs import warnings
 
 #: Answers of a micro-batch x micro-batches of a window, on each rank.
 SPLITS = ((4, 1), (2, 2), (1, 4))
@@ -62,9 +57,8 @@ def mean_over_tokens(made: Sequence[Made]) -> Step:
     return step_along(model, torch.cat(terms).mean())
 
 
-def main(output: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def rows_of_all() -> list[dict[str, Any]]:
+    """A row of each trainer at each split, the same on every rank."""
     folder, rows = Path(tempfile.gettempdir()) / "preference", []
     for name in (BY_TOKENS, *ALIKE):
         kind = PREFERENCES[name]
@@ -73,7 +67,7 @@ def main(output: Path) -> None:
             steps = {}
             for path in ("stock", "apply"):
                 made: list[Made] = []
-                with kept(kind, made), warnings() as warned:
+                with kept(kind, made), logged() as warned:
                     steps[path] = step = preference_step(kind, path, *split, folder, ddp_backend="gloo")
                 everywhere: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(everywhere, made)
@@ -84,8 +78,4 @@ def main(output: Path) -> None:
                 torch.equal(steps["apply"].change[key], c) for key, c in steps["stock"].change.items()
             )
             rows.append(row)
-    leave_with(rows, output)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return rows

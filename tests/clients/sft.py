@@ -21,6 +21,7 @@ from trl import SFTConfig, SFTTrainer
 from hf_accum_fix.trainer import GlobalBatchTrainer
 from tests.clients.words import prompts_and_answers, tokenizer
 from tests.numerics.heads import HEADS, Batch, Head, Sample, llama, seeded
+from tests.numerics.heads.head import declared_false
 from tests.numerics.heads.samples import text
 from tests.numerics.parity import Recorder, Step, cut, reference_step, step_of, training_arguments
 
@@ -81,17 +82,6 @@ def dft(model: nn.Module, batch: Batch) -> Tensor:
 def lora() -> nn.Module:
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     return peft.get_peft_model(llama(), config)
-
-
-def declared_false(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """A head that says it takes no item count, as Qwen-VL and 66 other classes of 5.23.0 do."""
-
-    def built() -> nn.Module:
-        model = build()
-        model.accepts_loss_kwargs = False
-        return model
-
-    return built
 
 
 def ways() -> dict[str, Way]:

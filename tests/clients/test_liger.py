@@ -18,10 +18,9 @@ import transformers as hf
 from torch import Tensor
 
 import hf_accum_fix
-from tests.numerics.heads import Batch
 from tests.numerics.heads.head import collate
 from tests.numerics.heads.samples import text
-from tests.numerics.parity import trainable, training_arguments
+from tests.numerics.parity import relative, trainable, training_arguments
 from tests.trainers.runs import Cut, Ordered
 
 pytestmark = pytest.mark.liger
@@ -65,11 +64,6 @@ def full_batch(head: type) -> dict[str, Tensor]:
     return {name: -parameter.grad for name, parameter in model.named_parameters()}
 
 
-def off_by(change: Batch, wanted: dict[str, Tensor]) -> float:
-    squares = [((change[name].double() - value).pow(2).sum(), value.pow(2).sum()) for name, value in wanted.items()]
-    return float((sum(each for each, _ in squares) / sum(each for _, each in squares)) ** 0.5)
-
-
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("head", [hf.LlamaForCausalLM, Masking])
 def test_a_fused_loss_is_exact_where_a_rule_counts_it(head: type, cut: Cut, tmp_path: Path) -> None:
@@ -82,7 +76,7 @@ def test_a_fused_loss_is_exact_where_a_rule_counts_it(head: type, cut: Cut, tmp_
             trainer.train()
             runs = hf_accum_fix.report().to_dict()["runs"]
         after = trainable(trainer.model)
-        errors[path] = off_by({name: after[name] - value for name, value in before.items()}, wanted)
+        errors[path] = relative({name: after[name] - value for name, value in before.items()}, wanted)
     if head is Masking:
         # Its kernel hides what it divides by, and no rule counts what the model masks.
         assert errors["stock"] > 0.05 and not runs[-1]["exact"]

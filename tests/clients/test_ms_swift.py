@@ -10,7 +10,10 @@ their items on every rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +21,20 @@ import pytest
 import torch
 
 from hf_accum_fix import observations
-from tests.clients.ms_swift import KINDS, swift_step, weights
-from tests.clients.ms_swift_on_two_ranks import CASES
-from tests.clients.ms_swift_on_two_ranks import SPLITS as TWO_RANK_SPLITS
+from tests.clients.ms_swift import KINDS, answered, swift_step, weights
 from tests.numerics.parity import Step
-from tests.torchrun import found_by
+from tests.ranks import on_ranks
 
 pytestmark = [pytest.mark.swift, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 WHOLE = (8, 1)
+TWO_RANK_SPLITS = ((4, 1), (2, 2), (1, 4))
+#: Whether the ranks agree on what counts as an item hung on the last bit of two losses, and so on the data.
+SEEDS = range(4)
+CASES = {
+    **{f"sft, data {seed}": replace(KINDS["sft"], rows=partial(answered, seed)) for seed in SEEDS},
+    **{name: kind for name, kind in KINDS.items() if not name.startswith("sft")},
+}
 THOROUGH = ((4, 2), (1, 8))
 WITH_SHORT_MICRO_BATCH = (3, 3)
 Reference = Callable[[str], Step]
@@ -102,12 +110,26 @@ def test_a_short_micro_batch_is_no_worse_than_in_stock(name: str, folder: Path, 
         assert step.error(wanted) <= kind.tolerance
 
 
+def rows_of(folder: Path, wanted: Mapping[str, Step]) -> dict[tuple[str, tuple[int, int]], dict[str, Any]]:
+    """On each rank: stock and patched, beside the full batch's step."""
+    rows = {}
+    for (name, kind), split in product(CASES.items(), TWO_RANK_SPLITS):
+        row: dict[str, Any] = {}
+        for path in ("stock", "apply") if split == (2, 2) or not kind.item_mean else ("apply",):
+            try:
+                with kind.as_configured():
+                    step = swift_step(kind, path, *split, folder, ddp_backend="gloo")
+                row[path] = {"gradient": step.error(wanted[name]), "loss": abs(step.loss / wanted[name].loss - 1)}
+            # What we raise is raised on every rank alike; anything else ends both in time.
+            except Exception as error:
+                row[path] = {"raised": repr(error)}
+        rows[name, split] = row
+    return rows
+
+
 @pytest.fixture(scope="module")
 def rows(folder: Path, reference: Reference) -> dict[tuple[str, tuple[int, int]], dict[str, Any]]:
-    given = folder / "references.pt"
-    torch.save({name: reference(name) for name in CASES}, given)
-    found = found_by("tests.clients.ms_swift_on_two_ranks", folder / "rows.json", folder, given, timeout=500)
-    return {(row["case"], tuple(row["split"])): row for row in found}
+    return on_ranks(rows_of, folder, {name: reference(name) for name in CASES}, timeout=500)[0]
 
 
 @pytest.mark.timeout(600)

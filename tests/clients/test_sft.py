@@ -7,6 +7,8 @@ Trainer hands it one; for a head that declares ``accepts_loss_kwargs = False`` t
 from __future__ import annotations
 
 import dataclasses
+import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,9 @@ import torch
 
 from hf_accum_fix import observations
 from tests.clients.sft import SPLITS, WAYS, Way, indices, sft_reference, sft_step
-from tests.clients.sft_on_two_ranks import SPLITS as TWO_RANK_SPLITS
-from tests.clients.sft_on_two_ranks import WAYS_ON_TWO_RANKS
 from tests.numerics.heads import FLOAT32_LOSS
 from tests.numerics.parity import Step, cut, reference_step, reference_windows
-from tests.torchrun import found_by
+from tests.ranks import on_ranks, same_on_all_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -120,11 +120,32 @@ def test_what_training_runs_is_observed_and_leaves_no_trace_in_the_log(tmp_path:
     }
 
 
+TWO_RANK_SPLITS = ((4, 1), (2, 2), (1, 4))
+WAYS_ON_TWO_RANKS = (
+    "padding-free",
+    "micro-batches without a target",
+    "mixture of experts, declared false",
+)
+
+
+def rows_of() -> list[dict[str, Any]]:
+    """On each rank: SFTTrainer beside the float64 full batch."""
+    rows = []
+    for name, split in product(WAYS_ON_TWO_RANKS, TWO_RANK_SPLITS):
+        row: dict[str, Any] = {"way": name, "split": split}
+        for path in ("apply", "trainer", "stock") if split == (2, 2) else ("apply",):
+            step = sft_step(WAYS[name], path, *split, Path(tempfile.gettempdir()) / "sft", ddp_backend="gloo")
+            row[path] = step.errors(sft_reference(WAYS[name], step.trainer, split[0]))
+            if path == "apply":
+                row["ranks_agree"] = same_on_all_ranks(step.change)
+        rows.append(row)
+    return rows
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_ranks_take_the_full_batch_step(tmp_path: Path) -> None:
-    rows = found_by("tests.clients.sft_on_two_ranks", tmp_path / "rows.json", timeout=500)
-    assert len(rows) == len(WAYS_ON_TWO_RANKS) * len(TWO_RANK_SPLITS)
+def test_two_ranks_take_the_full_batch_step() -> None:
+    rows = on_ranks(rows_of, timeout=500)[0]
     for row in rows:
         for path in row.keys() & {"apply", "trainer"}:
             assert max(row[path].values()) <= FLOAT32_LOSS, row

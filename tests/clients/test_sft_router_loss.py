@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,48 @@ from trl import SFTConfig
 import hf_accum_fix
 from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.verification.report import Kind
-from tests.clients.sft import StockSFT, tokens
-from tests.clients.sft_router_loss import FAMILY, TWO_RANK_SIZES, sft, sft_error
+from tests.clients.sft import StockSFT, Way, sft_step, tokens
 from tests.clients.words import tokenizer
-from tests.numerics.parity import training_arguments
-from tests.router.conventions import COEFFICIENT, FAMILIES, TWIN, InFloat64, twin, with_coefficient
-from tests.torchrun import found_by
+from tests.numerics.parity import Step, training_arguments
+from tests.ranks import on_ranks
+from tests.router.conventions import COEFFICIENT, FAMILIES, TWIN, InFloat64, flat, twin, with_coefficient
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+FAMILY = "Qwen3-MoE"
+TWO_RANK_SIZES = (1, 8)
+
+
+def sft(convention: str, per_device: int, coefficient: float, ranks: int = 1, **config: Any) -> Step:
+    """One step of SFTTrainer, stock or by the patch under a convention."""
+    head = FAMILIES[FAMILY]
+    way = Way(with_coefficient(head, coefficient), tokens(head.samples), config)
+    accumulate = len(head.samples) // per_device // ranks
+    options: Mapping[str, Any] = {"ddp_backend": "gloo"} if ranks > 1 else {}
+    with tempfile.TemporaryDirectory() as output:
+        if convention == "stock":
+            return sft_step(way, "stock", per_device, accumulate, Path(output), **options)
+        with hf_accum_fix.apply(router_loss=convention):
+            return sft_step(way, "stock", per_device, accumulate, Path(output), **options)
+
+
+def sft_error(convention: str, per_device: int, ranks: int = 1, **config: Any) -> tuple[float, Step]:
+    """Relative error of the auxiliary gradient, told by two steps, and the step with the coefficient."""
+    with InFloat64():
+        wanted, _ = twin(FAMILIES[FAMILY])
+        with_it = sft(convention, per_device, COEFFICIENT, ranks, **config)
+        found = flat(with_it.change) - flat(sft("stock", per_device, 0.0, ranks, **config).change)
+    return float((found - wanted).norm() / wanted.norm()), with_it
+
+
+def errors_of() -> dict[str, float]:
+    """On each rank: the errors of the auxiliary gradient."""
+    return {
+        f"{convention} {size}": sft_error(convention, size, ranks=2)[0]
+        for convention in ("mean", "window", "exact")
+        for size in TWO_RANK_SIZES
+    }
+
 
 sizes = pytest.mark.parametrize(
     "size", [pytest.param(size, marks=() if size == 4 else pytest.mark.slow) for size in (1, 2, 4, 8, 16)]
@@ -52,8 +88,8 @@ def test_without_the_term_nothing_more_is_run() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_ranks(tmp_path: Path) -> None:
-    errors = found_by("tests.clients.sft_router_loss", tmp_path / "errors.json", timeout=800)
+def test_two_ranks() -> None:
+    errors = on_ranks(errors_of, timeout=800)[0]
     for size in TWO_RANK_SIZES:
         assert errors[f"exact {size}"] <= TWIN
         assert min(errors[f"mean {size}"], errors[f"window {size}"]) > 0.05

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, Trainer
 from hf_accum_fix import observations, verify
 from tests.numerics.heads import HEADS, Batch, Head, Sample, before
 from tests.numerics.heads.samples import text
-from tests.numerics.parity import training_arguments
+from tests.numerics.parity import trainer_of, training_arguments
 from tests.trainers.runs import Case, Ordered, Run, full_batch, full_batch_loss, run
 
 CLASSES, MLM, DROPS, ANSWERS = (HEADS[name] for name in ("bert-classes", "bert-mlm", "drops-kwargs", "bert-answers"))
@@ -332,9 +332,7 @@ def test_padding_among_the_targets_is_said_once(split: tuple[int, int]) -> None:
 class Hinge(Ordered):
     """A custom loss by the outputs alone."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         loss = hinge(outputs.logits, labels)
@@ -348,9 +346,7 @@ def hinge(logits: Tensor, labels: Tensor) -> Tensor:
 class Cosent(Hinge):
     """AnglE's: every pair of samples whose labels differ; zero where all are alike."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         loss = of_pairs(outputs.logits[:, 0] * 20, labels)
@@ -507,12 +503,7 @@ def test_verify_takes_the_batches_of_a_loader_apart_that_collates_nothing(loads:
 
 def test_verify_runs_a_step_of_its_own(tmp_path: Path) -> None:
     head = with_words(MLM)
-    trainer = SkippingStep(
-        model=head.build(),
-        args=training_arguments(tmp_path),
-        train_dataset=list(head.samples),
-        data_collator=head.batch,
-    )
+    trainer = trainer_of(head, tmp_path, SkippingStep)
     report = verify(trainer)
     assert all((each.error <= 1e-14) is (each.mode == "apply()" or each.steps == 1) for each in report.results)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -11,13 +11,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
 import hf_accum_fix
 from hf_accum_fix import GlobalBatchTrainer, Options
 from hf_accum_fix.accumulation.window import ZeroWeightBatch
-from tests.numerics.epochs import RATE, plain_sgd
+from tests.numerics.epochs import RATE, Stream, plain_sgd
 from tests.numerics.heads import HEADS, Batch, Head, Sample
 from tests.numerics.heads.head import before, collate
 from tests.numerics.heads.samples import masked_tokens, one_class, text, with_labels
@@ -46,16 +45,6 @@ def padded(samples: Sequence[Sample]) -> Batch:
 
 def head_of(name: str) -> Head:
     return replace(HEADS[name], collate=padded)
-
-
-class Stream(IterableDataset[Sample]):
-    """Samples without a length."""
-
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[Sample]:
-        return iter(self.samples)
 
 
 @dataclass

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.data.runs import by_length, reference, samples_of, train
-from tests.numerics.epochs import error
 from tests.numerics.heads import HEADS, before
+from tests.numerics.parity import relative
 
 #: Seven micro-batches of an epoch in windows of three, three and one; "drop_last" leaves out the eleventh sample.
 SIZED: dict[str, dict[str, Any]] = {
@@ -39,9 +39,9 @@ def test_a_stream_that_wraps_around_steps_every_short_window(name: str, steps: i
     runs = {path: train(name, samples, path, tmp_path, **cut) for path in ("stock", "apply", "trainer")}
     # Stock is right where the head divides by the count and no short window was met.
     right = name == "llama" and steps == 2 and not before("4.46.0")
-    assert (error(runs["stock"].change, wanted) < 1e-3) == right
+    assert (relative(runs["stock"].change, wanted) < 1e-3) == right
     for path in ("apply", "trainer"):
-        assert error(runs[path].change, wanted) <= HEADS[name].tolerance
+        assert relative(runs[path].change, wanted) <= HEADS[name].tolerance
         assert runs[path].losses == pytest.approx(losses, abs=6e-5)
         assert runs[path].windows == [windows[step % 3] for step in range(steps)]
 
@@ -52,7 +52,7 @@ def test_cut_and_resumed_it_is_the_uncut_trajectory(kind: str, tmp_path: Path) -
     given = {"per_device": 2, "accumulate": 3, **SIZED[kind]}
     samples = samples_of("bert-mlm", 11)
     uncut = train("bert-mlm", samples, "apply", tmp_path / "uncut", save_strategy="steps", save_steps=1, **given)
-    assert error(uncut.change, reference("bert-mlm", samples, uncut.windows)[0]) <= 1e-12
+    assert relative(uncut.change, reference("bert-mlm", samples, uncut.windows)[0]) <= 1e-12
     per_epoch = 2
     for epoch in range(len(uncut.windows) // per_epoch):
         places = list(chain.from_iterable(uncut.windows[per_epoch * epoch : per_epoch * (epoch + 1)]))
@@ -76,7 +76,7 @@ def test_groups_by_length_resumed_in_mid_epoch_are_upstreams_own_and_exact(tmp_p
     stock = train("bert-mlm", samples, "stock", tmp_path / "stock", checkpoint=checkpoint, **given)
     assert found.windows == stock.windows and found.windows != uncut.windows[3:]
     wanted, _ = reference("bert-mlm", samples, [*uncut.windows[:3], *found.windows])
-    assert error(found.change, wanted) <= 1e-12
+    assert relative(found.change, wanted) <= 1e-12
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "group_by_length"])
@@ -92,5 +92,5 @@ def test_resumed_without_skipping_every_window_is_exact(kind: str, tmp_path: Pat
     assert len(places) == len(set(places)) == 11
     windows = [*uncut.windows[:3], *found.windows]
     wanted, losses = reference("bert-mlm", samples, windows)
-    assert error(found.change, wanted) <= 1e-12
+    assert relative(found.change, wanted) <= 1e-12
     assert found.losses == pytest.approx(losses, abs=6e-5)

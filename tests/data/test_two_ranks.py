@@ -2,16 +2,106 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.data.two_ranks import CASES, EPOCHS
+import hf_accum_fix
+from tests.data.runs import by_length, once_each, reference, samples_of, train
+from tests.logged import logged
 from tests.numerics.heads import HEADS
-from tests.torchrun import found_by
+from tests.numerics.parity import pass_over_imports, relative
+from tests.ranks import on_ranks
 
-pytestmark = pytest.mark.slow
+EPOCHS = 2
+
+
+def sized(**accelerator: Any) -> dict[str, Any]:
+    return {"num_train_epochs": EPOCHS, "max_steps": -1, "accelerator_config": accelerator or None}
+
+
+def streamed(steps: int, **accelerator: Any) -> dict[str, Any]:
+    return {"stream": True, "max_steps": EPOCHS * steps, "accelerator_config": accelerator or None}
+
+
+#: name: head, samples, per device, G, further arguments. Rounds of micro-batches hold 2 x per device samples.
+CASES: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
+    "a micro-batch of repeated samples alone": ("bert-mlm", 9, 2, 2, sized()),
+    "the same, a causal head": ("llama", 9, 2, 2, sized()),
+    "the same, counted in samples": ("bert-classes", 9, 2, 2, sized()),
+    "one repeated row": ("bert-mlm", 11, 2, 2, sized()),
+    "one sample for two ranks": ("bert-mlm", 1, 2, 1, sized()),
+    "nothing to repeat": ("bert-mlm", 8, 2, 2, sized()),
+    "drop_last": ("bert-mlm", 9, 2, 2, {**sized(), "dataloader_drop_last": True}),
+    "split_batches": ("bert-mlm", 9, 4, 2, sized(split_batches=True)),
+    "dispatch_batches": ("bert-mlm", 9, 2, 2, sized(dispatch_batches=True)),
+    "group_by_length": ("bert-mlm", 9, 2, 2, {**sized(), **by_length()}),
+    "stream": ("bert-mlm", 9, 2, 2, streamed(2, dispatch_batches=False)),
+    "dispatched stream": ("bert-mlm", 9, 2, 2, streamed(2)),
+}
+
+
+def run(case: str, output: Path) -> dict[str, Any]:
+    name, count, per_device, accumulate, arguments = CASES[case]
+    samples = samples_of(name, count)
+    hf_accum_fix.observations.clear()
+    logging.getLogger("hf_accum_fix").setLevel(logging.INFO)
+
+    def trained(path: str, drop: bool = False, **more: Any) -> Any:
+        pass_over_imports()
+        return train(
+            name, samples, path, output, per_device=per_device, accumulate=accumulate, drop_duplicates=drop,
+            **{**arguments, "ddp_backend": "gloo", **more},
+        )  # fmt: skip
+
+    with logged(logging.INFO) as warned:
+        stock, plain = trained("stock"), trained("apply")
+    with logged(logging.INFO) as told:
+        dropped, subclass = trained("apply", drop=True), trained("trainer", drop=True)
+    per_epoch = len(dropped.windows) // EPOCHS
+    epochs = [dropped.windows[:per_epoch], dropped.windows[per_epoch:]]
+    wanted, losses = reference(name, samples, dropped.windows)
+    counted_twice, _ = reference(name, samples, plain.windows)
+    return {
+        "epochs": epochs,
+        "without duplicates": relative(dropped.change, wanted),
+        "losses": max(abs(a - b) for a, b in zip(dropped.losses, losses, strict=True)),
+        "same bits": all(torch.equal(dropped.change[key], subclass.change[key]) for key in dropped.change),
+        "with duplicates": relative(plain.change, counted_twice),
+        "plain beside exact": relative(plain.change, wanted),
+        "stock beside exact": relative(stock.change, wanted),
+        "same order": [once_each(plain.windows[:per_epoch]), epochs[0]],
+        "warned": [message for message in warned if "repeat" in message],
+        "reported": [run.get("repeated_samples_dropped") for run in hf_accum_fix.report().to_dict()["runs"]],
+        "told": [message for message in told if "repeat" in message],
+    }
+
+
+def resumed(output: Path) -> dict[str, Any]:
+    """Cut after the first window of the second epoch, whose last one holds repeated samples."""
+    samples = samples_of("bert-mlm", 9)
+    given = {**sized(), "save_strategy": "steps", "save_steps": 3, "ddp_backend": "gloo"}
+    cut = {"per_device": 2, "accumulate": 2, "drop_duplicates": True}
+    uncut = train("bert-mlm", samples, "apply", output / "uncut", **cut, **given)
+    dist.barrier()
+    folder = output / "uncut" / "checkpoint-3"
+    found = train("bert-mlm", samples, "apply", output / "cut", checkpoint=folder, **cut, **given)
+    same = all(torch.equal(found.change[key], uncut.change[key]) for key in found.change)
+    return {"same bits": same, "windows": [uncut.windows[3:], found.windows]}
+
+
+def rows_of(folder: Path) -> dict[str, Any]:
+    """On each rank: by case."""
+    # Releases before 4.48 read their checkpoints as torch before 2.6 wrote them.
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+    return {**{case: run(case, folder) for case in CASES}, "resumed": resumed(folder)}
+
 
 #: Repeated samples of a last round, over both ranks; a dispatched one is only evened out.
 REPEATED = {
@@ -21,8 +111,7 @@ REPEATED = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("data")
-    return dict(found_by("tests.data.two_ranks", folder / "found.json", folder))
+    return on_ranks(rows_of, tmp_path_factory.mktemp("data"))[0]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -48,9 +48,7 @@ def test_the_step_is_that_of_the_others(name: str, tmp_path: Path) -> None:
 class Own(StockRecorder):
     """Computes its loss by itself, and divides by the count, as TRL's SFTTrainer does."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         summed = F.cross_entropy(outputs["logits"].flatten(0, 1).double(), labels.flatten(), reduction="sum")

@@ -1,15 +1,85 @@
-"""The promise on two real gloo ranks under torchrun: unequal items, and a rank with none."""
+"""The promise on two real gloo ranks: unequal items, and a rank with none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.distributed.two_ranks import LEFT_OUT, SPLITS, WITHOUT_ITEMS
-from tests.numerics.heads import HEADS
-from tests.torchrun import found_by
+from tests.numerics.heads import HEADS, Head, Sample
+from tests.numerics.parity import Step, cut, pass_over_imports, reference_step, take_step
+from tests.ranks import join, on_ranks, same_on_all_ranks, selected
+
+SPLITS = ((4, 1), (2, 2), (1, 4))
+#: A compiled module's DDP graph is dynamo's affair; DDP refuses reversible layers, which run a backward pass inside the
+#: backward pass.
+LEFT_OUT = ("compiled", "compiled-no-kwargs", "ReformerForMaskedLM")
+
+WITHOUT_ITEMS = (
+    "llama", "mixtral", "uses-tensor", "bert-mlm", "no-kwargs", "llama-smoothing", "func-with-mean",
+    "DetrForObjectDetection",
+)  # fmt: skip
+
+
+def blank_on_second_rank(samples: Sequence[Sample]) -> list[Sample]:
+    """Every other sample without a target: at b=1 the second rank has no item at all."""
+    blanked = [dict(sample) for sample in samples]
+    for sample in blanked[1::2]:
+        labels = sample["labels"]
+        listed = isinstance(labels, dict)
+        sample["labels"] = (
+            {key: value[:0] for key, value in labels.items()} if listed else torch.full_like(labels, -100)
+        )
+    return blanked
+
+
+def rows_of(cases: Sequence[str]) -> list[dict[str, Any]]:
+    """On each rank: one step of each case, beside the float64 full batch."""
+    # Before there are ranks: a detection head would average its number of boxes over them.
+    references = [reference_of(case) for case in cases]
+    join()
+    return [row(case, reference) for case, reference in zip(cases, references, strict=True)]
+
+
+def parse(case: str) -> tuple[Head, Sequence[Sample], int, int]:
+    """Head, samples, samples of a micro-batch and micro-batches of a case."""
+    name, split, *blanked = case.split(" ", maxsplit=2)
+    head = HEADS[name]
+    per_device, accumulate = map(int, split.split("x"))
+    return head, blank_on_second_rank(head.samples) if blanked else head.samples, per_device, accumulate
+
+
+def reference_of(case: str) -> Step:
+    head, samples, per_device, _ = parse(case)
+    pass_over_imports()
+    return reference_step(head, cut(samples, per_device))
+
+
+def row(case: str, reference: Step) -> dict[str, Any]:
+    head, samples, *split = parse(case)
+    pass_over_imports()
+    found: dict[str, Any] = {"tolerance": head.tolerance, "stock_wrong": head.stock_wrong}
+    steps: dict[str, Step] = {}
+    for path in ("apply", "trainer", "stock") if split == [2, 2] else ("apply",):
+        try:
+            folder = Path(tempfile.gettempdir()) / "two_ranks"
+            steps[path] = take_step(head, samples, *split, path, folder, ddp_backend="gloo")
+            found[path] = steps[path].errors(reference)
+        except (RuntimeError, TypeError) as error:
+            # Of both ranks alike, or the other one would wait for ever.
+            found[path] = {"raised": str(error)}
+    if "apply" in steps:
+        found["ranks_agree"] = same_on_all_ranks(steps["apply"].change)
+    if "trainer" in steps:
+        one, other = steps["apply"], steps["trainer"]
+        same = all(torch.equal(one.change[key], other.change[key]) for key in one.change)
+        found["same_bits"] = same and one.loss == other.loss
+    return found
+
 
 #: One of each way that a loss is reduced, at a cut that stock and the subclass take, too.
 EVERYDAY = (
@@ -32,13 +102,10 @@ def every_case() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    """The rows of the cases that were selected, by one start of torchrun."""
-    asking = [item for item in request.session.items if item.path == request.path]
-    output = tmp_path_factory.mktemp("two_ranks") / "rows.json"
-    cases = [item.callspec.params["case"] for item in asking]
-    found = found_by("tests.distributed.two_ranks", output, *cases, timeout=1500)
-    return {row["case"]: row for row in found}
+def rows(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """Of the cases that were selected, by one start of two ranks."""
+    cases = selected(request)
+    return dict(zip(cases, on_ranks(rows_of, cases, timeout=1500, group=False)[0], strict=True))
 
 
 @pytest.mark.timeout(1800)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import re
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.scenarios import RAISING, STEPS
+from tests.faults.scenarios import RAISING, STEPS, InForward, nan, trainer
+from tests.numerics.parity import pass_over_imports
+from tests.ranks import on_ranks
 from tests.torchrun import torchrun
 
 #: What the rank at fault must say, and the other one; with the kind of the error.
@@ -24,13 +29,36 @@ SAYING = {
 }
 
 
+#: Seconds after which a rank that waits says where, and ends.
+PATIENCE = 60
+
+
+def said_on_rank() -> dict[str, Any]:
+    """What this rank says in every scenario."""
+    said: dict[str, Any] = {}
+    folder = Path(tempfile.gettempdir()) / "faults"
+    for name, make in RAISING.items():
+        pass_over_imports()
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)
+        began = time.monotonic()
+        try:
+            make(folder).train()
+            said[name] = {"raised": "", "message": ""}
+        except Exception as error:
+            said[name] = {"raised": type(error).__name__, "message": str(error)}
+        said[name]["seconds"] = time.monotonic() - began
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    made = trainer(folder, model=InForward(nan))
+    made.train()
+    finite = all(bool(parameter.isfinite().all()) for parameter in made.model.parameters())
+    said["nan"] = {"steps": made.state.global_step, "finite": finite}
+    return said
+
+
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of the two ranks said, in every scenario, by one start of torchrun."""
-    output = tmp_path_factory.mktemp("faults")
-    done = torchrun("tests.faults.two_ranks", output)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((output / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+def said() -> list[dict[str, Any]]:
+    """By rank."""
+    return on_ranks(said_on_rank)
 
 
 @pytest.mark.parametrize("name", RAISING)

@@ -3,25 +3,65 @@
 from __future__ import annotations
 
 import importlib.util
-import json
+import os
+import tempfile
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.torchrun import torchrun
+from tests.backends.rows import BACKENDS
+from tests.backends.trajectory import HEADS, SPLITS, UNCLIPPED, reference, train
+from tests.ranks import on_ranks
 
 #: A head that drops the number, which stock trains wrong, through each engine.
 HEAD = "llama-classification"
 ZERO = ("deepspeed-zero-2", "deepspeed-zero-3")
 
 
-def found(engines: tuple[str, ...], ranks: int, device: str, output: Path) -> list[dict[str, Any]]:
-    path = output / "rows.json"
-    done = torchrun("tests.gpu.ranks", path, device, *(f"{name} {HEAD}" for name in engines), ranks=ranks)
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows: list[dict[str, Any]] = json.loads(path.read_text())
-    return rows
+def rows_of(device: str, cases: Sequence[str]) -> list[dict[str, Any]]:
+    """On each rank: one meets itself by NCCL on a GPU; several of one GPU meet by gloo: NCCL wants a GPU for each."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    if device == "cuda":
+        # All of them on the first.
+        os.environ["LOCAL_RANK"] = "0"
+        torch.cuda.set_device(0)
+        device = "cuda:0"
+    dist.init_process_group("nccl" if device != "cpu" and ranks == 1 else "gloo")
+    return [row(case, device, ranks) for case in cases]
+
+
+def row(case: str, device: str, ranks: int) -> dict[str, Any]:
+    """Errors of both cuts beside float64 plain SGD, and what float32 can do."""
+    name, head_name = case.split()
+    launched = {key: value for key, value in BACKENDS[name].environment.items() if key != "DS_ACCELERATOR"}
+    backend = replace(
+        BACKENDS[name],
+        dtype=torch.float32,
+        data_ranks=ranks,
+        environment=launched if device != "cpu" else BACKENDS[name].environment,
+    )
+    head = HEADS[head_name]
+    exact, wanted = (reference(head, UNCLIPPED, backend, exact=each) for each in (True, False))
+    row: dict[str, Any] = {"case": case, "floor": wanted.error(exact), "errors": {}}
+    try:
+        for path, split in (*(("apply", split) for split in SPLITS), ("stock", SPLITS[0])):
+            step = train(head, backend, split, path, UNCLIPPED, Path(tempfile.gettempdir()) / "ranks", device=device)
+            row["errors"][f"{path} {split[0]}x{split[1]}"] = step.error(exact)
+    except Exception:
+        # Of all ranks alike, or the others would wait for ever.
+        row["raised"] = traceback.format_exc()[-3000:]
+    return row
+
+
+def found(engines: tuple[str, ...], ranks: int, device: str) -> list[dict[str, Any]]:
+    cases = [f"{name} {HEAD}" for name in engines]
+    return on_ranks(rows_of, device, cases, ranks=ranks, group=False)[0]
 
 
 def assert_exact(rows: list[dict[str, Any]]) -> None:
@@ -34,25 +74,25 @@ def assert_exact(rows: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_fsdp2_on_one_rank(device: str, tmp_path: Path) -> None:
-    assert_exact(found(("fsdp2-launched",), 1, device, tmp_path))
+def test_fsdp2_on_one_rank(device: str) -> None:
+    assert_exact(found(("fsdp2-launched",), 1, device))
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
-def test_zero_on_one_rank(device: str, tmp_path: Path) -> None:
-    assert_exact(found(ZERO, 1, device, tmp_path))
+def test_zero_on_one_rank(device: str) -> None:
+    assert_exact(found(ZERO, 1, device))
 
 
 @pytest.mark.timeout(300)
-def test_two_ranks_share_one_device(device: str, tmp_path: Path) -> None:
-    assert_exact(found(("ddp",), 2, device, tmp_path))
+def test_two_ranks_share_one_device(device: str) -> None:
+    assert_exact(found(("ddp",), 2, device))
 
 
 @pytest.mark.timeout(300)
-def test_two_ranks_of_fsdp2_share_one_device(device: str, tmp_path: Path) -> None:
+def test_two_ranks_of_fsdp2_share_one_device(device: str) -> None:
     """gloo knows not every collective of a GPU; where it does not, that is the reason of the skip."""
-    rows = found(("fsdp2-launched",), 2, device, tmp_path)
+    rows = found(("fsdp2-launched",), 2, device)
     raised = rows[0].get("raised", "").strip().rpartition("\n")[2]
     if device == "cuda" and ("gloo" in raised.lower() or "not support" in raised.lower()):
         pytest.skip(f"needs collectives that gloo has not: {raised}")

@@ -25,7 +25,6 @@ from hf_accum_fix import AccumulationWindows, LossContract, accumulation_windows
 from tests.numerics.heads import Head, Sample
 from tests.numerics.parity import Step, cut, trainable
 
-STOCK = ("accumulate", "count")
 OURS = ("windows", "plain")
 
 

@@ -1,19 +1,198 @@
-"""Hand-written loops on two real gloo ranks under torchrun: unequal items, unequal windows, ranks that end apart."""
+"""Hand-written loops on two real gloo ranks: unequal items, unequal windows, ranks that end apart."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.loop.steps import OURS
-from tests.torchrun import found_by
+import hf_accum_fix
+from hf_accum_fix import accumulation_windows
+from tests.distributed.test_two_ranks import blank_on_second_rank
+from tests.loop.steps import OURS, own_batches, take_steps
+from tests.numerics.heads import HEADS, Head, Sample, before
+from tests.numerics.parity import Step, cut, reference_step
+from tests.ranks import join, on_ranks
+
+SPLITS = ((4, 1), (2, 2), (1, 4))
+CASES = (
+    *(("bert-mlm", split, False) for split in SPLITS),
+    *((name, (2, 2), False) for name in ("llama-position-0", "lora", "mixtral")),
+    *((name, (1, 4), True) for name in ("llama", "bert-mlm", "no-kwargs", "uses-tensor")),
+)
+
+
+def error(step: Step, reference: Step) -> float:
+    """The worst of gradient, loss and norm, relative."""
+    return max(step.errors(reference).values())
+
+
+def cases() -> dict[str, Any]:
+    """Every head and cut, also with a rank that has no item."""
+    rows = {}
+    for name, (per_device, accumulate), blanked in CASES:
+        head = HEADS[name]
+        samples = blank_on_second_rank(head.samples) if blanked else head.samples
+        reference = reference_step(head, cut(samples, per_device))
+        row: dict[str, Any] = {"tolerance": max(head.tolerance, 1e-6)}
+        for way in OURS:
+            row[way] = error(take_steps(head, samples, per_device, accumulate, way)[0], reference)
+        if not blanked:
+            # The mean of the ranks' and micro-batches' means, where the count recipe cannot say what is wrong.
+            row["stock"] = take_steps(head, samples, per_device, accumulate, "accumulate")[0].error(reference)
+        rows[f"{name} {per_device}x{accumulate}{' without items' * blanked}"] = row
+    return rows
+
+
+#: Heads with listed boxes sum their number over ranks in every forward, and would wait for one another.
+UNEQUAL = ("bert-mlm",) if before("5.23") else ("bert-mlm", "yolos", "LwDetrForObjectDetection")
+
+
+def six_pieces(head: Head) -> list[list[Sample]]:
+    """Micro-batches of one sample, the last one without a target."""
+    pieces = cut(head.samples, 1)[:6]
+    if head.model.startswith("LwDetr"):
+        # It divides by boxes times its groups of queries, but by 1 where there are none.
+        return pieces
+    pieces[5] = blank_on_second_rank([pieces[5][0]] * 2)[1:]
+    return pieces
+
+
+def unequal(name: str, reference: Step) -> dict[str, Any]:
+    """Four micro-batches on the first rank, two on the second."""
+    head = HEADS[name]
+    pieces = six_pieces(head)
+    mine = pieces[:4] if dist.get_rank() == 0 else pieces[4:]
+    # Yolos has parameters that it does not use.
+    ddp = {"gradient_as_bucket_view": True, "find_unused_parameters": True}
+    step, _, _ = take_steps(head, head.samples, 1, 4, "plain", batches=[head.batch(piece) for piece in mine], **ddp)
+    return {"plain": error(step, reference), "tolerance": max(head.tolerance, 1e-6)}
+
+
+def repeated() -> dict[str, Any]:
+    """Seven samples by twos and twos: the second rank's last micro-batch has one of its own, or none but repeated."""
+    rows: dict[str, Any] = {}
+    hf_accum_fix.observations.clear()
+    for count in (7, 5):
+        head = HEADS["bert-mlm"]
+        samples = head.samples[:count]
+        for drop in (True, False):
+            step, _, _ = take_steps(head, samples, 2, 2, "windows", drop_duplicates=drop)
+            rows[f"{count}{' dropped' * drop}"] = error(step, reference_step(head, cut(samples, 2)))
+    runs = hf_accum_fix.report().to_dict()["runs"]
+    rows["reported"] = [(run["repeated_samples"], run["repeated_samples_dropped"]) for run in runs]
+    return rows
+
+
+def collectives() -> dict[str, Any]:
+    """Collectives of a window once the loss was observed, and reductions of gradients in two windows."""
+    head = HEADS["bert-mlm"]
+    model = torch.nn.parallel.DistributedDataParallel(head.build())
+    reduced = []
+    all_reduce = dist.all_reduce
+
+    def reduce(_, bucket):  # type: ignore[no-untyped-def]  # DDP takes no other annotation than its own
+        reduced.append(1)
+        return all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda done: done.value()[0])
+
+    windows = accumulation_windows(own_batches(head, head.samples, 1) * 2, steps=4)
+    seen: list[str] = []
+    counts = []
+    for name in ("all_reduce", "all_gather_object", "all_gather", "broadcast", "reduce"):
+        original = getattr(dist, name)
+
+        def counted(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+            seen.append(_name)
+            return _original(*args, **kwargs)
+
+        setattr(dist, name, counted)
+    for window in windows:
+        for batch in window:
+            with window.micro_batch(model):
+                window.loss(model, batch).backward()
+        counts.append(list(seen))
+        seen.clear()
+        window.mean_loss()
+        counts[-1].append(f"asked: {len(seen)}")
+        seen.clear()
+        if len(counts) == 1:
+            model.register_comm_hook(None, reduce)
+    return {"second window": counts[1], "end of the epoch": seen[:], "reductions": len(reduced)}
+
+
+def uneven() -> list[str]:
+    """What this rank raises where the second one's dataloader ends a window early: at once, and later."""
+    head = HEADS["bert-mlm"]
+    batches = own_batches(head, head.samples, 1)
+    found = []
+    for count in (0, 2):
+        mine = batches if dist.get_rank() == 0 else batches[:count]
+        try:
+            take_steps(head, head.samples, 1, 2, "plain", batches=mine)
+            found.append("")
+        except hf_accum_fix.RankError as refusal:
+            found.append(str(refusal))
+    return found
+
+
+class Broken(torch.nn.Module):
+    """Fails on one rank, in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise ValueError("no forward here")
+        return {"loss": self.scale * input_ids.double().mean()}
+
+
+def failing(model: torch.nn.Module, *, labelled: bool = True) -> tuple[str, float]:
+    """What this rank raises in its first window, where the second one may have no labels, and after how long [s]."""
+    head = HEADS["bert-mlm"]
+    batches = own_batches(head, head.samples, 1)
+    if dist.get_rank() == 1 and not labelled:
+        batches = [{key: value for key, value in batch.items() if key != "labels"} for batch in batches]
+    windows = accumulation_windows(batches, steps=2)
+    raised, began = "", time.monotonic()
+    try:
+        window = next(iter(windows))
+        window.loss(model, window.batches[0])
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+    return raised, time.monotonic() - began
+
+
+def rows_of() -> dict[str, Any]:
+    """On each rank: what every test looks at."""
+    # Before there are ranks, which heads with listed boxes would ask.
+    references = {name: reference_step(HEADS[name], six_pieces(HEADS[name])) for name in UNEQUAL}
+    join()
+    return {
+        "cases": cases(),
+        "unequal": {name: unequal(name, reference) for name, reference in references.items()},
+        "uneven": uneven(),
+        "failing": failing(Broken()),
+        "unlabelled": failing(HEADS["bert-mlm"].build(), labelled=False),
+        "repeated": repeated(),
+        "collectives": collectives(),
+    }
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    output = tmp_path_factory.mktemp("loop") / "found.json"
-    return dict(found_by("tests.loop.two_ranks", output))
+def ranks() -> list[dict[str, Any]]:
+    """By one start of two ranks."""
+    return on_ranks(rows_of, group=False)
+
+
+@pytest.fixture(scope="module")
+def found(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """On the first rank."""
+    return ranks[0]
 
 
 def test_two_ranks_take_the_full_batch_step(found: dict[str, Any]) -> None:
@@ -28,21 +207,21 @@ def test_ranks_with_unequal_numbers_of_micro_batches(found: dict[str, Any]) -> N
         assert row["plain"] <= row["tolerance"], (name, row)
 
 
-def test_ranks_that_end_apart_are_told_on_both(found: dict[str, Any]) -> None:
-    for ranks, told in zip(found["uneven"], ["rank 0 has 2, rank 1 has 0", "rank 0 has 2, rank 1 has 0"], strict=True):
-        for raised in ranks:
-            assert f"unequal numbers of micro-batches in this window ({told})" in raised, ranks
+def test_ranks_that_end_apart_are_told_on_both(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for raised in rank["uneven"]:
+            assert "unequal numbers of micro-batches in this window (rank 0 has 2, rank 1 has 0)" in raised
 
 
-def test_a_rank_that_fails_as_it_is_observed_is_told_on_both_at_once(found: dict[str, Any]) -> None:
-    (one, waited), (other, _) = found["failing"]
+def test_a_rank_that_fails_as_it_is_observed_is_told_on_both_at_once(ranks: list[dict[str, Any]]) -> None:
+    (one, waited), (other, _) = (rank["failing"] for rank in ranks)
     assert one.startswith("RankError: rank 0 stops, because of rank 1: ValueError: no forward here")
     assert other == "ValueError: no forward here"
     assert waited < 5
 
 
-def test_a_rank_without_labels_is_told_on_both_before_a_forward(found: dict[str, Any]) -> None:
-    for raised, waited in found["unlabelled"]:
+def test_a_rank_without_labels_is_told_on_both_before_a_forward(ranks: list[dict[str, Any]]) -> None:
+    for raised, waited in (rank["unlabelled"] for rank in ranks):
         assert raised.startswith(
             "RankError: got rank 0: 2 micro-batches with ['labels']; rank 1: 2 micro-batches with no"
         )
@@ -53,7 +232,7 @@ def test_repeated_samples_are_left_out_where_that_is_asked(found: dict[str, Any]
     for count in (7, 5):
         assert found["repeated"][f"{count} dropped"] <= 1e-6
         assert found["repeated"][str(count)] > 1e-3
-    assert found["repeated"]["reported"] == [[1, True], [1, False], [3, True], [3, False]]
+    assert found["repeated"]["reported"] == [(1, True), (1, False), (3, True), (3, False)]
 
 
 def test_one_small_collective_a_window_and_one_reduction_of_the_gradient(found: dict[str, Any]) -> None:

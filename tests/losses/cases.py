@@ -22,20 +22,19 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_accum_fix import Items, LossContract, Reduction
 from tests.losses import models
-from tests.losses.verdicts import FLOAT32, HALVES, PAIRS, SINGLES, UNEVEN, Attack, FullLoss, Verdict
+from tests.losses.verdicts import FLOAT32, HALVES, PAIRS, RATE, SINGLES, UNEVEN, Verdict
 from tests.numerics.heads import HEADS, Batch, Sample, TokenModel, seeded, shifted_cross_entropy
 from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import LENGTHS, generator
 from tests.numerics.parity import StockRecorder
-from tests.random_trainings.trainings import computing
 from tests.trainers import runs, terms
+from tests.trainings import Case, FullLoss, computing
 
 EXACT, GRADIENT, EITHER, INEXACT, NAMED = Verdict
 
 #: ``(logits, batch, model)`` -> the loss of a micro-batch, or of the whole global batch.
 Loss = Callable[[Tensor, Batch, Any], Tensor]
 THREE = (PAIRS, SINGLES, UNEVEN)
-BOTH = (HALVES, PAIRS)
 
 
 # --- samples ------------------------------------------------------------------------------------------------------
@@ -195,7 +194,7 @@ def even(model: type[Texts] = Texts, **learnt: Any) -> Callable[[], nn.Module]:
 
 
 def full(loss: Loss) -> FullLoss:
-    return lambda model, batch, turn: loss(model.logits(batch["input_ids"]), batch, model)
+    return lambda model, batch, step: loss(model.logits(batch["input_ids"]), batch, model)
 
 
 def own(loss: Loss) -> type:
@@ -230,34 +229,39 @@ def func(loss: Loss) -> dict[str, Any]:
     return {"compute_loss_func": compute}
 
 
-def in_own(name: str, verdict: Verdict, loss: Loss, *, head: type[Texts] = Texts, **more: Any) -> Attack:
+def attack(
+    name: str, verdict: Verdict, loss: FullLoss, model: Any, windows: Any, trainer: Any = StockRecorder, **more: Any
+) -> Case:
+    given = {"rate": RATE, "cuts": (PAIRS, SINGLES), **more}
+    return Case(name, loss, model, windows, trainer, verdict=verdict, **given)
+
+
+def in_own(name: str, verdict: Verdict, loss: Loss, *, head: type[Texts] = Texts, **more: Any) -> Case:
     """In a compute_loss of one's own."""
     learnt = more.pop("learnt", {})
     model = more.pop("model", lambda: head(**learnt))
-    given = {"windows": several(1), "full": full(loss), **more}
-    return Attack(f"{name}-own", verdict, model=model, trainer=own(loss), **given)
+    given = {"windows": several(1), "loss": full(loss), **more}
+    return attack(f"{name}-own", verdict, model=model, trainer=own(loss), **given)
 
 
-def in_model(name: str, verdict: Verdict, loss: Loss, *, head: type[Texts] = Texts, **more: Any) -> Attack:
+def in_model(name: str, verdict: Verdict, loss: Loss, *, head: type[Texts] = Texts, **more: Any) -> Case:
     """In the model, by the Trainer and by a loop."""
     learnt = more.pop("learnt", {})
-    given = {"windows": several(1), "full": full(loss), **more}
-    return Attack(f"{name}-model", verdict, model=holding(loss, head, **learnt), looped=True, **given)
+    given = {"windows": several(1), "loss": full(loss), **more}
+    return attack(f"{name}-model", verdict, model=holding(loss, head, **learnt), looped=True, **given)
 
 
-def in_func(name: str, verdict: Verdict, loss: Loss, **more: Any) -> Attack:
+def in_func(name: str, verdict: Verdict, loss: Loss, **more: Any) -> Case:
     """In a compute_loss_func; stock trains G times what it returns."""
     learnt = more.pop("learnt", {})
-    given = {"windows": several(1), "full": full(loss), **more}
-    return Attack(f"{name}-func", verdict, model=lambda: ForFunctions(**learnt), given=func(loss), **given)
+    given = {"windows": several(1), "loss": full(loss), **more}
+    return attack(f"{name}-func", verdict, model=lambda: ForFunctions(**learnt), given=func(loss), **given)
 
 
-def in_super(
-    name: str, verdict: Verdict, trainer: type, loss: Loss, *, head: type[Texts] = Texts, **more: Any
-) -> Attack:
+def in_super(name: str, verdict: Verdict, trainer: type, loss: Loss, *, head: type[Texts] = Texts, **more: Any) -> Case:
     """Around super's; the whole of it is given as well."""
-    given = {"windows": several(1), "full": full(loss), **more}
-    return Attack(f"{name}-super", verdict, model=head, trainer=trainer, **given)
+    given = {"windows": several(1), "loss": full(loss), **more}
+    return attack(f"{name}-super", verdict, model=head, trainer=trainer, **given)
 
 
 # --- 1: constants that equal 1/G ----------------------------------------------------------------------------------
@@ -353,7 +357,7 @@ class CachedArguments(Cached):
 def kept(loss: Loss, base: type = Cached) -> type:
     class Kept(base):  # type: ignore[misc]
         def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+            self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None
         ) -> Any:
             outputs = model(input_ids=inputs["input_ids"])
             found = self.share(loss(outputs["logits"], inputs, bare(model)))
@@ -365,9 +369,7 @@ def kept(loss: Loss, base: type = Cached) -> type:
 class CachedSuper(Cached):
     """Asks super without the number."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         loss = self.share(loss)
         return (loss, outputs) if return_outputs else loss
@@ -393,9 +395,9 @@ class Declared(kept(tokens)):  # type: ignore[misc]
         self.loss_is_scaled_for_ga = True
 
 
-def cached(name: str, trainer: type, loss: Loss, head: type[Texts] = Takes, **more: Any) -> Attack:
+def cached(name: str, trainer: type, loss: Loss, head: type[Texts] = Takes, **more: Any) -> Case:
     given = {"windows": several(1), **more}
-    return Attack(f"2-{name}", NAMED, full(loss), head, trainer=trainer, **given)
+    return attack(f"2-{name}", NAMED, full(loss), head, trainer=trainer, **given)
 
 
 CACHED = [
@@ -408,7 +410,7 @@ CACHED = [
     cached("arguments", kept(classes, CachedArguments), classes, right=(PAIRS, SINGLES)),
     cached("func", CachedFunc, tokens),
     cached("uneven", kept(tokens), tokens, cuts=(UNEVEN,)),
-    Attack("2-declared", EITHER, full(tokens), Takes, several(1), Declared),
+    attack("2-declared", EITHER, full(tokens), Takes, several(1), Declared),
 ]
 
 
@@ -520,7 +522,7 @@ def learnt_temperature(logits: Tensor, batch: Batch, model: Any) -> Tensor:
     return tokens(logits * model.s.exp(), batch)
 
 
-def _learnt(name: str, verdict: Verdict, loss: Loss, start: Any, **more: Any) -> list[Attack]:
+def _learnt(name: str, verdict: Verdict, loss: Loss, start: Any, **more: Any) -> list[Case]:
     given = {"learnt": {"s": start}, "alone": ("s",), "windows": several(2), **more}
     return [each(f"4-{name}", verdict, loss, **given) for each in (in_own, in_model)]
 
@@ -797,8 +799,8 @@ def of_samples(logits: Tensor, batch: Batch, model: Any = None) -> Tensor:
     return torch.stack(each_row(logits, batch)).mean()
 
 
-PER_SAMPLE: list[Attack] = [
-    Attack(
+PER_SAMPLE: list[Case] = [
+    attack(
         f"9-{name}",
         EITHER,
         full(of_samples),
@@ -935,23 +937,23 @@ LATE = 8
 class Turns(Texts):
     """Knows the window."""
 
-    turn = 0
+    step = 0
 
 
 def from_turn(start: int, loss: Loss, later: Loss, end: int = LATE) -> Loss:
     def found(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-        return (later if start <= model.turn < end else loss)(logits, batch, model)
+        return (later if start <= model.step < end else loss)(logits, batch, model)
 
     return found
 
 
 def scheduled(logits: Tensor, batch: Batch, model: Any) -> Tensor:
     """Rises from zero."""
-    return tokens(logits, batch) + 0.2 * model.turn * classes(logits, batch)
+    return tokens(logits, batch) + 0.2 * model.step * classes(logits, batch)
 
 
 def scheduled_factor(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    return tokens(logits, batch) / (1 + model.turn)
+    return tokens(logits, batch) / (1 + model.step)
 
 
 def if_there(logits: Tensor, batch: Batch, model: Any) -> Tensor:
@@ -982,7 +984,7 @@ def with_task(window: int) -> list[Sample]:
     return [{**sample, "task": torch.tensor(int(window in (2, 4, 5)))} for sample in texts(window)]
 
 
-def late(name: str, verdict: Verdict, loss: Loss, make: Callable[[int], list[Sample]] = texts, **more: Any) -> Attack:
+def late(name: str, verdict: Verdict, loss: Loss, make: Callable[[int], list[Sample]] = texts, **more: Any) -> Case:
     given = {"cuts": (PAIRS,), **more}
     return in_model(f"12-{name}", verdict, loss, head=Turns, windows=several(LATE, make), **given)
 
@@ -1109,7 +1111,7 @@ class Counts(Texts):
         return tokens(logits, batch)
 
 
-def model_itself(model: Any, batch: Batch, turn: int) -> Tensor:
+def model_itself(model: Any, batch: Batch, step: int) -> Tensor:
     loss: Tensor = model(**batch)["loss"]
     return loss
 
@@ -1119,9 +1121,7 @@ class Averaging(StockRecorder):
 
     average = 1.0
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         self.average = 0.9 * self.average + 0.1 * float(loss.detach())
         loss = loss / self.average
@@ -1135,18 +1135,18 @@ def over_average(logits: Tensor, batch: Batch, model: Any) -> Tensor:
 
 STATE = [
     *(
-        Attack(f"14-{model.__name__}", INEXACT, model_itself, model, several(1), looped=True)
+        attack(f"14-{model.__name__}", INEXACT, model_itself, model, several(1), looped=True)
         for model in (Queue, QueueOutside, Centred, CentredAnew, OverItsAverage, OverItsFloat)
     ),
     in_super("14-averaging", INEXACT, Averaging, over_average),
-    Attack("14-Counts", GRADIENT, model_itself, Counts, several(2), looped=True),
+    attack("14-Counts", GRADIENT, model_itself, Counts, several(2), looped=True),
 ]
 
 
 # --- 15: two steps in one -----------------------------------------------------------------------------------------
 
 
-def moved_along(model: Any, batch: Batch, turn: int) -> Tensor:
+def moved_along(model: Any, batch: Batch, step: int) -> Tensor:
     """SAM (Foret et al. 2021): the loss where the parameters are moved along its gradient."""
     loss = tokens(model.logits(batch["input_ids"]), batch)
     names = dict(model.named_parameters())
@@ -1196,7 +1196,7 @@ class SamByBackward(Sam):
 
 
 TWO_STEPS = [
-    Attack(f"15-{trainer.__name__}", INEXACT, moved_along, Texts, several(1), trainer)
+    attack(f"15-{trainer.__name__}", INEXACT, moved_along, Texts, several(1), trainer)
     for trainer in (Sam, SamByBackward)
 ]
 
@@ -1213,15 +1213,15 @@ def grows(first: float, later: float) -> type:
 
 
 def full_growing(first: float, later: float) -> FullLoss:
-    def loss(model: Any, batch: Batch, turn: int) -> Tensor:
+    def loss(model: Any, batch: Batch, step: int) -> Tensor:
         logits = model.logits(batch["input_ids"])
-        return tokens(logits, batch) + (later if turn else first) * classes(logits, batch)
+        return tokens(logits, batch) + (later if step else first) * classes(logits, batch)
 
     return loss
 
 
 GROWING = [
-    Attack(
+    attack(
         f"16-{name}-{head.__name__}",
         verdict,
         full_growing(first, 10.0),
@@ -1256,7 +1256,7 @@ def with_entropy(logits: Tensor, batch: Batch, model: Any) -> Tensor:
 
 NEARLY_EVEN = [
     *(
-        Attack(f"17-{name}", verdict, full(loss), even(), several(1), own(loss))
+        attack(f"17-{name}", verdict, full(loss), even(), several(1), own(loss))
         for name, verdict, loss in [
             ("root", INEXACT, of_one(torch.sqrt)),
             ("log", INEXACT, of_one(torch.log)),
@@ -1510,18 +1510,18 @@ def put_together(batch: Batch) -> Batch:
     return collate([{key: value[row] for key, value in each.items()} for each in roles for row in rows])
 
 
-def of_keys(name: str, loss: Loss) -> Attack:
+def of_keys(name: str, loss: Loss) -> Case:
     def compute(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
         batch = put_together(inputs)
         outputs = model(input_ids=batch["input_ids"])
         return loss(outputs["logits"], batch, bare(model)), outputs
 
-    def reference(model: Any, batch: Batch, turn: int) -> Tensor:
+    def reference(model: Any, batch: Batch, step: int) -> Tensor:
         whole = put_together(batch)
         return loss(model.logits(whole["input_ids"]), whole, model)
 
     given = {"trainer": computing(compute), "collate": by_keys, "cuts": THREE}
-    return Attack(f"clients-{name}-keys", EXACT, reference, Texts, several(1, groups(2)), **given)
+    return attack(f"clients-{name}-keys", EXACT, reference, Texts, several(1, groups(2)), **given)
 
 
 PREFERENCES = [("orpo", orpo), ("simpo", simpo), ("dpo", dpo_and_answers), ("rpo", dpo_plus_answers)]
@@ -1550,9 +1550,7 @@ class Unlabelled(StockRecorder):
         super().__init__(*args, **kwargs)
         self.others = iter([unlabelled() for _ in range(200)])
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         other = next(self.others)
         loss = loss + consistency(model(input_ids=other["input_ids"])["logits"], other)
@@ -1566,9 +1564,7 @@ class UnlabelledInTurn(Unlabelled):
         super().__init__(*args, **kwargs)
         self.at = 0
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = StockRecorder.compute_loss(self, model, inputs, return_outputs=True)
         rows = len(inputs["input_ids"])
         other = unlabelled(range(self.at, self.at + rows))
@@ -1692,8 +1688,8 @@ NOTHING_BUT_LAST = scored((-9.0,) * 7 + (4.0,))
 ALIKE_FIRST = scored((1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 2.0, 3.0))
 
 
-def of_points(name: str, verdict: Verdict, loss: Loss, make: Any, **more: Any) -> list[Attack]:
-    def reference(model: Any, batch: Batch, turn: int) -> Tensor:
+def of_points(name: str, verdict: Verdict, loss: Loss, make: Any, **more: Any) -> list[Case]:
+    def reference(model: Any, batch: Batch, step: int) -> Tensor:
         return loss(model.logits(batch["x"]), batch, model)
 
     def compute(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
@@ -1707,9 +1703,9 @@ def of_points(name: str, verdict: Verdict, loss: Loss, make: Any, **more: Any) -
     functions = [{"compute_loss_func": of_outputs}] * (loss is not hinge_with_graph)
     model, windows, right = lambda: Points(loss), several(2, make), more.pop("right", ())
     return [
-        Attack(f"zero-{name}-own", verdict, reference, model, windows, computing(compute), right=right, **more),
-        Attack(f"zero-{name}-model", verdict, reference, model, windows, looped=True, right=right, **more),
-        *(Attack(f"zero-{name}-func", verdict, reference, Points, windows, given=given, **more) for given in functions),
+        attack(f"zero-{name}-own", verdict, reference, model, windows, computing(compute), right=right, **more),
+        attack(f"zero-{name}-model", verdict, reference, model, windows, looped=True, right=right, **more),
+        *(attack(f"zero-{name}-func", verdict, reference, Points, windows, given=given, **more) for given in functions),
     ]
 
 
@@ -1825,8 +1821,8 @@ READABLE = [
         in_own(f"shape-{name}", EITHER, loss, cuts=THREE)
         for name, loss in [("of-products", by_einsum), ("of-a-dot", by_dot), ("divided-below", weights_within)]
     ),
-    in_model("shape-float32", EXACT, of_one(lambda a: a.float()), floor=FLOAT32),
-    in_own("shape-float32", EXACT, of_two(lambda a, c: a.float() + c.float()), floor=FLOAT32),
+    in_model("shape-float32", EXACT, of_one(lambda a: a.float()), tolerance=FLOAT32),
+    in_own("shape-float32", EXACT, of_two(lambda a, c: a.float() + c.float()), tolerance=FLOAT32),
 ]
 
 
@@ -1932,7 +1928,7 @@ NO_SUMS = [
 # --- heads that answer questions ----------------------------------------------------------------------------------
 
 ANSWERS = [
-    Attack(
+    attack(
         f"clients-{name}",
         EXACT,
         model_itself,
@@ -1952,10 +1948,10 @@ ANSWERS = [
 OF_TOKENS = {"contract": LossContract(Reduction.MEAN, Items(("labels",), shift=True))}
 
 
-def scaled(name: str, verdict: Verdict, loss: Loss, **more: Any) -> Attack:
+def scaled(name: str, verdict: Verdict, loss: Loss, **more: Any) -> Case:
     learnt = more.pop("learnt", {})
     given = {"windows": several(2), "options": OF_TOKENS, "cuts": THREE, **more}
-    return Attack(f"scale-{name}", verdict, full(loss), lambda: Texts(**learnt), trainer=None, **given)
+    return attack(f"scale-{name}", verdict, full(loss), lambda: Texts(**learnt), trainer=None, **given)
 
 
 SCALED = [
@@ -1981,7 +1977,7 @@ SCALED = [
 ]
 
 
-ATTACKS: list[Attack] = [
+CASES: list[Case] = [
     *ONE_OVER_G, *CACHED, *STOPPED, *LEARNT, *SIZES, *UNSEEN, *READERS, *UNLABELLED, *PER_SAMPLE, *BY_NUMBER, *ROWS,
     *LATER, *EARLY, *STATE, *TWO_STEPS, *GROWING, *NEARLY_EVEN, *SOME_HOLD, *EQUAL, *EASY, *ZERO, *READABLE, *NO_SUMS,
     *ANSWERS, *SCALED,
@@ -1996,9 +1992,7 @@ class Plain(runs.Ordered):
 
     of: Loss = staticmethod(tokens)  # type: ignore[assignment]
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         outputs = model(input_ids=inputs["input_ids"])
         loss = type(self).of(outputs["logits"], inputs, bare(model))
         return (loss, outputs) if return_outputs else loss

@@ -325,10 +325,6 @@ class Points(nn.Module):
         return {"loss": self.of(logits, labels, **kwargs), "logits": logits}
 
 
-def full_points(model: nn.Module, batch: Batch, step: int) -> Tensor:
-    return model(**batch)["loss"]
-
-
 class Fused(torch.autograd.Function):
     """A cross entropy whose gradient is taken in the forward, as kernels do that keep no logits."""
 

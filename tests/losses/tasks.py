@@ -1,16 +1,9 @@
-"""Run by torchrun on two gloo ranks: micro-batches of several kinds, each with labels and a loss of its own.
-
-torchrun --nproc_per_node 2 -m tests.losses.tasks OUTPUT.json
-"""
+"""Micro-batches of several kinds, each with labels and a loss of its own, on one rank or two."""
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import logging
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_accum_fix
+from tests.logged import logged
 from tests.numerics.heads import Batch, Sample, TokenModel, seeded, shifted_cross_entropy
 from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import text
-from tests.numerics.parity import pass_over_imports, trainable, training_arguments
-from tests.random_trainings.trainings import RATE
-from tests.torchrun import leave_with
+from tests.numerics.parity import pass_over_imports, plain_sgd, relative, trainable, training_arguments
 from tests.trainers.runs import Case, Ordered, run
+from tests.trainings import RATE
 
 #: Whatever waits for the other rank longer than that waits for ever [s].
 PATIENCE = 30
@@ -230,34 +223,7 @@ def full_steps(
     model: nn.Module, windows: Sequence[Sequence[Sample]], loss: Callable[..., Tensor] = by_share
 ) -> dict[str, Tensor]:
     """The parameter change of full-batch steps, one for each window."""
-    before = trainable(model)
-    for samples in windows:
-        model.zero_grad()
-        loss(model, samples).backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= RATE * parameter.grad
-    return {name: value - before[name] for name, value in trainable(model).items()}
-
-
-def off_by(change: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Relative, of the whole parameter change."""
-    squares = [((change[name] - value).pow(2).sum(), value.pow(2).sum()) for name, value in wanted.items()]
-    return float((sum(each for each, _ in squares) / sum(each for _, each in squares)) ** 0.5)
-
-
-@contextlib.contextmanager
-def warnings() -> Iterator[list[str]]:
-    """What the package warns of."""
-    kept: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: kept.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("hf_accum_fix")
-    logger.addHandler(handler)
-    try:
-        yield kept
-    finally:
-        logger.removeHandler(handler)
+    return plain_sgd(model, loss, windows, RATE)[0]
 
 
 def by_loop(model: nn.Module, windows: Sequence[Sequence[Batch]]) -> tuple[dict[str, Tensor], bool, list[str]]:
@@ -267,7 +233,7 @@ def by_loop(model: nn.Module, windows: Sequence[Sequence[Batch]]) -> tuple[dict[
         model = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     loader = [batch for window in windows for batch in window]
-    with warnings() as said:
+    with logged() as said:
         epoch = hf_accum_fix.accumulation_windows(loader, steps=len(windows[0]))
         for window in epoch:
             for batch in window:
@@ -319,11 +285,11 @@ def _found(rank: int, model: Any, windows: Sequence[Sequence[Sample]], loss: Cal
             ddp_backend="gloo",
             ddp_find_unused_parameters=True,
         )
-        found[path] = off_by(ran.change, wanted) if ran.raised is None else repr(ran.raised)
+        found[path] = relative(ran.change, wanted) if ran.raised is None else repr(ran.raised)
     found |= {"exact": ran.exact, "warned": ran.warned}
     mine = [[collate(window[at : at + 2]) for at in (2 * rank, 2 * rank + 4)] for window in windows]
     change, exact, said = by_loop(build(), mine)
-    return found | {"loop": off_by(change, wanted), "loop exact": exact, "loop warned": said}
+    return found | {"loop": relative(change, wanted), "loop exact": exact, "loop warned": said}
 
 
 def verified(samples: Sequence[Sample], given: Sequence[Sample] | None = None, **arguments: Any) -> str:
@@ -335,9 +301,8 @@ def verified(samples: Sequence[Sample], given: Sequence[Sample] | None = None, *
         return str(hf_accum_fix.verify(trainer, samples=given))
 
 
-def _main(output: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE))
+def rows_of() -> dict[str, dict[str, Any]]:
+    """On each rank: what became of each of `TURNS` and of `ALIKE`, and the words of ``verify``."""
     rank, rows = dist.get_rank(), {}
     for name, turns in TURNS.items():
         for model in (Tasks, TasksByNumber):
@@ -347,8 +312,4 @@ def _main(output: Path) -> None:
     for name, (model, windows, loss) in ALIKE.items():
         rows[name] = _found(rank, model, windows, loss)
     rows["verify"] = {"verdict": verified(in_turn(a_class, "abaa"), ddp_backend="gloo")}
-    leave_with(rows, output)
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+    return rows

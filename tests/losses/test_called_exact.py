@@ -20,7 +20,7 @@ from tests.numerics.heads.experts import MAMBA
 from tests.numerics.heads.head import TINY, Sample
 from tests.numerics.heads.samples import first_is_target, text
 from tests.numerics.parity import StockRecorder
-from tests.random_trainings.trainings import CUTS, Case, Cut, computing, train
+from tests.trainings import CUTS, Case, Cut, computing, train
 
 SEVERAL: tuple[Cut, ...] = ((4, 2), (2, 4))
 #: A batch that is changed on its way is wrong without any accumulation, too.

@@ -7,47 +7,48 @@ from typing import Any
 
 import pytest
 
-from tests.losses.cases import ATTACKS
-from tests.losses.verdicts import WHOLE, Attack, Cut, by_loop, by_trainer
+from tests.losses.cases import CASES
+from tests.losses.verdicts import WHOLE, by_loop, by_trainer, faults
+from tests.trainings import Case, Cut, sizes
 
 
-def cells(attacks: Sequence[Attack]) -> Any:
-    found = [(attack, cut) for attack in attacks for cut in attack.cuts]
-    ids = [f"{attack.name}-{'+'.join(map(str, cut))}" for attack, cut in found]
-    return pytest.mark.parametrize(("attack", "cut"), found, ids=ids)
+def cells(cases: Sequence[Case]) -> Any:
+    found = [(case, cut) for case in cases for cut in case.cuts]
+    ids = [f"{case.name}-{'+'.join(map(str, sizes(cut)))}" for case, cut in found]
+    return pytest.mark.parametrize(("case", "cut"), found, ids=ids)
 
 
 #: Two thousand trainings; six are not met yet: tests/README.md says which.
 pytestmark = pytest.mark.thorough
 
-TRAINED = [attack for attack in ATTACKS if attack.trainer is not None]
-LOOPED = [attack for attack in ATTACKS if attack.looped or attack.trainer is None]
+TRAINED = [case for case in CASES if case.trainer is not None]
+LOOPED = [case for case in CASES if case.looped or case.trainer is None]
 
 
 @cells(TRAINED)
-def test_by_the_trainer(attack: Attack, cut: Cut) -> None:
-    ours = by_trainer(attack, cut, "apply")
-    faults = ours.faults(attack, by_trainer(attack, cut, "stock"), cut)
-    assert not faults, ours
+def test_by_the_trainer(case: Case, cut: Cut) -> None:
+    ours = by_trainer(case, cut, "apply")
+    found = faults(ours, case, by_trainer(case, cut, "stock"), cut)
+    assert not found, ours
 
 
 @cells(LOOPED)
-def test_by_a_loop(attack: Attack, cut: Cut) -> None:
-    ours = by_loop(attack, cut, "apply")
-    faults = ours.faults(attack, by_loop(attack, cut, "stock"), cut)
-    assert not faults, ours
+def test_by_a_loop(case: Case, cut: Cut) -> None:
+    ours = by_loop(case, cut, "apply")
+    found = faults(ours, case, by_loop(case, cut, "stock"), cut)
+    assert not found, ours
 
 
-@pytest.mark.parametrize("attack", [each for each in TRAINED if each.whole], ids=lambda attack: attack.name)
-def test_the_reference_is_stock_uncut(attack: Attack) -> None:
-    stock = by_trainer(attack, WHOLE, "stock")
-    assert stock.worst <= attack.floor
+@pytest.mark.parametrize("case", [each for each in TRAINED if each.whole], ids=lambda case: case.name)
+def test_the_reference_is_stock_uncut(case: Case) -> None:
+    stock = by_trainer(case, WHOLE, "stock")
+    assert stock.worst <= case.tolerance
     assert stock.log_error <= 2e-5
 
 
 @cells(TRAINED)
-def test_stock_is_wrong_where_it_is_said(attack: Attack, cut: Cut) -> None:
-    """So that no attack passes because nothing can go wrong."""
-    stock = by_trainer(attack, cut, "stock")
-    assert (stock.worst <= attack.floor) is (cut in attack.right)
-    assert cut in attack.right or stock.worst > 1e-5
+def test_stock_is_wrong_where_it_is_said(case: Case, cut: Cut) -> None:
+    """So that no case passes because nothing can go wrong."""
+    stock = by_trainer(case, cut, "stock")
+    assert (stock.worst <= case.tolerance) is (cut in case.right)
+    assert cut in case.right or stock.worst > 1e-5

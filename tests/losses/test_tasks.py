@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import hf_accum_fix
-from tests.losses import tasks as kinds
 from tests.losses.tasks import (
     ALIKE,
     NAMES,
+    PATIENCE,
     TURNS,
     OfLogits,
     Tasks,
@@ -34,16 +34,16 @@ from tests.losses.tasks import (
     in_common,
     in_turn,
     of_all,
-    off_by,
+    rows_of,
     verified,
     with_an_option,
 )
 from tests.numerics.heads import Batch, Sample, seeded
 from tests.numerics.heads.head import collate
-from tests.numerics.parity import training_arguments
-from tests.random_trainings.trainings import Case, Cut, train
-from tests.torchrun import found_by
+from tests.numerics.parity import relative, training_arguments
+from tests.ranks import on_ranks
 from tests.trainers.runs import FLOOR, Ordered
+from tests.trainings import Case, Cut, train
 
 #: Two samples of one kind stand together, so that no micro-batch holds both.
 CUTS: tuple[Cut, ...] = ((2, 4), (1, 8))
@@ -212,13 +212,12 @@ def test_loops_train_every_kind_by_its_own_items(model: Any, other: Any, turns: 
     cut = [[collate(window[at : at + 2]) for at in range(0, 8, 2)] for window in windows]
     build = seeded(model)
     change, exact, said = by_loop(build(), cut)
-    assert off_by(change, full_steps(build(), windows)) <= FLOOR and exact and not said
+    assert relative(change, full_steps(build(), windows)) <= FLOOR and exact and not said
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By one start of torchrun."""
-    return dict(found_by(kinds.__name__, tmp_path_factory.mktemp("kinds") / "rows.json"))
+def rows() -> dict[str, dict[str, Any]]:
+    return on_ranks(rows_of, patience=PATIENCE)[0]
 
 
 @pytest.mark.parametrize("other", [a_class, a_score])

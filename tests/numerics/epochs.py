@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 import hf_accum_fix
+from tests.numerics import parity
 from tests.numerics.heads import Head, Sample
 from tests.numerics.parity import ClassRecorder, StockRecorder, trainable, training_arguments
 
@@ -43,20 +43,7 @@ def reference(head: Head, world_size: int = 1) -> tuple[dict[str, Tensor], list[
 
 def plain_sgd(head: Head, windows: Sequence[Sequence[Sample]]) -> tuple[dict[str, Tensor], list[float]]:
     """Each window in one forward: the change of the parameters and the loss of each step."""
-    model = head.build()
-    model.train()
-    start, losses = trainable(model), []
-    for window in windows:
-        model.zero_grad()
-        loss = head.reference_loss(model, head.batch(window))
-        loss.backward()
-        losses.append(float(loss.detach()))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter -= RATE * parameter.grad
-    end = trainable(model)
-    return {name: end[name] - start[name] for name in start}, losses
+    return parity.plain_sgd(head.build(), lambda model, w: head.reference_loss(model, head.batch(w)), windows, RATE)
 
 
 def train(
@@ -88,8 +75,3 @@ def train(
     end = trainable(model)
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {name: end[name] - start[name] for name in start}, trainer, logged
-
-
-def error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    difference = torch.cat([(found[name] - wanted[name]).flatten() for name in wanted])
-    return float(difference.norm() / torch.cat([each.flatten() for each in wanted.values()]).norm())

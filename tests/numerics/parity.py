@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,19 +75,30 @@ class Step:
 
     def error(self, reference: Step) -> float:
         """Relative error of the parameter change; absolute where the reference is zero."""
-        found, wanted = self._beside(reference)
-        scale = float(wanted.norm())
-        return float((found - wanted).norm()) / (scale if scale else 1.0)
+        return relative(self.change, reference.change)
+
+    def errors(self, reference: Step) -> dict[str, float]:
+        """Relative errors of the parameter change ("gradient"), the loss and the norm."""
+        return {
+            "gradient": self.error(reference),
+            "loss": abs(self.loss - reference.loss) / max(abs(reference.loss), 1e-12),
+            "norm": abs(self.norm - reference.norm) / max(reference.norm, 1e-12),
+        }
 
     def times(self, reference: Step) -> float:
         """How many times the reference's step this one is, along it."""
-        found, wanted = self._beside(reference)
+        found, wanted = (flat(step.change, reference.change) for step in (self, reference))
         return float(found @ wanted / (wanted @ wanted))
 
-    def _beside(self, reference: Step) -> tuple[Tensor, Tensor]:
-        names = sorted(reference.change)
-        found, wanted = (torch.cat([step.change[name].flatten() for name in names]) for step in (self, reference))
-        return found, wanted
+
+def relative(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """Relative error of a change of parameters; absolute where none is wanted."""
+    scale = float(flat(wanted, wanted).norm())
+    return float((flat(found, wanted) - flat(wanted, wanted)).norm()) / (scale if scale else 1.0)
+
+
+def flat(change: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
+    return torch.cat([change[name].flatten() for name in sorted(names)])
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
@@ -141,18 +152,36 @@ def take_step(
     **arguments: Any,
 ) -> Step:
     """Train ``steps`` optimizer steps on the samples in order: stock, by the patch or by the subclass."""
-    args = training_arguments(output, per_device, accumulate, max_steps=steps, **{**head.arguments, **arguments})
     cls = trainer_class or (ClassRecorder if path == "trainer" else StockRecorder)
+    given = {"per_device": per_device, "accumulate": accumulate, "max_steps": steps, **arguments}
 
     def make() -> Any:
-        trainer = cls(
-            model=head.build(), args=args, train_dataset=list(samples), data_collator=head.batch, **head.trainer
-        )
+        trainer = trainer_of(head, output, cls, samples=samples, **given)
         if head.told_false:
             trainer.model_accepts_loss_kwargs = False
         return trainer
 
     return step_of(make, path)
+
+
+def trainer_of(
+    head: Head,
+    output: Path,
+    cls: Callable[..., Any] = StockRecorder,
+    *,
+    model: nn.Module | None = None,
+    samples: Sequence[Sample] | None = None,
+    **arguments: Any,
+) -> Any:
+    """A trainer of a head, by default of one step over its samples, 2 x 4; ``arguments`` are `training_arguments`'."""
+    args = training_arguments(output, **{**head.arguments, **arguments})
+    return cls(
+        model=head.build() if model is None else model,
+        args=args,
+        train_dataset=list(head.samples if samples is None else samples),
+        data_collator=head.batch,
+        **head.trainer,
+    )
 
 
 def step_of(make: Callable[[], Any], path: str) -> Step:
@@ -210,6 +239,24 @@ def reference_windows(head: Head, windows: Sequence[Sequence[Sequence[Sample]]],
     for window in windows:
         taken.append(reference_step(replace(head, build=moved), window))
         yield taken[-1]
+
+
+def plain_sgd(
+    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], windows: Iterable[Any], rate: float
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Each window in one forward, no Trainer: the change of the parameters, and the loss of each step."""
+    model.train()
+    before, losses = trainable(model), []
+    for window in windows:
+        model.zero_grad()
+        found = loss(model, window)
+        found.backward()
+        losses.append(float(found.detach()))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= rate * parameter.grad
+    return {name: value - before[name] for name, value in trainable(model).items()}, losses
 
 
 def step_along(model: nn.Module, loss: Tensor) -> Step:

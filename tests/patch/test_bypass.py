@@ -16,7 +16,7 @@ from transformers import Trainer
 import hf_accum_fix
 from hf_accum_fix import ContractError, GlobalBatchTrainer, SeamError
 from tests.numerics.heads import HEADS
-from tests.numerics.parity import trainable, training_arguments
+from tests.numerics.parity import trainable, trainer_of
 
 HEAD = HEADS["drops-kwargs"]
 
@@ -81,8 +81,7 @@ AROUND = [(place, step) for place in PLACES for step in STEPS if step != "accele
 
 def made(folder: Path, by: str, accumulate: int = 4) -> Any:
     kind = GlobalBatchTrainer if by == "class" else Trainer
-    args = training_arguments(folder, 2, accumulate)
-    return kind(model=HEAD.build(), args=args, train_dataset=list(HEAD.samples), data_collator=HEAD.batch)
+    return trainer_of(HEAD, folder, kind, accumulate=accumulate)
 
 
 def patched(by: str) -> Any:

@@ -21,7 +21,7 @@ import hf_accum_fix
 from hf_accum_fix import ForeignPatchError, applying
 from hf_accum_fix.upstream.seams import ARGUMENTS, ATTRIBUTES, STATE, TRAINER, seams_of
 from tests.numerics.heads import HEADS
-from tests.numerics.parity import training_arguments
+from tests.numerics.parity import trainer_of
 
 ROOT = Path(__file__).parents[2]
 SEAMS = [seam.name for seam in seams_of(None)]
@@ -41,8 +41,7 @@ def nothing_applied() -> Iterator[None]:
 
 def made(folder: Path, kind: type = Trainer, **arguments: Any) -> Any:
     """A trainer of one window of four micro-batches."""
-    args = training_arguments(folder, 2, 4, **arguments)
-    return kind(model=HEAD.build(), args=args, train_dataset=list(HEAD.samples), data_collator=HEAD.batch)
+    return trainer_of(HEAD, folder, kind, **arguments)
 
 
 def again(name: str) -> Any:

@@ -2,13 +2,281 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+import hf_accum_fix
+from hf_accum_fix import accumulation_windows
+from tests.backends.rows import by_tp_plan
+from tests.backends.trajectory import variables
+from tests.cli.processes import ROOT
+from tests.precision.gradients import (
+    Bigram,
+    Gradient,
+    Keep,
+    batch,
+    by_trainer,
+    error,
+    left_on,
+    llama,
+    reference,
+    samples,
+)
+from tests.precision.sometimes import CONTRACT, Sometimes
 from tests.precision.test_gradients import NOISE
-from tests.precision.two_ranks import BY_TRAINER, CASES, LONG
-from tests.torchrun import found_by
+from tests.ranks import on_ranks
+
+PAGE = ROOT / "hf_accum_fix" / "accumulation" / "README.md"
+MODES = ("parameter", "float32", "compensated")
+HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+WIDE = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def ddp(**given: Any) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: DistributedDataParallel(model, **given)
+
+
+def reducing_in_each(**given: Any) -> Callable[[nn.Module], nn.Module]:
+    """As with ``sync_each_batch``, without which torch's reducer fails with a static graph, stock or not."""
+
+    def wrap(model: nn.Module) -> nn.Module:
+        wrapped: Any = DistributedDataParallel(model, **given)
+        wrapped.no_sync = nullcontext
+        return wrapped  # type: ignore[no-any-return]
+
+    return wrap
+
+
+def checkpointed(reentrant: bool) -> Callable[[nn.Module], nn.Module]:
+    def wrap(model: Any) -> nn.Module:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return DistributedDataParallel(model)
+
+    return wrap
+
+
+def fsdp2(**given: Any) -> Callable[[nn.Module], nn.Module]:
+    def wrap(model: Any) -> nn.Module:
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in [each for each in model.modules() if isinstance(each, LlamaDecoderLayer)]:
+            fully_shard(layer, mesh=mesh, **given)
+        return fully_shard(model, mesh=mesh, **given)
+
+    return wrap
+
+
+def fsdp1(**given: Any) -> Callable[[nn.Module], nn.Module]:
+    policy = ModuleWrapPolicy({LlamaDecoderLayer})
+    return lambda model: FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True, **given
+    )
+
+
+def reducing_in_float32(model: nn.Module) -> nn.Module:
+    """By the lines of the README."""
+    wrapped = DistributedDataParallel(model)
+    (lines,) = (each for each in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "comm_hook" in each)
+    exec(lines, {"ddp_model": wrapped})
+    return wrapped
+
+
+def fsdp1_partly_wide(model: Any) -> nn.Module:
+    """The frozen layer would be reduced in float32."""
+    for place, precision in enumerate((WIDE, HALF)):
+        model.model.layers[place] = one_unit(model.model.layers[place], precision)
+    return one_unit(model, HALF)
+
+
+def one_unit(module: nn.Module, precision: MixedPrecision) -> nn.Module:
+    return FullyShardedDataParallel(
+        module, device_id=torch.device("cpu"), use_orig_params=True, mixed_precision=precision
+    )
+
+
+def fsdp2_partly_wide(model: Any) -> nn.Module:
+    """The frozen layer would be reduced in float32."""
+    fully_shard(
+        model.model.layers[0],
+        mesh=init_device_mesh("cpu", (2,)),
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+    )
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+
+
+def frozen() -> nn.Module:
+    model: Any = llama()
+    model.model.layers[0].requires_grad_(False)
+    return model  # type: ignore[no-any-return]
+
+
+def tied() -> nn.Module:
+    return llama(tie_word_embeddings=True)
+
+
+#: The model, what is put around it, and its dtype.
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Module], torch.dtype]] = {
+    "ddp": (llama, ddp(), torch.bfloat16),
+    "ddp-float16": (llama, ddp(), torch.float16),
+    "ddp-bucket-view": (tied, ddp(gradient_as_bucket_view=True), torch.bfloat16),
+    "ddp-every-micro-batch": (llama, reducing_in_each(), torch.bfloat16),
+    "ddp-static-graph": (llama, reducing_in_each(static_graph=True), torch.bfloat16),
+    "ddp-unused": (Sometimes, ddp(find_unused_parameters=True), torch.bfloat16),
+    "ddp-unused-bucket-view": (
+        Sometimes,
+        ddp(find_unused_parameters=True, gradient_as_bucket_view=True),
+        torch.bfloat16,
+    ),
+    "ddp-checkpointing": (tied, checkpointed(False), torch.bfloat16),
+    "ddp-checkpointing-reentrant": (llama, checkpointed(True), torch.bfloat16),
+    "fsdp2": (llama, fsdp2(), torch.bfloat16),
+    "fsdp2-every-micro-batch": (llama, fsdp2(), torch.bfloat16),
+    "fsdp2-reduces-float32": (llama, fsdp2(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)), torch.bfloat16),
+    "fsdp2-mixed": (
+        llama,
+        fsdp2(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)),
+        torch.float32,
+    ),
+    "fsdp1": (llama, fsdp1(), torch.bfloat16),
+    "fsdp1-mixed": (llama, fsdp1(mixed_precision=HALF), torch.float32),
+    "ddp-reduces-float32": (llama, reducing_in_float32, torch.bfloat16),
+    "fsdp1-reduces-float32": (llama, fsdp1(mixed_precision=WIDE), torch.bfloat16),
+    "fsdp1-frozen": (frozen, fsdp1_partly_wide, torch.bfloat16),
+    "fsdp2-frozen": (frozen, fsdp2_partly_wide, torch.bfloat16),
+    "tensor-parallel": (llama, by_tp_plan, torch.bfloat16),
+}
+#: Few enough operations for 1,024 micro-batches.
+LONG = {
+    "ddp-bigram": (Bigram, ddp(), torch.bfloat16),
+    "fsdp1-bigram": (Bigram, fsdp1(), torch.bfloat16),
+    "fsdp2-bigram": (Bigram, fsdp2(), torch.bfloat16),
+}
+CASES |= LONG
+#: A case of its own.
+BY_TRAINER = "trainer"
+
+
+def rows_for(steps: Sequence[int]) -> list[dict[str, Any]]:
+    """Of two ranks: as many samples for each, and at least one for each micro-batch."""
+    return samples(max(128, 2 * max(steps)))
+
+
+class Plain:
+    """What the windows ask of an accelerator, for FSDP2 with ``no_sync`` as accelerate has it."""
+
+    def __init__(self, steps: int) -> None:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        PartialState(cpu=True, backend="gloo")
+        PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+        with variables({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}):
+            self.live = Accelerator(gradient_accumulation_steps=steps)
+        assert self.live.is_fsdp2
+
+
+def run(case: str, rows: Sequence[dict[str, Any]], steps: int, mode: str) -> tuple[Gradient, int]:
+    """The gradient of the last window, whole; and what is left of hooks."""
+    if case == BY_TRAINER:
+        model = Bigram().bfloat16()
+        seen = by_trainer(model, rows, steps, mode, Path(tempfile.gettempdir()), ranks=2).seen
+        return seen[-1], left_on(model)
+    build, wrap, dtype = CASES[case]
+    model = build().to(dtype)
+    optimizer = Keep(model)
+    trained = wrap(model)
+    bare = trained if case == "tensor-parallel" else model
+    optimizer.named = {name: each for name, each in bare.named_parameters() if each.requires_grad}
+    trained.train()
+    # Ranks that hold parts of every matrix run the same samples.
+    mine = rows if case == "tensor-parallel" else rows[dist.get_rank() :: 2]
+    size = len(mine) // steps
+    loader = [batch(mine[start : start + size]) for start in range(0, len(mine), size)]
+    live = Plain(steps).live if case.startswith("fsdp2") and case != "fsdp2-every-micro-batch" else None
+    contract = CONTRACT if isinstance(model, Sometimes) else None
+    windows = accumulation_windows(loader, live, steps=steps, accumulate_in=mode, contract=contract)
+    for _ in range(1 if case in LONG else 2):
+        for window in windows:
+            for each in window:
+                with window.micro_batch(trained):
+                    if contract is None:
+                        loss = window.loss(trained, each)
+                    else:
+                        loss = window.scale(trained(**each)["loss"], each)
+                    loss.backward() if live is None else live.backward(loss)
+            found = whole(trained, optimizer)
+            trained.zero_grad()
+    return found, left_on(trained)
+
+
+def whole(model: nn.Module, optimizer: Keep) -> Gradient:
+    """The reduced gradient, put together."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            return {
+                name.replace("_fsdp_wrapped_module.", ""): each.grad.double().clone()
+                for name, each in model.named_parameters()
+                if each.grad is not None
+            }
+    optimizer.step()
+    return {
+        name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in optimizer.seen[-1].items()
+    }
+
+
+def exact(case: str, rows: Sequence[dict[str, Any]], steps: int) -> Gradient:
+    """Of the same weights, rounded where they are computed with."""
+    if case == BY_TRAINER:
+        return reference(Bigram().bfloat16(), rows)
+    model = CASES[case][0]().to(torch.bfloat16 if CASES[case][2] is torch.float32 else CASES[case][2])
+    if not isinstance(model, Sometimes):
+        return reference(model, rows)
+    double = model.double()
+    size = len(rows) // 2 // steps
+    for rank in range(2):
+        mine = rows[rank::2]
+        for start in range(0, len(mine), size):
+            double.summed(**batch(mine[start : start + size])).backward()
+    items = sum(len(row["labels"]) for row in rows)
+    return {name: each.grad / items for name, each in double.named_parameters() if each.grad is not None}
+
+
+def rows_of(steps: Sequence[int], cases: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """On each rank: the errors of each case by mode and number of micro-batches."""
+    found, data = {}, rows_for(steps)
+    for case in cases:
+        row: dict[str, Any] = {}
+        modes = ("stock", *MODES) if case == BY_TRAINER else MODES
+        try:
+            for mode in modes:
+                for count in steps if mode == "parameter" else steps[-1:]:
+                    gradient, hooks = run(case, data, count, mode)
+                    row[f"{mode} {count}"] = error(gradient, exact(case, data, count))
+                    runs = hf_accum_fix.report().to_dict()["runs"]
+                    row["reduced_in"] = runs[0]["reduced_in"] if runs else None
+                    hf_accum_fix.observations.clear()
+                    assert not hooks
+        except Exception:
+            row["raised"] = traceback.format_exc()[-3000:]
+        found[case] = row
+    return found
+
 
 #: Every case but the one whose engine adds in float32 by itself.
 ROUNDED = [case for case in CASES if case != "fsdp2-reduces-float32" and case not in LONG]
@@ -23,20 +291,14 @@ REDUCED_IN = {
 }
 
 
-def found(tmp_path_factory: pytest.TempPathFactory, cuts: str, cases: list[str]) -> dict[str, Any]:
-    output = tmp_path_factory.mktemp("precision") / "rows.json"
-    rows = found_by("tests.precision.two_ranks", output, cuts, *cases, timeout=560)
-    return {row["case"]: row for row in rows}
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Any]:
+    return on_ranks(rows_of, (1, 32), [case for case in CASES if case not in LONG], timeout=560)[0]
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return found(tmp_path_factory, "1,32", [case for case in CASES if case not in LONG])
-
-
-@pytest.fixture(scope="module")
-def fine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return found(tmp_path_factory, "1,512", [*LONG, BY_TRAINER])
+def fine() -> dict[str, Any]:
+    return on_ranks(rows_of, (1, 512), [*LONG, BY_TRAINER], timeout=560)[0]
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
 from math import isfinite, isnan
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -22,10 +21,10 @@ from transformers import TrainerCallback
 import hf_accum_fix
 from hf_accum_fix.errors import AccumFixError
 from hf_accum_fix.upstream import environment, presence, seams
+from tests import trainings
 from tests.numerics.heads import Batch, Sample
-from tests.random_trainings import loops
 from tests.random_trainings.parts import COLLATORS, HEADS, OVERRIDES, Head, Override, Tiny, built, drawn, in_forward
-from tests.random_trainings.trainings import Case, Training, train
+from tests.trainings import Case, Cut, Training, pieces, train
 
 #: Relative error of a parameter change that rounding leaves at most: of a loss in float64, and in float32.
 FLOOR, FLOOR32 = 1e-9, 5e-6
@@ -76,6 +75,25 @@ class Composition:
     uneven: bool = False
     loop: bool = False
 
+    @classmethod
+    def read(cls, words: str) -> Composition:
+        """From "head override collator data,data 2x4", and further fields as "seed=1" or, if true, by name."""
+        head, override, collator, data, cut, *fields = words.split()
+        per_device, _, accumulated = cut.partition("x")
+        more: dict[str, Any] = {}
+        for each in fields:
+            name, _, number = each.partition("=")
+            more[name.replace("-", "_")] = int(number) if number else True
+        return cls(head, override, collator, tuple(data.split(",")), (int(per_device), int(accumulated)), **more)
+
+    def __str__(self) -> str:
+        """As `read` takes it."""
+        parts = [self.head, self.override, self.collator, ",".join(self.data), "x".join(map(str, self.cut))]
+        numbers = {"missing": self.missing, "seed": self.seed, "ranks": self.ranks}
+        parts += [f"{name}={number}" for name, number in numbers.items()]
+        flags = ("declares_false", "even", "uneven", "loop")
+        return " ".join([*parts, *(name.replace("_", "-") for name in flags if getattr(self, name))])
+
     @property
     def floor(self) -> float:
         return FLOOR32 if HEADS[self.head].float32 or OVERRIDES[self.override].float32 else FLOOR
@@ -107,18 +125,15 @@ class Composition:
             [self.cut],
         )
 
-    def loop_by(self, windows: loops.Windows, case: Case) -> Training:
+    def loop_by(self, windows: trainings.Windows, case: Case) -> Training:
         loss = OVERRIDES[self.override].loss
         kind = Tiny if loss is None else in_forward(loss)
-        cut = [self.micro_batches(window) for window in case.windows]
-        return loops.loop(case, lambda: self._model(HEADS[self.head], kind), cut, windows)
+        return trainings.loop(case, self.micro_batches, windows, lambda: self._model(HEADS[self.head], kind))
 
-    def micro_batches(self, window: Sequence[Sample]) -> list[Sequence[Sample]]:
-        """Of the samples of one window, on one rank."""
-        sizes = UNEVEN if self.uneven else (self.cut[0],) * self.cut[1]
-        ends = accumulate(sizes)
-        cut = [window[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-        return [samples for samples in cut if samples]
+    @property
+    def micro_batches(self) -> Cut:
+        """Of a window, on each rank."""
+        return UNEVEN if self.uneven else self.cut
 
     def _model(self, head: Head, kind: type[Tiny] = Tiny) -> nn.Module:
         model = built(head, self.seed, kind, learns=OVERRIDES[self.override].learns, even=self.even)
@@ -256,7 +271,7 @@ def outcome(composition: Composition, output: Path) -> Outcome:
 
 def _ours(composition: Composition, case: Case, output: Path) -> Training:
     if composition.loop:
-        return composition.loop_by(loops.ours, case)
+        return composition.loop_by(trainings.ours, case)
     with hf_accum_fix.apply():
         return train(case, composition.cut, output)
 
@@ -288,7 +303,7 @@ def _tells(case: Case, composition: Composition) -> bool:
     size = composition.cut[0]
     for step, window in enumerate(case.windows):
         # Of several ranks the micro-batches of all.
-        cut = composition.micro_batches(window) if composition.ranks == 1 else _by(size, window)
+        cut = pieces(window, composition.micro_batches) if composition.ranks == 1 else _by(size, window)
         if sum(counts(samples, step) for samples in cut) > 1:
             return True
     return False
@@ -310,7 +325,7 @@ def stock(case: Case, composition: Composition, output: Path) -> Training | None
     """Train it by stock; None: that raises, as where it multiplies in place a loss whose backward needs it."""
     try:
         if composition.loop:
-            return composition.loop_by(loops.by_hand, case)
+            return composition.loop_by(trainings.by_hand, case)
         return train(case, composition.cut, output)
     except RuntimeError as error:
         if not any(words in str(error) for words in RAISED_BY_STOCK):
@@ -331,7 +346,7 @@ def _of_all_ranks(training: Training) -> Training:
 
 def told(composition: Composition, found: Outcome) -> str:
     """A composition and its faults, such that a person can run it again."""
-    lines = [repr(composition), *(words for _, words in found.faults)]
+    lines = [repr(composition), str(composition), *(words for _, words in found.faults)]
     for name, training in (("stock", found.stock), ("ours", found.patched)):
         if training is not None:
             lines.append(f"{name} is off by {', '.join(f'{each:.1e}' for each in training.errors)}")

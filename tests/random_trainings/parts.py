@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.losses.models import Fused, divergence, flooding, squares, z_loss
 from tests.numerics.heads import Batch, Sample, seeded
 from tests.numerics.parity import StockRecorder
-from tests.random_trainings.trainings import computing
+from tests.trainings import computing
 
 VOCABULARY, HIDDEN = 12, 8
 #: A class of its own for tokens whose labels are masked in the midst of a training.
@@ -828,14 +828,27 @@ def _without_number(trainer: Any, base: Any, model: Any, inputs: Any, number: An
     return base(model, inputs, return_outputs=True)
 
 
-def _half(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    loss, outputs = _super(trainer, base, model, inputs, number)
-    return 0.5 * loss, outputs
-
-
 def _penalty(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
     loss, outputs = _super(trainer, base, model, inputs, number)
     return loss + 0.01 * squares(model), outputs
+
+
+def _changed(loss: Loss, change: Callable[[Tensor, Any], Tensor]) -> Loss:
+    """What ``change(loss, trainer)`` makes of another's loss."""
+
+    def changed(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
+        found, outputs = loss(trainer, base, model, inputs, number)
+        return change(found, trainer), outputs
+
+    return changed
+
+
+def _by_steps(loss: Tensor, trainer: Any) -> Tensor:
+    return loss / trainer.args.gradient_accumulation_steps
+
+
+def _by_window(loss: Tensor, trainer: Any) -> Tensor:
+    return loss / trainer.current_gradient_accumulation_steps
 
 
 @cache
@@ -881,24 +894,9 @@ def _from_logits(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) 
     return usual(outputs["logits"], inputs["labels"], bare(model).of), outputs
 
 
-def _super_by_steps(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    loss, outputs = _super(trainer, base, model, inputs, number)
-    return loss / trainer.args.gradient_accumulation_steps, outputs
-
-
 def _models_own(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
     outputs = model(**inputs)
     return outputs["loss"], outputs
-
-
-def _models_own_by_steps(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    outputs = model(**inputs)
-    return outputs["loss"] / trainer.args.gradient_accumulation_steps, outputs
-
-
-def _models_own_by_window(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    outputs = model(**inputs)
-    return outputs["loss"] / trainer.current_gradient_accumulation_steps, outputs
 
 
 def _models_own_where_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
@@ -915,11 +913,6 @@ def _own(function: Callable[..., Tensor]) -> Loss:
         return function(outputs["logits"], inputs["labels"], bare(model).of), outputs
 
     return loss
-
-
-def _own_by_steps(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    loss, outputs = _own(usual)(trainer, base, model, inputs, number)
-    return loss / trainer.args.gradient_accumulation_steps, outputs
 
 
 def _own_number(function: Callable[..., Tensor]) -> Loss:
@@ -1057,20 +1050,15 @@ def _full_own_mixed(mixing: Mixing) -> Full:
 
 
 def _from_own(change: Callable[[Tensor], Tensor], function: Callable[..., Tensor] = usual) -> Loss:
-    def loss(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-        found, outputs = _own(function)(trainer, base, model, inputs, number)
-        return change(found), outputs
+    return _changed(_own(function), lambda loss, trainer: change(loss))
 
-    return loss
+
+def _from_super(change: Callable[[Tensor], Tensor]) -> Loss:
+    return _changed(_super, lambda loss, trainer: change(loss))
 
 
 def _full_from_own(change: Callable[[Tensor], Tensor]) -> Full:
     return lambda model, batch: change(full_usual(model, batch))
-
-
-def _super_over_itself(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    loss, outputs = _super(trainer, base, model, inputs, number)
-    return loss / loss.detach(), outputs
 
 
 def _full_over_itself(model: Tiny, batch: Batch) -> Tensor:
@@ -1263,20 +1251,20 @@ OVERRIDES: dict[str, Override] = {
         Override("none", _stock, full_base),
         _override("super", _super),
         _override("super-without-number", _without_number),
-        _override("half", _half, lambda model, batch: 0.5 * full_base(model, batch)),
+        _override("half", _from_super(_half_of), lambda model, batch: 0.5 * full_base(model, batch)),
         _override("squares", _penalty, lambda model, batch: full_base(model, batch) + 0.01 * squares(model)),
         _override("teacher", _taught(_far), _full_taught),
         _override("teacher-by-torch", _taught(_far_by_torch), _full_taught),
-        _override("super-by-steps", _super_by_steps, by_steps=True),
+        _override("super-by-steps", _changed(_super, _by_steps), by_steps=True),
         _override("outputs-loss", _outputs_loss),
         _override("from-logits", _from_logits, full_usual, levels=KNOWN),
         _override("models-own", _models_own),
-        _override("models-own-by-steps", _models_own_by_steps, by_steps=True),
-        _override("models-own-by-window", _models_own_by_window, by_steps=True),
+        _override("models-own-by-steps", _changed(_models_own, _by_steps), by_steps=True),
+        _override("models-own-by-window", _changed(_models_own, _by_window), by_steps=True),
         _override("models-own-where-number", _models_own_where_number, by_steps=True),
         _override("own", _own(usual), full_usual, levels=KNOWN),
         _override("own-by-hand", _own(by_hand), full_usual, levels=KNOWN),
-        _override("own-by-steps", _own_by_steps, full_usual, levels=KNOWN, by_steps=True),
+        _override("own-by-steps", _changed(_own(usual), _by_steps), full_usual, levels=KNOWN, by_steps=True),
         _override("own-number", _own_number(usual), full_usual, levels=CLASSES),
         # The number counts labels other than -100, whatever a sum by hand leaves out.
         _override("own-number-by-hand", _own_number(by_hand), full_usual, levels=CLASSES, plain=True),
@@ -1317,7 +1305,7 @@ OVERRIDES: dict[str, Override] = {
             )
             for name in ("detached", "stop-gradient", "normalised", "uncertain", "later")
         ),
-        _override("super-over-itself", _super_over_itself, _full_over_itself),
+        _override("super-over-itself", _from_super(_over_itself), _full_over_itself),
         _override("own-half", _from_own(_half_of), _full_from_own(_half_of), levels=KNOWN),
         _override("own-quarter", _from_own(_quarter_of), _full_from_own(_quarter_of), levels=KNOWN),
         _override("own-quarter-by-hand", _from_own(_quarter_of, by_hand), _full_from_own(_quarter_of), levels=KNOWN),

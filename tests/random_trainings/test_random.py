@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import hf_accum_fix
+from tests import trainings
 from tests.numerics.heads import Batch
-from tests.random_trainings import loops
 from tests.random_trainings.compositions import Composition, compositions, installed_once, outcome, stock, suits, told
 from tests.random_trainings.pair_of_ranks import PairOfRanks
 from tests.random_trainings.parts import HEADS, OVERRIDES, Head
+from tests.trainings import Case
 
 pytestmark = pytest.mark.slow
 
@@ -144,22 +145,22 @@ def test_stock_is_right_uncut_and_wrong_where_it_is_cut(head: str, override: str
 
 def doing_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_accum_fix, "apply", nullcontext)
-    monkeypatch.setattr(loops, "ours", loops.by_hand)
+    monkeypatch.setattr(trainings, "ours", trainings.by_hand)
 
 
-def tenfold(model: nn.Module, batches: Sequence[Batch], steps: int) -> Iterator[None]:
+def tenfold(case: Case, model: nn.Module, batches: Sequence[Batch], steps: int) -> Iterator[float]:
     """Says so, and is far off."""
     logging.getLogger("hf_accum_fix").warning("the loss is not exact")
-    for _ in loops.by_hand(model, batches, steps):
+    for loss in trainings.by_hand(case, model, batches, steps):
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(10.0)
-        yield
+        yield loss
 
 
-def raising(model: nn.Module, batches: Sequence[Batch], steps: int) -> Iterator[None]:
+def raising(case: Case, model: nn.Module, batches: Sequence[Batch], steps: int) -> Iterator[float]:
     raise RuntimeError("a loop that cannot go on")
-    yield
+    yield 0.0
 
 
 @pytest.mark.parametrize("loop", [False, True], ids=["trainer", "loop"])
@@ -174,25 +175,25 @@ def test_what_corrects_nothing_is_found(head: str, loop: bool, output: Path, mon
 def test_what_is_wrong_in_a_late_window_alone_is_found(
     head: str, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = loops.ours
+    ours = trainings.ours
 
-    def late(model: nn.Module, batches: Sequence[Batch], steps: int) -> Iterator[None]:
-        for window, _ in enumerate(ours(model, batches, steps)):
+    def late(case: Case, model: nn.Module, batches: Sequence[Batch], steps: int) -> Iterator[float]:
+        for window, loss in enumerate(ours(case, model, batches, steps)):
             for parameter in model.parameters():
                 if parameter.grad is not None and window == 2:
                     parameter.grad.mul_(1.01)
-            yield
+            yield loss
 
-    monkeypatch.setattr(loops, "ours", late)
+    monkeypatch.setattr(trainings, "ours", late)
     found = outcome(Composition(head, data=("alike",) * 3, cut=(8, 1), seed=3, loop=True), output)
     assert [fault.words[:8] for fault in found.faults if "unsaid" in fault.words] == ["window 2"]
 
 
-@pytest.mark.parametrize(("way", "verdict"), [(tenfold, "worse"), (raising, "crash"), (loops.by_hand, "silent")])
+@pytest.mark.parametrize(("way", "verdict"), [(tenfold, "worse"), (raising, "crash"), (trainings.by_hand, "silent")])
 def test_every_kind_of_fault_is_found(
-    way: Callable[..., Iterator[None]], verdict: str, output: Path, monkeypatch: pytest.MonkeyPatch
+    way: trainings.Windows, verdict: str, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loops, "ours", way)
+    monkeypatch.setattr(trainings, "ours", way)
     assert outcome(Composition("mean", cut=(2, 4), seed=3, loop=True), output).verdict == verdict
 
 

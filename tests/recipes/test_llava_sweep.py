@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import os
@@ -22,25 +21,11 @@ from tests.torchrun import launcher
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "llava_sweep.py"
+pytestmark = pytest.mark.usefixtures("one_process")
 TRANSFORMERS = Version(Version(version("transformers")).base_version)
 LLAVA_IS_RIGHT = Version("4.52.0") <= TRANSFORMERS
 LLAVA_IS_G_TIMES = Version("4.49.0") <= TRANSFORMERS and not LLAVA_IS_RIGHT
 TINY = ["--steps", "1", "--total-batch", "32", "--splits", "4x8,1x32"]
-
-
-@pytest.fixture(scope="module")
-def sweep() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("llava_sweep", RECIPE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", "ACCELERATE_USE_CPU"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def start(*arguments: str, launched: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

@@ -19,24 +19,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "llava_sweep.py"
+pytestmark = pytest.mark.usefixtures("one_process")
 BERT = ["--head", "bert", "--steps", "1", "--total-batch", "8", "--splits", "2x4", "--modes", "stock"]
 REFERENCE = {"loss": 2.8923, "grad_norm": 17.089, "items": 1809}
 FACTOR = {"stock": 43.354842, "hotfix": 1.354839, "apply": 1.0, "trainer": 1.0, "balanced": 1.0}
-
-
-@pytest.fixture(scope="module")
-def sweep() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("llava_sweep", RECIPE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", "ACCELERATE_USE_CPU", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def asked(**changes: Any) -> argparse.Namespace:

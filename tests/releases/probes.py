@@ -29,8 +29,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 
+from tests.numerics.epochs import Stream
 from tests.numerics.heads import HEADS, Batch, Head, Sample, TokenModel, bert, llama, llama_config
 from tests.numerics.heads.experts import ROUTER
 from tests.numerics.heads.head import VOCABULARY, seeded
@@ -237,16 +237,6 @@ def func_aligned(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -
 def aligned_reference(model: nn.Module, batch: Batch) -> Tensor:
     labels = batch.pop("labels")
     return F.cross_entropy(model(**batch)["logits"].flatten(0, 1), labels.flatten())
-
-
-class Stream(IterableDataset[Sample]):
-    """Samples without a length."""
-
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[Sample]:
-        return iter(self.samples)
 
 
 # --- a run of the stock Trainer -------------------------------------------------------------------------------------
@@ -601,7 +591,6 @@ def longest_step_of_a_stream() -> float:
 # --- the table ------------------------------------------------------------------------------------------------------
 
 G, W = 4.0, 2.0
-WITH_NUMBER = {"compute_loss_func": func_with_number}
 WITH_MEAN = {"compute_loss_func": func_with_mean}
 
 PROBES: dict[str, Probe] = {

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 import hf_accum_fix
 from tests.loop.steps import take_steps
 from tests.numerics.heads import HEADS, Batch, Head, Sample
-from tests.numerics.heads.head import VOCABULARY, before, collate, seeded
+from tests.numerics.heads.head import VOCABULARY, before, collate, declared_false, seeded
 from tests.numerics.parity import ClassRecorder, Step, reference_step, take_step
 
 COEFFICIENT = 3.0
@@ -110,17 +110,6 @@ def families() -> dict[str, Head]:
         ),
     }
     return {name: replace(head, router=COEFFICIENT) for name, head in found.items()}
-
-
-def declared_false(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """A head that says it takes no item count: its own mean is weighed, its router loss is not."""
-
-    def built() -> nn.Module:
-        model = build()
-        model.accepts_loss_kwargs = False
-        return model
-
-    return built
 
 
 def with_coefficient(head: Head, coefficient: float) -> Head:

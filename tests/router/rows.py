@@ -1,24 +1,14 @@
-"""Errors of the auxiliary gradient, one row a family and size of a micro-batch, on the ranks it is started on.
-
-python -m tests.router.rows OUTPUT.json "Mixtral 4" ...
-torchrun --nproc_per_node 2 -m tests.router.rows OUTPUT.json "Mixtral 4" ...
-"""
+"""Errors of the auxiliary gradient, one row a family and size of a micro-batch, on one rank or several."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from tests.numerics.parity import pass_over_imports
+from tests.ranks import join, on_ranks
 from tests.router.conventions import FAMILIES, InFloat64, auxiliary, token_share, twin
-from tests.torchrun import leave
 
 CONVENTIONS = ("stock", "mean", "window", "exact")
 
@@ -47,17 +37,13 @@ def row(case: str, ranks: int) -> dict[str, Any]:
     }
 
 
-def main(output: Path, cases: Sequence[str]) -> None:
-    torch.set_num_threads(1)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+def rows_of(cases: Sequence[str]) -> list[dict[str, Any]]:
+    ranks = int(os.environ["WORLD_SIZE"])
     if ranks > 1:
-        dist.init_process_group("gloo")
-    rows = [row(case, ranks) for case in cases]
-    if ranks == 1 or dist.get_rank() == 0:
-        output.write_text(json.dumps(rows))
-    if ranks > 1:
-        leave()
+        join()
+    return [row(case, ranks) for case in cases]
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+def errors(ranks: int, cases: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of some cases, "family size", computed by processes of their own."""
+    return on_ranks(rows_of, cases, ranks=ranks, timeout=1500, group=False)[0]

@@ -7,9 +7,6 @@ writes ERRORS.md beside this file.
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,8 @@ from typing import Any
 import torch
 import transformers
 
-from tests.cli.processes import ROOT, environment, start
 from tests.router.conventions import FAMILIES, SAMPLES, SIZES
-from tests.torchrun import torchrun
+from tests.router.rows import errors
 
 TABLE = Path(__file__).with_name("ERRORS.md")
 
@@ -31,16 +27,6 @@ CONVENTIONS = {
     "window": "running counts: `window`",
     "exact": "`exact`",
 }
-
-
-def errors(ranks: int, cases: Sequence[str], output: Path) -> list[dict[str, Any]]:
-    """The rows of some cases, "family size", computed by processes of their own."""
-    started = ["tests.router.rows", str(output), *cases]
-    done = torchrun(*started, timeout=1500) if ranks > 1 else start([sys.executable, "-m", *started], environment(ROOT))
-    if done.returncode:
-        raise RuntimeError(done.stderr[-4000:])
-    rows: list[dict[str, Any]] = json.loads(output.read_text())
-    return rows
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -73,8 +59,7 @@ def _cell(error: float, value: float | None) -> str:
 def main() -> None:
     """Every family and cut, on one rank and two."""
     cases = [f"{family} {size}" for family in FAMILIES for size in SIZES]
-    with tempfile.TemporaryDirectory() as folder:
-        rows = [row for ranks in (1, 2) for row in errors(ranks, cases, Path(folder) / f"{ranks}.json")]
+    rows = [row for ranks in (1, 2) for row in errors(ranks, cases)]
     order = [*FAMILIES]
     rows.sort(key=lambda row: (order.index(row["family"]), row["ranks"], row["per_device"]))
     TABLE.write_text(markdown(rows))

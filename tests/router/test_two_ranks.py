@@ -1,14 +1,18 @@
-"""The same on two gloo ranks under torchrun: the counts of both ride in the one collective of a step."""
+"""The same on two gloo ranks: the counts of both ride in the one collective of a step."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
-from tests.router.conventions import FAMILIES, SIZES, TWIN
-from tests.router.table import errors
-from tests.torchrun import torchrun
+from tests.ranks import on_ranks
+from tests.router.conventions import COEFFICIENT, FAMILIES, SIZES, TWIN, step
+from tests.router.rows import errors
 
 SLOW = ("Mixtral 8",)
 
@@ -26,22 +30,46 @@ def check(rows: list[dict[str, object]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_exact_is_the_full_batch_of_both_ranks(tmp_path: Path) -> None:
-    rows = errors(2, SLOW, tmp_path / "rows.json")
+def test_exact_is_the_full_batch_of_both_ranks() -> None:
+    rows = errors(2, SLOW)
     assert [f"{row['family']} {row['per_device']}" for row in rows] == [*SLOW]
     check(rows)
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(1800)
-def test_every_family_and_cut(tmp_path: Path) -> None:
+def test_every_family_and_cut() -> None:
     cases = [f"{family} {size}" for family in FAMILIES for size in SIZES]
-    check(errors(2, [case for case in cases if case not in SLOW], tmp_path / "rows.json"))
+    check(errors(2, [case for case in cases if case not in SLOW]))
+
+
+def raised_by_failing(fails_at: int) -> str:
+    """What each rank raises as the second one fails in a forward of the pass that counts."""
+    head, rank, forwards = FAMILIES["Mixtral"], dist.get_rank(), 0
+
+    def fail(*_: Any) -> None:
+        nonlocal forwards
+        forwards += not torch.is_grad_enabled()
+        if rank == 1 and forwards == fails_at:
+            raise ValueError("out of luck")
+
+    def build() -> nn.Module:
+        model = head.build()
+        model.register_forward_pre_hook(fail)
+        return model
+
+    samples = [*head.samples[:16], *head.samples[:16]]
+    failing = replace(head, build=build, samples=samples)
+    try:
+        step(failing, "exact", 4, COEFFICIENT, ranks=2, accumulate=2, steps=2, ddp_backend="gloo")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("forward", [pytest.param(2, id="recognising"), pytest.param(5, id="counting")])
 def test_a_rank_that_fails_before_the_collective_stops_the_other(forward: int) -> None:
-    out = torchrun("tests.router.failing_rank", str(forward), timeout=120).stdout
-    assert "rank 1 raised ValueError: out of luck" in out
-    assert "rank 0 raised RankError: rank 0 stops, because of rank 1: ValueError: out of luck" in out
+    first, second = on_ranks(raised_by_failing, forward, timeout=120)
+    assert second == "ValueError: out of luck"
+    assert first.startswith("RankError: rank 0 stops, because of rank 1: ValueError: out of luck;")

@@ -37,9 +37,7 @@ class Divided(Ordered):
 class DividedMean(Divided):
     """Sequence classification: its own mean over samples."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         loss = self.for_the_window(F.cross_entropy(outputs.logits, labels), num_items_in_batch)
@@ -47,9 +45,7 @@ class DividedMean(Divided):
 
 
 class DividedReranker(Divided):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         loss = self.for_the_window(relevance(outputs.logits, inputs["labels"]), num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
@@ -62,9 +58,7 @@ def relevance(logits: Tensor, labels: Tensor) -> Tensor:
 class DividedBase(Divided):
     """The base's loss, asked for without the number; accuracy where the base has left labels behind."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         if inputs.get("labels") is not None:
             self.accuracy = float((outputs["logits"].argmax(-1) == inputs["labels"]).double().mean())
@@ -75,9 +69,7 @@ class DividedBase(Divided):
 class DividedEmbedding(DividedBase):
     """Has no logits by token: an accuracy could not be had."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = Ordered.compute_loss(self, model, inputs, return_outputs=True)
         if inputs.get("labels") is not None:
             self.accuracy = (outputs["token_logits"].argmax(-1) == inputs["labels"]).double().mean()
@@ -141,17 +133,13 @@ def orpo(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class DividedDpo(Divided):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss = self.for_the_window(dpo(model, inputs), num_items_in_batch)
         return (loss, {}) if return_outputs else loss
 
 
 class DividedOrpo(Divided):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss = self.for_the_window(orpo(model, inputs), num_items_in_batch)
         return (loss, {}) if return_outputs else loss
 
@@ -160,9 +148,7 @@ class DividedOrpo(Divided):
 
 
 class DividesItsOwn(Ordered):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         outputs = model(**inputs)
         loss = outputs["loss"] / self.args.gradient_accumulation_steps
         return (loss, outputs) if return_outputs else loss
@@ -171,9 +157,7 @@ class DividesItsOwn(Ordered):
 class DividesInTraining(Ordered):
     """By the micro-batches of this very window, and in training alone."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         outputs = model(**inputs)
         loss = outputs["loss"]
         if model.training:
@@ -182,9 +166,7 @@ class DividesInTraining(Ordered):
 
 
 class DividesTheBase(Ordered):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         loss = loss / self.args.gradient_accumulation_steps
         return (loss, outputs) if return_outputs else loss
@@ -196,9 +178,7 @@ class DividesTheBase(Ordered):
 class WithoutTheNumber(Ordered):
     """As four of ten excerpts of a public code search have it."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         return (loss, outputs) if return_outputs else loss
 
@@ -206,9 +186,7 @@ class WithoutTheNumber(Ordered):
 class SumOverTheNumber(Ordered):
     """Right on one rank; on W ranks 1/W of it, as it does not multiply by them."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         logits = model(input_ids=inputs["input_ids"], labels=inputs["labels"])["logits"]
         if num_items_in_batch is None:
             loss = shifted_cross_entropy(logits, inputs["labels"])
@@ -223,9 +201,7 @@ class OwnNumber(Ordered):
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
         return sum((with_fewer_labels(batch)["labels"] != -100).sum() for batch in batch_samples)
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         return super().compute_loss(model, with_fewer_labels(inputs), return_outputs, num_items_in_batch)
 
 
@@ -304,17 +280,13 @@ def with_other_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
 class EditsTokensInPlace(Ordered):
     """As an augmentation does that masks or swaps tokens: twice is not once."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         inputs["input_ids"].copy_(with_other_tokens(inputs)["input_ids"])
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
 class EditsLabelsInPlace(Ordered):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         inputs["labels"].copy_(with_other_labels(inputs)["labels"])
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 

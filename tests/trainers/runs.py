@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from transformers import Trainer
 import hf_accum_fix
 from hf_accum_fix.errors import AccumFixError
 from hf_accum_fix.overrides.session import SESSION
+from tests.logged import logged
 from tests.numerics.heads import Batch, Head, Sample
-from tests.numerics.parity import Recorder, Step, trainable, training_arguments
+from tests.numerics.parity import Recorder, plain_sgd, relative, trainable, training_arguments
 
 #: Samples of a micro-batch x micro-batches of a window: eight samples a step on one rank.
 Cut = tuple[int, int]
@@ -106,7 +106,7 @@ class Run:
     def error(self, change: Mapping[str, Tensor]) -> float:
         """Relative, of the parameter change."""
         self._ended_well()
-        return Step(self.change, 0.0, 0.0).error(Step(dict(change), 0.0, 0.0))
+        return relative(self.change, change)
 
     def same_bits(self, other: Run) -> bool:
         self._ended_well()
@@ -115,25 +115,6 @@ class Run:
     def _ended_well(self) -> None:
         if self.raised is not None:
             raise AssertionError(f"training ended with {type(self.raised).__name__}") from self.raised
-
-
-class _Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
-@contextlib.contextmanager
-def warnings() -> Iterator[list[str]]:
-    kept, logger = _Kept(), logging.getLogger("hf_accum_fix")
-    logger.addHandler(kept)
-    try:
-        yield kept.messages
-    finally:
-        logger.removeHandler(kept)
 
 
 def run(
@@ -152,7 +133,7 @@ def run(
         )
         torch.manual_seed(0)
         raised: Exception | None = None
-        with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext(), warnings() as warned:
+        with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext(), logged() as warned:
             trainer: Any = case.trainer(
                 model=case.head.build(), args=args, train_dataset=data, data_collator=case.head.batch, **case.given
             )
@@ -187,19 +168,9 @@ def once(case: Case, cut: Cut, path: str, steps: int = 1) -> Run:
 def full_batch(case: Case, steps: int = 1) -> dict[str, Tensor]:
     """The parameter change of steps over the full batch, in plain torch."""
     torch.manual_seed(0)
-    model = case.head.build()
-    model.train()
-    before = trainable(model)
-    for _ in range(steps):
-        batch = case.head.batch(case.head.samples)
-        loss = (case.loss or case.head.reference_loss)(model, batch)
-        model.zero_grad()
-        loss.backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter -= parameter.grad
-    return {name: value - before[name] for name, value in trainable(model).items()}
+    loss = case.loss or case.head.reference_loss
+    windows = [case.head.samples] * steps
+    return plain_sgd(case.head.build(), lambda model, samples: loss(model, case.head.batch(samples)), windows, 1.0)[0]
 
 
 @functools.cache

@@ -56,9 +56,7 @@ class Weighted(TokenModel):
 class OwnMean(Ordered):
     """Computes cross entropy by itself, and ignores the number."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         labels = inputs.pop("labels")
         outputs = model(**inputs, labels=labels)
         loss = shifted_cross_entropy(outputs["logits"], labels)
@@ -68,9 +66,7 @@ class OwnMean(Ordered):
 class OwnByHand(Ordered):
     """A mean over samples that no loss function of torch computes."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         outputs = model(input_ids=inputs["input_ids"])
         loss = by_sample(outputs["logits"])
         return (loss, outputs) if return_outputs else loss
@@ -94,9 +90,7 @@ def masked_later(inputs: Any) -> dict[str, Any]:
 class Distilled(Ordered):
     """The base's loss, and a divergence from a fixed teacher over attended tokens."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch=num_items_in_batch)
         loss = loss + 0.4 * divergence(outputs["logits"], inputs)
         return (loss, outputs) if return_outputs else loss

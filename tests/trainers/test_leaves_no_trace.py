@@ -21,9 +21,7 @@ from tests.trainers.runs import Case, Ordered, run
 
 
 class LogsInComputeLoss(Ordered):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         self.log({"rows": float(len(inputs["labels"]))})
         return (loss, outputs) if return_outputs else loss
@@ -47,9 +45,7 @@ class Metered(Ordered):
         super().__init__(*args, **kwargs)
         self.meter = Meter()
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         self.meter.show(float(loss.detach()))
         loss = loss / self.meter.count
@@ -63,9 +59,7 @@ class Running(Ordered):
         super().__init__(*args, **kwargs)
         self.running = torch.ones((), dtype=torch.float64)
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         self.running.mul_(0.9).add_(0.1 * loss.detach())
         loss = loss / self.running
@@ -79,9 +73,7 @@ class Draws(Ordered):
         super().__init__(*args, **kwargs)
         self.stream = iter(text(seed=7))
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         other = collate([next(self.stream)])
         loss = loss + 0.1 * shifted_cross_entropy(model.logits(other["input_ids"]), other["labels"])
@@ -97,7 +89,7 @@ class OfTheInstance(Ordered):
         super().__init__(*args, **kwargs)
         base = self.compute_loss
 
-        def compute_loss(model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        def compute_loss(model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
             self.calls += 1
             loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
             return (loss / self.calls, outputs) if return_outputs else loss / self.calls

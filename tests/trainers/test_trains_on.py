@@ -420,9 +420,7 @@ class EachByVmap(TokenModel):
 class Penalised(Ordered):
     """Its own mean, and the norm of a gradient."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         embedded = model.embed(inputs["input_ids"])
         loss = shifted_cross_entropy(model.head(torch.tanh(model.mix(embedded))), inputs["labels"])
         (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
@@ -433,9 +431,7 @@ class Penalised(Ordered):
 class TwoBackwards(Ordered):
     """Hands the first half of its loss over by itself, to save memory."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         if model.training:
             self.accelerator.backward(model(**inputs)["loss"] / 2 / self.args.gradient_accumulation_steps)
         outputs = model(**inputs)
@@ -443,9 +439,7 @@ class TwoBackwards(Ordered):
 
 
 class WantsGradient(Ordered):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         assert loss.requires_grad, "a frozen model cannot be trained"
         return (loss, outputs) if return_outputs else loss
@@ -490,9 +484,7 @@ class LooksAtItsData(SumOverTheNumber):
     data: Any = None
     same: tuple[bool, ...] = ()
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         data = type(self).data
         found: Any = self.train_dataset
         type(self).same += (found is data, found[0] is data[0], found[0]["labels"] is data[0]["labels"])
@@ -616,9 +608,7 @@ def test_windows_are_not_dealt_from_a_loader_of_ones_own_by_surprise(loads: bool
 class PairLoss(Ordered):
     """Its own mean, which takes no number: uncut, the patch changes nothing."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         logits = model(**{key: value for key, value in inputs.items() if key != "labels"}).logits
         loss = F.cross_entropy(logits, inputs["labels"]).sqrt()
         return (loss, {"logits": logits}) if return_outputs else loss
@@ -635,9 +625,7 @@ def test_uncut_nothing_is_said_of_micro_batches() -> None:
 
 
 class NeedsTheNumber(Ordered):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         logits = model(input_ids=inputs["input_ids"])["logits"]
         loss = shifted_cross_entropy(logits, inputs["labels"], reduction="sum") / num_items_in_batch
         return (loss, {"logits": logits}) if return_outputs else loss

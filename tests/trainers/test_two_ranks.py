@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.agreement import agree
@@ -14,29 +15,115 @@ from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.accumulation.reading import LossRun
+from tests.losses import cases as read_loss
+from tests.losses.tasks import by_share, in_common
 from tests.losses.verdicts import Verdict
-from tests.numerics.heads.head import collate
+from tests.numerics.heads import Sample, TokenModel, seeded
+from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import text
-from tests.torchrun import found_by
-from tests.trainers.runs import FLOOR
-from tests.trainers.two_ranks import EXACT, ROWS, VERDICTS
+from tests.numerics.parity import pass_over_imports
+from tests.ranks import on_ranks
+from tests.trainers import custom as wild
+from tests.trainers import terms
+from tests.trainers.runs import FLOOR, Case, Cut, Ordered, Run, full_batch, run
+
+#: Eight samples a step: of a micro-batch x micro-batches on each of two ranks.
+CUTS: tuple[Cut, ...] = ((2, 2), (1, 4))
+
+
+class TwoTasks(TokenModel):
+    """Classes of samples under one key, classes of tokens under another or under the same."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Any = None,
+        labels: Any = None,
+        class_labels: Any = None,
+        token_labels: Any = None,
+    ) -> dict[str, Tensor]:
+        logits = self.logits(input_ids)
+        wanted = next(each for each in (labels, class_labels, token_labels) if each is not None)
+        if wanted.ndim == 2:
+            return {"loss": F.cross_entropy(logits.flatten(0, 1), wanted.flatten())}
+        return {"loss": F.cross_entropy(logits[:, 0], wanted)}
+
+
+def alternately(first: str, second: str) -> list[Sample]:
+    """Classes of samples and of tokens by turns, so that each rank has one kind where a micro-batch is one sample."""
+    return [
+        {"input_ids": sample["input_ids"], **({first: sample["labels"][-1]} if i % 2 else {second: sample["labels"]})}
+        for i, sample in enumerate(text(lengths=(9,) * 8))
+    ]
+
+
+def _tasks(name: str, first: str, second: str) -> Case:
+    samples = alternately(first, second)
+    head = Head(name, seeded(TwoTasks), samples, collate=in_common)
+    return Case(name, head, Ordered, loss=lambda model, batch: by_share(model, samples), cuts=((1, 4),))
+
+
+WILD = ("swift-classes", "swift-dpo", "swift-classes-by-super", "divides-the-base", "without-the-number")
+CASES = [
+    Case("sum-over-the-number", wild.NUMBER, wild.SumOverTheNumber, cuts=CUTS),
+    *(Case(c.name, c.head, c.trainer, c.loss, c.given, c.arguments, cuts=CUTS) for c in wild.CASES if c.name in WILD),
+    _tasks("other-keys-on-each-rank", "class_labels", "token_labels"),
+    _tasks("other-tasks-on-each-rank", "labels", "labels"),
+    *(Case(c.name, c.head, c.trainer, cuts=((4, 1), (2, 2))) for c in wild.OWN_STEPS),
+    *(Case(c.name, c.head, c.trainer, c.loss, cuts=CUTS) for c in (*terms.EXACT, *terms.SAID)),
+]
+#: That of these every one is exact, is held as well.
+EXACT = {case.name for case in terms.EXACT}
+ROWS = [f"{case.name} {cut[0]}x{cut[1]}" for case in CASES for cut in case.cuts]
+#: Losses that are read from their graphs, with the verdict of each row.
+READ = [Case(c.name, c.head, c.trainer, c.loss, cuts=CUTS) for cases in read_loss.TWO_RANKS.values() for c in cases]
+VERDICTS = {
+    f"{case.name} {cut[0]}x{cut[1]}": verdict
+    for verdict, cases in read_loss.TWO_RANKS.items()
+    for case in cases
+    for cut in CUTS
+}
+#: Whatever waits for the other rank longer than that waits for ever [s].
+PATIENCE = 20
+
+
+def rows_of(cases: str) -> dict[str, dict[str, Any]]:
+    """On each rank: what became of each of `READ`, or of `CASES`."""
+    rows = {}
+    for case in READ if cases == "read" else CASES:
+        steps = 2 if case.trainer in (wild.OwnStep, wild.OwnStepDividedTwice) else 1
+        wanted = full_batch(case, steps)
+        for cut in case.cuts:
+            pass_over_imports()
+            stock, patched = (
+                run(case, cut, path, steps=steps, ddp_backend="gloo", ddp_find_unused_parameters=True)
+                for path in ("stock", "apply")
+            )
+            rows[f"{case.name} {cut[0]}x{cut[1]}"] = {"stock": stock.error(wanted), **_told(patched, wanted)}
+    return rows
+
+
+def _told(patched: Run, wanted: dict[str, Tensor]) -> dict[str, Any]:
+    if patched.raised is not None:
+        told = f"{type(patched.raised).__name__}: {patched.raised}"
+        return {"refused": patched.refused, "raised": told, "exact": False}
+    warned = bool(patched.warned)
+    return {"refused": False, "apply": patched.error(wanted), "exact": bool(patched.exact), "warned": warned}
+
 
 #: Stock trains these on: the ranks have different tasks, and nothing is wrong with that.
 NOT_TO_BE_REFUSED = ("other-keys-on-each-rank", "other-tasks-on-each-rank")
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By one start of torchrun."""
-    output = tmp_path_factory.mktemp("two_ranks") / "rows.json"
-    return {row["case"]: row for row in found_by("tests.trainers.two_ranks", output)}
+def rows() -> dict[str, dict[str, Any]]:
+    return on_ranks(rows_of, "custom", patience=PATIENCE)[0]
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def read() -> dict[str, dict[str, Any]]:
     """Losses that are read from their graphs."""
-    output = tmp_path_factory.mktemp("two_ranks") / "read.json"
-    return {row["case"]: row for row in found_by("tests.trainers.two_ranks", output, "read")}
+    return on_ranks(rows_of, "read", patience=PATIENCE)[0]
 
 
 @pytest.mark.parametrize("case", ROWS)

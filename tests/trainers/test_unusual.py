@@ -24,17 +24,17 @@ from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.core.window import Part, Window
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.host import TrainerHost
-from tests.losses.models import Points, points
+from tests.losses.models import Mean, Points, class_weighted, points, texts
 from tests.numerics.heads import Batch, Head, Sample, TokenModel, seeded, shifted_cross_entropy
 from tests.numerics.heads.detection import LW_DETR
 from tests.numerics.heads.head import of_class
 from tests.numerics.heads.samples import boxes, images, text
 from tests.numerics.heads.vision import frozen_batch_norm
-from tests.random_trainings.trainings import Case, Cut, train
-from tests.torchrun import found_by
+from tests.numerics.parity import pass_over_imports
+from tests.ranks import join, on_ranks
 from tests.trainers import runs
 from tests.trainers.runs import WHOLE, Ordered, run
-from tests.trainers.unusual_two_ranks import CASES as ON_RANKS
+from tests.trainings import Case, Cut, train
 
 HALVES: Cut = (4, 2)
 
@@ -184,9 +184,7 @@ class OtherData(Ordered):
         super().__init__(*args, **kwargs)
         self.unlabelled = iter(DataLoader(torch.arange(1.0, 200.0, dtype=torch.float64), batch_size=1))
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         return loss * next(self.unlabelled).mean()
 
@@ -235,23 +233,72 @@ def test_three_uncut_steps_are_stocks(case: runs.Case) -> None:
     assert same_bits
 
 
+#: Whatever waits for the other rank longer than that waits for ever [s].
+PATIENCE = 20
+
+
+class Weighted(TokenModel):
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
+        return {"loss": class_weighted(self.logits(input_ids), labels)}
+
+
+class LeavesOutOnOne(Ordered):
+    entered = 0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.entered += 1
+        if self.args.process_index == 1 and self.entered % 2 == 1:
+            return torch.zeros((), dtype=torch.float64)
+        return super().training_step(*args, **kwargs)
+
+
+WEIGHTED = Head("weighted", seeded(Weighted), texts())
+#: The one is exact.
+ON_RANKS = [
+    runs.Case("weighted", WEIGHTED, Ordered, right=True),
+    runs.Case("leaves-out-on-one", WEIGHTED, LeavesOutOnOne),
+]
+
+
+def sample_means(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean over samples, each by the mean over its own targets."""
+    return torch.stack([model(**WEIGHTED.batch([sample]))["loss"] for sample in MEANS.head.samples]).mean()
+
+
+MEANS = runs.Case("sample-means", Head("mean", seeded(Mean), texts()), Ordered, loss=sample_means)
+
+
+def rows_of() -> list[dict[str, Any]]:
+    """On each rank: what became of each of `ON_RANKS`, and of sample means."""
+    # Before there are ranks.
+    wanted = runs.full_batch(MEANS)
+    join(PATIENCE)
+    rows = []
+    for case in ON_RANKS:
+        pass_over_imports()
+        patched = run(case, (2, 2), "apply", steps=3, learning_rate=0.05, ddp_backend="gloo")
+        rows.append({"raised": patched.raised and repr(patched.raised), "exact": patched.exact})
+    pass_over_imports()
+    with hf_accum_fix.apply(per_sample=True):
+        means = run(MEANS, (2, 2), "stock", ddp_backend="gloo")
+    return [*rows, {"raised": None, "exact": means.exact, "error": means.error(wanted)}]
+
+
 @pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """By one start of torchrun."""
-    output = tmp_path_factory.mktemp("fresh_eyes") / "rows.json"
-    return list(found_by("tests.trainers.unusual_two_ranks", output))
+def rows() -> list[dict[str, Any]]:
+    return on_ranks(rows_of, group=False)[0]
 
 
-def test_a_rank_that_leaves_micro_batches_out_is_not_waited_for(on_ranks: list[dict[str, Any]]) -> None:
+def test_a_rank_that_leaves_micro_batches_out_is_not_waited_for(rows: list[dict[str, Any]]) -> None:
     """The items of class weights are counted in the loss call, and summed over ranks as a window ends."""
-    *rows, _ = on_ranks
-    assert [row["raised"] for row in rows] == [None] * len(ON_RANKS)
-    assert [row["exact"] for row in rows] == [case.right for case in ON_RANKS]
+    *found, _ = rows
+    assert [row["raised"] for row in found] == [None] * len(ON_RANKS)
+    assert [row["exact"] for row in found] == [case.right for case in ON_RANKS]
 
 
-def test_sample_means_are_exact_on_two_ranks(on_ranks: list[dict[str, Any]]) -> None:
+def test_sample_means_are_exact_on_two_ranks(rows: list[dict[str, Any]]) -> None:
     """A sample's weights add up to 1 but for the last digits."""
-    *_, means = on_ranks
+    *_, means = rows
     assert means["error"] <= runs.FLOOR and means["exact"]
 
 

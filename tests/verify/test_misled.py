@@ -218,9 +218,7 @@ def test_a_later_step_on_request(tmp_path: Path) -> None:
 class ReadsSteps(Trainer):
     """Divides the regularisation by the micro-batches of the window, which only a loop notes."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         outputs = model(**inputs)
         loss = outputs["loss"] / self.current_gradient_accumulation_steps
         return (loss, outputs) if return_outputs else loss
@@ -229,9 +227,7 @@ class ReadsSteps(Trainer):
 class NeedsNumber(Trainer):
     """Cannot do without the number."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         logits = model(**inputs)["logits"]
         summed = nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), reduction="sum")
         loss = summed / num_items_in_batch

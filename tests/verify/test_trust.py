@@ -217,9 +217,7 @@ def test_grouped_rows_of_a_loader_without_collate_fn(tmp_path: Path) -> None:
 class NoOutputs(Trainer):
     """As the trainers of TRL that sample: no outputs."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         if return_outputs:
             raise ValueError("The GRPOTrainer does not support returning outputs")
         return model(**inputs)["loss"]

@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.numerics.heads import before
-from tests.torchrun import found_by
+from hf_accum_fix import verify
+from tests.numerics.heads import HEADS, before
+from tests.ranks import on_ranks
+from tests.verify.trainers import Contrastive, points, small, trainer_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(before("5.23"), reason="what the newest release does")]
+pytestmark = pytest.mark.skipif(before("5.23"), reason="what the newest release does")
+
+GLOO = {"ddp_backend": "gloo", "per_device": 2, "accumulate": 2}
+
+
+def reports_of(output: Path) -> dict[str, Any]:
+    """On each rank."""
+    found = {
+        name: verify(trainer_of(name, output, **GLOO), with_apply=True).to_dict()
+        for name in ("llama", "bert-classes", "bert-mlm", "mixtral", "lora")
+    }
+    evaluated = HEADS["llama"].samples[:7]
+    trainer = trainer_of("llama", output, evaluated=evaluated, **GLOO)
+    found["evaluated"] = verify(trainer, splits=[2]).to_dict()
+    found["contrastive"] = verify(small(Contrastive(), output, points(8), **GLOO)).to_dict()
+    trainer = trainer_of("llama", output, **GLOO)
+    trainer.model_wrapped = trainer.model
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    verify(trainer)
+    same = all((one == other).all() for one, other in zip(before, trainer.model.parameters(), strict=True))
+    trainer.train()
+    found["trained"] = {"same": bool(same), "loss": trainer.state.log_history[0]["loss"]}
+    return found
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The reports of the first rank."""
-    output = tmp_path_factory.mktemp("two_ranks") / "reports.json"
-    first, second = found_by("tests.verify.two_ranks", output)
+    first, second = on_ranks(reports_of, tmp_path_factory.mktemp("two_ranks"), group=False)
     assert first == second
-    return dict(first)
+    return first
 
 
 def words(report: dict[str, Any], mode: str, cut: tuple[int, int]) -> str:
@@ -40,7 +63,7 @@ def words(report: dict[str, Any], mode: str, cut: tuple[int, int]) -> str:
 )
 def test_stock_is_explained_and_apply_is_exact(name: str, wanted: str, reports: dict[str, Any]) -> None:
     report = reports[name]
-    assert report["world_size"] == 2 and report["samples"] == [8]
+    assert report["world_size"] == 2 and report["samples"] == (8,)
     assert words(report, "stock", (1, 4)).endswith(wanted)
     fixed = [each for each in report["results"] if each["mode"] == "apply()"]
     assert len(fixed) == 4 and {each["verdict"]["kind"] for each in fixed} == {"exact"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +11,17 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from tests.numerics import parity
 from tests.numerics.heads import HEADS, Head, Sample
 from tests.numerics.parity import training_arguments
 
 
 def trainer_of(
-    head: Head | str,
-    output: Path,
-    *,
-    cls: type = Trainer,
-    samples: Sequence[Sample] | None = None,
-    per_device: int = 2,
-    accumulate: int = 4,
-    evaluated: Sequence[Sample] | None = None,
-    **arguments: Any,
+    head: Head | str, output: Path, *, cls: type = Trainer, evaluated: Sequence[Sample] | None = None, **given: Any
 ) -> Any:
-    """A trainer that has not trained yet."""
+    """A trainer that has not trained yet, as `parity.trainer_of` takes it."""
     head = HEADS[head] if isinstance(head, str) else head
-    return cls(
-        model=head.build(),
-        args=training_arguments(output, per_device, accumulate, **{**head.arguments, **arguments}),
-        train_dataset=list(head.samples) if samples is None else samples,
-        eval_dataset=evaluated,
-        data_collator=head.batch,
-        **head.trainer,
-    )
+    return parity.trainer_of(head, output, partial(cls, eval_dataset=evaluated), **given)
 
 
 class Regression(nn.Module):

@@ -152,62 +152,36 @@ def two_lists(samples: Sequence[Sample]) -> Batch:
 def heads() -> list[Head]:
     found = images(boxes, dtype=torch.float32)
     larger = images(boxes, 64, torch.float32)
+    lists = images(masked, dtype=torch.float32)
+    often: dict[str, Any] = {"tolerance": FLOAT32, "dtype": torch.float32}
+    rarely = {**often, "everyday": False}
+    auxiliary = {**DETR, "auxiliary_loss": True, "decoder_layers": 2}
     return [
-        of_class("YolosForObjectDetection", YOLOS, found, FLOAT32, name="yolos", dtype=torch.float32),
+        of_class("YolosForObjectDetection", YOLOS, found, name="yolos", **often),
         *(
-            of_class(f"{family}ForObjectDetection", DETR, found, FLOAT32, dtype=torch.float32)
+            of_class(f"{family}ForObjectDetection", DETR, found, **often)
             for family in ("Detr", "ConditionalDetr", "DabDetr", "TableTransformer")
         ),
         *(
-            of_class(
-                f"{family}ForObjectDetection",
-                config,
-                larger,
-                FLOAT32,
-                dtype=torch.float32,
-                prepare=frozen_batch_norm,
-                everyday=family != "LwDetr",
+            of_class(f"{family}ForObjectDetection", config, larger, prepare=frozen_batch_norm, **how)
+            for family, config, how in (
+                ("RTDetr", RT_DETR, often),
+                ("RTDetrV2", RT_DETR, often),
+                ("DFine", D_FINE, often),
+                ("LwDetr", LW_DETR, rarely),
             )
-            for family, config in (("RTDetr", RT_DETR), ("RTDetrV2", RT_DETR), ("DFine", D_FINE), ("LwDetr", LW_DETR))
         ),
-        of_class(
-            "GroundingDinoForObjectDetection", GROUNDING_DINO, prompted(), FLOAT32, dtype=torch.float32, everyday=False
-        ),
+        of_class("GroundingDinoForObjectDetection", GROUNDING_DINO, prompted(), **rarely),
         of_class(
             "Mask2FormerForUniversalSegmentation",
             MASK2FORMER,
-            images(masked, dtype=torch.float32),
-            FLOAT32,
-            dtype=torch.float32,
+            lists,
             collate=two_lists,
             prepare=same_draws,
-            everyday=False,
+            **rarely,
         ),
-        of_class("DeformableDetrForObjectDetection", DEFORMABLE, found, FLOAT32, dtype=torch.float32, everyday=False),
-        of_class(
-            "DetrForObjectDetection",
-            {**DETR, "auxiliary_loss": True, "decoder_layers": 2},
-            found,
-            FLOAT32,
-            name="detr-auxiliary",
-            dtype=torch.float32,
-            everyday=False,
-        ),
-        of_class(
-            "DetrForSegmentation",
-            SEGMENTING,
-            images(with_masks, dtype=torch.float32),
-            FLOAT32,
-            dtype=torch.float32,
-            everyday=False,
-        ),
-        of_class(
-            "MaskFormerForInstanceSegmentation",
-            MASK_FORMER,
-            images(masked, dtype=torch.float32),
-            FLOAT32,
-            dtype=torch.float32,
-            collate=two_lists,
-            everyday=False,
-        ),
+        of_class("DeformableDetrForObjectDetection", DEFORMABLE, found, **rarely),
+        of_class("DetrForObjectDetection", auxiliary, found, name="detr-auxiliary", **rarely),
+        of_class("DetrForSegmentation", SEGMENTING, images(with_masks, dtype=torch.float32), **rarely),
+        of_class("MaskFormerForInstanceSegmentation", MASK_FORMER, lists, collate=two_lists, **rarely),
     ]

@@ -134,6 +134,17 @@ def seeded(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -
     return built
 
 
+def declared_false(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """A head that says it takes no item count, as Qwen-VL and 66 other classes of 5.23.0 do."""
+
+    def built() -> nn.Module:
+        model: Any = build()
+        model.accepts_loss_kwargs = False
+        return model
+
+    return built
+
+
 def of_class(
     model: str,
     config: Mapping[str, Any],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.numerics.heads.head import FLOAT64, VOCABULARY, Batch, Head, seeded
+from tests.numerics.heads.head import FLOAT64, VOCABULARY, Batch, Head, Sample, seeded
 from tests.numerics.heads.losses import shifted_cross_entropy
 from tests.numerics.heads.samples import first_is_target, text
 from tests.numerics.heads.text import llama
@@ -131,44 +132,21 @@ class TwoTerms(TokenModel):
         return {"loss": out["loss"] + F.cross_entropy(out["logits"][:, 0, :2], kind)}
 
 
+def by_function(name: str, function: Callable[..., Tensor], samples: Sequence[Sample], **more: Any) -> Head:
+    """Llama by a compute_loss_func."""
+    given = {"compute_loss_func": function}
+    return Head(name, seeded(llama), samples, FLOAT64, loss=func_reference, trainer=given, **more)
+
+
 def heads() -> list[Head]:
+    some = text(masked=lambda index, length: length if index < 4 else 2)
     two_terms = [{**s, "kind": torch.tensor(i % 2)} for i, s in enumerate(text())]
     return [
-        Head(
-            "func-with-number",
-            seeded(llama),
-            text(),
-            FLOAT64,
-            stock_wrong=False,
-            loss=func_reference,
-            trainer={"compute_loss_func": func_with_number},
-        ),
-        Head(
-            "func-with-mean",
-            seeded(llama),
-            text(),
-            FLOAT64,
-            loss=func_reference,
-            trainer={"compute_loss_func": func_with_mean},
-        ),
-        Head(
-            "func-by-hand",
-            seeded(llama),
-            text(masked=first_is_target),
-            FLOAT64,
-            stock_wrong=False,
-            loss=func_reference,
-            trainer={"compute_loss_func": func_by_hand},
-        ),
-        Head(
-            "func-with-constant",
-            seeded(llama),
-            # On two ranks the stock step fails on both at once, so that neither waits for the other.
-            text(masked=lambda index, length: length if index < 4 else 2),
-            FLOAT64,
-            loss=func_reference,
-            trainer={"compute_loss_func": func_with_constant},
-        ),
+        by_function("func-with-number", func_with_number, text(), stock_wrong=False),
+        by_function("func-with-mean", func_with_mean, text()),
+        by_function("func-by-hand", func_by_hand, text(masked=first_is_target), stock_wrong=False),
+        # On two ranks the stock step fails on both at once, so that neither waits for the other.
+        by_function("func-with-constant", func_with_constant, some),
         Head("no-kwargs", seeded(NoKwargs), text(), FLOAT64),
         Head("drops-kwargs", seeded(DropsKwargs), text(), FLOAT64),
         Head("declares-false", seeded(DeclaresFalse), text(), FLOAT64),
