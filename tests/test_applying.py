@@ -542,7 +542,7 @@ for _ in range(60):
         handle = hf_accum_fix.apply(quiet=True)
         os._exit(0 if handle.pending else 1)
     codes.append(os.waitpid(child, 0)[1])
-print(set(codes))
+print(set(codes), flush=True)
 os._exit(0)
 """
 

@@ -20,7 +20,7 @@ from torch.nn.parallel.distributed import _DDPSink
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from hf_accum_fix.accumulation.loss_graph import ROWS, Term, read
+from hf_accum_fix.accumulation.loss_graph import ROWS, Term, is_bent_sum, read
 
 #: Six rows of four classes; two rows are no target.
 ROWS_, CLASSES = 6, 4
@@ -215,6 +215,9 @@ TABLE: dict[str, tuple[Loss, str]] = {
     "the largest of a stack": (lambda x: torch.stack([x.ce, x.mean]).max(), "Max?"),
     "one of two terms": (lambda x: torch.where(torch.tensor(True), x.ce, x.mean), "Where?"),
     "limited": (lambda x: x.ce.clamp(min=0.1), "Clamp?"),
+    "limited above": (lambda x: torch.clamp_max(x.ce, 9.0), "ClampMax?"),
+    "above a bound": (lambda x: F.relu(x.ce - 0.1), "Relu?"),
+    "least": (lambda x: torch.minimum(x.ce, x.mean), "Minimum?"),
     "the largest row": (lambda x: x.each.max(), "Max?"),
     "logsumexp": (lambda x: x.each.logsumexp(0), "Logsumexp?"),
     "norm": (lambda x: x.logits.norm(), "LinalgVectorNorm?"),
@@ -327,6 +330,24 @@ def test_numbers_inside_of_a_sum(loss: Loss, terms: str, deep: str, within: int)
     assert words(read(loss(Learnt()))) == terms
     (found,) = read(loss(Learnt()), deep=True)
     assert (words([found]), found.within) == (deep, within)
+
+
+SUMS: dict[str, tuple[Loss, bool]] = {
+    "flooding of a sum": (lambda x: (x.each.sum() - 0.1).abs() + 0.1, True),
+    "greatest of two sums": (lambda x: torch.maximum(2 * x.each.sum(), x.each.sum() + 1), True),
+    "flooding of a mean": (lambda x: (x.mean - 0.1).abs(), False),
+    "greatest of a sum and a mean": (lambda x: torch.maximum(x.each.sum(), x.mean), False),
+    "a sum over a count": (lambda x: (x.each.sum() / COUNT - 0.1).abs(), False),
+    "root of a sum": (lambda x: x.each.sum().sqrt(), False),
+    "product of two sums": (lambda x: (x.each.sum() * x.ce).abs(), False),
+    "log-sum-exp": (lambda x: x.each.logsumexp(0), False),
+}
+
+
+@pytest.mark.parametrize(("loss", "is_sum"), SUMS.values(), ids=SUMS)
+def test_what_bends_a_sum_grows_with_the_batch(loss: Loss, is_sum: bool) -> None:
+    (term,) = read(loss(Learnt()))
+    assert not term.readable and is_bent_sum(term.leaf) is is_sum
 
 
 def test_the_table_holds_every_node() -> None:

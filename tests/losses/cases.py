@@ -947,6 +947,13 @@ def from_turn(start: int, loss: Loss, later: Loss, end: int = LATE) -> Loss:
     return found
 
 
+def by_turns(loss: Loss, other: Loss) -> Loss:
+    def found(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+        return (other if model.turn % 2 else loss)(logits, batch, model)
+
+    return found
+
+
 def scheduled(logits: Tensor, batch: Batch, model: Any) -> Tensor:
     """Rises from zero."""
     return tokens(logits, batch) + 0.2 * model.step * classes(logits, batch)
@@ -992,6 +999,7 @@ def late(name: str, verdict: Verdict, loss: Loss, make: Callable[[int], list[Sam
 LATER = [
     *(late(f"term-from-{start + 1}", GRADIENT, from_turn(start, tokens, both)) for start in (1, 2, 4, 6)),
     late("term-in-3", GRADIENT, from_turn(2, tokens, both, 3)),
+    late("alternates", GRADIENT, by_turns(tokens, both)),
     late("term-until-3", EXACT, from_turn(2, both, tokens)),
     late("classes-from-3", EXACT, from_turn(2, tokens, classes)),
     late("samples-from-5", EXACT, from_turn(4, tokens, of_samples), cuts=(PAIRS, UNEVEN)),
