@@ -384,6 +384,9 @@ def is_bent_sum(node: Any) -> bool:
         below = pending.pop()
         does, reduction = _does(below), getattr(below, "_saved_reduction", 0)
         live = [each for each, _ in below.next_functions if each is not None]
+        if len(live) == 2 and (name := type(below).__name__).startswith(("Maximum", "Minimum")):
+            # Only the chosen one has a gradient.
+            live = live[int(bool(below._saved_self < below._saved_other) is name.startswith("Max")) :][:1]
         if reduction == 2 or does == "sum":
             found = True
         elif _shape(below) == () and (does in ("pass", "add", "neg", "bend") or (does == "mul" and len(live) == 1)):

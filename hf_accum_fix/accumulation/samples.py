@@ -79,8 +79,11 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
 
 def _informative(batch: Batch) -> tuple[bool, bool, int, float]:
     """Sort key of micro-batches: how many rules differ in them, and their targets."""
-    # Halves differ in any batch.
-    counts = [float(rule.count(batch)) for rule in ways_of_counting(batch) if not rule.first_half]
+    # Halves differ in any batch, as do masks with and without their first position.
+    rules = [
+        rule for rule in ways_of_counting(batch) if not (rule.first_half or (rule.shift and not rule.ignore_index))
+    ]
+    counts = [float(rule.count(batch)) for rule in rules]
     return counts[0] > 0, sample_count(batch) > 1, len(set(counts)), counts[0]
 
 

@@ -11,7 +11,7 @@ window.close(model)                                 # compares divisors with the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -81,10 +81,11 @@ class Window:
     def observed_again(self, check: WindowCheck, captured: Captured) -> bool:
         """Observe its losses again, as one has other terms than before; False: not possible in mid-window.
 
-        Several ranks would have to do it together, and a gradient that was added cannot be weighted again.
+        Several ranks would have to do it together, and a gradient that was added cannot be weighted again. A loss that
+        was not exact may depend on state that a forward writes, which this micro-batch's backward still needs.
         """
         host, state = self.host, self.host.state
-        if self.done or host.world_size > 1 or not state.tasks:
+        if self.done or host.world_size > 1 or not (state.tasks and check.contract.exact):
             return False
         if not state.take_earlier(check.contract, check.other_terms):
             state.reconsider()
@@ -319,8 +320,10 @@ def _compare_rules(host: Host, counts: _Counts) -> bool:
         if contract.is_ambiguous(by_rule):
             as_upstream = None if counts.number is None else contract.counting(by_rule, float(counts.number))
             if as_upstream is not None:
-                # A loss divides by the number that it gets, and stock counts that so.
-                state.take(as_upstream, loss)
+                # A loss divides by the number that it gets: as stock's.
+                doubt = "several rules fit its items and count a window differently; upstream's is used"
+                state.take(replace(as_upstream, doubt=as_upstream.doubt or doubt), loss)
+                host.report_inexact(doubt)
                 return True
             if state.compared != state.opened:
                 state.compared = state.opened

@@ -949,7 +949,7 @@ def from_turn(start: int, loss: Loss, later: Loss, end: int = LATE) -> Loss:
 
 def by_turns(loss: Loss, other: Loss) -> Loss:
     def found(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-        return (other if model.turn % 2 else loss)(logits, batch, model)
+        return (other if model.step % 2 else loss)(logits, batch, model)
 
     return found
 
