@@ -43,7 +43,6 @@ def check_batch_norm(
     accumulation_steps: int = 1,
     optimizer: Any = None,
     ranks: Ranks | None = None,
-    small_batch: int = SMALL_BATCH,
 ) -> tuple[Alarm, ...]:
     """Everything found about the BatchNorm layers of a model; empty without any.
 
@@ -56,14 +55,13 @@ def check_batch_norm(
         accumulation_steps: micro-batches of one optimizer step on a rank.
         optimizer: expected to hold the layers' parameters; None: not checked.
         ranks: the data-parallel ranks; None: torch.distributed.
-        small_batch: samples below which statistics are called small.
     """
     ranks = ranks or TorchRanks()
     layers = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     live = {name: layer for name, layer in layers.items() if layer.training}
     found = [
         _accumulation(live, per_device_batch, accumulation_steps, ranks),
-        _small(live, per_device_batch, ranks, small_batch),
+        _small(live, per_device_batch, ranks),
         _stale(model, layers, optimizer),
         _converted_late(model, layers),
         compare_buffers(model, ranks),
@@ -252,15 +250,15 @@ def _accumulation(
     )
 
 
-def _small(live: dict[str, _BatchNorm], per_device_batch: int, ranks: Ranks, small_batch: int) -> Alarm | None:
+def _small(live: dict[str, _BatchNorm], per_device_batch: int, ranks: Ranks) -> Alarm | None:
     small = {name: _samples(layer, per_device_batch, ranks) for name, layer in live.items()}
-    small = {name: samples for name, samples in small.items() if samples < small_batch}
+    small = {name: samples for name, samples in small.items() if samples < SMALL_BATCH}
     if not small:
         return None
     return Alarm(
         "batch-norm-small-batch",
         f"the statistics of {len(small)} BatchNorm layers (first {next(iter(small))}) come from "
-        f"{_few(small.values())} samples; below {small_batch} their noise costs accuracy; use SyncBatchNorm where "
+        f"{_few(small.values())} samples; below {SMALL_BATCH} their noise costs accuracy; use SyncBatchNorm where "
         "there are more ranks, GroupNorm, or frozen statistics",
     )
 

@@ -78,33 +78,21 @@ class GradientNormReading:
 class GradientNorm(Gathered[GradientNormReading]):
     """Compare every step's gradient norm with a window of the steps before it.
 
-    A spike is a norm whose logarithm is more than ``unusual`` times its noise above its median over the window, and at
-    least ``factor`` times as large, after what few items alone make of it: ``sqrt(usual items / items)`` at most, and
+    A spike is a norm whose logarithm is more than 9 times its noise above its median over the window, and at
+    least 3 times as large, after what few items alone make of it: ``sqrt(usual items / items)`` at most, and
     as much more noise. Logarithms, because norms are skewed; the noise from step to step (`noise_sigma`) and the
     median, because neither the trend of a run that learns nor the spikes themselves must raise the bar.
 
     Args:
         max_norm: norm that gradients are clipped to; None where they are not.
-        window: number of steps that define the usual norm.
-        unusual: standard deviations of the noise. At 9, log norms that follow Student's distribution of 5 degrees gave
-            5 spikes in 60,000 simulated steps, normal ones none.
-        factor: least ratio of a spike to the median.
         every: steps from one norm to the next.
     """
 
-    def __init__(
-        self,
-        max_norm: float | None = None,
-        window: int = 100,
-        unusual: float = 9.0,
-        factor: float = 3.0,
-        every: float = 1,
-    ) -> None:
+    def __init__(self, max_norm: float | None = None, every: float = 1) -> None:
         self.max_norm, self._every = max_norm, every
-        self._unusual, self._factor = unusual, factor
-        self._usual: deque[float] = deque(maxlen=window)
-        self._items: deque[float] = deque(maxlen=window)
-        self._finite: deque[bool] = deque(maxlen=window)
+        self._usual: deque[float] = deque(maxlen=_WINDOW)
+        self._items: deque[float] = deque(maxlen=_WINDOW)
+        self._finite: deque[bool] = deque(maxlen=_WINDOW)
         self._new: list[tuple[Any, Any]] = []
         self._norms: list[float] = []
         self._candidates: list[Spike] = []
@@ -168,7 +156,7 @@ class GradientNorm(Gathered[GradientNormReading]):
             few, far = -math.log(share) / 2, math.log(candidate.norm / candidate.usual)
             # The noise of a norm of few items is larger by the same root.
             unusual = candidate.unusual * (far - few) / far * math.sqrt(share)
-            if far > math.log(self._factor) + few and unusual > self._unusual:
+            if far > math.log(_FACTOR) + few and unusual > _UNUSUAL:
                 spikes.append(replace(candidate, unusual=unusual, items=share))
         self._norms, self._candidates = [], []
         centre, sigma = median_and_sigma(self._usual) if self._usual else (math.nan, math.nan)
@@ -261,11 +249,11 @@ class GradientNorm(Gathered[GradientNormReading]):
     def _spike(self, norm: float, items: float, steps_ago: int) -> list[Spike]:
         """The candidate that this norm is, if any, with this rank's items."""
         usual = median(self._usual) if len(self._usual) >= _ENOUGH else math.inf
-        if norm <= self._factor * usual:
+        if norm <= _FACTOR * usual:
             return []
         sigma = noise_sigma([math.log(each) for each in self._usual])
         unusual = math.log(norm / usual) / max(sigma, _LEAST_SIGMA)
-        return [Spike(steps_ago, norm, usual, unusual, items)] if unusual > self._unusual else []
+        return [Spike(steps_ago, norm, usual, unusual, items)] if unusual > _UNUSUAL else []
 
 
 def _numbers(new: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float]]:
@@ -289,8 +277,11 @@ _GROWN, _VANISHED, _RISING = 30.0, 1e4, 0.8
 _LEAST_NORM = 1e-30
 #: Steps in a row that are always; ratio of norm to max_norm that is far.
 _ALWAYS, _FAR_CLIPPED = 1000, 5.0
-#: Fewest norms that define a usual one.
-_ENOUGH = 30
+#: Norms that define a usual one, and the fewest.
+_WINDOW, _ENOUGH = 100, 30
+#: Least distance of a spike from the usual, in deviations of the noise, and as a ratio. At 9, log norms that follow
+#: Student's distribution of 5 degrees gave 5 spikes in 60,000 simulated steps, normal ones none.
+_UNUSUAL, _FACTOR = 9.0, 3.0
 #: Most steps of a reading that may be spikes; share of the usual items that is reported.
 _CANDIDATES, _FEW = 8, 0.9
 #: Least deviation of log norms that a window is assumed to have.

@@ -223,11 +223,6 @@ class LossMeter(Gathered[LossReading]):
             found.update((f"rank_loss_{rank}", its.mean) for rank, its in enumerate(reading.ranks) if its.items)
         return found
 
-    def clear(self) -> None:
-        """Forget everything since the last reading, without communication."""
-        if self._moments is not None:
-            self._moments.zero_()
-
     def _on_device(self, loss: Tensor | float, items: Tensor | float) -> tuple[Tensor, Tensor]:
         """Both in the precision of the sums, on the device of the first loss."""
         if self._moments is None:

@@ -35,6 +35,8 @@ from hf_accum_fix.monitor.robust import normal_of_student
 _KEPT, _ENOUGH, _LEFT_OUT = 256, 5, 0.2
 #: Last readings that a lag is judged over, and the chance that a healthy rank of these looks late (Bonferroni).
 _READINGS, _CHANCE = (8, 16, 32, 64, 128, 256), 1e-5
+#: Lag, as a share of the whole step, that nobody would act upon; in seconds: processes of one machine differ by that.
+_TOLERANCE, _TOLERANCE_IN_SECONDS = 0.1, 0.01
 #: In tolerances: most that the lag of one reading counts for, so that one long stall is no lag; how far ranks are
 #: believed to wander from reading to reading.
 _MOST, _WANDER = 5.0, 0.3
@@ -76,8 +78,6 @@ class Pace(Gathered[PaceReading]):
     Args:
         model: the one in training, as it is called in the loop.
         ranks: the ranks; None: torch.distributed.
-        tolerance: lag, as a share of the whole step, that nobody would act upon.
-        tolerance_in_seconds: the same in seconds: the milliseconds by which processes of one machine differ.
         clock: seconds.
     """
 
@@ -85,12 +85,9 @@ class Pace(Gathered[PaceReading]):
         self,
         model: nn.Module,
         ranks: Ranks | None = None,
-        tolerance: float = 0.1,
-        tolerance_in_seconds: float = 0.01,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._ranks, self._clock = ranks or TorchRanks(), clock
-        self._tolerance, self._tolerance_in_seconds = tolerance, tolerance_in_seconds
         self._began = self._ready = clock()
         self._own: deque[float] = deque(maxlen=_KEPT)
         self._whole: deque[float] = deque(maxlen=_KEPT)
@@ -126,7 +123,7 @@ class Pace(Gathered[PaceReading]):
         ranks = len(reading.own)
         if ranks < 2 or reading.steps < _ENOUGH:
             return None
-        tolerance = max(self._tolerance * reading.whole, self._tolerance_in_seconds)
+        tolerance = max(_TOLERANCE * reading.whole, _TOLERANCE_IN_SECONDS)
         usual = median_low(reading.own)
         late = [max(-_MOST, min(_MOST, (own - usual) / tolerance)) for own in reading.own]
         lags = [its - (sum(late) - its) / (ranks - 1) for its in late]

@@ -58,8 +58,11 @@ if TYPE_CHECKING:
 
 #: Steps kept between two readings.
 _KEPT = 64
-#: Steps kept until there are enough in which every rank has a gradient.
-_MOST_CARRIED = 512
+#: Fewest steps in a judgement: shorter readings are put together; most kept until every rank has a gradient in enough.
+_FEWEST, _MOST_CARRIED = 8, 512
+#: Relative difference of norms that nobody would act upon; the same at the first norms: it grows with the square of the
+#: first norm over the present one, since memorised data leave no gradient.
+_TOLERANCE, _TOLERANCE_OF_FIRST = 0.005, 0.002
 
 
 @dataclass(frozen=True)
@@ -85,29 +88,14 @@ class RankGradients(Gathered[RankGradientsReading]):
     Args:
         ranks: the ranks; None: torch.distributed.
         every: steps from one measured to the next; a norm reads the whole gradient once.
-        readings_per_false_alarm: mean number of readings up to a false alarm of any rank.
-        tolerance: relative difference of norms that nobody would act upon.
-        steps: least number of measured steps in a judgement; shorter readings are put together.
-        tolerance_of_first: the same, at the first norms; grows with the square of the first norm over the present one,
-            since memorised data leave no gradient.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks | None = None,
-        every: int = 1,
-        readings_per_false_alarm: float = 5_000,
-        tolerance: float = 0.005,
-        steps: int = 8,
-        tolerance_of_first: float = 0.002,
-    ) -> None:
+    def __init__(self, ranks: Ranks | None = None, every: int = 1) -> None:
         self._ranks = ranks or TorchRanks()
         self._every, self._step = every, 0
         self._squares: list[Tensor] = []
         self._norms: deque[Tensor] = deque(maxlen=_KEPT)
-        self._shifts = Shifts(readings_per_false_alarm)
-        self._tolerance, self._steps = tolerance, steps
-        self._tolerance_of_first, self._first = tolerance_of_first, 0.0
+        self._shifts, self._first = Shifts(bayes_factor=100), 0.0
         self._carried: list[tuple[float, ...]] = []
         self.worst: Deviation | None = None
 
@@ -196,7 +184,7 @@ class RankGradients(Gathered[RankGradientsReading]):
                 "look at its data (an empty micro-batch, an outlier) and its precision",
             )
         self._carried += [step for step in zip(*reading.norms, strict=True) if 0 < max(step) < math.inf]
-        if len(self._carried) < self._steps:
+        if len(self._carried) < _FEWEST:
             return None
         zeros = [sum(norm == 0 for norm in column) for column in zip(*self._carried, strict=True)]
         dead = [rank for rank, count in enumerate(zeros) if 2 * count > len(self._carried)]
@@ -211,13 +199,13 @@ class RankGradients(Gathered[RankGradientsReading]):
             )
         # Skip steps in which a rank has no targets: they show nothing about sizes.
         steps = [step for step in self._carried if min(step) > 0]
-        if len(steps) < self._steps:
+        if len(steps) < _FEWEST:
             self._carried = self._carried[-_MOST_CARRIED:]
             return None
         self._carried = []
         norm = median(fmean(step) for step in steps)
         self._first = self._first or norm
-        found = deviations(steps, max(self._tolerance, self._tolerance_of_first * (self._first / norm) ** 2))
+        found = deviations(steps, max(_TOLERANCE, _TOLERANCE_OF_FIRST * (self._first / norm) ** 2))
         shifted = self._shifts.add(found, len(reading.norms))
         self.worst = self._shifts.worst
         if shifted is None:

@@ -19,6 +19,9 @@ from hf_accum_fix.monitor.deviation import OF_TWO, Deviation, Shifts
 from hf_accum_fix.monitor.loss import LossReading, Moments
 
 LOOK_AT = "look at this rank's data shard, its seed (sampler, dropout) and its precision or device"
+#: Difference, as a share of the mean loss, that nobody would act upon; the same at the first mean loss: it grows with
+#: the square of that loss over the present one, since losses of memorised data differ by any factor.
+_TOLERANCE, _TOLERANCE_OF_FIRST = 0.01, 0.001
 
 
 class RankLoss:
@@ -29,28 +32,16 @@ class RankLoss:
     only be judged by its noise.
 
     Args:
-        readings_per_false_alarm: mean number of readings up to a false alarm of any rank.
-        tolerance: difference, as a share of the mean loss, that nobody would act upon.
-        tolerance_of_first: the same, at the first mean loss; grows with the square of that loss over the present one,
-            since losses of memorised data differ by any factor.
         micro_batches: a rank's least number of micro-batches in a judgement.
 
     Attributes:
         worst: the most unusual rank of the last judgement; None before the first.
     """
 
-    def __init__(
-        self,
-        readings_per_false_alarm: float = 5_000,
-        tolerance: float = 0.01,
-        micro_batches: int = 8,
-        tolerance_of_first: float = 0.001,
-    ) -> None:
-        self._shifts = Shifts(readings_per_false_alarm)
-        self._tolerance, self._micro_batches = tolerance, micro_batches
+    def __init__(self, micro_batches: int = 8) -> None:
+        self._shifts, self._micro_batches = Shifts(), micro_batches
         self._carried: tuple[Moments, ...] = ()
-        self._same = 0
-        self._tolerance_of_first, self._first = tolerance_of_first, 0.0
+        self._same, self._first = 0, 0.0
         self.worst: Deviation | None = None
 
     def judge(self, reading: LossReading) -> Alarm | None:
@@ -110,7 +101,7 @@ class RankLoss:
         self._first = self._first or mean
         if not mean:
             return None
-        tolerance = max(self._tolerance, self._tolerance_of_first * (self._first / mean) ** 2)
+        tolerance = max(_TOLERANCE, _TOLERANCE_OF_FIRST * (self._first / mean) ** 2)
         found = deviations(moments, measured, tolerance * mean)
         if not found:
             return None

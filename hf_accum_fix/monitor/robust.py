@@ -136,38 +136,39 @@ def normal_of_student(t: float, degrees_of_freedom: float) -> float:
     return math.copysign((8 * nu + 1) / (8 * nu + 3) * math.sqrt(nu * math.log1p(t * t / nu)), t)
 
 
+#: Half the shift, in standard deviations, that is to be found fastest; the most that a single value counts for.
+_ALLOWANCE, _LIMIT = 0.5, 6.0
+
+
 class Cusum:
     """Detect a lasting shift of a standardised series: an outlier does not trigger it, a small lasting shift does.
 
-    Sums the amount by which each value exceeds ``allowance``, on either side, never below zero; an alarm at
-    ``threshold``. A value counts for at most ``limit``. Without any shift the mean number of values up to an alarm is
+    Sums the amount by which each value exceeds 1/2, on either side, never below zero; an alarm at ``threshold``. A
+    value counts for at most 6. Without any shift the mean number of values up to an alarm is
 
-        (exp(2 k b) - 2 k b - 1) / (4 k^2)        k = allowance, b = threshold + 1.166,
+        (exp(2 k b) - 2 k b - 1) / (4 k^2)        k = 1/2, b = threshold + 1.166,
 
-    from which the threshold follows. With k = 1/2, a shift by s standard deviations is found after about
+    from which the threshold follows. A shift by s standard deviations is found after about
     ``threshold / (s - 1/2)`` values.
 
     Args:
         values_per_false_alarm: mean number of values, normal with deviation 1 or less, up to a false alarm.
-        allowance: k, half the shift that is to be found fastest.
-        limit: the most that a single value counts for.
 
     Source: Page 1954, "Continuous inspection schemes"; Siegmund 1985, "Sequential Analysis", section 2.6 (the mean
     number; two sides alarm twice as often as one).
     """
 
-    def __init__(self, values_per_false_alarm: float, allowance: float = 0.5, limit: float = 6.0) -> None:
-        self._allowance, self._limit = allowance, limit
-        self.threshold = _threshold(values_per_false_alarm, allowance)
+    def __init__(self, values_per_false_alarm: float) -> None:
+        self.threshold = _threshold(values_per_false_alarm)
         self._up = self._down = 0.0
         self._up_length = self._down_length = 0
 
     def add(self, value: float) -> bool:
         """Whether the series has shifted, with this value (in standard deviations; nan counts as the limit)."""
-        value = self._limit if math.isnan(value) else max(-self._limit, min(self._limit, value))
+        value = _LIMIT if math.isnan(value) else max(-_LIMIT, min(_LIMIT, value))
         # Twice the threshold at most, so that a shift that has passed is forgotten.
-        self._up = min(max(0.0, self._up + value - self._allowance), 2.0 * self.threshold)
-        self._down = min(max(0.0, self._down - value - self._allowance), 2.0 * self.threshold)
+        self._up = min(max(0.0, self._up + value - _ALLOWANCE), 2.0 * self.threshold)
+        self._down = min(max(0.0, self._down - value - _ALLOWANCE), 2.0 * self.threshold)
         self._up_length = self._up_length + 1 if self._up else 0
         self._down_length = self._down_length + 1 if self._down else 0
         return self.level >= self.threshold
@@ -183,11 +184,11 @@ class Cusum:
         return max(self._up, self._down)
 
 
-def _threshold(values_per_false_alarm: float, allowance: float) -> float:
+def _threshold(values_per_false_alarm: float) -> float:
     low, high = 0.0, 200.0
     while high - low > 1e-6:
         middle = (low + high) / 2.0
-        rate = 2.0 * allowance * (middle + 1.166)
-        found = (math.exp(rate) - rate - 1.0) / (4.0 * allowance**2)
+        rate = 2.0 * _ALLOWANCE * (middle + 1.166)
+        found = (math.exp(rate) - rate - 1.0) / (4.0 * _ALLOWANCE**2)
         low, high = (middle, high) if found < values_per_false_alarm else (low, middle)
     return high

@@ -25,8 +25,9 @@ from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 
-#: Forwards kept between two readings; fewest for a judgement; readings in a row in which a stage is slow.
-_KEPT, _ENOUGH, _IN_A_ROW = 256, 5, 5
+#: Forwards kept between two readings; fewest for a judgement; readings in a row in which a stage is slow; its
+#: excess over the mean, as a share, that nobody would act upon.
+_KEPT, _ENOUGH, _IN_A_ROW, _TOLERANCE = 256, 5, 5, 0.25
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,6 @@ class StageBalance(Gathered[StageBalanceReading]):
     Args:
         stage: this rank's part of the model, as it is called for every micro-batch.
         ranks: the stages; None: torch.distributed.
-        tolerance: excess of the slowest stage over the mean, as a share, that nobody would act upon.
         clock: seconds; None: CUDA events where the stage lies on a GPU, else the host's.
     """
 
@@ -61,10 +61,9 @@ class StageBalance(Gathered[StageBalanceReading]):
         self,
         stage: nn.Module,
         ranks: Ranks | None = None,
-        tolerance: float = 0.25,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self._ranks, self._tolerance = ranks or TorchRanks(), tolerance
+        self._ranks = ranks or TorchRanks()
         on_gpu = any(parameter.is_cuda for parameter in stage.parameters())
         self._now: Callable[[], Any] = clock or (_event if on_gpu else time.perf_counter)
         self._began: Any = None
@@ -90,7 +89,7 @@ class StageBalance(Gathered[StageBalanceReading]):
             return None
         slowest = max(reading.times)
         rank, mean = reading.times.index(slowest), fmean(reading.times)
-        self._slow.append(rank if slowest > (1 + self._tolerance) * mean else -1)
+        self._slow.append(rank if slowest > (1 + _TOLERANCE) * mean else -1)
         if set(self._slow) != {rank} or len(self._slow) < _IN_A_ROW:
             return None
         self._slow.clear()

@@ -25,7 +25,7 @@ def wandering(draw: numpy.random.Generator, ranks: int, readings: int, persists:
 
 def alarms(means: numpy.ndarray) -> list[tuple[int, int]]:
     """Readings and ranks of the alarms of `Shifts`."""
-    shifts, found = Shifts(20_000), []
+    shifts, found = Shifts(), []
     ranks = means.shape[1]
     for place, row in enumerate(means.tolist()):
         others = [(sum(row) - its) / (ranks - 1) for its in row]

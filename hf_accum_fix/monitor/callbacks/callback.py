@@ -130,14 +130,10 @@ class _SharedLog:
 
 
 def _by_ranks(parts: Sequence[MonitorCallback]) -> list[tuple[Ranks, list[MonitorCallback]]]:
-    groups: list[tuple[Ranks, list[MonitorCallback]]] = []
+    groups: dict[Ranks, list[MonitorCallback]] = {}
     for part in parts:
-        group = next((its for ranks, its in groups if ranks == part.ranks), None)
-        if group is None:
-            groups.append((part.ranks, [part]))
-        else:
-            group.append(part)
-    return groups
+        groups.setdefault(part.ranks, []).append(part)
+    return list(groups.items())
 
 
 def _watched(ranks: Ranks, parts: Sequence[MonitorCallback]) -> tuple[Ranks, list[MonitorCallback]]:

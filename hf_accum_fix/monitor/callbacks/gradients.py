@@ -25,9 +25,9 @@ class GradientNormCallback(MonitorCallback):
 
     alarms_name = "gradient_norm_alarms"
 
-    def __init__(self, trainer: Any, ranks: Ranks | None = None, norms: GradientNorm | None = None) -> None:
+    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
         super().__init__(trainer, ranks)
-        self.monitor = self._norms = norms or GradientNorm()
+        self.monitor = self._norms = GradientNorm()
         self._clips = 0
         self._items: Tensor | int = 0
 
@@ -35,8 +35,7 @@ class GradientNormCallback(MonitorCallback):
         """Listen to ``Trainer.training_step`` and ``Accelerator.clip_grad_norm_`` too."""
         super().on_train_begin()
         self.listen(self.trainer, "training_step", self._after_step)
-        if self._norms.max_norm is None:
-            self._norms.max_norm = self.trainer.args.max_grad_norm or None
+        self._norms.max_norm = self.trainer.args.max_grad_norm or None
         self.listen(self.trainer.accelerator, "clip_grad_norm_", self._after_clip)
 
     def measured(self, logs: Mapping[str, Any], readings: Readings) -> dict[str, float]:
@@ -62,9 +61,9 @@ class RankGradientsCallback(MonitorCallback):
 
     alarms_name = "rank_gradient_alarms"
 
-    def __init__(self, trainer: Any, ranks: Ranks | None = None, gradients: RankGradients | None = None) -> None:
+    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
         super().__init__(trainer, ranks)
-        self._gradients = gradients or RankGradients(self.ranks)
+        self._gradients = RankGradients(self.ranks)
         self.monitor = self._gradients if self.ranks.size > 1 else None  # Of one process none is off.
         self._attached_to: Any = None
 

@@ -45,7 +45,6 @@ class LossCallback(MonitorCallback):
     Args:
         trainer, ranks: as in `MonitorCallback`.
         items: counts the items of one micro-batch's inputs, 0-dim or int, without a device sync; they weigh the ranks.
-        judge: of the ranks; default: ``RankLoss()``.
     """
 
     alarms_name = "rank_loss_alarms"
@@ -55,11 +54,10 @@ class LossCallback(MonitorCallback):
         trainer: Any,
         ranks: Ranks | None = None,
         items: Callable[[Mapping[str, Any]], Tensor | int] | None = None,
-        judge: RankLoss | None = None,
     ) -> None:
         super().__init__(trainer, ranks)
         self._items = items or labels_counted
-        self._judge = judge or RankLoss()
+        self._judge = RankLoss()
         self._trends = (LossTrend(), LossOscillation(), LossStall())
         self._first, self._accuracy, self._schedule = FirstLoss(), AccuracyTrend(), BatchSchedule()
         self._last, self._logged_at = math.nan, 0

@@ -19,9 +19,9 @@ class MemoryCallback(MonitorCallback):
 
     alarms_name = "memory_alarms"
 
-    def __init__(self, trainer: Any, ranks: Ranks | None = None, memory: MemoryMonitor | None = None) -> None:
+    def __init__(self, trainer: Any, ranks: Ranks | None = None) -> None:
         super().__init__(trainer, ranks)
-        self.monitor = self._memory = memory or MemoryMonitor(ranks=self.ranks)
+        self.monitor = self._memory = MemoryMonitor(ranks=self.ranks)
         self._reported: list[TrendKind] = []
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
