@@ -21,10 +21,8 @@ from hf_accum_fix.cli import LEGEND, write
 from hf_accum_fix.cli.inherit import VARIABLE
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.reporting import Report, loss_of, off_by, versions, wrapped
-from hf_accum_fix.upstream.defects import DEFECTS
+from hf_accum_fix.upstream.defects import DEFECTS, LIMIT
 from hf_accum_fix.upstream.environment import parsed
-from hf_accum_fix.upstream.limits import LIMITS
-from hf_accum_fix.upstream.plan import Decision
 from hf_accum_fix.upstream.seams import TESTED_RELEASES, TRAINER_MODULE, seams_of
 
 NEWEST: Final = max(map(Version, TESTED_RELEASES))
@@ -72,24 +70,15 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The content of every form of the report.
+    """The content of every form of the report: that of this process, the answer, and why.
 
-    Attributes:
-        report: the report of this process.
-        verdict: the answer.
-        reason: why, in one sentence.
-        head: findings on the model of --model: "asked", and "built" with "observed", or "error"; empty without it.
+    ``head`` has the findings on the model of --model: "asked", and "built" with "observed", or "error".
     """
 
     report: Report
     verdict: Verdict
     reason: str
     head: Mapping[str, Any]
-
-    @property
-    def present(self) -> tuple[Decision, ...]:
-        """The decision about each defect of the installed release."""
-        return self.report.present
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -168,10 +157,9 @@ def _observed(model: str, obstacle: str | None) -> dict[str, Any]:
     from hf_accum_fix.cli.head import observe_head
 
     try:
-        observed = observe_head(model)
+        return observe_head(model)
     except ContractError as error:
         return {"error": str(error)}
-    return {"built": observed.built, "observed": dict(observed.run)}
 
 
 def judge(report: Report) -> tuple[Verdict, str]:
@@ -249,8 +237,7 @@ def _of_release(report: Report, verdict: Verdict) -> str:
 def to_json(diagnosis: Diagnosis) -> str:
     """The whole diagnosis, with `Report.to_dict()`."""
     found = {"answer": answer(diagnosis), "verdict": diagnosis.verdict.name.lower(), "reason": diagnosis.reason}
-    limits = [asdict(each) for each in LIMITS]
-    details = {"head": dict(diagnosis.head) or None, **diagnosis.report.to_dict(), "limits": limits}
+    details = {"head": dict(diagnosis.head) or None, **diagnosis.report.to_dict(), "limits": [asdict(LIMIT)]}
     return json.dumps({**found, **details}, indent=2)
 
 
@@ -262,7 +249,7 @@ def to_text(diagnosis: Diagnosis) -> str:
     if report.present:
         fixed = len(report.plan.fixed)
         lines.append(f"apply() fixes {fixed} of {len(report.present)} defects: hf-accum-fix doctor --verbose")
-    lines += [f"in every release ({each.owner}): hf-accum-fix explain {each.name}" for each in LIMITS]
+    lines.append(f"in every release ({LIMIT.owner}): hf-accum-fix explain {LIMIT.name}")
     if not diagnosis.head:
         lines.append("for your model: hf-accum-fix doctor --model CLASS (or a checkpoint's folder)")
     return "\n".join([answer(diagnosis), "", *wrapped(*lines)])
@@ -272,15 +259,14 @@ def to_verbose(diagnosis: Diagnosis) -> str:
     """The same, with every defect of the release, and what apply() does."""
     blocks = [[answer(diagnosis)], [_LEGEND]]
     blocks.append(wrapped(*_why(diagnosis), *_model(diagnosis), _installed(diagnosis)))
-    for decision in diagnosis.present:
+    for decision in diagnosis.report.present:
         defect = decision.defect
         factor = f"gradient {defect.gradient} times the right one" if defect.gradient else "no single factor"
         left = defect.not_fixed and f"not fixed: {defect.not_fixed}"
         facts = (line for line in (defect.summary, defect.who, left) if line)
         blocks.append([f"{defect.name}: {factor}", *(f"    {line}" for line in facts)])
-    for limit in LIMITS:
-        first = f"{limit.name}: in every release ({limit.owner})"
-        blocks.append([first, *(f"    {line}" for line in (limit.summary, limit.who, f"set {limit.remedy}"))])
+    first = f"{LIMIT.name}: in every release ({LIMIT.owner})"
+    blocks.append([first, *(f"    {line}" for line in (LIMIT.summary, LIMIT.who, f"set {LIMIT.remedy}"))])
     blocks.append(_what_apply_does(diagnosis))
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -288,15 +274,15 @@ def to_verbose(diagnosis: Diagnosis) -> str:
 def to_markdown(diagnosis: Diagnosis) -> str:
     """The same, to paste in an issue."""
     lines = [f"**{answer(diagnosis)}**", "", _LEGEND, "", _installed(diagnosis), ""]
-    if diagnosis.present:
+    if diagnosis.report.present:
         lines += ["| defect | right gradient times | what happens | whose runs |", "|---|---|---|---|"]
-        for defect in (decision.defect for decision in diagnosis.present):
+        for defect in (decision.defect for decision in diagnosis.report.present):
             link = f"[`{defect.name}`]({defect.source[0]})"
             left = f" *(not fixed: {defect.not_fixed})*" if defect.not_fixed else ""
             cells = (link, defect.gradient or "-", defect.summary + left, defect.who or "-")
             lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
         lines.append("")
-    lines += [f"- in every release ({each.owner}): `{each.name}`, {each.summary}" for each in LIMITS]
+    lines.append(f"- in every release ({LIMIT.owner}): `{LIMIT.name}`, {LIMIT.summary}")
     lines += [f"- {line}" for line in (*_why(diagnosis), *_what_apply_does(diagnosis), *_model(diagnosis))]
     return "\n".join(lines)
 

@@ -7,8 +7,7 @@ from typing import Final
 
 from hf_accum_fix.cli import LEGEND, write
 from hf_accum_fix.errors import OptionsError
-from hf_accum_fix.upstream.defects import DEFECTS, Defect
-from hf_accum_fix.upstream.limits import LIMITS, Limit
+from hf_accum_fix.upstream.defects import DEFECTS, LIMIT, Defect, Limit
 
 DESCRIPTION: Final = "Explain one defect of transformers; without a name, list all defects."
 EPILOG: Final = "exit code: 0, or 2 for an unknown name."
@@ -27,55 +26,37 @@ def execute(arguments: argparse.Namespace) -> int:
     Raises:
         OptionsError: if there is no such row; it names the nearest.
     """
-    rows: dict[str, Defect | Limit] = {row.name: row for row in (*DEFECTS, *LIMITS)}
+    rows: dict[str, Defect | Limit] = {**{row.name: row for row in DEFECTS}, LIMIT.name: LIMIT}
     if arguments.defect is None:
         width = max(map(len, rows))
-        lines = [f"{name:{width}}  {row.summary}" for name, row in rows.items()]
-        write("\n".join(lines) + "\n")
+        write("".join(f"{name:{width}}  {row.summary}\n" for name, row in rows.items()))
         return 0
-    if arguments.defect not in rows:
-        raise _unknown(arguments.defect, list(rows))
-    row = rows[arguments.defect]
-    write((explanation(row) if isinstance(row, Defect) else explanation_of_limit(row)) + "\n")
+    asked: str = arguments.defect
+    if asked not in rows:
+        from difflib import get_close_matches
+
+        near = "".join(f", such as {name!r}" for name in get_close_matches(asked, rows, n=1))
+        raise OptionsError(f"got {asked!r}; expected a known defect{near}; list all with: hf-accum-fix explain")
+    write(explanation(rows[asked]) + "\n")
     return 0
 
 
-def explanation(defect: Defect) -> str:
+def explanation(row: Defect | Limit) -> str:
     """A row as text, without its empty fields."""
-    facts = {
-        "releases": defect.range,
-        "gradient": f"{defect.gradient} times the right one" if defect.gradient else "no single factor",
-        "whose runs": defect.who,
-        "wrong": defect.wrong,
-        "right": defect.right,
-        "fixed at": "" if defect.not_fixed else f"Trainer.{defect.seam}",
-        "not fixed": defect.not_fixed,
-        "evidence": _EVIDENCE[defect.evidence],
-        "obsolete": f"when {defect.goes_when}",
-        "reported": f"\n{' ' * 12}".join(defect.source),
-    }
+    if isinstance(row, Limit):
+        facts = {"releases": f"all: a property of {row.owner}", "whose runs": row.who, "remedy": row.remedy}
+    else:
+        facts = {
+            "releases": row.range,
+            "gradient": f"{row.gradient} times the right one" if row.gradient else "no single factor",
+            "whose runs": row.who,
+            "wrong": row.wrong,
+            "right": row.right,
+            "fixed at": "" if row.not_fixed else f"Trainer.{row.seam}",
+            "not fixed": row.not_fixed,
+            "evidence": _EVIDENCE[row.evidence],
+            "obsolete": f"when {row.goes_when}",
+        }
+    facts["reported"] = f"\n{' ' * 12}".join(row.source)
     lines = [f"{name:10}  {fact}" for name, fact in facts.items() if fact]
-    return "\n".join([defect.name, defect.summary, "", *lines, "", LEGEND])
-
-
-def explanation_of_limit(limit: Limit) -> str:
-    """A limit as text."""
-    return "\n".join(
-        [
-            limit.name,
-            limit.summary,
-            "",
-            f"releases    all: a property of {limit.owner}",
-            f"whose runs  {limit.who}",
-            f"remedy      {limit.remedy}",
-            f"reported    {f'{chr(10)}            '.join(limit.source)}",
-        ]
-    )
-
-
-def _unknown(name: str, names: list[str]) -> OptionsError:
-    from difflib import get_close_matches
-
-    near = get_close_matches(name, names, n=1)
-    nearest = f", such as {near[0]!r}" if near else ""
-    return OptionsError(f"got {name!r}; expected a known defect{nearest}; list all with: hf-accum-fix explain")
+    return "\n".join([row.name, row.summary, "", *lines, *([] if isinstance(row, Limit) else ["", LEGEND])])

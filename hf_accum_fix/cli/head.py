@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -52,21 +51,11 @@ _LENGTHS: Final = (7, 12, 5, 9, 8, 11, 6, 10) * 2
 """Tokens of the samples: eight micro-batches of two."""
 
 
-@dataclass(frozen=True)
-class ObservedHead:
-    """The findings of one window.
+def observe_head(asked: str) -> dict[str, Any]:
+    """Build a class or model type of transformers, or load a checkpoint's folder, and observe its loss in one window.
 
-    Attributes:
-        built: description of the model.
-        run: its observation, as in `Report.runs`.
-    """
-
-    built: str
-    run: Mapping[str, Any]
-
-
-def observe_head(asked: str) -> ObservedHead:
-    """Build a class or model type of transformers, or load a checkpoint's folder, and observe its loss.
+    Returns:
+        "built": description of the model; "observed": as in `Report.runs`.
 
     Raises:
         OptionsError: if ``asked`` is none of them.
@@ -83,7 +72,8 @@ def observe_head(asked: str) -> ObservedHead:
             head = type(model).__name__
             built = f"{head} of {asked}" if folder.is_dir() else f"a small {head}"
             others = [each for each in heads_of(asked) if each != head]
-            return ObservedHead(f"{built} (other heads: {', '.join(others)})" if others else built, _trained(model))
+            built = f"{built} (other heads: {', '.join(others)})" if others else built
+            return {"built": built, "observed": _trained(model)}
     except AccumFixError:
         raise
     except Exception as error:  # anything that a third-party model raises
@@ -114,7 +104,7 @@ def _heads() -> dict[str, tuple[str, ...]]:
     for task in _TASKS:
         for kind, named in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}).items():
             for name in (named,) if isinstance(named, str) else named:
-                if _samples_for(name):
+                if _ending(name):
                     found.setdefault(kind, {})[name] = None
     return {kind: tuple(names) for kind, names in found.items()}
 
@@ -177,15 +167,14 @@ def _checkpoint(folder: Path) -> Any:
 
 def _trained(model: Any) -> dict[str, Any]:
     """Train one window of two micro-batches and return its record."""
-    make = _samples_for(type(model).__name__)
-    if make is None:
-        endings = ", ".join(_SAMPLES)
-        raise ContractError(f"got {type(model).__name__}; expected a class whose name ends in {endings}")
+    ending = _ending(type(model).__name__)
+    if ending is None:
+        raise ContractError(f"got {type(model).__name__}; expected a class whose name ends in {', '.join(_LABELS)}")
     for config in (model.config, _text_config(model.config)):
         for name in ("pad_token_id", "decoder_start_token_id"):
             if getattr(config, name, None) is None:
                 setattr(config, name, 0)
-    samples = make(model.config)
+    samples = _samples(ending, model.config)
     known = inspect.signature(model.forward).parameters
     unknown = samples[0].keys() - known.keys() - {"attention_mask"}
     if unknown:
@@ -230,7 +219,13 @@ def _batch(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return batch
 
 
-def _tokens(config: Any) -> list[dict[str, Tensor]]:
+def _samples(ending: str, config: Any) -> list[dict[str, Tensor]]:
+    """Made-up samples with the labels of a class name's ending."""
+    inputs = _images(config) if ending == "ForImageClassification" else _texts(config)
+    return [{**sample, **_LABELS[ending](place, sample, config)} for place, sample in enumerate(inputs)]
+
+
+def _texts(config: Any) -> list[dict[str, Tensor]]:
     """Texts of several lengths, without special tokens except the last, which ends the text."""
     vocabulary = int(_text_config(config).vocab_size)
     end = getattr(config, "eos_token_id", None)
@@ -242,57 +237,42 @@ def _tokens(config: Any) -> list[dict[str, Tensor]]:
     return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in texts]
 
 
-def _token_targets(config: Any) -> list[dict[str, Tensor]]:
-    samples = _tokens(config)
-    for place, sample in enumerate(samples):
-        sample["labels"] = sample["input_ids"].clone()
-        # Leave some first labels unmasked: some releases count them although no token predicts them.
-        sample["labels"][: place % 4] = -100
-    return samples
-
-
-def _token_classes(config: Any) -> list[dict[str, Tensor]]:
-    samples = _tokens(config)
-    for sample in samples:
-        sample["labels"] = sample["input_ids"] % config.num_labels
-    return samples
-
-
-def _text_classes(config: Any) -> list[dict[str, Tensor]]:
-    return [{**sample, "labels": label} for sample, label in zip(_tokens(config), _labels(config), strict=True)]
-
-
-def _answers(config: Any) -> list[dict[str, Tensor]]:
-    place = {"start_positions": torch.tensor(1), "end_positions": torch.tensor(3)}
-    return [{**sample, **place} for sample in _tokens(config)]
-
-
 def _images(config: Any) -> list[dict[str, Tensor]]:
     size = getattr(config, "image_size", 32)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(len(_LENGTHS), getattr(config, "num_channels", 3), height, width, generator=generator)
-    return [{"pixel_values": image, "labels": label} for image, label in zip(images, _labels(config), strict=True)]
+    return [{"pixel_values": image} for image in images]
 
 
-def _labels(config: Any) -> list[Tensor]:
-    if config.num_labels == 1:
-        return [torch.tensor(0.3 * place) for place in range(len(_LENGTHS))]
-    return [torch.tensor(place % config.num_labels) for place in range(len(_LENGTHS))]
+def _targets(place: int, sample: Mapping[str, Tensor], _: Any) -> dict[str, Tensor]:
+    labels = sample["input_ids"].clone()
+    # Leave some first labels unmasked: some releases count them although no token predicts them.
+    labels[: place % 4] = -100
+    return {"labels": labels}
 
 
-_SAMPLES: Final[Mapping[str, Callable[[Any], list[dict[str, Tensor]]]]] = {
-    "ForCausalLM": _token_targets,
-    "LMHeadModel": _token_targets,
-    "ForMaskedLM": _token_targets,
-    "ForConditionalGeneration": _token_targets,
-    "ForTokenClassification": _token_classes,
-    "ForSequenceClassification": _text_classes,
-    "ForQuestionAnswering": _answers,
-    "ForImageClassification": _images,
+def _classes(_: int, sample: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    return {"labels": sample["input_ids"] % config.num_labels}
+
+
+def _class(place: int, _: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    return {"labels": torch.tensor(0.3 * place if config.num_labels == 1 else place % config.num_labels)}
+
+
+def _answer(_: int, __: Mapping[str, Tensor], ___: Any) -> dict[str, Tensor]:
+    return {"start_positions": torch.tensor(1), "end_positions": torch.tensor(3)}
+
+
+_LABELS: Final[Mapping[str, Callable[[int, Mapping[str, Tensor], Any], dict[str, Tensor]]]] = {
+    **dict.fromkeys(("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration"), _targets),
+    "ForTokenClassification": _classes,
+    "ForSequenceClassification": _class,
+    "ForQuestionAnswering": _answer,
+    "ForImageClassification": _class,
 }
-"""The samples for each ending of a class name."""
+"""The labels for each ending of a class name."""
 
 
-def _samples_for(name: str) -> Callable[[Any], list[dict[str, Tensor]]] | None:
-    return next((make for ending, make in _SAMPLES.items() if name.endswith(ending)), None)
+def _ending(name: str) -> str | None:
+    return next((ending for ending in _LABELS if name.endswith(ending)), None)

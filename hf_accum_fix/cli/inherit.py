@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from hf_accum_fix.errors import AccumFixError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import SWITCH, Options, on_the_command_line
@@ -21,12 +21,22 @@ BOOTSTRAP: Final = str(Path(__file__).with_name("bootstrap").absolute())
 def environment_for(options: Options, inherited: Mapping[str, str]) -> dict[str, str]:
     """The environment that makes every Python process apply the patch when it imports the Trainer.
 
-    Args:
-        options: for apply() there; ``contract`` and the limits of `BalanceOptions` are not passed on.
-        inherited: the environment to start from; it may be one that another ``run`` has made.
+    ``contract`` and the limits of `BalanceOptions` are not passed on.
 
     Raises:
         UnsupportedSetupError: if PYTHONPATH cannot hold the package's path.
+    """
+    passed = {name: value for name, value in inherited.items() if not name.startswith(VARIABLE)}
+    given = {option.name: getattr(options, option.name) for option in on_the_command_line()}
+    given["balance_windows"] = bool(options.balance_windows)
+    return {**passed, "PYTHONPATH": python_path(inherited), VARIABLE: json.dumps(given)}
+
+
+def python_path(inherited: Mapping[str, str]) -> str:
+    """A PYTHONPATH on which our sitecustomize is found first.
+
+    Raises:
+        UnsupportedSetupError: if it cannot hold the package's path.
     """
     if os.pathsep in BOOTSTRAP:
         raise UnsupportedSetupError(
@@ -37,18 +47,7 @@ def environment_for(options: Options, inherited: Mapping[str, str]) -> dict[str,
     # Absolute, because a child may start in another folder and has to find this package.
     folders = [os.path.abspath(folder) for folder in before.split(os.pathsep)] if before else []  # noqa: PTH100
     rest = [folder for folder in folders if folder != BOOTSTRAP]
-    passed = {name: value for name, value in inherited.items() if not name.startswith(VARIABLE)}
-    return {
-        **passed,
-        "PYTHONPATH": os.pathsep.join([BOOTSTRAP, *rest]),
-        VARIABLE: json.dumps(_json_options(options)),
-    }
-
-
-def _json_options(options: Options) -> dict[str, Any]:
-    """The keywords of apply() that JSON holds."""
-    given = {option.name: getattr(options, option.name) for option in on_the_command_line()}
-    return {**given, "balance_windows": bool(options.balance_windows)}
+    return os.pathsep.join([BOOTSTRAP, *rest])
 
 
 def inherited_options(environment: Mapping[str, str]) -> Options:

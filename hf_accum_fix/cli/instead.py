@@ -17,21 +17,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from hf_accum_fix.cli import COULD_NOT_TELL, WRONG_USAGE
+from hf_accum_fix.cli.inherit import python_path
+
 if TYPE_CHECKING:
     from hf_accum_fix.verification.report import VerificationReport
 
 VARIABLE: Final = "PYTHON_VERIFY_BY_HF_ACCUM_FIX"
 """Carries the request. Not a variable of ``run``, which removes its own from the environment it passes on."""
 
-BOOTSTRAP: Final = str(Path(__file__).with_name("verify_bootstrap"))
-"""The folder of our sitecustomize."""
-
 ANSWER: Final = "answer.json"
 """The file with the answer, in the folder of the request."""
 
 _PAUSE: Final = 0.05
-_WRONG_USAGE: Final = 2
-_NO_ANSWER: Final = 3
 
 
 @dataclass(frozen=True)
@@ -54,11 +52,9 @@ class Request:
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """The environment in which a script verifies instead of training, with a temporary folder of its own."""
-        before = inherited.get("PYTHONPATH", "")
-        folders = [BOOTSTRAP, *(folder for folder in before.split(os.pathsep) if folder and folder != BOOTSTRAP)]
         temporary = Path(self.folder, "tmp")
         temporary.mkdir()
-        passed = {"PYTHONPATH": os.pathsep.join(folders), VARIABLE: json.dumps(asdict(self))}
+        passed = {"PYTHONPATH": python_path(inherited), VARIABLE: json.dumps(asdict(self))}
         return {**inherited, **passed, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))}
 
 
@@ -67,8 +63,6 @@ def verify_instead_of_training() -> None:
 
     Import nothing heavy here: a script may set environment variables before it imports torch.
     """
-    if VARIABLE not in os.environ:
-        return
     from wrapt import register_post_import_hook, wrap_function_wrapper
 
     request = Request(**json.loads(os.environ[VARIABLE]))
@@ -105,9 +99,9 @@ def _answer(trainer: Any, request: Request) -> None:
         error = _draw(report, request)
         answer = {"code": int(report.verdict.kind), "text": str(report), "error": error, "report": report.to_dict()}
     except hf_accum_fix.OptionsError as error:
-        answer = {"code": _WRONG_USAGE, "text": "", "error": f"hf-accum-fix verify: {error}\n", "report": None}
+        answer = {"code": WRONG_USAGE, "text": "", "error": f"hf-accum-fix verify: {error}\n", "report": None}
     except BaseException:
-        answer = {"code": _NO_ANSWER, "text": "", "error": traceback.format_exc(), "report": None}
+        answer = {"code": COULD_NOT_TELL, "text": "", "error": traceback.format_exc(), "report": None}
     sys.stdout.flush()
     sys.stderr.flush()
     # Every rank has the same answer; replace the file at once, because the command polls for it.
@@ -135,4 +129,4 @@ def _wait_for_the_end(request: Request) -> NoReturn:
 
     while Path(request.folder).is_dir() and psutil.pid_exists(request.asked_by):
         time.sleep(_PAUSE)
-    os._exit(_NO_ANSWER)
+    os._exit(COULD_NOT_TELL)

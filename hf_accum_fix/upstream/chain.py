@@ -10,80 +10,48 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CellType, FunctionType
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import wrapt
 
 from hf_accum_fix.errors import SeamError
 
 Pristine: TypeAlias = Callable[[Any, str], bool]
+"""pristine(function, name): whether function is the original of the method called name."""
 
 PROXY: Final[type] = getattr(wrapt, "BaseObjectProxy", wrapt.ObjectProxy)
 """The base of every wrapt wrapper; wrapt has two such classes from version 2 on."""
 
 ABSENT: Final = object()
-"""Marks that a class has no such attribute of its own; restoring it makes the method inherited again."""
-
-
-class Place(Protocol):
-    """A place that holds one link of a chain."""
-
-    def get(self) -> Any:
-        """The identical object held here; ABSENT for an inherited class attribute."""
-
-    def put(self, value: Any) -> None:
-        """Hold value instead."""
+"""Marks that a class has no such attribute of its own."""
 
 
 @dataclass(frozen=True, eq=False)
-class ClassAttribute:
-    """The attribute of a class, read from its own namespace so that static and class methods survive."""
+class Place:
+    """A place that holds one link of a chain: an attribute of a class, of a wrapt proxy or of a function.
 
-    owner: type
+    Attributes:
+        holder: the class, the proxy, or the functools.wraps function.
+        name: of the attribute; ``__wrapped__`` inside a wrapper.
+        held: the identical object in effect there, from a namespace, so that static and class methods survive.
+        inherited: whether a class has it from a base.
+        cell: the closure cell through which a function calls what it wraps.
+    """
+
+    holder: Any
     name: str
-
-    def get(self) -> Any:
-        """The attribute in the class's own namespace, or ABSENT."""
-        return vars(self.owner).get(self.name, ABSENT)
+    held: Any
+    inherited: bool = False
+    cell: CellType | None = None
 
     def put(self, value: Any) -> None:
-        """Set the attribute, or delete it if value is ABSENT."""
+        """Hold value instead; ABSENT deletes the attribute of a class, so that the method is inherited again."""
         if value is ABSENT:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, value)
-
-
-@dataclass(frozen=True, eq=False)
-class ProxyTarget:
-    """The object that a wrapt proxy wraps."""
-
-    proxy: Any
-
-    def get(self) -> Any:
-        """The wrapped object."""
-        return self.proxy.__wrapped__
-
-    def put(self, value: Any) -> None:
-        """Wrap value instead."""
-        self.proxy.__wrapped__ = value
-
-
-@dataclass(frozen=True, eq=False)
-class ClosureCell:
-    """The closure cell through which a functools.wraps function calls what it wraps."""
-
-    function: FunctionType
-    cell: CellType
-
-    def get(self) -> Any:
-        """The function called."""
-        return self.cell.cell_contents
-
-    def put(self, value: Any) -> None:
-        """Call value instead, and note it in __wrapped__, which inspect and we ourselves read."""
-        self.cell.cell_contents = value
-        self.function.__wrapped__ = value  # type: ignore[attr-defined]
+            delattr(self.holder, self.name)
+            return
+        if self.cell is not None:
+            self.cell.cell_contents = value
+        setattr(self.holder, self.name, value)
 
 
 def follow(owner: type, name: str, pristine: Pristine = lambda *_: False) -> Iterator[Place]:
@@ -91,33 +59,19 @@ def follow(owner: type, name: str, pristine: Pristine = lambda *_: False) -> Ite
 
     The last place holds the pristine function or, if no link is pristine, the end of the chain.
 
-    Args:
-        owner: the class.
-        name: the method's name.
-        pristine: pristine(function, name) is true where function is the original of the method called name.
-
     Raises:
         SeamError: if neither owner nor a base has the attribute.
     """
-    place: Place | None = ClassAttribute(owner, name)
+    base = next((base for base in owner.__mro__ if name in vars(base)), None)
+    if base is None:
+        raise SeamError(
+            f"got {owner.__module__}.{owner.__qualname__} without a method {name!r}; expected a class that defines or "
+            "inherits it; check the name and the installed release"
+        )
+    place: Place | None = Place(owner, name, vars(base)[name], inherited=base is not owner)
     while place is not None:
         yield place
-        link = held(place)
-        place = None if pristine(link, name) else _beneath(link)
-
-
-def held(place: Place) -> Any:
-    """The object in effect at a place: the one it holds, or the inherited one."""
-    value = place.get()
-    if value is not ABSENT or not isinstance(place, ClassAttribute):
-        return value
-    for base in place.owner.__mro__[1:]:
-        if place.name in vars(base):
-            return vars(base)[place.name]
-    raise SeamError(
-        f"got {place.owner.__module__}.{place.owner.__qualname__} without a method {place.name!r}; expected a "
-        "class that defines or inherits it; check the name and the installed release"
-    )
+        place = None if pristine(place.held, name) else _beneath(place.held)
 
 
 def author(link: Any) -> str:
@@ -137,14 +91,12 @@ def author(link: Any) -> str:
 
 def _beneath(link: Any) -> Place | None:
     """The place inside a link that holds the next one; None at the end of the chain."""
+    wrapped = getattr(link, "__wrapped__", ABSENT)
     if isinstance(link, PROXY):
-        return ProxyTarget(link)
-    if isinstance(link, FunctionType):
-        wrapped = getattr(link, "__wrapped__", ABSENT)
-        for cell in link.__closure__ or ():
-            if _contents(cell) is wrapped:
-                return ClosureCell(link, cell)
-    return None
+        return Place(link, "__wrapped__", wrapped)
+    cells = (link.__closure__ or ()) if isinstance(link, FunctionType) else ()
+    cell = next((each for each in cells if _contents(each) is wrapped), None)
+    return None if cell is None else Place(link, "__wrapped__", wrapped, cell=cell)
 
 
 def _contents(cell: CellType) -> Any:

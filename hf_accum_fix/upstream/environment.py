@@ -6,7 +6,7 @@ import inspect
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import metadata
@@ -191,19 +191,19 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 def _state(trainer: type, seam: Seam) -> SeamState:
     # Imported here: they import wrapt, which is slow and not needed before the Trainer is imported.
-    from hf_accum_fix.upstream.chain import author, follow, held
+    from hf_accum_fix.upstream.chain import author, follow
     from hf_accum_fix.upstream.patch import is_ours
 
     if not hasattr(trainer, seam.name):
         return SeamState(seam, None, False, False, False, None, False)
-    *wrappers, end = (held(place) for place in follow(trainer, seam.name, is_pristine))
+    *wrappers, end = (place.held for place in follow(trainer, seam.name, is_pristine))
     composable = is_pristine(end, seam.name)
     foreign = [author(link) for link in wrappers if not is_ours(link)] + ([] if composable else [author(end)])
     parameters = _parameters(end)
     return SeamState(
         seam=seam,
-        parameters=parameters,
-        fits=parameters is not None and _fits(end, seam),
+        parameters=None if parameters is None else tuple(each.name for each in parameters),
+        fits=parameters is not None and _fits(parameters, seam),
         tested_body=composable and fingerprint(end) in TESTED_BODIES[seam.name],
         ours=any(is_ours(link) for link in wrappers),
         foreign=foreign[-1] if foreign else None,
@@ -212,24 +212,21 @@ def _state(trainer: type, seam: Seam) -> SeamState:
     )
 
 
-def _fits(function: Any, seam: Seam) -> bool:
-    """Whether a function starts with the seam's parameters, or with some of them followed by *args and **kwargs."""
-    parameters = list(inspect.signature(function).parameters.values())[1:]
+def _parameters(function: Any) -> list[inspect.Parameter] | None:
+    """The parameters after self; None if they cannot be read, as those of some builtins."""
+    try:
+        return list(inspect.signature(function).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return None
+
+
+def _fits(parameters: Sequence[inspect.Parameter], seam: Seam) -> bool:
+    """Whether they start with the seam's, or with some of them followed by *args and **kwargs."""
     kinds = {parameter.kind for parameter in parameters}
     named = tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
     takes_any = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
     length = min(len(named), len(seam.parameters)) if takes_any else len(seam.parameters)
     return named[:length] == seam.parameters[:length]
-
-
-def _parameters(function: Any) -> tuple[str, ...] | None:
-    if not callable(function):
-        return None
-    try:
-        names = tuple(inspect.signature(function).parameters)
-    except ValueError:  # some builtins have no signature
-        return None
-    return names[1:]
 
 
 def _package() -> ModuleSpec | None:

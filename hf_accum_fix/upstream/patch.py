@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import wrapt
 
 from hf_accum_fix.errors import ForeignPatchError
-from hf_accum_fix.upstream.chain import ABSENT, ClassAttribute, Place, Pristine, author, follow, held
+from hf_accum_fix.upstream.chain import ABSENT, Place, Pristine, author, follow
 
 Wrapper: TypeAlias = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 """wrapper(wrapped, instance, args, kwargs), which wrapt calls instead of the method."""
@@ -104,7 +104,7 @@ class _Installed:
     def place(self) -> Place | None:
         """The place that holds our wrapper now; None if the method no longer calls it."""
         for place in self._chain():
-            link = held(place)
+            link = place.held
             # Reading Trainer.method gives a bound wrapper, whose parent is ours.
             if link is self.method or (is_ours(link) and link._self_parent is self.method):
                 return place
@@ -113,31 +113,28 @@ class _Installed:
     def end(self) -> Any:
         """The end of the method's chain now: the original, or a replacement."""
         *_, place = self._chain()
-        return held(place)
+        return place.held
 
     def undoable(self) -> bool:
         """Whether no other patch was put around ours, or in its place, since."""
         if self.place() is None:  # If another package restored what we wrapped, nothing is left to undo.
-            return any(held(place) is self.method.__wrapped__ for place in self._chain())
-        now = held(self._outermost())
+            return any(place.held is self.method.__wrapped__ for place in self._chain())
+        now = next(self._chain()).held
         return now is self.outermost or now is self.method
 
     def holder(self) -> str:
         """The method and its present author, for an error."""
-        return f"{_name(self.patch)} (now of {author(held(self._outermost()))})"
+        return f"{_name(self.patch)} (now of {author(next(self._chain()).held)})"
 
     def unlink(self) -> None:
         """Take our wrapper out of the chain: its place then holds the identical object that it wrapped."""
         place = self.place()
         if place is not None:
-            gone = self.inherited and isinstance(place, ClassAttribute)
+            gone = self.inherited and place.holder is self.patch.owner
             place.put(ABSENT if gone else self.method.__wrapped__)
 
     def _chain(self) -> Iterator[Place]:
         return follow(self.patch.owner, self.patch.name)
-
-    def _outermost(self) -> Place:
-        return next(self._chain())
 
 
 class Installation:
@@ -185,12 +182,7 @@ def restore(installations: Sequence[Installation]) -> None:
 
 
 def install(patches: Sequence[Patch], pristine: Pristine, allowed: Collection[str] = ()) -> Installation:
-    """Wrap every method, or none.
-
-    Args:
-        patches: the methods and their wrappers.
-        pristine: pristine(function, name) is true where function is the original of the method called name.
-        allowed: replacements of originals ("module.qualname") that may be wrapped instead.
+    """Wrap every method, or none; ``allowed`` names replacements of originals that may be wrapped instead.
 
     Raises:
         ForeignPatchError: if a method calls neither its original nor an allowed replacement.
@@ -200,15 +192,13 @@ def install(patches: Sequence[Patch], pristine: Pristine, allowed: Collection[st
     with ExitStack() as undo:
         for patch in patches:
             *_, place = follow(patch.owner, patch.name, pristine)
-            function = held(place)
+            function = place.held
             if not pristine(function, patch.name) and author(function) not in allowed:
                 raise ForeignPatchError.replaced(_name(patch), author(function))
-            before = place.get()
             method = _Method(function, patch)
-            undo.callback(place.put, before)
+            undo.callback(place.put, ABSENT if place.inherited else function)
             place.put(method)
-            outermost = vars(patch.owner)[patch.name]
-            installed.append(_Installed(patch, method, outermost, inherited=before is ABSENT))
+            installed.append(_Installed(patch, method, vars(patch.owner)[patch.name], place.inherited))
         undo.pop_all()
     return Installation(installed)
 

@@ -11,15 +11,13 @@ class Patcher:
     """One such package.
 
     Attributes:
-        name: of the package.
-        marks: substrings of its replacements' "module.qualname".
-        files: substrings of its replacements' source files.
+        name: of the package, part of its replacements' "module.qualname".
+        files: parts of its replacements' source files.
         left: attributes that it adds to the class.
         advice: what to do instead of combining its patch with ours.
     """
 
     name: str
-    marks: tuple[str, ...]
     files: tuple[str, ...]
     left: tuple[str, ...]
     advice: str
@@ -29,7 +27,6 @@ PATCHERS: Final = (
     # unsloth.models._utils.patch_gradient_accumulation_fix; trainers generated into unsloth_compiled_cache/.
     Patcher(
         name="unsloth",
-        marks=("unsloth",),
         files=("unsloth_compiled_cache",),
         left=("_old_compute_loss", "_unsloth_init_wrapped_for_accelerate_gas", "_unsloth_settles_eager_fallbacks"),
         advice="unsloth counts the items of a window itself; use it alone (HF_ACCUM_FIX=0), or do not import it",
@@ -37,7 +34,6 @@ PATCHERS: Final = (
     # axolotl.monkeypatch.trainer_grad_accum.patch_training_step_for_ga, up to 0.6.
     Patcher(
         name="axolotl",
-        marks=("axolotl",),
         files=(),
         left=("_original_training_step",),
         advice="axolotl from 0.8 on does not patch these methods; upgrade it",
@@ -46,15 +42,9 @@ PATCHERS: Final = (
 
 
 def known_patcher(replacement: Any, author: str, owner: type) -> Patcher | None:
-    """The known package that replaced a method of owner; None for an unknown one.
-
-    Args:
-        replacement: the end of the method's chain, in place of the original.
-        author: of the replacement, as "module.qualname".
-        owner: the class.
-    """
+    """The known package, the author of a replacement, that replaced a method of owner; None for an unknown one."""
     file = getattr(getattr(replacement, "__code__", None), "co_filename", "")
     for patcher in PATCHERS:
-        if any(mark in author for mark in patcher.marks) or any(part in file for part in patcher.files):
+        if patcher.name in author or any(part in file for part in patcher.files):
             return patcher
     return next((patcher for patcher in PATCHERS if any(name in vars(owner) for name in patcher.left)), None)

@@ -63,12 +63,7 @@ class Plan:
 
 
 def make_plan(environment: Environment, options: Options) -> Plan:
-    """Decide on every defect.
-
-    Args:
-        environment: what is installed; without seams (before transformers.trainer is imported) only versions count.
-        options: the user's options.
-    """
+    """Decide on every defect; without seams (before transformers.trainer is imported) only versions count."""
     release = parsed(environment.transformers)
     refusal = _refusal(environment, release, options)
     decisions = tuple(_decide(defect, release, refusal) for defect in DEFECTS)

@@ -27,13 +27,7 @@ from hf_accum_fix.upstream.seams import (
 
 
 def missing(target: str, holder: object, *seen: Seen) -> tuple[Attribute, ...]:
-    """The rows of the installed release that a class, module or object lacks.
-
-    Args:
-        target: of the rows.
-        holder: the class, module or object.
-        seen: which rows to check.
-    """
+    """The rows of the installed release, of a target and seen there, that a class, module or object lacks."""
     return tuple(row for row in _rows(target, *seen) if not hasattr(holder, row.name))
 
 
@@ -54,11 +48,6 @@ def _rows(target: str, *seen: Seen) -> tuple[Attribute, ...]:
 
 def require(target: str, holder: object, *seen: Seen) -> dict[str, str]:
     """Refuse an object that lacks a necessary attribute.
-
-    Args:
-        target: of the rows.
-        holder: the object.
-        seen: which rows to check.
 
     Returns:
         The features that the other missing rows switch off, and why.

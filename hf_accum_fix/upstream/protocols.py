@@ -82,6 +82,7 @@ class TrainerLike(Protocol):
     is_in_train: bool
     callback_handler: Any
     control: Any
+    _train_batch_size: int
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any: ...
     def compute_loss_context_manager(self, *args: Any, **kwargs: Any) -> Any: ...

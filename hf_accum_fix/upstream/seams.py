@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
@@ -23,31 +23,19 @@ _COUNTS: Final = "4.46.0"
 
 @dataclass(frozen=True)
 class Seam:
-    """One method that we wrap.
+    """One method of the Trainer that we wrap.
 
     Attributes:
         name: the method's name.
         parameters: the parameters it must start with, after self.
         since: the first release with these parameters.
         until: the first later release with others; None: there is none.
-        target: "module:class" that holds it.
     """
 
     name: str
     parameters: tuple[str, ...]
     since: str = FIRST_RELEASE
     until: str | None = None
-    target: str = f"{TRAINER_MODULE}:{TRAINER_CLASS}"
-
-    @property
-    def module(self) -> str:
-        """The module of the class."""
-        return self.target.partition(":")[0]
-
-    @property
-    def owner(self) -> str:
-        """The name of the class."""
-        return self.target.partition(":")[2]
 
     def is_in(self, release: Version | None) -> bool:
         """Whether a release has it, by its base version; None: the newest."""
@@ -71,9 +59,7 @@ SEAMS: Final = (
     Seam("compute_loss", ("model", "inputs", "return_outputs", "num_items_in_batch"), since=_COUNTS),
 )
 
-GUARD: Final = Seam(
-    "on_train_begin", ("args", "state", "control"), target="transformers.trainer_callback:CallbackHandler"
-)
+GUARD: Final = ("transformers.trainer_callback", "CallbackHandler", "on_train_begin")
 """Called by every release's loop before its first step, whichever class Trainer is used: we check the methods there. It
 fixes no defect."""
 
@@ -97,7 +83,7 @@ class Attribute:
 
     Attributes:
         target: "module:class" that has it, or the module.
-        name: of the attribute.
+        name: of the attribute; in `_ROWS` several names.
         used_for: its use, verb first.
         off: the feature that is off without it, with one warning; empty: apply() or train() refuses.
         seen: where to look for it.
@@ -138,89 +124,80 @@ LOSS_LOG: Final = "logging losses that are not finite"
 VERIFY: Final = "verify()"
 
 
-def _each(
-    target: str,
-    names: str,
-    used_for: str,
-    *,
-    off: str = "",
-    seen: Seen = "class",
-    since: str = "",
-    until: str | None = None,
-) -> tuple[Attribute, ...]:
-    return tuple(Attribute(target, name, used_for, off, seen, since, until) for name in names.split())
-
-
 # since and until come from the sources of TESTED_RELEASES, and of accelerate 0.26.0 to 1.15.0.
-ATTRIBUTES: Final = (
-    *_each(TRAINER, "args state accelerator", "read the training's setup", seen="object"),
-    *_each(TRAINER, "model model_wrapped optimizer", "run, weigh and check a micro-batch", seen="object"),
-    *_each(TRAINER, "train_dataset eval_dataset data_collator", "leave the data as it was", seen="object"),
-    *_each(TRAINER, "label_smoother", "compute the loss", seen="object"),
-    *_each(TRAINER, "compute_loss_func model_accepts_loss_kwargs", "compute the loss", seen="object", since=_COUNTS),
-    *_each(TRAINER, "loss_is_scaled_for_ga", "see whether a trainer scales its loss", since="5.19.0"),
-    *_each(TRAINER, "is_in_train", "recognise a training step", seen="object"),
-    *_each(TRAINER, "_prepare_inputs compute_loss_context_manager", "run a forward as training does"),
-    *_each(TRAINER, "use_apex", "refuse apex", seen="object", until="5.0.0"),
-    *_each(TRAINER, "get_tp_size", "count data-parallel ranks", since="4.53.0"),
-    *_each(TRAINER, "get_cp_size get_sp_size", "refuse ranks that split samples", since="5.0.0"),
-    *_each(TRAINER, _STEPS, "see what a loss divides by", off="observing what divides", seen="loop", since="4.55.0"),
-    *_each(TRAINER, "get_train_dataloader", "give the loop whole windows"),
-    *_each(TRAINER, "log", "log nothing while the loss is observed, and exact windows with the loss"),
-    *_each(TRAINER, "floating_point_ops _maybe_log_save_evaluate", "log the loss", off=LOSS_LOG),
-    *_each(TRAINER, "_load_callback_state", "resume", off="hiding our mark when a checkpoint is resumed"),
-    *_each(TRAINER, "evaluation_loop prediction_step", "compute eval_loss"),
-    *_each(TRAINER, "prediction_loop", "compute eval_loss", until="5.0.0"),
-    *_each(TRAINER, "callback_handler control", "train a copy", off=VERIFY, seen="object"),
-    *_each(TRAINER, "create_accelerator_and_postprocess", "train a copy", off=VERIFY),
-    *_each(ARGUMENTS, "world_size process_index device gradient_accumulation_steps", "count a window"),
-    *_each(ARGUMENTS, "n_gpu", "refuse DataParallel"),
-    *_each(ARGUMENTS, "average_tokens_across_devices", "keep upstream from a second collective", since="4.46.2"),
-    *_each(ARGUMENTS, "logging_nan_inf_filter", "log the loss", off=LOSS_LOG),
-    *_each(ARGUMENTS, "past_index", "pass the past on", until="5.0.0"),
-    *_each(ARGUMENTS, "disable_tqdm", "show a bar while lengths are read"),
-    *_each(ARGUMENTS, "length_column_name", "read lengths", off="reading length_column_name"),
-    *_each(
+_ROWS: Final = (
+    Attribute(TRAINER, "args state accelerator", "read the training's setup", seen="object"),
+    Attribute(TRAINER, "model model_wrapped optimizer", "run, weigh and check a micro-batch", seen="object"),
+    Attribute(TRAINER, "train_dataset eval_dataset data_collator", "leave the data as it was", seen="object"),
+    Attribute(TRAINER, "label_smoother", "compute the loss", seen="object"),
+    Attribute(TRAINER, "compute_loss_func model_accepts_loss_kwargs", "compute the loss", seen="object", since=_COUNTS),
+    Attribute(TRAINER, "loss_is_scaled_for_ga", "see whether a trainer scales its loss", since="5.19.0"),
+    Attribute(TRAINER, "is_in_train", "recognise a training step", seen="object"),
+    Attribute(TRAINER, "_prepare_inputs compute_loss_context_manager", "run a forward as training does"),
+    Attribute(TRAINER, "use_apex", "refuse apex", seen="object", until="5.0.0"),
+    Attribute(TRAINER, "get_tp_size", "count data-parallel ranks", since="4.53.0"),
+    Attribute(TRAINER, "get_cp_size get_sp_size", "refuse ranks that split samples", since="5.0.0"),
+    Attribute(TRAINER, _STEPS, "see what a loss divides by", off="observing what divides", seen="loop", since="4.55.0"),
+    Attribute(
+        TRAINER, "_train_batch_size", "see what a loss divides by", off="recognising the batch size", seen="object"
+    ),
+    Attribute(TRAINER, "get_train_dataloader", "give the loop whole windows"),
+    Attribute(TRAINER, "log", "log nothing while the loss is observed, and exact windows with the loss"),
+    Attribute(TRAINER, "floating_point_ops _maybe_log_save_evaluate", "log the loss", off=LOSS_LOG),
+    Attribute(TRAINER, "_load_callback_state", "resume", off="hiding our mark when a checkpoint is resumed"),
+    Attribute(TRAINER, "evaluation_loop prediction_step", "compute eval_loss"),
+    Attribute(TRAINER, "prediction_loop", "compute eval_loss", until="5.0.0"),
+    Attribute(TRAINER, "callback_handler control", "train a copy", off=VERIFY, seen="object"),
+    Attribute(TRAINER, "create_accelerator_and_postprocess", "train a copy", off=VERIFY),
+    Attribute(ARGUMENTS, "world_size process_index device gradient_accumulation_steps", "count a window"),
+    Attribute(ARGUMENTS, "n_gpu", "refuse DataParallel"),
+    Attribute(ARGUMENTS, "average_tokens_across_devices", "keep upstream from a second collective", since="4.46.2"),
+    Attribute(ARGUMENTS, "logging_nan_inf_filter", "log the loss", off=LOSS_LOG),
+    Attribute(ARGUMENTS, "past_index", "pass the past on", until="5.0.0"),
+    Attribute(ARGUMENTS, "disable_tqdm", "show a bar while lengths are read"),
+    Attribute(ARGUMENTS, "length_column_name", "read lengths", off="reading length_column_name"),
+    Attribute(
         ARGUMENTS,
         "train_sampling_strategy",
         "balance windows",
         off="respecting train_sampling_strategy='batch_rebalance'",
         since="5.2.0",
     ),
-    *_each(ARGUMENTS, "per_device_train_batch_size per_device_eval_batch_size", "split samples", off=VERIFY),
-    *_each(ARGUMENTS, "accelerator_config", "train a copy", off=VERIFY),
-    *_each(STATE, "global_step", "name a window"),
-    *_each(STATE, "stateful_callbacks", "mark a checkpoint"),
-    *_each("transformers.trainer_callback", "TrainerCallback TrainerControl DefaultFlowCallback", "train a copy"),
-    *_each("transformers.trainer", "skip_first_batches", "resume in the middle of an epoch"),
-    *_each(ACCELERATOR, "backward gradient_accumulation_steps", "set the loss that makes its division right"),
-    *_each(ACCELERATOR, "sync_gradients no_sync", "reduce gradients once a window"),
-    *_each(ACCELERATOR, "clip_grad_norm_", "end a window before its gradient is clipped"),
-    *_each(ACCELERATOR, "reduce", "count over ranks"),
-    *_each(ACCELERATOR, "device distributed_type mixed_precision unwrap_model", "read the engine"),
-    *_each(ACCELERATOR, "state", "read the engine", seen="object"),
-    *_each(ACCELERATOR, "parallelism_config", "refuse ranks that split samples", since="1.10.0"),
-    *_each(ACCELERATOR, "autocast", "run a forward as training does"),
-    *_each(ACCELERATOR, "gradient_state", "find filled-up batches", seen="object"),
-    *_each(ACCELERATOR, "dataloader_config", "switch dispatching off", seen="object", since="0.28.0"),
-    *_each(ACCELERATOR, "ddp_handler", "refuse a static graph before torch 2.5", seen="object"),
-    *_each(ACCELERATOR, "has_lomo_optimizer", "refuse LOMO", seen="object", since="0.30.0"),
-    *_each(ACCELERATOR, "deepspeed_engine_wrapped", "read what DeepSpeed divides by", seen="DeepSpeed"),
-    *_each("accelerate.state", "AcceleratorState GradientState PartialState", "leave the process as it was"),
-    *_each(GRADIENT_STATE, "end_of_dataloader remainder", "find filled-up batches"),
-    *_each(ENGINE_STATE, "deepspeed_plugin", "see which ZeRO stage runs", seen="DeepSpeed"),
-    *_each(PROCESSES, "_shared_state is_main_process", "count a head's own targets"),
-    *_each(PROCESSES, "num_processes process_index distributed_type", "count a head's own targets", seen="object"),
-    *_each("accelerate.utils", "DistributedType gather_object", "read the engine"),
-    *_each("accelerate.data_loader", "BatchSamplerShard IterableDatasetShard", "find repeated samples"),
-    *_each("accelerate.data_loader", "DataLoaderDispatcher DataLoaderStateMixin", "find repeated samples"),
-    *_each("accelerate.data_loader", "DataLoaderShard", "train a copy"),
-    *_each(BATCH_SHARD, "batch_sampler batch_size drop_last even_batches", "find repeated samples", seen="object"),
-    *_each(BATCH_SHARD, "num_processes process_index split_batches", "find repeated samples", seen="object"),
-    *_each(STREAM_SHARD, "dataset batch_size drop_last", "find repeated samples", seen="object"),
-    *_each(STREAM_SHARD, "num_processes process_index split_batches", "find repeated samples", seen="object"),
-    *_each(DISPATCHER, "_drop_last state remainder", "find repeated samples", seen="object"),
+    Attribute(ARGUMENTS, "per_device_train_batch_size per_device_eval_batch_size", "split samples", off=VERIFY),
+    Attribute(ARGUMENTS, "accelerator_config", "train a copy", off=VERIFY),
+    Attribute(STATE, "global_step", "name a window"),
+    Attribute(STATE, "stateful_callbacks", "mark a checkpoint"),
+    Attribute("transformers.trainer_callback", "TrainerCallback TrainerControl DefaultFlowCallback", "train a copy"),
+    Attribute("transformers.trainer", "skip_first_batches", "resume in the middle of an epoch"),
+    Attribute(ACCELERATOR, "backward gradient_accumulation_steps", "set the loss that makes its division right"),
+    Attribute(ACCELERATOR, "sync_gradients no_sync", "reduce gradients once a window"),
+    Attribute(ACCELERATOR, "clip_grad_norm_", "end a window before its gradient is clipped"),
+    Attribute(ACCELERATOR, "reduce", "count over ranks"),
+    Attribute(ACCELERATOR, "device distributed_type mixed_precision unwrap_model", "read the engine"),
+    Attribute(ACCELERATOR, "state", "read the engine", seen="object"),
+    Attribute(ACCELERATOR, "parallelism_config", "refuse ranks that split samples", since="1.10.0"),
+    Attribute(ACCELERATOR, "autocast", "run a forward as training does"),
+    Attribute(ACCELERATOR, "gradient_state", "find filled-up batches", seen="object"),
+    Attribute(ACCELERATOR, "dataloader_config", "switch dispatching off", seen="object", since="0.28.0"),
+    Attribute(ACCELERATOR, "ddp_handler", "refuse a static graph before torch 2.5", seen="object"),
+    Attribute(ACCELERATOR, "has_lomo_optimizer", "refuse LOMO", seen="object", since="0.30.0"),
+    Attribute(ACCELERATOR, "deepspeed_engine_wrapped", "read what DeepSpeed divides by", seen="DeepSpeed"),
+    Attribute("accelerate.state", "AcceleratorState GradientState PartialState", "leave the process as it was"),
+    Attribute(GRADIENT_STATE, "end_of_dataloader remainder", "find filled-up batches"),
+    Attribute(ENGINE_STATE, "deepspeed_plugin", "see which ZeRO stage runs", seen="DeepSpeed"),
+    Attribute(PROCESSES, "_shared_state is_main_process", "count a head's own targets"),
+    Attribute(PROCESSES, "num_processes process_index distributed_type", "count a head's own targets", seen="object"),
+    Attribute("accelerate.utils", "DistributedType gather_object", "read the engine"),
+    Attribute("accelerate.data_loader", "BatchSamplerShard IterableDatasetShard", "find repeated samples"),
+    Attribute("accelerate.data_loader", "DataLoaderDispatcher DataLoaderStateMixin", "find repeated samples"),
+    Attribute("accelerate.data_loader", "DataLoaderShard", "train a copy"),
+    Attribute(BATCH_SHARD, "batch_sampler batch_size drop_last even_batches", "find repeated samples", seen="object"),
+    Attribute(BATCH_SHARD, "num_processes process_index split_batches", "find repeated samples", seen="object"),
+    Attribute(STREAM_SHARD, "dataset batch_size drop_last", "find repeated samples", seen="object"),
+    Attribute(STREAM_SHARD, "num_processes process_index split_batches", "find repeated samples", seen="object"),
+    Attribute(DISPATCHER, "_drop_last state remainder", "find repeated samples", seen="object"),
 )
+ATTRIBUTES: Final = tuple(replace(row, name=name) for row in _ROWS for name in row.name.split())
 """The names that we use without wrapping them. apply() checks the classes; train() the objects, and the loop."""
 
 

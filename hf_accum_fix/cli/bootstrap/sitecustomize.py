@@ -1,8 +1,8 @@
-"""Run at the start of every Python process under ``hf-accum-fix run``, which puts this folder on PYTHONPATH.
+"""Run at the start of every Python process under ``hf-accum-fix run`` or ``verify``, which put this on PYTHONPATH.
 
-Most of these processes never train, and some use another environment or another Python. So import nothing that is not
-loaded already, wait for the import of ``transformers.trainer``, and only then import hf_accum_fix. Also run the
-sitecustomize that this one hides.
+Most of these processes never train, and some use another environment or another Python. So under ``run`` import nothing
+that is not loaded already, wait for the import of ``transformers.trainer``, and only then import hf_accum_fix. Under
+``verify``, verify the first Trainer that begins to train, instead. Also run the sitecustomize that this one hides.
 """
 
 import os
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _TRAINER = "transformers.trainer"
 #: Set by the process that prints "is on", so that its children do not print it again.
 _ANNOUNCED = "PYTHON_HF_ACCUM_FIX_ANNOUNCED"
+#: Carry the options of ``run``, which a launcher may drop, and the request of ``verify``.
+_RUN, _VERIFY = "PYTHON_HF_ACCUM_FIX", "PYTHON_VERIFY_BY_HF_ACCUM_FIX"
 
 
 class _Finder:
@@ -87,6 +89,21 @@ def _print(line: str, once: bool = False) -> None:
         sys.stderr.write(f"hf-accum-fix: {line}\n")
 
 
+def _verify_instead_of_training() -> None:
+    """Import the hf_accum_fix of this file, even if the script's own path has none."""
+    above = os.path.dirname  # os.path, because pathlib is not loaded yet
+    root = above(above(above(above(os.path.abspath(__file__)))))  # noqa: PTH100
+    sys.path.insert(0, root)
+    try:
+        from hf_accum_fix.cli.instead import verify_instead_of_training
+
+        verify_instead_of_training()
+    except ImportError as error:
+        sys.stderr.write(f"hf-accum-fix: cannot verify in {sys.executable}: it has no {error.name}; install it there\n")
+    finally:
+        sys.path.remove(root)
+
+
 def _run_hidden_sitecustomize() -> None:
     """Import the sitecustomize that would have run without us; Python reports its errors."""
     folder = os.path.dirname(__file__)  # noqa: PTH120 - pathlib would have to be imported
@@ -104,7 +121,11 @@ def _run_hidden_sitecustomize() -> None:
 
 
 _FINDER = _Finder()
-sys.meta_path.insert(0, _FINDER)
+if _VERIFY in os.environ:
+    _verify_instead_of_training()
+    _FINDER.done = _RUN not in os.environ
+if not _FINDER.done:
+    sys.meta_path.insert(0, _FINDER)
 try:
     _run_hidden_sitecustomize()
 finally:
