@@ -19,7 +19,6 @@ from hf_accum_fix.options import SWITCH, Options, enabled, options_from, shows_o
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import TracebackType
 
     from hf_accum_fix.reporting import Report
     from hf_accum_fix.upstream.environment import Environment
@@ -157,12 +156,7 @@ class PatchHandle:
         """Return the handle; apply() has patched already."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Undo one apply()."""
         self._undo_one()
 
@@ -172,16 +166,14 @@ class PatchHandle:
             return
         # Waits if another thread is importing it; in the hook itself the import is done.
         import_module("transformers.trainer")
-        from hf_accum_fix.upstream.environment import detect, imported_trainer, is_pristine, is_training
+        from hf_accum_fix.upstream.environment import imported_trainer, is_pristine, is_training
         from hf_accum_fix.upstream.patch import Patch, install
-        from hf_accum_fix.upstream.plan import make_plan
         from hf_accum_fix.upstream.seams import EVALUATION
 
         with _LOCK, self._remembering_refusal():
             if not self.pending:
                 return
-            environment = detect()
-            self.plan = make_plan(environment, self.options)
+            environment, self.plan = _planned(self.options)
             if self.plan.refusal is not None:
                 raise self.plan.refusal
             if is_training():
@@ -216,19 +208,19 @@ class PatchHandle:
         from hf_accum_fix.upstream.patch import Patch, install
         from hf_accum_fix.upstream.seams import GUARD
 
-        module = import_module(GUARD.module)
+        module, (owner, name) = import_module(GUARD[0]), GUARD[1:]
 
         with _LOCK:
             if self._guard is not None or not (self.pending or self.active):
                 return
-            handler = getattr(module, GUARD.owner, None)
-            if handler is None or not hasattr(handler, GUARD.name):
+            handler = getattr(module, owner, None)
+            if handler is None or not hasattr(handler, name):
                 _LOG.warning(
                     "%s has no %s.%s: a replacement or reload of the Trainer after apply() will not be detected",
-                    *(GUARD.module, GUARD.owner, GUARD.name),
+                    *GUARD,
                 )
                 return
-            self._guard = install([Patch(handler, GUARD.name, self._at_train_begin)], lambda *_: True)
+            self._guard = install([Patch(handler, name, self._at_train_begin)], lambda *_: True)
 
     @contextmanager
     def _remembering_refusal(self) -> Iterator[None]:
@@ -323,21 +315,19 @@ def apply(*, quiet: bool = False, **options: Any) -> PatchHandle:
     """
     from wrapt import register_post_import_hook
 
-    from hf_accum_fix.upstream.environment import detect
-    from hf_accum_fix.upstream.plan import make_plan
     from hf_accum_fix.upstream.seams import GUARD, TRAINER_MODULE
 
     decided = options_from(options)
     if not enabled():
         _LOG.info("%s switches hf-accum-fix off: transformers.Trainer is not patched", SWITCH)
-        return PatchHandle(decided, make_plan(detect(), decided), off=True)
+        return PatchHandle(decided, _planned(decided)[1], off=True)
     while True:
         handle = _claim(decided, quiet or _is_quiet())
         if not handle.active:
             # The hooks fire at once if the module is imported. Also register for a handle that another thread made,
             # because that thread may not have registered yet.
             try:
-                register_post_import_hook(handle._watch, GUARD.module)
+                register_post_import_hook(handle._watch, GUARD[0])
                 register_post_import_hook(handle._install, TRAINER_MODULE)
             except AccumFixError:
                 handle._undo_all()  # The caller handles the error, so forget the refusal.
@@ -367,12 +357,10 @@ def report() -> Report:
     """Report the installed versions, their defects, the state of the patch, and the training runs so far."""
     from hf_accum_fix import __version__
     from hf_accum_fix.reporting import Report
-    from hf_accum_fix.upstream.environment import detect
-    from hf_accum_fix.upstream.plan import make_plan
 
     with _LOCK:
         handle: PatchHandle | None = _MEMORY.get("handle")
-        environment = detect()
+        environment, plan = _planned(Options() if handle is None else handle.options)
         state = _State.REVERTED if handle is None else handle._state
         if not enabled() and state in (_State.REVERTED, _State.APPLIED):
             state = _State.OFF
@@ -380,7 +368,7 @@ def report() -> Report:
             version=__version__,
             state=state.value,
             environment=environment,
-            plan=make_plan(environment, Options() if handle is None else handle.options),
+            plan=plan,
             missing=() if handle is None else handle.missing(),
             runs=recorded(),
         )
@@ -388,15 +376,12 @@ def report() -> Report:
 
 def _claim(options: Options, quiet: bool) -> PatchHandle:
     """Count one more call for the active handle, or create a pending one if the installed versions allow it."""
-    from hf_accum_fix.upstream.environment import detect
-    from hf_accum_fix.upstream.plan import make_plan
-
     with _LOCK:
         handle = active_handle()
         # No handle, or one of an earlier load of this package or of a Trainer that was reloaded since.
         if handle is None or not isinstance(handle, PatchHandle) or handle._is_stale():
             revert()
-            plan = make_plan(detect(), options)
+            _, plan = _planned(options)
             if plan.refusal is not None:
                 raise plan.refusal
             handle = _MEMORY["handle"] = PatchHandle(options, plan, quiet=quiet)
@@ -408,6 +393,15 @@ def _claim(options: Options, quiet: bool) -> PatchHandle:
             )
         handle._applications += 1
         return handle
+
+
+def _planned(options: Options) -> tuple[Environment, Plan]:
+    """What is installed, and what the patch does about it."""
+    from hf_accum_fix.upstream.environment import detect
+    from hf_accum_fix.upstream.plan import make_plan
+
+    environment = detect()
+    return environment, make_plan(environment, options)
 
 
 def on_line(environment: Environment, plan: Plan) -> str:

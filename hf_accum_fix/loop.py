@@ -41,19 +41,19 @@ from hf_accum_fix.accumulation.declared import (
 )
 from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.accumulation.reading import LossRun
-from hf_accum_fix.accumulation.scaling import loss_among, of_window, run_by_rule, scale_of
-from hf_accum_fix.accumulation.values import Captured, capture
-from hf_accum_fix.accumulation.weigh import Counted, Part, WindowCheck, unlike_declared, weigh
-from hf_accum_fix.accumulation.window import Items, ZeroWeightBatch, count_by_rules, count_dtype
-from hf_accum_fix.core.contracts import remarks, settle
-from hf_accum_fix.core.host import Host, Observed
-from hf_accum_fix.core.window import Window, count_routing, open_window
+from hf_accum_fix.accumulation.scaling import loss_among, run_by_rule, scale_of
+from hf_accum_fix.accumulation.values import capture
+from hf_accum_fix.accumulation.weigh import Weighed, unlike_declared
+from hf_accum_fix.accumulation.window import ZeroWeightBatch, count_dtype
+from hf_accum_fix.core.contracts import remarks
+from hf_accum_fix.core.host import Host
+from hf_accum_fix.core.window import Window, open_window
 from hf_accum_fix.data.duplicates import WithoutDuplicates
-from hf_accum_fix.engines.engine import reduced_in, reducing, waits_every_micro_batch
+from hf_accum_fix.engines.engine import inputs_are_rounded, reduced_in, reducing, waits_every_micro_batch
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, options_from, shows_options
-from hf_accum_fix.router.router_loss import Convention
+from hf_accum_fix.router.router_loss import Forward
 from hf_accum_fix.upstream.presence import require_accelerator
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
@@ -72,11 +72,12 @@ class LoopHost(Host):
     """
 
     model: nn.Module | None = None
+    head = "the loss"
 
     def __init__(self, accelerator: AcceleratorLike | None, steps: int | None, options: Options) -> None:
         super().__init__(options)
         self.state.first.contract = options.contract
-        self._accelerator, self._steps, self._head = accelerator, steps, "the loss"
+        self.accelerator, self._steps = accelerator, steps
         launched = dist.is_available() and dist.is_initialized()
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if launched else (0, 1)
         self.data_ranks = self.world_size
@@ -85,28 +86,21 @@ class LoopHost(Host):
         self.device = torch.device("cpu") if accelerator is None else accelerator.device
 
     @property
-    def accelerator(self) -> AcceleratorLike | None:
-        return self._accelerator
-
-    @property
-    def head(self) -> str:
-        return self._head
-
-    @property
-    def where(self) -> str:
-        return f"window {self.state.opened}"
-
-    @property
     def steps(self) -> int:
         if self._steps is not None:
             return self._steps
-        assert self._accelerator is not None
-        return int(self._accelerator.gradient_accumulation_steps)
+        assert self.accelerator is not None
+        return int(self.accelerator.gradient_accumulation_steps)
 
     @property
     def readable(self) -> bool:
         # A loss of one term is corrected without reading.
-        return self.device.type == "cpu" and any(len(each.terms) > 1 for each in self.state.contracts)
+        return super().readable and any(len(each.terms) > 1 for each in self.state.contracts)
+
+    @property
+    def corrects_alone(self) -> bool:
+        # A loop has no log at which to read; several ranks would need one more collective.
+        return self.contract is not None and self.contract.is_read
 
     def summed(self, numbers: Tensor) -> Tensor:
         if self.world_size > 1:
@@ -120,75 +114,36 @@ class LoopHost(Host):
         dist.all_gather_object(gathered, values[0])
         return gathered
 
-    def open(self, model: nn.Module | None, device: torch.device | None, batches: Sequence[Batch]) -> Window:
+    def open(self, batches: Sequence[Batch], device: torch.device | None = None) -> Window:
         """Count a window; without accelerate, on the ``device`` of the first loss or model."""
         if not self._is_placed:
             on_gpu = self.world_size > 1 and dist.get_backend() == "nccl"
             usual = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
             self.device, self._is_placed = device or usual, device is not None
-        self.model = model
-        try:
-            return open_window(self, batches)
-        finally:
-            self.model = None
+        return open_window(self, batches)
 
-    def observed_again(self, model: nn.Module, window: Window, check: WindowCheck, captured: Captured) -> bool:
-        """See `Window.observed_again`."""
-        self.model = model
-        try:
-            return window.observed_again(check, captured)
-        finally:
-            self.model = None
-
-    def settle(self, batches: Sequence[Batch], number: Any, error: Exception | None) -> None:
-        model, first = self.model, self.state.first
-        if model is not None:
-            self._head = type(self.bare(model)).__name__
-        if self.options.contract is not None:
-            self._check_given(self.options.contract)
-            return
-        if model is None and batches and not first.is_settled:
+    def look(self, batches: Sequence[Batch]) -> None:
+        model, given = self.model, self.options.contract
+        if model is None and batches and not self.state.first.is_settled:
             raise ContractError(
                 "got a custom loss, which cannot be observed; expected its contract; pass accumulation_windows(..., "
                 "contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
             )
-        was_settled, before = first.is_settled, first.contract
-        settle(self, batches)
-        first = self.state.first
-        contract = first.contract
-        assert contract is not None
-        if self.world_size == 1:
-            # A loop has no log at which to read; several ranks would need one more collective.
-            self.state.correction.corrects = contract.is_read
-        if model is None or (was_settled and contract is before):
+        if model is None:
             return
-        if first.is_settled:
-            reduced = reduced_in(self.accelerator, model) if self.world_size > 1 else []
-            made_by = {"trainer": "accumulation_windows", "stock_gradient_factor": None}
-            self.record(contract, len(batches), reduced_in=reduced, **made_by)
-            logger.info("%s: the loss %s; G=%d, W=%d.", self.head, contract, len(batches), self.world_size)
-        if first.is_settled or contract.reason != NO_TARGET_SEEN:
-            for name, message in remarks(self.head, contract, first.attempts):
-                self.warn_once(name, message)
+        self.head = type(self.bare(model)).__name__
+        if given is not None:
+            self.passes_number = given.by_number
+            if given.by_number and not wants_number(self.bare(model)):
+                raise ContractError(
+                    f"got a contract by which the loss {given.reduction.words}, but {self.head} takes no "
+                    "num_items_in_batch; expected Reduction.MEAN"
+                )
 
-    def _check_given(self, given: LossContract) -> None:
-        """Check a given contract, without a forward."""
-        if self.model is None:
-            return
-        self.passes_number = given.by_number
-        if given.by_number and not wants_number(self.bare(self.model)):
-            raise ContractError(
-                f"got a contract by which the loss {given.reduction.words}, but {self.head} takes no "
-                "num_items_in_batch; expected Reduction.MEAN"
-            )
-
-    def observe(self, batches: Sequence[Batch], number: Any) -> Observed:
-        try:
-            return (None if self.model is None or not batches else self._observe(self.model, batches)), None
-        except Exception as error:
-            return None, error
-
-    def _observe(self, model: nn.Module, batches: Sequence[Batch]) -> LossContract:
+    def observe(self, batches: Sequence[Batch], number: Any) -> LossContract | None:
+        model = self.model
+        if model is None or not batches:
+            return None
         module, bare = inside_ddp(model) or model, self.bare(model)
         self.passes_number = wants_number(bare)
         required = self.passes_number and requires_number(bare)
@@ -199,13 +154,33 @@ class LoopHost(Host):
             world_size=self.world_size,
             rounded=products_are_rounded(module) or getattr(self.accelerator, "mixed_precision", "no") != "no",
         )
-        loss = LossRun(partial(self._loss, model), module, self.device, bare)
-        found = observe(loss, batches, setting)
+        with self.loss_run(batches) as loss:
+            # Every forward of a sharded model is a collective.
+            found = observe(loss, batches, setting, self.gather if self.shards else None)
         return found.by_rule() if is_compiled(module) else found
 
-    def route(self, batches: Sequence[Batch], error: Exception | None) -> tuple[Tensor | None, Exception | None]:
-        if self.router.convention is Convention.MEAN:
-            return None, error
+    @contextmanager
+    def loss_run(self, batches: Sequence[Batch]) -> Iterator[LossRun]:
+        model = self.model
+        assert model is not None
+        module = inside_ddp(model) or model
+        yield LossRun(partial(self._loss, module), module, self.device, self.bare(model))
+
+    def settled(self, contract: LossContract, micro_batches: int) -> None:
+        model, first = self.model, self.state.first
+        if model is None:
+            return
+        if first.is_settled:
+            reduced = reduced_in(self.accelerator, model) if self.world_size > 1 else []
+            made_by = {"trainer": "accumulation_windows", "stock_gradient_factor": None}
+            self.record(contract, micro_batches, reduced_in=reduced, **made_by)
+            logger.info("%s: the loss %s; G=%d, W=%d.", self.head, contract, micro_batches, self.world_size)
+        if first.is_settled or contract.reason != NO_TARGET_SEEN:
+            for name, message in remarks(self.head, contract, first.attempts):
+                self.warn_once(name, message)
+
+    @contextmanager
+    def routing(self, batches: Sequence[Batch]) -> Iterator[tuple[Forward, nn.Module | None]]:
         model, contract = self.model, self.contract
         if model is None and batches:
             raise ContractError(
@@ -216,14 +191,14 @@ class LoopHost(Host):
         def forward(inputs: Batch) -> Tensor:
             assert model is not None and contract is not None
             number = contract.as_number(torch.ones((), dtype=count_dtype(self.device), device=self.device))
-            return self._loss(model, inputs, number)
+            return self._loss(inside_ddp(model) or model, inputs, number)
 
-        return count_routing(self, forward, batches, model, error)
+        yield forward, model
 
     def _loss(self, model: nn.Module, inputs: Batch, number: Tensor | None) -> Tensor:
-        """The loss of a batch by the model inside DistributedDataParallel."""
+        """The loss of a batch on any device."""
         inputs = {key: value.to(self.device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
-        return self.forward(inside_ddp(model) or model, inputs, number)[0]
+        return self.forward(model, inputs, number)[0]
 
     def forward(self, model: nn.Module, inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:
         """Loss and outputs of a forward; a model that takes num_items_in_batch gets the number."""
@@ -300,23 +275,16 @@ class AccumulationWindow:
             RankError: if the ranks' dataloaders ended at different times, or another rank failed.
         """
         host, window = self._host, self._window(model, next(iter(model.parameters())).device)
-        part, batch, counts = self._found(window, batch)
+        part, batch = window.part_of(batch), self._as_its_own(batch)
         contract, normalizer = part.contract, part.normalizer
         with host.router.micro_batch(max(self._begun - 1, 0)):
             if not contract.is_read:
-                items = counts.get(contract.items) if contract.items is not None else None
-                forward = partial(host.forward, model)
-                scaled, _ = run_by_rule(contract, batch, items, normalizer, forward, rounded=host.rounds_inputs)
-                return self._add(scaled)
+                forward, rounded = partial(host.forward, model), inputs_are_rounded(host.accelerator)
+                loss, _ = run_by_rule(contract, batch, window.count_of(batch), normalizer, forward, rounded=rounded)
+                return self._added(window.average(loss))
             with capture(contract, host.bare(model)) as captured:
                 loss, _ = host.forward(model, batch, normalizer.number if contract.hands_number else None)
-        zero_weight = isinstance(batch, ZeroWeightBatch)
-        weighed = weigh(loss, part, Counted(batch, counts, zero_weight), captured)
-        if part.check.other_terms and host.observed_again(model, window, part.check, captured):
-            part, batch, counts = self._found(window, batch)
-            weighed = weigh(loss, part, Counted(batch, counts, zero_weight), captured)
-        window.add(weighed.value)
-        return weighed.loss
+        return self._added(window.weigh(loss, batch, captured, zero_weight=isinstance(batch, ZeroWeightBatch)))
 
     def scale(self, loss: Tensor, batch: Batch) -> Tensor:
         """Scale a custom loss, reduced as in the given contract, for ``backward``.
@@ -331,18 +299,19 @@ class AccumulationWindow:
         Raises:
             ContractError: if no contract was given.
         """
-        part, batch, counts = self._found(self._window(None, loss.device), batch)
-        contract = part.contract
-        items = counts.get(contract.items) if contract.items is not None else None
+        window, batch = self._window(None, loss.device), self._as_its_own(batch)
+        part = window.part_of(batch)
+        contract, items = part.contract, window.count_of(batch)
         if unlike := unlike_declared(loss, contract, items, part.normalizer):
             self._host.warn_once(
                 "declared",
                 f"scale(): got a loss that {unlike}, by its graph; expected one that {contract}; pass its true "
                 "contract; until then it gets the plain mean over micro-batches, and is not exact",
             )
-            return self._add(loss)
-        scale = scale_of(contract, batch, items, part.normalizer, own_loss=True, rounded=self._host.rounds_inputs)
-        return self._add(scale.apply(loss))
+            return self._added(window.average(loss))
+        rounded = inputs_are_rounded(self._host.accelerator)
+        scale = scale_of(contract, batch, items, part.normalizer, own_loss=True, rounded=rounded)
+        return self._added(window.average(scale.apply(loss)))
 
     @property
     def mean_items(self) -> Tensor:
@@ -351,7 +320,7 @@ class AccumulationWindow:
         Raises:
             ContractError: if the window has not been counted: no loss was requested, and no contract given.
         """
-        return self._window(None, None).parts[0].normalizer.mean
+        return self._window(None, None).counts.parts[0].normalizer.mean
 
     def mean_loss(self) -> Tensor:
         """The loss of the global batch: the mean over the items of all its micro-batches and ranks.
@@ -371,24 +340,21 @@ class AccumulationWindow:
 
     def _window(self, model: nn.Module | None, device: torch.device | None) -> Window:
         """The window, counted over all ranks at its first use."""
+        self._host.model = model
         if self._counted is None:
-            self._counted = self._host.open(model, device, self.batches)
+            self._counted = self._host.open(self.batches, device)
         return self._counted
 
-    def _found(self, window: Window, batch: Batch) -> tuple[Part, Batch, dict[Items, Tensor]]:
-        """The part of a micro-batch, the micro-batch to run, and its items by every rule."""
-        part, counts = window.part_of(batch), window.counts_of(batch)
-        # None: a copy, perhaps on another device, which is counted again.
-        if counts is None and self._begun and isinstance(self.batches[self._begun - 1], ZeroWeightBatch):
-            batch = ZeroWeightBatch(batch)
-        if counts is None:
-            counts = count_by_rules(part.contract.rules, [batch], part.normalizer.mean.device)[0][0]
-        return part, batch, counts
+    def _as_its_own(self, batch: Batch) -> Batch:
+        """The micro-batch to run; a copy of one without weight, perhaps on another device, has none either."""
+        now = self.batches[self._begun - 1] if self._begun else None
+        is_copy = all(batch is not each for each in self.batches)
+        return ZeroWeightBatch(batch) if is_copy and isinstance(now, ZeroWeightBatch) else batch
 
-    def _add(self, scaled: Tensor) -> Tensor:
+    def _added(self, weighed: Weighed) -> Tensor:
         assert self._counted is not None
-        self._counted.add(scaled.detach() / len(self))
-        return of_window(scaled, len(self), self._host.engine_divisor)
+        self._counted.add(weighed.value)
+        return weighed.loss
 
     def _check_run(self) -> None:
         if self._begun < len(self):
@@ -461,10 +427,11 @@ class AccumulationWindows:
             finally:
                 host.gradient.drop()
             window._check_run()
-        host.state.correction.read(host)
+        host.read_counts()
+        host.model = None
         if self.world_size > 1:
             # A rank with more windows joins this with its next one, and gets an error instead of waiting for ever.
-            host.open(None, None, [])
+            host.open([])
         host.warn_routing()
         host.warn_empty()
 

@@ -25,7 +25,7 @@ RELEASES = Path(__file__).resolve().parents[1] / "hf_accum_fix/upstream/releases
 IN_RELEASE = Path(__file__).with_name("in_release.py")
 
 LEFT = """{release} is in {file}; {bodies}. Left to do, and to commit with it:
-  new defects in hf_accum_fix/upstream/defects.py, new names in seams.py, every published release before {release}
+  new defects in hf_accum_fix/upstream/defects.json, new names in seams.py, every published release before {release}
   python recipes/release_matrix.py {release}
   pytest -m releases_all"""
 

@@ -1,6 +1,7 @@
 """What every test gets: a check that it left the Trainer class as it found it, and a short garbage collection.
 
-Every test of `SLOW` has the mark ``slow``, unless it needs another release.
+Every test of `SLOW` has the mark ``slow``, unless it needs another release: what starts ranks, launchers or fresh
+processes that import torch belongs there.
 """
 
 from __future__ import annotations
@@ -13,23 +14,51 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-#: Folders, and what takes long in others.
+#: Folders, and what takes long in others: files, and tests by their ids.
 SLOW = (
     "losses",
     "patch",
     "random_trainings",
     "trainers",
     "balancing/test_two_ranks.py",
+    "cli/test_commands.py::test_it_starts_light[doctor]",
+    "cli/test_commands.py::test_python_dash_m_is_the_same_program",
+    "cli/test_doctor.py::test_a_class_of_transformers",
+    "cli/test_end_to_end.py",
     "cli/test_run_hostile.py",
+    "cli/test_verify.py",
     "cli/test_verify_hostile.py",
+    "clients/test_dealt.py",
+    "clients/test_preference.py",
+    "clients/test_sft.py",
+    "clients/test_sft_router_loss.py",
     "data/test_resume.py",
     "data/test_two_ranks.py",
     "faults",
+    "loop/test_two_ranks.py",
+    "monitor/test_batch_norm.py::test_data_of_other_statistics_on_a_rank_are_told_and_others_are_not",
+    "monitor/test_callbacks.py::test_the_short_step_at_the_end_of_an_epoch_is_no_spike[4]",
+    "monitor/test_correlated.py::test_ranks_that_all_wander_are_left_alone",
+    "monitor/test_early_on_two_ranks.py",
+    "monitor/test_pace.py::test_lengths_that_differ_and_persist_are_no_lag",
+    "monitor/test_rank_loss.py::test_a_healthy_run_alarms_at_most_once_in_a_thousand_logs",
     "monitor/test_two_ranks.py",
+    "monitor/test_watch.py::test_two_runs_of_the_same_curve_differ_by_no_more_than_noise",
+    "numerics/test_zoo.py::test_no_class_is_looked_up_at_import",
     "recipes/test_setup.py",
     "recipes/test_sweep_output.py",
+    "test_applying.py::test_a_fork_while_a_thread_applies_hangs_in_no_child",
+    "test_import.py::test_tests_take_one_thread_unless_told_otherwise",
+    "test_on_ranks.py",
+    "verify/test_cost.py",
     "verify/test_misled.py",
+    "verify/test_router_loss.py",
+    "verify/test_trust.py::test_a_stream_of_datasets_is_verified",
     "verify/test_two_ranks.py",
+    "verify/test_verify.py::test_further_words",
+    "verify/test_verify.py::test_the_streamed_reference_is_the_full_one",
+    *(f"verify/test_verify.py::test_stock_is_explained_and_apply_is_exact[{each}]" for each in ("mixtral", "llava")),
+    "verify/test_verify.py::test_in_half_precision_the_floor_is_that_of_the_autocast",
 )
 
 
@@ -39,9 +68,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    slow = {HERE / each for each in SLOW}
+    slow = {*SLOW}
     for item in items:
-        if slow & {item.path, *item.path.parents} and not item.get_closest_marker("releases"):
+        path = item.path.relative_to(HERE)
+        # A test, or one row of it.
+        tests = {f"{path}::{name}" for name in (item.originalname, item.name)}  # type: ignore[attr-defined]
+        if slow & {*map(str, path.parents), str(path), *tests} and not item.get_closest_marker("releases"):
             item.add_marker(pytest.mark.slow)
 
 

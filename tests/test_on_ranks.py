@@ -39,4 +39,4 @@ def test_the_traceback_of_a_rank_that_fails_is_raised() -> None:
 
 def test_a_rank_that_waits_for_ever_says_where() -> None:
     with pytest.raises(RankFailedError, match=r"(?s)Timeout.*in waits"):
-        on_ranks(waits, timeout=3, group=False)
+        on_ranks(waits, ranks=1, timeout=3, group=False)

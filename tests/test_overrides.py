@@ -25,11 +25,11 @@ from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.core.contracts import check_alike
-from hf_accum_fix.core.window import count_window
+from hf_accum_fix.core.count import count_window
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.errors import ContractError, ForeignPatchError, RankError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options
-from hf_accum_fix.overrides.host import TrainerHost
+from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchTrainer
 from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, shifted_cross_entropy
 from tests.numerics.parity import (
@@ -239,7 +239,16 @@ def _blank(samples: Any) -> list[Any]:
     return [{**sample, "labels": torch.full_like(sample["labels"], -100)} for sample in samples]
 
 
-@pytest.mark.parametrize("name", ["llama", "uses-tensor", "mixtral", "no-kwargs", "bert-mlm", "mean-of-sample-means"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("uses-tensor", "no-kwargs"),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("llama", "mixtral", "bert-mlm", "mean-of-sample-means")
+        ),
+    ],
+)
 def test_windows_without_a_target_settle_nothing(name: str, tmp_path: Path) -> None:
     """Four blank windows first, more than there are attempts: all exact zeros, and then the loss is observed."""
     head = HEADS[name]
@@ -509,7 +518,7 @@ def test_a_seam_replaced_after_apply_is_refused_at_train(tmp_path: Path, monkeyp
             trainer.train()
 
 
-def _rank(reduced: list[float], contract: LossContract | None = None) -> TrainerHost:
+def _rank(reduced: list[float], contract: LossContract | None = None) -> Session:
     """A trainer of two ranks whose collective gives back what is said here."""
     trainer: Any = SimpleNamespace(
         args=SimpleNamespace(device=torch.device("cpu"), world_size=2, process_index=1, gradient_accumulation_steps=4),
@@ -519,7 +528,7 @@ def _rank(reduced: list[float], contract: LossContract | None = None) -> Trainer
             gradient_accumulation_steps=1,
         ),
     )
-    host = TrainerHost(trainer, Options())
+    host = Session(trainer, Options())
     host.state.first.contract = contract
     return host
 
@@ -532,7 +541,7 @@ def test_a_rank_without_a_micro_batch_is_an_error_on_every_rank(monkeypatch: pyt
         with pytest.raises(RankError, match=r"rank 0 has 1, rank 1 has 0.*even_batches=True"):
             count_window(_rank([5.0, 0.0, 1.0, 1.0, 0.0], reduction), [])
         # At the end of the data no rank has one, and there is nothing to say.
-        assert count_window(_rank([0.0] * 5, reduction), []).batches == []
+        assert count_window(_rank([0.0] * 5, reduction), []).each == []
     monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, (3, ["labels"], "3")), *said])
     with pytest.raises(RankError, match=r"rank 0 has 3, rank 1 has 0.*even_batches=True"):
         check_alike(_rank([]), [], None)

@@ -250,6 +250,76 @@ def computing(loss: Callable[..., tuple[Tensor, Any]]) -> type:
     return Computing
 
 
+def above(change: Callable[[Tensor, Tensor, Batch, Any], Tensor], *, number: bool = True) -> type:
+    """A Trainer that makes something of super's loss: ``change(loss, logits, batch, trainer)``."""
+
+    def compute(trainer: Any, base: Any, model: Any, inputs: Any, given: Any) -> Any:
+        more = {"num_items_in_batch": given} if number else {}
+        loss, outputs = base(model, inputs, return_outputs=True, **more)
+        return change(loss, outputs["logits"], inputs, trainer), outputs
+
+    return computing(compute)
+
+
+# --- on another batch than the one that was fetched ---------------------------------------------------------------
+
+#: A batch -> the batch that is trained on.
+Change = Callable[[Any], Any]
+
+
+def changed(batch: Any, change: Change, how: str = "copy") -> Any:
+    """The changed copy; or the batch itself, given other tensors ("key") or with its tensors written ("tensor")."""
+    found = change(batch)
+    if how == "copy":
+        return found
+    for key in [key for key in batch if found[key] is not batch[key]]:
+        if how == "key":
+            batch[key] = found[key]
+        else:
+            batch[key].copy_(found[key])
+    return batch
+
+
+def in_step(change: Change, how: str = "copy") -> type:
+    class InStep(StockRecorder):
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+            return super().training_step(model, changed(inputs, change, how), *args, **kwargs)
+
+    return InStep
+
+
+def in_loss(change: Change, how: str = "copy") -> type:
+    class InLoss(StockRecorder):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None
+        ) -> Any:
+            return super().compute_loss(model, changed(inputs, change, how), return_outputs, num_items_in_batch)
+
+    return InLoss
+
+
+def as_prepared(change: Change, how: str = "copy") -> type:
+    class AsPrepared(StockRecorder):
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            return changed(super()._prepare_inputs(inputs), change, how)
+
+    return AsPrepared
+
+
+def as_fetched(change: Change, how: str = "copy", *, recount: bool = False) -> type:
+    """``recount``: counts the labels that are left, as upstream would have."""
+
+    class AsFetched(StockRecorder):
+        def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+            batches, number = super().get_batch_samples(*args, **kwargs)
+            batches = [changed(batch, change, how) for batch in batches]
+            if recount and number is not None:
+                number = sum((batch["labels"] != -100).sum() for batch in batches)
+            return batches, number
+
+    return AsFetched
+
+
 # --- by a hand-written loop ---------------------------------------------------------------------------------------
 
 #: ``(case, model, micro-batches, G)``: leaves the gradients of every step in the model, and gives its loss.

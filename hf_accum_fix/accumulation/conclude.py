@@ -44,6 +44,7 @@ class Setting:
         apart: the forwards ran a batch and its two parts.
         again: another split was inconclusive, or showed coupled samples.
         by_number: the model would divide by the number, if it got it.
+        has_stock: a Trainer runs the loss, so that there is a scale to keep where it cannot be read.
     """
 
     hands_number: bool = False
@@ -60,6 +61,7 @@ class Setting:
     apart: bool = True
     again: bool = False
     by_number: bool = False
+    has_stock: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class Candidate:
     values: tuple[float | None, ...]
     doubt: str = ""
     shows: bool = True
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether it was zero in all forwards."""
+        return not any(self.values) and None not in self.values and self.spec.how is not How.ROUTER
 
     def judged(self, doubt: str = "", *, shows: bool = True, **spec: Any) -> Candidate:
         """With the conclusion from its values."""
@@ -136,6 +143,8 @@ def _concluded(
         inside=inside,
         added=adds is not How.MEAN,
         deep=any(each.within for terms in seen for each in terms),
+        warms=whole.warms,
+        unseen=len(tested) > 1 and any(each.is_unseen for each in tested),
         shift=next((each.shift for each in seen[0] if each.shift is not None), None),
     )
     means = [each for each in specs if each.how is How.MEAN]
@@ -198,16 +207,10 @@ def _specs(
         doubts.append("a part of the loss has no gradient; the log averages it over micro-batches")
     if not setting.apart and not alone:
         doubts.append("its micro-batches cannot be divided into samples, so coupled samples would not be detected")
-    if len({each.group for each in specs}) > 1:
-        if any(each.seen[0].shares_learnt for each in tested):
-            doubts.append("one learnt factor multiplies several of its terms, which need different weights")
-        # One number cannot correct several terms.
-        uncounted = [each.how is How.MEAN and not (each.rules or each.by_number) for each in specs]
-        if any(uncounted):
-            doubts.append("the items of one of its terms cannot be predicted from the inputs")
-            specs = tuple(
-                replace(each, how=How.PLAIN) if plain else each for each, plain in zip(specs, uncounted, strict=True)
-            )
+    if len({each.group for each in specs}) > 1 and any(each.seen[0].shares_learnt for each in tested):
+        # No hook separates them.
+        doubts.append("one learnt factor multiplies several of its terms, which need different weights")
+        specs = tuple(replace(each, how=How.PLAIN) for each in specs)
     return specs, next(filter(None, doubts), "")
 
 
@@ -272,16 +275,46 @@ def _nothing_seen(whole: Reading, rules: Sequence[Items]) -> LossContract:
     return LossContract(Reduction.MEAN, rules[0], dtype=whole.dtype, conclusive=False, reason=reason)
 
 
+def is_understood(readings: Sequence[Reading]) -> bool:
+    """Whether the last forward shows the number that it got as a divisor, or is as it would be without."""
+    if len({(len(each.terms), len(each.inside)) for each in readings}) > 1:
+        return False
+    number, found = readings[2].number or 0.0, False
+    for whole, one, other in zip(*(each.terms for each in readings), strict=True):
+        if other.router:
+            continue
+        if not other.readable:
+            return False
+        shows = any(value in _forms(number) for value in other.factors)
+        counts = []
+        if whole.shape == one.shape == other.shape:
+            factors = zip(whole.factors, one.factors, other.factors, strict=True)
+            counts = [is_near(a, b + c, 1e-5) for a, b, c in factors if not a == b == c]
+        elif not shows:
+            return False
+        if not (shows or all(counts)):
+            return False
+        found = found or shows or bool(counts)
+    return found
+
+
+def _forms(number: float) -> set[float]:
+    """The number as an integer, and as a model in 16 bits rounds it."""
+    return {float(int(number)), *(float(torch.tensor(number, dtype=each)) for each in _FLOATS)}
+
+
 def _without_number(seen: Sequence[list[TermReading]], readings: Sequence[Reading]) -> tuple[list[TermReading], bool]:
     """The terms with the last forward as it would be without the number, and whether it divided by that."""
     number = readings[2].number
     assert number is not None
-    # A model in 16 bits rounds it.
-    forms = {float(int(number)), *(float(torch.tensor(number, dtype=each)) for each in _FLOATS)}
+    forms = _forms(number)
     shown, by_number = [], False
     for whole, one, other in zip(*seen, strict=True):
         places = [place for place, value in enumerate(other.factors) if value in forms]
         moving = [place for place, (a, b) in enumerate(zip(whole.factors, one.factors, strict=False)) if a != b]
+        if places and not moving and whole.shape == one.shape == other.shape:
+            # The other part has no target.
+            moving = [place for place in places if whole.shape[2:][place][0]][:1]
         if places and len(moving) == 1:
             by_number = True
             place = moving[0]
@@ -330,6 +363,8 @@ def _candidate(
     """Classify the factors of one term: counts, the number, constants."""
     first = (terms[0][0], terms[1][0], terms[2][0])
     numbers = [None if setting.only_shows else each.number for each in readings]
+    # A model in 16 bits rounds it.
+    tolerance = 1e-2 if setting.rounded or readings[0].dtype.itemsize < 4 else 1e-6
     rule = next(listed_targets(readings[0].batch), None)
     listed = None if rule is None else [float(rule.count(each.batch)) for each in readings]
     targets = [each.total for each in first] if any(each.total for each in first) else None
@@ -343,7 +378,7 @@ def _candidate(
         if place is None and is_own:
             # Each row has its own count.
             continue
-        if (form := _form_of_number(values, numbers)) is not None:
+        if (form := _form_of_number(values, numbers, tolerance)) is not None:
             (own if form == "own" else numbered).append(at)
             whole = whole or form == "integer"
             continue
@@ -358,7 +393,7 @@ def _candidate(
     if targets is not None and counts == tuple(max(n, 1.0) for n in targets):
         # It divides by at least 1.
         counts = tuple(targets)
-    if not own and not numbered and (form := _form_of_number(counts, numbers)) is not None:
+    if not own and not numbered and (form := _form_of_number(counts, numbers, tolerance)) is not None:
         # A mean times items / number: the product is 1 / number.
         own, numbered, whole = (moving, [], False) if form == "own" else ([], moving, form == "integer")
     sums = tuple(
@@ -433,8 +468,8 @@ def _tested(
         doubt = "two of its terms have the same value, so the log cannot separate them"
         return candidate.judged("" if has_values else doubt, rules=rules, times=times)
     if has_values and values[0] == values[1] == values[2] and batches[1] is not batches[2] and not whole.holds_data:
-        # Zero is inconclusive, unless a factor is zero.
-        return candidate.judged(how=How.CONSTANT, shows=bool(values[0]) or 0.0 in whole.factors)
+        # Zero is inconclusive.
+        return candidate.judged(how=How.CONSTANT, shows=bool(values[0]))
     if not whole.readable:
         return _unreadable(candidate, batches, ignored, tolerance)
     # Random numbers differ between a batch and its parts, so allow for noise.
@@ -462,7 +497,9 @@ def _unreadable(
     """A term whose divisor is hidden: use the first rule by which its parts add up to the whole."""
     name, values = candidate.seen[0].name, candidate.values
     doubt = f"the loss contains {name}, and what is below it cannot be read"
-    if candidate.seen[0].bent_sum:
+    # Any weighted mean lies between its parts, also one that is written as a sum of shares.
+    beyond = None not in values and abs(values[0] or 0.0) > max(abs(values[1] or 0.0), abs(values[2] or 0.0))
+    if beyond and candidate.seen[0].bent_sum:
         return candidate.judged(doubt, how=How.SUM, counts=())
     is_opaque = name.startswith(OPAQUE) and None not in values and batches[1] is not batches[2]
     for rule in dict.fromkeys(ways_of_counting(batches[0], ignored)) if is_opaque else ():
@@ -486,7 +523,7 @@ def _adds_up(sums: Sequence[float], tolerance: float) -> bool:
     return abs(sums[0] - sums[1] - sums[2]) <= tolerance * max(map(abs, sums))
 
 
-def _form_of_number(values: Sequence[float], numbers: Sequence[float | None]) -> str | None:
+def _form_of_number(values: Sequence[float], numbers: Sequence[float | None], tolerance: float) -> str | None:
     """Whether values are the numbers passed: "own" (to a custom loss), "number", "integer"; None: they are not."""
     if None in numbers:
         return None
@@ -494,8 +531,7 @@ def _form_of_number(values: Sequence[float], numbers: Sequence[float | None]) ->
         return "own"
     if _in_proportion(values, [float(int(number or 0.0)) for number in numbers]):
         return "integer"
-    # A model in 16 bits rounds it.
-    return "number" if _in_proportion(values, numbers, 1e-2) else None
+    return "number" if _in_proportion(values, numbers, tolerance) else None
 
 
 def _in_proportion(values: Sequence[float], numbers: Sequence[float | None], tolerance: float = 1e-6) -> bool:

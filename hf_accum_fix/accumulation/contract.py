@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.accumulation.reduction import Reduction as Reduction
+from hf_accum_fix.accumulation.rules import is_near
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.errors import ContractError
 
@@ -121,6 +122,9 @@ class LossContract:
         takes_world_size: a custom loss that divides by the number multiplies by the number of ranks; None: unknown.
         by_divisor: it was not observed, and each micro-batch is weighted by what it divides by.
         doubt: why it is reported as not exact, although it is weighted; empty: it is exact.
+        warms: a term was multiplied by zero, and may come later.
+        unseen: one of its terms was zero in every sample, so that coupled samples in it would not be detected.
+        grouped: rows belong together in groups, as far as one window shows.
         conclusive: False: it is observed again in the next window.
         reason: how it was found, in one sentence.
     """
@@ -143,6 +147,9 @@ class LossContract:
     takes_world_size: bool | None = None
     by_divisor: bool = False
     doubt: str = ""
+    warms: bool = False
+    unseen: bool = False
+    grouped: bool = False
     conclusive: bool = True
     reason: str = "given"
 
@@ -177,7 +184,10 @@ class LossContract:
 
     def by_rule(self) -> LossContract:
         """The contract where the graph hides the terms (compiled code): the loss is weighted by its rule."""
-        if self.groups > 1 or (self.terms and not self.is_counted):
+        others = [each for each in self.terms if each.how is not How.ROUTER]
+        # A router loss is taken from the outputs.
+        unnamed = len(self.terms) - len(others) - sum(map(bool, (self.router_coefficient, self.router_z_coefficient)))
+        if len({each.group for each in others}) > 1 or unnamed or (self.terms and not self.is_counted):
             reason = "its terms count different items, and compiled code hides them"
             return replace(self, reduction=Reduction.PLAIN, items=None, terms=(), reason=reason)
         return replace(self, terms=())
@@ -200,20 +210,14 @@ class LossContract:
         """Whether several rules fit a term that one number cannot correct."""
         return any(len(self._rules_of(each)) > 1 for each in self.terms)
 
+    def gets_number(self, term: TermSpec) -> bool:
+        """Whether a term divides by the number in training; else a head that would returns its own mean."""
+        return term.by_number and (self.hands_number or self.custom)
+
     def is_ambiguous(self, totals: Mapping[Items, float]) -> bool:
         """Whether two rules fit one term so far, and count a window differently; ``totals``: N by each of `rules`."""
         counted = ([totals[rule] for rule in self._rules_of(each)] for each in self.terms)
         return any(max(each) - min(each) > 1e-6 * max(each) for each in counted if len(each) > 1)
-
-    def distinguishing(self, window: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """A micro-batch that the rules of a term count differently, and one that they do not; else the window."""
-        rules = [self._rules_of(each) for each in self.terms if len(self._rules_of(each)) > 1]
-        differ = [
-            batch for batch in window if any(len({float(rule.count(batch)) for rule in each}) > 1 for each in rules)
-        ]
-        others = [batch for batch in window if all(batch is not each for each in differ)]
-        others.sort(key=lambda batch: -float(rules[0][0].count(batch)))
-        return [*differ[:1], *(others or differ[1:])[:1]] if differ else window
 
     def counting(self, totals: Mapping[Items, float], number: float) -> LossContract | None:
         """With the rules that count a window as upstream does, ``number``, for every term that divides by it.
@@ -231,16 +235,15 @@ class LossContract:
             return None
         return replace(self, terms=terms, items=numbered[0].rules[0])
 
-    def narrowed(self, before: LossContract | None) -> LossContract:
-        """The contract with the rules that fit both now and ``before``, if any do."""
-        if before is None or [each.form for each in self.terms] != [each.form for each in before.terms]:
-            return self
-        terms = [
-            replace(now, rules=tuple(rule for rule in now.rules if rule in then.rules) or now.rules)
-            for now, then in zip(self.terms, before.terms, strict=True)
-        ]
-        counted = next((each.rules[0] for each in terms if each.how is How.MEAN and each.rules), self.items)
-        return replace(self, terms=tuple(terms), items=None if self.items is None else counted)
+    def fitting(self, totals: Mapping[Items, float], counted: Mapping[int, float]) -> LossContract:
+        """With the rules that count a window as its forwards did; ``counted``: N of each term, by its place."""
+        terms = tuple(
+            replace(each, rules=tuple(rule for rule in each.rules if is_near(totals.get(rule, 0.0), counted[place])))
+            if place in counted
+            else each
+            for place, each in enumerate(self.terms)
+        )
+        return self if terms == self.terms else replace(self, terms=terms)
 
     @property
     def is_guess(self) -> bool:
@@ -261,6 +264,16 @@ class LossContract:
     def is_counted(self) -> bool:
         """Whether a rule predicts the count of every mean in it."""
         return not self.by_divisor and all(each.rules for each in self.terms if each.how is How.MEAN)
+
+    @property
+    def needs_forwards(self) -> bool:
+        """Whether a term has no rule, and no correction at the end of a window, since other terms count otherwise."""
+        return self.groups > 1 and not self.is_counted
+
+    @property
+    def may_change(self) -> bool:
+        """Whether another window may show more of it."""
+        return self.unseen or self.grouped or self.needs_forwards
 
     @property
     def has_router_loss(self) -> bool:

@@ -141,6 +141,12 @@ class Term:
         return self.path.factors
 
     @property
+    def is_nothing(self) -> bool:
+        """Whether it is multiplied by zero; False for factors on a device, which are not read."""
+        factors = (each for each in self.factors if not (each.divides or each.learnt))
+        return any(on_host(each.value) and float(each.value) == 0.0 for each in factors)
+
+    @property
     def classes(self) -> int:
         """Number of classes of a cross entropy; 0: it is none, or has no gradient."""
         below = self.leaf.next_functions[0][0] if self.name.startswith("NllLoss") else None
@@ -184,6 +190,16 @@ def read(
     return terms if len(terms) <= _MOST_TERMS else [Term("too many terms", loss.grad_fn, path, readable=False)]
 
 
+def without_nothing(terms: Sequence[Term]) -> list[Term]:
+    """Without the terms that are multiplied by zero (a weight that is warmed up), unless all are."""
+    return [each for each in terms if not each.is_nothing] or [*terms]
+
+
+def on_host(number: Tensor | float) -> bool:
+    """Whether reading a number does not wait for a device."""
+    return not isinstance(number, Tensor) or number.device.type == "cpu"
+
+
 def _terms(
     edge: Edge, path: Path, *, stops: Collection[Any], returned: Collection[Any], inside: bool, deep: bool
 ) -> Iterator[Term]:
@@ -199,7 +215,7 @@ def _terms(
         if node in stops:
             break
         if reduction or does in ("mean", "sum"):
-            if not reduction and _shape(live[0][0]) == ():
+            if not reduction and _is_number(live[0][0]):
                 # It reduces a single number.
                 edge = live[0]
                 continue
@@ -309,10 +325,15 @@ def _factor(node: Any, edges: Sequence[Edge], does: str) -> tuple[Edge, Factor] 
 def _stacked(node: Any) -> list[Edge]:
     """The single numbers that a node has stacked; empty: it stacks tensors, or nothing."""
     live = [each for each in node.next_functions if each[0] is not None] if _does(node) == "stack" else []
-    numbers = [
-        _shape(each) == () or (_does(each) == "pass" and _shape(each.next_functions[0][0]) == ()) for each, _ in live
-    ]
-    return live if all(numbers) else []
+    return live if all(_is_number(each) for each, _ in live) else []
+
+
+def _is_number(node: Any) -> bool:
+    """Whether a node returns a single number, or makes a vector of one."""
+    if _shape(node) == ():
+        return True
+    # An expanded number is no vector of one.
+    return _does(node) == "pass" and math.prod(_shape(node)) == 1 and _shape(node.next_functions[0][0]) == ()
 
 
 def _adds_numbers(node: Any) -> bool:
@@ -378,21 +399,24 @@ def holds_layers(node: Any) -> bool:
 
 
 def is_bent_sum(node: Any) -> bool:
-    """Whether a number is piecewise linear in sums that nothing divides, so that its gradient grows with the batch."""
-    found, pending = False, [node]
+    """Whether a number is piecewise linear in sums that no number above them divides."""
+    found, seen, pending = False, set[Any](), [node]
     while pending:
         below = pending.pop()
-        does, reduction = _does(below), getattr(below, "_saved_reduction", 0)
+        if below in seen:
+            continue
+        seen.add(below)
+        does, name = _does(below), type(below).__name__
         live = [each for each, _ in below.next_functions if each is not None]
-        if len(live) == 2 and (name := type(below).__name__).startswith(("Maximum", "Minimum")):
-            # Only the chosen one has a gradient.
-            live = live[int(bool(below._saved_self < below._saved_other) is name.startswith("Max")) :][:1]
-        if reduction == 2 or does == "sum":
+        if getattr(below, "_saved_reduction", 0) == 2 or does == "sum":
             found = True
-        elif _shape(below) == () and (does in ("pass", "add", "neg", "bend") or (does == "mul" and len(live) == 1)):
-            pending.extend(live)
-        else:
+        elif _shape(below) != () or not (does in ("pass", "add", "neg", "bend") or (does == "mul" and len(live) == 1)):
             return False
+        elif len(live) == 2 and name.startswith(("Maximum", "Minimum")):
+            # Only the chosen one has a gradient.
+            pending.append(live[bool(below._saved_self < below._saved_other) is name.startswith("Max")])
+        else:
+            pending.extend(live)
     return found
 
 

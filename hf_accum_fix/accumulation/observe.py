@@ -18,10 +18,10 @@ from hf_accum_fix.accumulation.agreement import Gather, SyncedRanks
 from hf_accum_fix.accumulation.conclude import (
     NUMBERS,
     OF_THE_SPLIT,
-    OPAQUE,
     OTHER_TERMS,
     Setting,
     conclude,
+    is_understood,
     number_rule,
     with_rules,
 )
@@ -72,7 +72,8 @@ class _Observation:
         sharded: an engine shards the parameters, so that every forward is a collective.
         whole: the forward of the batch that the contract was concluded from.
         writes: the loss depends on state that its forward writes; None: not tested.
-        divides: it divides by a number that its graph hides.
+        divides: without the number it is a mean, and with it the sum over the number, though the graph hides that.
+        moves: it depends on the number in any way.
     """
 
     loss: LossRun
@@ -84,6 +85,7 @@ class _Observation:
     whole: Reading = field(init=False)
     writes: bool | None = None
     divides: bool = False
+    moves: bool = False
 
     def contract(self) -> LossContract:
         """How the loss is reduced."""
@@ -97,6 +99,8 @@ class _Observation:
             rule = number_rule(self.whole.batch, window, self.setting)
             found = replace(found, reduction=Reduction.NUMBER, items=rule, terms=())
             self.setting = replace(self.setting, hands_number=True)
+        elif self.divides and found.reduction is Reduction.MEAN:
+            found = replace(found, reduction=Reduction.NUMBER)
         doubt = found.doubt
         if self.writes:
             doubt = doubt or "its forward changes state that the loss depends on, so the order of micro-batches matters"
@@ -116,7 +120,7 @@ class _Observation:
         found: LossContract | None = None
         failure: Exception | None = None
         search, settled = splits(self.window), False
-        split = next(search)
+        split, of_kind = next(search), dict[str, LossContract]()
         while self.ranks.any(not settled):
             readings: list[Reading] = []
             try:
@@ -128,14 +132,21 @@ class _Observation:
                     raise
                 logger.debug("a loss was not observed on a part of its batch", exc_info=True)
             self._note_writes(split, readings)
+            self._note_draws(split, readings)
             self._restore()
             if readings and not settled:
                 setting = replace(self.setting, apart=split.apart, again=found is not None)
                 latest = conclude(readings, self.window, setting)
-                confirmed = found is not None and found.is_guess and latest.conclusive
-                found = _better(found, latest, shows_coupling=split.shows_coupling)
-                self.whole = readings[0] if found is latest or not hasattr(self, "whole") else self.whole
-                settled = self.sharded or confirmed or _is_clear(found, split)
+                before = of_kind.get(split.kind)
+                # One split of a kind may hide by chance that samples are coupled: any that shows it counts.
+                latest = before if before is not None and before.coupling is Coupling.COUPLED else latest
+                if split.kind:
+                    of_kind[split.kind] = latest
+                if split.decides or found is None or not _may_be_the_split(found):
+                    confirmed = found is not None and found.is_guess and latest.conclusive
+                    found = _better(found, latest, split)
+                    self.whole = readings[0] if found is latest or not hasattr(self, "whole") else self.whole
+                    settled = self.sharded or confirmed or _is_clear(found, split)
             following = None if settled else next(search, None)
             settled = following is None or bool(found and not following.shows_coupling and _has_shown(found))
             split = split if settled or following is None else following
@@ -157,15 +168,22 @@ class _Observation:
             if readings:
                 self._restore()
             readings.append(self._run(batch, number))
-        hidden = any(each.name.startswith(OPAQUE) for each in readings[2].terms)
-        other_terms = len({(len(each.terms), len(each.inside)) for each in readings}) > 1
-        if shows and (hidden or other_terms):
+        if shows and readings[2].number is not None and self.ranks.any(not is_understood(readings)):
             # The number hides the divisor.
             by_number = readings[2].loss
             self._restore()
             readings[2] = self._run(split.other, None)
             self.divides = _divides_unseen(readings[2].loss, by_number)
+            self.moves = readings[2].loss != by_number
         return readings
+
+    def _note_draws(self, split: Split, readings: list[Reading]) -> None:
+        """Test whether random numbers change the loss, if it draws any: it may only print now and then."""
+        if self.ranks.any(bool(readings) and readings[0].drew):
+            self._restore()
+            again = self._run(split.whole, readings[0].number if readings else None, seed=1)
+            if readings:
+                readings[0] = replace(readings[0], drew=again.numbers != readings[0].numbers)
 
     def _note_writes(self, split: Split, readings: Sequence[Reading]) -> None:
         """Test whether the loss depends on state that its forward writes: a queue, a centre, a moving average."""
@@ -207,22 +225,28 @@ class _Observation:
             return None
 
     def _with_number_seen(self, found: LossContract) -> LossContract:
-        """Test whether a loss that cannot be read depends on the number, where one micro-batch is the global batch."""
-        unread = any(each.how is How.PLAIN for each in found.terms) and not found.by_number
-        uncut = self.setting.steps * self.setting.world_size == 1
-        if not self.ranks.any(unread and uncut and self.whole.number is not None):
+        """Test whether a loss that cannot be read depends on the number: then it keeps stock's scale."""
+        is_plain = found.reduction is Reduction.PLAIN or any(each.how is How.PLAIN for each in found.terms)
+        unread = is_plain and not found.by_number
+        if self.ranks.any(unread and self.whole.number is not None):
+            self._restore()
+            self.moves = self._run(self.whole.batch, NUMBERS[1]).loss != self.whole.loss
+        if not (unread and self.moves and self.setting.has_stock) or self.divides:
             return found
-        self._restore()
-        return replace(found, hides_number=self._run(self.whole.batch, NUMBERS[1]).loss != self.whole.loss)
+        terms = (replace(each, how=How.PLAIN, as_stock=True, by_number=True, rules=()) for each in found.terms)
+        doubt = "it depends on num_items_in_batch in a way that cannot be read"
+        self.setting = replace(self.setting, hands_number=self.setting.hands_number or self.setting.only_shows)
+        return replace(found, terms=tuple(terms), hides_number=True, doubt=doubt, reason=doubt)
 
-    def _run(self, batch: Mapping[str, Any], number: float | None, within: Any = nullcontext) -> Reading:
+    def _run(self, batch: Mapping[str, Any], number: float | None, within: Any = nullcontext, seed: int = 0) -> Reading:
         listed = any(next(listed_targets(each), None) is not None for each in self.window)
+        run = partial(read_batch, self.loss, batch, number, within, listed=listed, seed=seed)
         try:
-            return read_batch(self.loss, batch, number, within, listed=listed, keep=False)
+            return run(keep=False)
         except ForgottenError:
             # A penalty on the gradient, adversarial noise.
             self._restore()
-            return read_batch(self.loss, batch, number, within, listed=listed, keep=True)
+            return run(keep=True)
 
     def _restore(self) -> None:
         self.state.restore()
@@ -232,7 +256,8 @@ class _Observation:
 def _is_clear(found: LossContract, split: Split) -> bool:
     """Whether a contract needs no further split."""
     other_tasks = split.tasks and found.doubt.endswith(OTHER_TERMS)
-    return other_tasks or (_has_shown(found) and not _may_be_the_split(found) and not found.is_guess)
+    seen = not (found.unseen or found.is_guess)
+    return other_tasks or (_has_shown(found) and not _may_be_the_split(found) and seen)
 
 
 def _divides_unseen(alone: float, passed: float) -> bool:
@@ -241,11 +266,13 @@ def _divides_unseen(alone: float, passed: float) -> bool:
     return items >= 1 and abs(items - round(items)) <= 1e-3
 
 
-def _better(found: LossContract | None, latest: LossContract, *, shows_coupling: bool) -> LossContract:
+def _better(found: LossContract | None, latest: LossContract, split: Split) -> LossContract:
     """The better of two contracts, from one more split of the samples."""
     if found is None:
         return latest
-    if found.is_guess and not latest.conclusive:
+    if found.unseen and latest.conclusive and not latest.unseen and split.apart:
+        return latest
+    if found.unseen or (found.is_guess and not latest.conclusive):
         return found
     if found.is_guess:
         # A sum, or a count without a rule, may fit one split by chance: a second one has to confirm it.
@@ -253,8 +280,12 @@ def _better(found: LossContract | None, latest: LossContract, *, shows_coupling:
         return found if alike else _doubted(found)
     if not latest.conclusive or _may_be_the_split(latest):
         return found
+    if found.doubt.endswith(OTHER_TERMS) and latest.needs_forwards:
+        # Terms that come and go, and that no rule tells apart, were as many in this split by chance.
+        return found
     # In a doubled batch all factors that are no counts look constant.
-    return latest if shows_coupling else replace(latest, doubt=latest.doubt or found.doubt)
+    latest = replace(latest, grouped=found.coupling is Coupling.COUPLED)
+    return latest if split.shows_coupling else replace(latest, doubt=latest.doubt or found.doubt)
 
 
 def _has_shown(found: LossContract) -> bool:

@@ -1,4 +1,4 @@
-"""Find a trainer's own scaling for steps and ranks: constants of its loss that change with the arguments."""
+"""Find a trainer's own scaling: constants of its loss that change with steps, ranks or batch size in its arguments."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hf_accum_fix.accumulation.conclude import Setting
-from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.reading import Reading, TermReading
 from hf_accum_fix.accumulation.rules import is_near
+from hf_accum_fix.accumulation.window import Items
 
-#: Factor of the ranks in the test forward; the steps are doubled, or tripled.
-RANKS = 5
+#: Factors of ranks and batch size in the test forward; the steps are doubled, or tripled.
+RANKS, BATCH_SIZE = 5, 7
 
 
 def step_candidates(found: LossContract, whole: Reading, setting: Setting) -> list[tuple[int, int]]:
@@ -25,7 +26,8 @@ def step_candidates(found: LossContract, whole: Reading, setting: Setting) -> li
         for place, value in enumerate(seen.factors)
         if place not in (*spec.counts, *spec.number)
         and value
-        and not is_near(abs(value), 1.0)
+        # A sum over the batch size, which may be 1.
+        and (spec.how is How.SUM or not is_near(abs(value), 1.0))
         # Neither a torch loss function's own divisor nor the model's is the trainer's.
         and not seen.is_own_count(place)
         and place < seen.outer
@@ -44,7 +46,8 @@ def own_division(
     """Mark those `step_candidates` as the trainer's division that changed with the steps in the arguments.
 
     A constant that did not change is a coefficient, unless it is 1/G or 1/W: then it may be either. One that changed
-    with the ranks multiplies a loss that divides by the items of all ranks.
+    with the ranks multiplies a loss that divides by the items of all ranks. A sum over the batch size of the arguments
+    is a mean over the samples of a full micro-batch, so its micro-batches are averaged.
     """
     steps, ranks = setting.steps, setting.world_size
     telling = {float(number) for number in (steps, ranks, steps * ranks) if number > 1}
@@ -60,18 +63,35 @@ def own_division(
         if by_ranks:
             found = replace(found, takes_world_size=setting.multiplies)
         places = [place for term, place in candidates if term == at and place not in by_ranks]
+        # A number that moved is N / G, the mean items per micro-batch: a G after it undoes that.
+        moved = [times[place] for place in spec.number if not is_near(times[place], 1.0)]
+        places = [place for place in places if not any(is_near(each * times[place], 1.0) for each in moved)]
+        by_size = [place for place in places if any(is_near(times[place], BATCH_SIZE * each) for each in (1, 2, 3))]
         own = [place for place in places if is_near(times[place], 2.0) or is_near(times[place], 3.0)]
         still = [place for place in places if is_near(times[place], 1.0)]
         scales = [*(before[at].factors[place] for place in still), before[at].product(still)]
         either = [scale for scale in scales if any(is_near(scale, number) for number in telling)]
+        unknown = len(own) + len(still) + len(by_size) < len(places)
+        if by_size and spec.how is How.SUM:
+            # With the steps in it as well, it is the size of the global batch.
+            with_steps = any(not is_near(times[place], BATCH_SIZE) for place in by_size)
+            spec = replace(spec, how=How.CONSTANT, by_number=with_steps)
+        elif by_size:
+            unknown = True
         terms[at] = replace(spec, own=(*spec.own, *own))
-        if len(own) + len(still) < len(places):
+        if unknown:
             terms[at] = replace(spec, as_stock=True)
-            doubt = doubt or "it is scaled by the accumulation steps in an unknown way; the scale is kept"
+            doubt = (
+                doubt or "it is scaled by the accumulation steps or the batch size in an unknown way; the scale is kept"
+            )
         elif still and either and not own and not (spec.by_number and found.takes_world_size):
             terms[at] = replace(spec, as_stock=True)
             doubt = doubt or (
                 f"the constant {either[0]:g} may be a coefficient or the trainer's division by the accumulation steps; "
                 "the stock Trainer's scale is kept"
             )
-    return replace(found, terms=tuple(terms), doubt=doubt)
+    found = replace(found, terms=tuple(terms), doubt=doubt)
+    if found.reduction is Reduction.SUM and any(each.how is How.CONSTANT for each in terms):
+        reason = "it is a sum over the batch size in the arguments"
+        found = replace(found, reduction=Reduction.MEAN, items=Items(), reason=reason)
+    return found

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_accum_fix.accumulation.loss_graph import Term, holds_layers, is_bent_sum, read
+from hf_accum_fix.accumulation.loss_graph import Term, holds_layers, is_bent_sum, read, without_nothing
 from hf_accum_fix.accumulation.noise import WithoutNoise
 from hf_accum_fix.accumulation.rules import ways_of_counting
 from hf_accum_fix.accumulation.values import Captured, capture
@@ -85,6 +85,7 @@ class Reading:
         terms: with stacked numbers as rows.
         inside: with stacked numbers as terms.
         drew: it drew random numbers, apart from dropout.
+        warms: a term was multiplied by zero, and is left out.
     """
 
     batch: Mapping[str, Any]
@@ -94,6 +95,7 @@ class Reading:
     terms: list[TermReading]
     inside: list[TermReading]
     drew: bool
+    warms: bool = False
 
     @property
     def numbers(self) -> list[Any]:
@@ -129,31 +131,44 @@ class ForgottenError(ContractError):
 
 
 def read_batch(
-    loss: LossRun, batch: Mapping[str, Any], number: float | None, within: Any, *, listed: bool, keep: bool
+    loss: LossRun,
+    batch: Mapping[str, Any],
+    number: float | None,
+    within: Any,
+    *,
+    listed: bool,
+    keep: bool,
+    seed: int = 0,
 ) -> Reading:
     """Run a batch with gradient, and read the loss; unless ``keep``, no tensors are saved for a backward."""
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
     before = _random_state()
-    passed = None if number is None else torch.tensor(number, device=loss.device)
-    with (
-        WithoutNoise(alike=listed),
-        capture(None, loss.head) as captured,
-        within(),
-        torch.enable_grad(),
-        nullcontext() if keep else saved_tensors_hooks(kept_small, unpacked),
-    ):
-        found = loss.forward(dict(batch), passed)
+    with WithoutNoise(alike=listed), within():
+        found, captured = run_with_graph(loss, batch, number, keep=keep)
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise ContractError(f"got {type(found).__name__} as the loss of a micro-batch; expected a tensor of one number")
     total = float(found.detach())
     shown = partial(read, found, captured.routers, deep=True, returned=captured.returned)
-    rows, inside = (
-        _filled([_term_reading(term, captured, batch) for term in terms], total)
-        for terms in (shown(inside=False), shown(inside=True))
-    )
-    return Reading(batch, number, total, found.dtype, rows, inside, _random_state() != before)
+    shapes = shown(inside=False), shown(inside=True)
+    kept = [without_nothing(terms) for terms in shapes]
+    rows, inside = (_filled([_term_reading(term, captured, batch) for term in terms], total) for terms in kept)
+    warms = len(kept[0]) < len(shapes[0])
+    return Reading(batch, number, total, found.dtype, rows, inside, _random_state() != before, warms)
+
+
+def run_with_graph(
+    loss: LossRun, batch: Mapping[str, Any], number: float | None, *, keep: bool
+) -> tuple[Tensor, Captured]:
+    """A loss with its graph, and what was captured of its forward; unless ``keep``, no backward is possible."""
+    passed = None if number is None else torch.tensor(number, device=loss.device)
+    with (
+        capture(None, loss.head) as captured,
+        torch.enable_grad(),
+        nullcontext() if keep else saved_tensors_hooks(kept_small, unpacked),
+    ):
+        return loss.forward(dict(batch), passed), captured
 
 
 def kept_small(tensor: Tensor) -> Tensor | None:

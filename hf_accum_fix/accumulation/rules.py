@@ -89,7 +89,7 @@ def ways_of_counting(inputs: Mapping[str, Any], ignored: Sequence[int] = (-100,)
     tokens = tensors.get("input_ids")
     if "start_positions" in tensors and tokens is not None and tokens.ndim > 1 and tokens.shape[1] in ignored:
         yield Items(("start_positions", "end_positions"), ignore_index=None, width_of="input_ids")
-    labels = [key for key, value in tensors.items() if "label" in key or _has_ignored(value)]
+    labels = [key for key, value in tensors.items() if "label" in key or has_ignored(value)]
     labels.sort(key=lambda key: (key != "shift_labels", key != "labels"))
     for key in labels:
         value = tensors[key]
@@ -134,7 +134,7 @@ def listed_targets(inputs: Mapping[str, Any]) -> Iterator[Items]:
             yield from (Items((key,), None, entry=each) for each in value[0] if "label" in each)
 
 
-def _has_ignored(value: Tensor) -> bool:
+def has_ignored(value: Tensor) -> bool:
     """Whether an input has -100, as labels do."""
     return not value.is_floating_point() and value.dtype is not torch.bool and bool((value == -100).any())
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_accum_fix.accumulation.rules import listed_targets, ways_of_counting
+from hf_accum_fix.accumulation.rules import has_ignored, listed_targets, ways_of_counting
 from hf_accum_fix.accumulation.window import has_rows, sample_count
 
 Batch = Mapping[str, Any]
+#: A batch, and two parts of it.
+Parts = tuple[Batch, Batch, Batch]
 
 
 class Split(NamedTuple):
@@ -24,6 +27,8 @@ class Split(NamedTuple):
         apart: the parts are parts of the whole.
         shows_coupling: coupled samples would be detected.
         tasks: the parts are micro-batches that may be of two tasks.
+        kind: which rows it assumes to belong together; all splits of a kind have to show the same.
+        decides: it is the last of its kind.
     """
 
     whole: Batch
@@ -32,6 +37,8 @@ class Split(NamedTuple):
     apart: bool = True
     shows_coupling: bool = True
     tasks: bool = False
+    kind: str = ""
+    decides: bool = True
 
 
 def splits(window: Sequence[Batch]) -> Iterator[Split]:
@@ -51,30 +58,63 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     by_row = _has_rows_alone(batch, rows)
     if unseen and by_row and (both := _merged(batch, others[0])) is not None:
         yield Split(both, batch, others[0], tasks=True)
-    if by_row:
-        least = _least_row(batch, rows)
-        yield Split(batch, _rows(batch, [least]), _rows(batch, [row for row in range(rows) if row != least]))
+    alike = [batch, *(each for each in others if sample_count(each) == rows)]
+    by_rows = [each for each in alike if _has_rows_alone(each, rows)]
+    if by_row and unseen:
+        yield from _of_one_kind("rows", map(_row_alone, by_rows))
+    elif by_row:
+        yield Split(*_row_alone(batch))
     # The last one is most similar, so a sum over tasks has fewer terms there.
     for other in () if by_row else others[:: max(len(others) - 1, 1)]:
         if (both := _merged(batch, other)) is not None:
-            yield Split(both, batch, other, tasks=bool(unseen & _marks(other)))
+            yield Split(both, batch, other, tasks=bool(unseen & _marks(other)), kind="micro-batches")
     # Rows that belong together in groups.
     for size in (size for size in range(2, rows // 2 + 1) if by_row and rows % size == 0):
-        yield Split(batch, _rows(batch, [*range(size)]), _rows(batch, [*range(size, rows)]))
+        yield from _of_one_kind(f"groups of {size}", _in_groups(by_rows, size))
     half, odd = divmod(rows, 2)
-    if not odd and half > 1 and all(_is_plain(value) and len(value) in (rows, half) for value in _sized(batch)):
-        rest = [*range(1, half), *range(half + 1, rows)]
-        yield Split(batch, _pairs(batch, [0, half], half), _pairs(batch, rest, half))
-    if others and by_row and not unseen and (both := _merged(batch, others[0])) is not None:
-        yield Split(both, batch, others[0])
-    if others and by_row and not odd and (both := _merged(batch, others[0], interleaved=True)) is not None:
-        yield Split(both, batch, others[0])
+    paired = [each for each in alike if all(_is_plain(v) and len(v) in (rows, half) for v in _sized(each))]
+    if not odd and half > 1 and paired and paired[0] is batch:
+        yield from _of_one_kind("pairs", _in_pairs(paired, half))
+    for kind in ("merged", "interleaved") if by_row else ():
+        if (kind == "merged" and not unseen) or (kind == "interleaved" and not odd):
+            merged = ((_merged(batch, other, interleaved=kind == "interleaved"), batch, other) for other in others[:3])
+            yield from _of_one_kind(kind, ((both, one, two) for both, one, two in merged if both is not None))
     if (twice := _twice(batch)) is not None:
         yield Split(twice, batch, batch, shows_coupling=False)
     one, other, *_ = (*others, batch, batch)
     yield Split(batch, one, other, apart=False, shows_coupling=False)
     for each in ordered:
         yield Split(each, each, each, apart=False, shows_coupling=False)
+
+
+def _of_one_kind(kind: str, found: Iterable[Parts]) -> Iterator[Split]:
+    """At most three splits that assume the same rows to belong together, since one may fit by chance."""
+    some = list(islice(found, 3))
+    for place, each in enumerate(some):
+        yield Split(*each, kind=kind, decides=place + 1 == len(some))
+
+
+def _row_alone(batch: Batch) -> Parts:
+    """The row with the fewest targets, and the others."""
+    rows = sample_count(batch)
+    least = _least_row(batch, rows)
+    return batch, _rows(batch, [least]), _rows(batch, [row for row in range(rows) if row != least])
+
+
+def _in_groups(batches: Sequence[Batch], size: int) -> Iterator[Parts]:
+    """One group of ``size`` rows, and the others."""
+    rows = sample_count(batches[0])
+    # Of two groups the second leaves the same parts as the first.
+    for start in range(0, rows if 2 * size < rows else size, size):
+        group, rest = [*range(start, start + size)], [*range(start), *range(start + size, rows)]
+        yield from ((each, _rows(each, group), _rows(each, rest)) for each in batches)
+
+
+def _in_pairs(batches: Sequence[Batch], half: int) -> Iterator[Parts]:
+    """One pair of a row of the first half and one of the second, and the others (DPO)."""
+    for row in range(half if half > 2 else 1):
+        rest = [each for each in range(2 * half) if each % half != row]
+        yield from ((each, _pairs(each, [row, row + half], half), _pairs(each, rest, half)) for each in batches)
 
 
 def _informative(batch: Batch) -> tuple[bool, bool, int, float]:
@@ -163,7 +203,7 @@ def _merged(one: Batch, other: Batch, *, interleaved: bool = False) -> dict[str,
                 return None
             if value.ndim == 2 or not value.is_floating_point():
                 width = max(value.shape[-1], second.shape[-1])
-                fill = -100 if "label" in key else 0
+                fill = -100 if "label" in key or has_ignored(value) or has_ignored(second) else 0
                 value, second = (
                     F.pad(each, (0, width - each.shape[-1]), value=fill) if each.ndim > 1 else each
                     for each in (value, second)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
@@ -23,7 +24,9 @@ class Normalizer:
         micro_batches: G, of this rank's window; 1 where it has none.
         is_corrected: the gradient is corrected at the end of the window; else a mean is weighted by its rule's items.
         engine_divisor: the number that the engine divides a loss by.
-        mean_by_rule: n_mean by rule, times `remaining_divisor`.
+        means: n_mean times `remaining_divisor`: by rule, and by the place of its `TermSpec` for a term that forwards
+            have counted.
+        fraction: of the samples that have this loss (see `tasks`); None: all.
     """
 
     mean: Tensor
@@ -32,7 +35,8 @@ class Normalizer:
     world_size: int
     is_corrected: bool = True
     engine_divisor: int = 1
-    mean_by_rule: Mapping[Items, Tensor] = field(default_factory=dict)
+    means: Mapping[Items | int, Tensor] = field(default_factory=dict)
+    fraction: Tensor | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -46,25 +50,29 @@ class Normalizer:
         totals: Sequence[Tensor],
         micro_batches: int,
         world_size: int,
-        part: Tensor | None = None,
+        fraction: Tensor | None = None,
         *,
         is_corrected: bool = True,
         engine_divisor: int = 1,
     ) -> Normalizer:
-        """For a global batch of N items: ``totals`` by each of the contract's rules, its first the one in use.
-
-        ``part``: fraction of the samples that have this loss (see `tasks`); None: all.
-        """
+        """For a global batch of N items: ``totals`` by each of the contract's rules, its first the one in use."""
         steps = max(micro_batches, 1)
         means = [mean_item_count(each, steps, world_size) for each in totals]
-        means = means if part is None else [mean / part for mean in means]
+        means = means if fraction is None else [mean / fraction for mean in means]
         left = steps / engine_divisor
-        mean_by_rule = {
+        by_rule: dict[Items | int, Tensor] = {
             rule: contract.as_number(mean if left == 1 else mean * left)
             for rule, mean in zip(contract.rules, means, strict=len(means) > 1)
         }
         number = contract.as_number(means[0])
-        return cls(means[0], number, steps, world_size, is_corrected, engine_divisor, mean_by_rule)
+        return cls(means[0], number, steps, world_size, is_corrected, engine_divisor, by_rule, fraction)
+
+    def counted(self, contract: LossContract, totals: Mapping[int, Tensor]) -> Normalizer:
+        """With ``totals``, N of some terms by the place of their `TermSpec`, which may be sums of any weights."""
+        parts = self.micro_batches * self.world_size / self.remaining_divisor
+        means = {place: torch.where(total == 0, 1.0, total) / parts for place, total in totals.items()}
+        means = means if self.fraction is None else {place: mean / self.fraction for place, mean in means.items()}
+        return replace(self, means={**self.means, **{at: contract.as_number(mean) for at, mean in means.items()}})
 
     @property
     def remaining_divisor(self) -> float:

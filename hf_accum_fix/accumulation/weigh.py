@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction, TermSpec
-from hf_accum_fix.accumulation.loss_graph import Term, has_several_outputs, read
+from hf_accum_fix.accumulation.loss_graph import Term, has_several_outputs, on_host, read, without_nothing
 from hf_accum_fix.accumulation.per_sample import sum_of_samples
 from hf_accum_fix.accumulation.scaling import Normalizer
 from hf_accum_fix.accumulation.values import Captured, Values
@@ -50,6 +51,13 @@ class WindowCheck:
     _seen: dict[int, list[Number]] = field(default_factory=dict)
     _predicted: dict[int, list[Number]] = field(default_factory=dict)
     _unpredicted: set[int] = field(default_factory=set)
+    _constants: dict[int, float] = field(default_factory=dict)
+
+    def note_constant(self, place: int, term: Term, constant: float) -> None:
+        """Compare a term's constant factors with those of the window's first micro-batch; ``place`` as for `note`."""
+        first = self._constants.setdefault(place, constant)
+        if abs(constant - first) > 1e-6 * abs(first):
+            self.changed = f"{term.name} is multiplied by {first:g} and by {constant:g} in two of its micro-batches"
 
     def note(self, place: int, seen: Number, predicted: Number) -> None:
         """Add the divisor of one term of a micro-batch, and its prediction; ``place``: of its `TermSpec`."""
@@ -59,13 +67,23 @@ class WindowCheck:
         self._seen.setdefault(place, []).append(seen)
         self._predicted.setdefault(place, []).append(predicted)
 
-    def first(self, seen: Number) -> Number:
+    def first(self, place: int, seen: Number) -> Number:
         """The divisor of the window's first micro-batch; ``seen``: of this one, in case it is the first."""
-        return self._seen[0][0] if self._seen else seen
+        return self._seen[place][0] if place in self._seen else seen
 
     def is_unpredicted(self, place: int) -> bool:
         """Whether no rule counts a term in this window, so that it gets the plain mean over micro-batches."""
         return place in self._unpredicted
+
+    @property
+    def is_unlike(self) -> bool:
+        """Whether a micro-batch has other terms than observed, or the window's first one other items than predicted."""
+        return bool(self.other_terms or self._unpredicted)
+
+    @property
+    def latest(self) -> Mapping[int, Number]:
+        """The divisors of the last micro-batch, by the place of their `TermSpec`."""
+        return {place: each[-1] for place, each in self._seen.items()}
 
     @property
     def counted(self) -> bool:
@@ -95,17 +113,12 @@ class WindowCheck:
 
 def _read(number: Number) -> Number:
     """A Python number, unless it is on a device, where reading waits."""
-    return float(number) if _on_host(number) else number
-
-
-def _on_host(number: Number) -> bool:
-    return not isinstance(number, Tensor) or number.device.type == "cpu"
+    return float(number) if on_host(number) else number
 
 
 def _differ(seen: Number, predicted: Number) -> bool:
     """Whether two counts differ, beyond rounding; False for numbers on a device, which are not read."""
-    on_host = _on_host(seen) and _on_host(predicted)
-    return on_host and abs(float(seen) - float(predicted)) > 1e-6 * abs(float(predicted))
+    return on_host(seen) and on_host(predicted) and abs(float(seen) - float(predicted)) > 1e-6 * abs(float(predicted))
 
 
 def _stacked(counts: Sequence[Number], device: torch.device) -> Tensor:
@@ -127,6 +140,7 @@ class Weighed:
         as_stock: the part of ``value`` whose terms keep the stock Trainer's scale; None: none does.
         by_number: those terms divide by the number of the global batch, not by a count of their own.
         stock: that scale, for the hooks of those terms; None: the whole loss has it.
+        hooks: on the nodes of single terms.
     """
 
     loss: Tensor
@@ -134,6 +148,12 @@ class Weighed:
     as_stock: Tensor | None = None
     by_number: bool = False
     stock: list[float] | None = None
+    hooks: Sequence[RemovableHandle] = ()
+
+    def unhook(self) -> None:
+        """Remove its hooks, before the loss is weighted again."""
+        for hook in self.hooks:
+            hook.remove()
 
     def scaled(self, stock: float, micro_batches: int) -> tuple[Tensor, Tensor]:
         """Loss and value with the stock Trainer's scale, ``stock``."""
@@ -166,13 +186,18 @@ class Counted:
 
     Attributes:
         inputs: of its forward.
-        items: by every rule, 0-dim.
+        items: by every rule, 0-dim; by the place of its `TermSpec` for a term that an earlier forward has counted.
         zero_weight: it counts nothing.
     """
 
     inputs: Mapping[str, Any]
-    items: Mapping[Items, Tensor]
+    items: Mapping[Items | int, Tensor]
     zero_weight: bool = False
+
+    def predicted(self, place: int, spec: TermSpec) -> Tensor | None:
+        """The items of a term; None: it has no rule, or these are other inputs than the rules have counted."""
+        by_rule = self.items.get(spec.rules[0]) if spec.rules else None
+        return self.items.get(place, by_rule)
 
 
 def weigh(loss: Tensor, part: Part, counted: Counted, captured: Captured) -> Weighed:
@@ -185,17 +210,16 @@ def weigh(loss: Tensor, part: Part, counted: Counted, captured: Captured) -> Wei
         # The sum of sample means over n_mean samples.
         count = 0.0 if zero_weight else rule.count(counted.inputs, normalizer.mean.device)
         part.check.note(0, count, 0.0 if zero_weight else counted.items.get(rule, count))
-        weight = math.inf if zero_weight else normalizer.mean_by_rule[rule]
+        weight = math.inf if zero_weight else normalizer.means[rule]
         return _ready(sum_of_samples(loss, rule, counted.inputs), weight, normalizer)
-    terms = read(loss, captured.routers, inside=contract.inside, deep=contract.deep)
+    terms = without_nothing(read(loss, captured.routers, inside=contract.inside, deep=contract.deep))
     if normalizer.is_whole and not zero_weight and not any(each.own for each in contract.terms):
         _note_number(terms, part, counted)
         return _ready(loss, normalizer.remaining_divisor, normalizer)
     matched = _matched(terms, contract.terms)
-    if matched is None and terms:
+    if matched is None and terms and all(term.is_nothing for term in terms):
         # As in `logits.sum() * 0`, where there is no target.
-        terms = [term for term in terms if not _is_nothing(term)]
-        matched = _matched(terms, contract.terms) if terms else [(spec, []) for spec in contract.terms]
+        matched = [(spec, []) for spec in contract.terms]
     if matched is None:
         return _ready(loss, math.inf, normalizer) if zero_weight else _unmatched(loss, terms, part)
     weighing = _Weighing(loss, part, counted, captured.values, len(terms) == 1 and not contract.added)
@@ -204,8 +228,9 @@ def weigh(loss: Tensor, part: Part, counted: Counted, captured: Captured) -> Wei
         if found:
             weight = weighing.weight(place, spec, found)
             weights += [(term, weight, spec) for term in found]
-        elif spec.how is How.MEAN and spec.rules and not (spec.number or spec.as_stock or zero_weight):
-            part.check.note(place, 0.0, counted.items.get(spec.rules[0], 0.0))
+        elif spec.how is How.MEAN and not (spec.number or spec.as_stock or zero_weight):
+            predicted = counted.predicted(place, spec)
+            part.check.note(place, 0.0, 0.0 if predicted is None else predicted)
     if not weights:
         return _ready(loss, math.inf, normalizer)
     if contract.groups == 1 and not contract.added:
@@ -220,12 +245,12 @@ def _unmatched(loss: Tensor, terms: Sequence[Term], part: Part) -> Weighed:
     check.other_terms = tuple(each.shape for each in terms)
     names = sorted({each.name for each in terms}) or ["none with a gradient"]
     check.changed = f"its loss has other terms than the observed one: {', '.join(names)}"
-    if contract.terms and contract.terms[0].number:
-        # It divides by the number of the global batch, whatever its terms.
-        return _ready(loss, normalizer.remaining_divisor / normalizer.micro_batches, normalizer)
     # A trainer that divides by the accumulation steps still does.
     scaled = next((replace(each, as_stock=True) for each in contract.terms if each.own or each.as_stock), None)
-    return _ready(loss, normalizer.remaining_divisor, normalizer, scaled)
+    # What divides by the number of the global batch does so whatever its terms.
+    by_number = bool(contract.terms and contract.terms[0].number) or (scaled is not None and scaled.by_number)
+    left = normalizer.remaining_divisor / (normalizer.micro_batches if by_number else 1)
+    return _ready(loss, left, normalizer, scaled)
 
 
 def _note_number(terms: Sequence[Term], part: Part, counted: Counted) -> None:
@@ -233,7 +258,7 @@ def _note_number(terms: Sequence[Term], part: Part, counted: Counted) -> None:
     if part.contract.hides_number:
         part.check.changed = "it depends on num_items_in_batch in a way that cannot be read"
     for place, (spec, found) in enumerate(_matched(terms, part.contract.terms) or ()):
-        for term in found[:1] if spec.by_number else ():
+        for term in found[:1] if spec.by_number and (spec.number or spec.counts) else ():
             by_rule = counted.items.get(spec.rules[0]) if spec.rules else None
             total = getattr(term.leaf, "_saved_total_weight", by_rule)
             if total is not None and not term.divides:
@@ -252,8 +277,8 @@ def unlike_declared(loss: Tensor, contract: LossContract, items: Number | None, 
         # A custom autograd function cannot be read.
         is_own = isinstance(term.leaf, torch.autograd.function.BackwardCFunction)
         return "" if is_own else f"contains {term.name}"
-    divisors = [each.value for each in term.factors if each.divides and _on_host(each.value)]
-    if count is None or not _on_host(count) or len(divisors) < sum(each.divides for each in term.factors):
+    divisors = [each.value for each in term.factors if each.divides and on_host(each.value)]
+    if count is None or not on_host(count) or len(divisors) < sum(each.divides for each in term.factors):
         return ""
     # A sum may be divided by its count below; a mean over classes divides by a multiple of the items.
     times = [float(each) / float(count) if float(count) else 1.0 for each in divisors]
@@ -291,13 +316,6 @@ def _matched(terms: Sequence[Term], specs: Sequence[TermSpec]) -> list[tuple[Ter
     return [(spec, found if spec.place is None else found[spec.place : spec.place + 1]) for spec, found in alike]
 
 
-def _is_nothing(term: Term) -> bool:
-    """Whether a term is multiplied by the number zero."""
-    return any(
-        not each.divides and not each.learnt and _on_host(each.value) and not float(each.value) for each in term.factors
-    )
-
-
 @dataclass(frozen=True)
 class Counts:
     """The divisor of one mean of a micro-batch.
@@ -333,47 +351,55 @@ class _Weighing:
     def weight(self, place: int, spec: TermSpec, found: Sequence[Term]) -> Number:
         """What to divide a term, or its rows, by; ``place``: of its `TermSpec`."""
         check, term = self.part.check, found[0]
-        counts = self._counts(spec, found)
+        counts = self._counts(place, spec, found)
         if counts is not None and (spec.by_number or not spec.as_stock):
             noted = (0.0, 0.0) if self.counted.zero_weight else (counts.seen, counts.predicted)
             check.note(place, *(noted if spec.times == 1.0 else (each / spec.times for each in noted)))
             if term.rows and _differ(*noted):
                 check.changed = f"{term.name} is a mean over elements of a sample, not over the samples"
         if counts is not None and counts.unclear:
-            check.changed = f"{term.name} is zero and divides by 1: it has one target, or none"
+            check.changed = f"{term.name} divides by 1: it has one target, or none and a divisor of at least 1"
         if spec.how is How.ROUTER and spec.counts:
             items = spec.rules[0].count(self.counted.inputs) * spec.times
             if _differ(_product(term, spec.counts), items):
                 # In the observed batch it counted padding.
                 check.changed = f"{term.name} is not over every position, as it was in the observed batch"
+        if (constant := _constant(term, spec)) is not None and not self.counted.zero_weight:
+            check.note_constant(place, term, constant)
         for each in found:
             if counts is None and spec.how is How.PLAIN and spec.counts:
                 _keep_finite(each, _read(_product(each, spec.counts)))
             elif counts is not None and (counts.is_custom or each.path.learnt):
                 _keep_finite(each, counts.divisor)
-        return self._divisor(spec, term, counts, plain=check.is_unpredicted(place))
+        return self._divisor(place, spec, term, counts)
 
     def _rule(self, spec: TermSpec) -> Items | None:
         if spec.rules:
             return spec.rules[0]
         return None if self.part.normalizer.is_corrected else self.part.contract.items
 
-    def _counts(self, spec: TermSpec, found: Sequence[Term]) -> Counts | None:
+    def _counts(self, place: int, spec: TermSpec, found: Sequence[Term]) -> Counts | None:
         """The divisor of a term; None: it counts no items."""
         if spec.how is not How.MEAN or spec.number:
             return None
         term, rule, counted = found[0], self._rule(spec), self.counted
         by_rule: Number = spec.count
-        if rule is not None:
+        items = counted.predicted(place, spec)
+        if items is None and rule is not None:
             items = counted.items[rule] if rule in counted.items else self._count(rule)
+        if items is not None:
             by_rule = items if spec.times == 1.0 else items * spec.times
         divisor = _product(term, spec.counts) if spec.counts else by_rule
         is_function = term.divides and spec.counts == (len(term.factors) - 1,)
         if not is_function and isinstance(divisor, Tensor) and divisor.is_floating_point():
             # A divisor that is itself a mean over no items.
             divisor = divisor.nan_to_num(0.0)
+        elif isinstance(divisor, float) and math.isnan(divisor):
+            divisor = 0.0
         seen, unclear = divisor, False
-        if spec.by_number:
+        # Without a rule a divisor of at least 1 hides whether there is one item or none.
+        unknown = rule is None and items is None
+        if self.part.contract.gets_number(spec):
             seen = by_rule if spec.place is None else getattr(term.leaf, "_saved_total_weight", by_rule)
         if isinstance(seen, Tensor) and seen.dtype.itemsize < 4:
             # 16 bits round the count.
@@ -383,21 +409,24 @@ class _Weighing:
             seen = seen if float(rule.count(counted.inputs)) else 0.0
         elif not is_function and spec.counts and not spec.by_number:
             # So do masks with a clamped sum.
-            value = None if len(found) > 1 or self.part.contract.groups == 1 else _value(term, self.values)
+            value = None if len(found) > 1 else _value(term, self.values)
             hidden = nothing = (self.loss if value is None else value) == 0
             if rule is not None:
                 items = torch.as_tensor(by_rule, device=self.loss.device)
                 # One item can have a loss of zero.
                 hidden, is_own = nothing & (items > 0), value is not None or self.alone
                 nothing = (nothing & (items != 1)) if is_own else (items == 0) | (nothing & (items != 1))
-            unclear = _on_host(hidden) and _on_host(seen) and bool(hidden) and float(seen) == 1
-            seen = seen * ~(nothing & (torch.as_tensor(seen, device=self.loss.device) == 1))
+            readable = on_host(hidden) and on_host(seen)
+            unclear = readable and float(seen) == 1 and (bool(hidden) or (unknown and not bool(nothing)))
+            dtype = seen.dtype if isinstance(seen, Tensor) else count_dtype(self.loss.device)
+            seen = torch.as_tensor(seen, dtype=dtype, device=self.loss.device)
+            seen = seen * ~(nothing & (seen == 1))
         return Counts(divisor, seen, by_rule, not is_function, unclear)
 
     def _count(self, rule: Items) -> Tensor:
         return rule.count(self.counted.inputs, self.part.normalizer.mean.device)
 
-    def _divisor(self, spec: TermSpec, term: Term, counts: Counts | None, *, plain: bool) -> Number:
+    def _divisor(self, place: int, spec: TermSpec, term: Term, counts: Counts | None) -> Number:
         """What to divide a term by, so that its sum over micro-batches, averaged over ranks, is exact."""
         normalizer = self.part.normalizer
         if self.counted.zero_weight and (counts is not None or spec.by_number or spec.how is How.SUM):
@@ -412,20 +441,32 @@ class _Weighing:
             weight: Number = left / (steps * normalizer.world_size if spec.how is How.SUM else 1) / own
             empty = _read(_product(term, spec.counts)) == 0 if spec.how is How.PLAIN and spec.counts else False
             return torch.where(empty, math.inf, weight) if isinstance(empty, Tensor) else math.inf if empty else weight
-        if plain:
+        if self.part.check.is_unpredicted(place):
             # Undo the division by the global batch's number, for the mean over its own items.
             relative = counts.seen / counts.divisor if spec.by_number and counts.seen else 1.0
             return relative * left / own
         rule = self._rule(spec)
         mean: Number = spec.count * left
-        if rule is not None:
-            by_rule = normalizer.mean_by_rule[rule]
-            mean = by_rule if spec.times == 1.0 else by_rule * spec.times
+        if (n_mean := normalizer.means.get(place, None if rule is None else normalizer.means[rule])) is not None:
+            mean = n_mean if spec.times == 1.0 else n_mean * spec.times
         # Without a correction at the end, weights have to use the predicted counts.
         as_predicted = not normalizer.is_corrected and not spec.by_number
         count = counts.predicted if as_predicted else counts.divisor
         weight = mean / count if isinstance(count, Tensor) or count else math.inf
         return weight / own if spec.own else weight
+
+
+def _constant(term: Term, spec: TermSpec) -> float | None:
+    """What a term is multiplied by, apart from counts and learnt factors; None: it is on a device, or zero."""
+    counts = {*spec.counts, *spec.number, *spec.own}
+    if term.divides:
+        # Of a sum over rows each has its own.
+        counts.add(len(term.factors) - 1)
+    places = [place for place, each in enumerate(term.factors) if place not in counts and not each.learnt]
+    if term.is_nothing or not all(on_host(term.factors[place].value) for place in places):
+        return None
+    divisor = float(_product(term, places))
+    return 1 / divisor if divisor else None
 
 
 def _product(term: Term, places: Sequence[int]) -> Number:
@@ -467,7 +508,7 @@ def _hooked(
     added: bool,
 ) -> Weighed:
     """Weight the loss by one base weight, and every term relative to that by a hook on its node."""
-    rest, stock = loss.detach(), [1.0]
+    rest, stock, hooks = loss.detach(), [1.0], list[RemovableHandle]()
     total, tops = torch.zeros_like(rest), set[Any]()
     kept: Tensor | None = None
     blank: dict[Any, Number] = {}
@@ -491,14 +532,14 @@ def _hooked(
         if top not in tops and not is_base and not _is_shared(top):
             tops.add(top)
             relative = weight if isinstance(base, float) and base == 1 else weight / base
-            top.register_prehook(_scaled(relative, stock if spec.as_stock else None))
+            hooks.append(top.register_prehook(_scaled(relative, stock if spec.as_stock else None)))
     if added or blank:
         # The rest of the loss belongs to the terms without a value.
         [of_rest] = [base] if added else blank.values() if len(blank) == 1 else [normalizer.remaining_divisor]
         total = total + _settled(rest / _cast(of_rest, rest), of_rest == math.inf)
     total = total if normalizer.engine_divisor == 1 else total / normalizer.engine_divisor
     kept = None if kept is None else kept / normalizer.engine_divisor
-    return Weighed(loss / _cast(base, loss), total, kept, by_number, stock)
+    return Weighed(loss / _cast(base, loss), total, kept, by_number, stock, hooks)
 
 
 def _is_parameter(node: Any) -> bool:

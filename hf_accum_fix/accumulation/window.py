@@ -206,6 +206,10 @@ class Items:
         return " ".join(word for word in words if word)
 
 
+#: Items of a micro-batch, 0-dim, by rule; by the place of its term where forwards have counted them.
+Counts = dict[Items | int, Tensor]
+
+
 def count_dtype(device: torch.device) -> torch.dtype:
     """float64, exact for every count; float32 on devices without float64."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -230,10 +234,10 @@ def total_items(
 
 def count_by_rules(
     rules: Sequence[Items], window: Sequence[Mapping[str, Any]], device: torch.device, *, several_ranks: bool = False
-) -> tuple[list[dict[Items, Tensor]], list[Tensor]]:
+) -> tuple[list[Counts], list[Tensor]]:
     """Items of each micro-batch of a window by every rule, and their sums by every rule, as `total_items` counts."""
     counted = [total_items(rule, window, device, several_ranks=several_ranks) for rule in rules]
-    each = [
+    each: list[Counts] = [
         {rule: counts[place] for rule, (counts, _) in zip(rules, counted, strict=True)} for place in range(len(window))
     ]
     return each, [total for _, total in counted]

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hf_accum_fix import observations
 from hf_accum_fix.accumulation.agreement import agree
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Coupling, LossContract, Reduction
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, Coupling, LossContract, Reduction
 from hf_accum_fix.accumulation.observe import out_of_memory
 from hf_accum_fix.accumulation.per_sample import by_sample
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
@@ -19,11 +18,28 @@ from hf_accum_fix.errors import AccumFixError, RankError
 
 
 def settle(host: Host, batches: Sequence[Any], number: Any = None, error: Exception | None = None) -> None:
-    """Observe the loss of every new task of a window, on every rank; arguments as of `core.window.open_window`.
+    """Settle how the losses of a window are reduced: as given, or as observed on every rank.
+
+    Arguments as of `core.window.open_window`.
 
     Raises:
         RankError: if another rank failed, has no window, or has labels where this one has none.
     """
+    host.look(batches)
+    first, before = host.state.first, host.state.first.contract
+    was_settled = first.is_settled
+    if host.options.contract is None:
+        _observe_new(host, batches, number, error)
+    elif not was_settled:
+        host.state.take(host.options.contract, first)
+    contract = host.state.first.contract
+    assert contract is not None
+    if not was_settled or contract is not before:
+        host.settled(contract, len(batches))
+
+
+def _observe_new(host: Host, batches: Sequence[Any], number: Any, error: Exception | None) -> None:
+    """Observe the loss of every new task of a window."""
     state, alone = host.state, host.data_ranks == 1
     if state.first.contract is None:
         state.tasks, state.without_target = {}, {}
@@ -65,9 +81,12 @@ def settle(host: Host, batches: Sequence[Any], number: Any = None, error: Except
 def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -> None:
     """Observe one loss in a window, and update its contract."""
     state, is_first = host.state, loss is host.state.first
-    if loss.contract is not None and state.compared == state.opened:
-        batches = loss.contract.distinguishing(batches)
-    seen, error = host.observe(batches, number)
+    seen: LossContract | None = None
+    error: Exception | None = None
+    try:
+        seen = host.observe(batches, number)
+    except Exception as caught:
+        error = caught
     goes_on = host.world_size == 1 or (not is_first and loss.contract is None)
     if error is not None and goes_on and not isinstance(error, AccumFixError) and not out_of_memory(error):
         # If training runs this forward, it raises the error itself.
@@ -79,7 +98,7 @@ def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -
     if loss.contract is not None and found.reason == NO_TARGET_SEEN:
         return
     # Several ranks correct a window only after one has found a difference.
-    found = replace(found.narrowed(loss.contract), is_corrected=host.world_size == 1 or not host.readable)
+    found = replace(found, is_corrected=host.world_size == 1 or not host.readable)
     if loss.contract is not None and loss.contract.conclusive and not loss.contract.exact:
         # Earlier windows were trained by the old contract.
         before = state.opened - 1
@@ -126,16 +145,17 @@ def _add_task(host: Host, task: Task, window: int, *, was_pooled: bool) -> None:
     if reason:
         loss.contract = found = replace(found, doubt=reason, reason=reason)
     words = describe(task)
-    if was_pooled and host.matters:
+    if was_pooled and host.is_split:
         host.warn_inexact(
             f"pooled {words}",
             f"{host.head}: micro-batches with {words} had no target before window {window}; until then their samples "
             "counted for the first task, which got too much weight",
         )
-    for name, message in remarks(f"{host.head}, of {words}", found, loss.attempts) if host.matters else ():
+    # Label smoothing has to know the shift even if nothing is split.
+    shows = host.is_split or SHIFT_UNKNOWN in (found.reason, found.doubt)
+    for name, message in remarks(f"{host.head}, of {words}", found, loss.attempts) if shows else ():
         host.warn_once(f"{name} of {words}", message)
-    if state.recorded:
-        observations.amend({"exact": state.exact, **state.facts()})
+    state.amend(exact=state.exact, **state.facts())
 
 
 def _is_one_loss(state: TrainingState, task: Task, other: Task) -> bool:

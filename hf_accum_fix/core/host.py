@@ -5,29 +5,30 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeAlias, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.declared import inside_ddp
 from hf_accum_fix.accumulation.precision import WindowGradient, rounding_words
+from hf_accum_fix.accumulation.reading import LossRun
 from hf_accum_fix.core.state import TrainingState
 from hf_accum_fix.engines import ranks
-from hf_accum_fix.engines.engine import check_engine_adds, engine_divisor, inputs_are_rounded, narrow_leaves
+from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves
 from hf_accum_fix.options import Options
-from hf_accum_fix.router.router_loss import Convention, RouterLoss
+from hf_accum_fix.router.router_loss import Convention, Forward, RouterLoss
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 logger = logging.getLogger("hf_accum_fix")
 
 Value = TypeVar("Value")
-#: The contract that this rank observed, None if it has no window; and the error that was raised.
-Observed: TypeAlias = "tuple[LossContract | None, Exception | None]"
+#: Why a window is not exact.
+OTHER_COUNTS = "its terms divide by another number of items than predicted"
 
 
 class Host(ABC):
@@ -41,6 +42,7 @@ class Host(ABC):
         repeated: samples that its dataloader repeats, for report().
         warned: names of the warnings that were given.
         passes_number: the model gets num_items_in_batch.
+        accelerator: the ``accelerate.Accelerator``; None: there is none.
         rank: this process among all.
         world_size: processes in a collective.
         data_ranks: W, data-parallel ranks.
@@ -48,6 +50,7 @@ class Host(ABC):
         device: of the counts.
     """
 
+    accelerator: AcceleratorLike | None
     rank: int
     world_size: int
     data_ranks: int
@@ -64,18 +67,13 @@ class Host(ABC):
 
     @property
     @abstractmethod
-    def accelerator(self) -> AcceleratorLike | None:
-        """The ``accelerate.Accelerator``; None: there is none."""
-
-    @property
-    @abstractmethod
     def head(self) -> str:
         """The model's class, for messages."""
 
     @property
-    @abstractmethod
     def where(self) -> str:
         """The open window, for messages."""
+        return f"window {self.state.opened}"
 
     @property
     @abstractmethod
@@ -83,9 +81,14 @@ class Host(ABC):
         """G of a full window."""
 
     @property
-    @abstractmethod
     def readable(self) -> bool:
-        """Whether a window's numbers are read at its end."""
+        """Whether a window's numbers are read at its end: any other device waits."""
+        return self.device.type == "cpu"
+
+    @property
+    def corrects_alone(self) -> bool:
+        """Whether every window's gradient is corrected where there is one rank."""
+        return self.readable
 
     @property
     def is_split(self) -> bool:
@@ -93,29 +96,9 @@ class Host(ABC):
         return self.steps * self.data_ranks > 1
 
     @property
-    def matters(self) -> bool:
-        """Whether counting changes the gradient."""
-        return self.is_split
-
-    @property
     def shows(self) -> bool:
         """Whether to warn of an inexact window."""
         return self.is_split
-
-    @property
-    def engine_divisor(self) -> int:
-        """The number that the engine divides a loss by."""
-        return 1 if self.accelerator is None else engine_divisor(self.accelerator, {})
-
-    @property
-    def steps_in_backward(self) -> bool:
-        """Whether the engine steps inside the backward."""
-        return self.accelerator is not None and self.accelerator.distributed_type == DistributedType.DEEPSPEED
-
-    @property
-    def rounds_inputs(self) -> bool:
-        """Whether the engine rounds the inputs of a forward to 16 bits."""
-        return self.accelerator is not None and inputs_are_rounded(self.accelerator)
 
     def bare(self, model: nn.Module) -> nn.Module:
         """The model without the engine's wrappers."""
@@ -126,21 +109,36 @@ class Host(ABC):
     def summed(self, numbers: Tensor) -> Tensor:
         """Sum numbers over ranks: a collective."""
 
-    @abstractmethod
     def gather(self, values: list[Any]) -> list[Any]:
         """Concatenate the ranks' lists in order: a collective."""
+        return ranks.gather_object(values)  # type: ignore[no-any-return]
 
     @abstractmethod
-    def settle(self, batches: Sequence[Any], number: Any, error: Exception | None) -> None:
-        """Settle how the losses of a window are reduced; arguments as of `open_window`."""
+    def look(self, batches: Sequence[Any]) -> None:
+        """Look at what computes the loss, and check a given contract, before a window is settled."""
 
     @abstractmethod
-    def observe(self, batches: Sequence[Any], number: Any) -> Observed:
-        """Observe one loss on its micro-batches."""
+    def loss_run(self, batches: Sequence[Any]) -> AbstractContextManager[LossRun]:
+        """The trained loss, to be run on micro-batches of a window while the context is open."""
 
     @abstractmethod
-    def route(self, batches: Sequence[Any], error: Exception | None) -> tuple[Tensor | None, Exception | None]:
-        """This rank's routing counts of a window, and its error; None where the router loss stays a mean."""
+    def observe(self, batches: Sequence[Any], number: Any) -> LossContract | None:
+        """Observe one loss on its micro-batches; None: there is nothing to observe."""
+
+    @abstractmethod
+    def settled(self, contract: LossContract, micro_batches: int) -> None:
+        """Warn of a new contract of the first loss, unless it is exact."""
+
+    @abstractmethod
+    def routing(self, batches: Sequence[Any]) -> AbstractContextManager[tuple[Forward, nn.Module | None]]:
+        """Around counting the routing of a window: (inputs) -> loss, as in training, and its model inside DDP.
+
+        None: this rank has no micro-batch.
+        """
+
+    def outside_micro_batch(self) -> AbstractContextManager[Any]:
+        """Around forwards in the midst of a micro-batch that do not belong to it."""
+        return nullcontext()
 
     def all_of(self, value: Value, error: Exception | None) -> list[Value]:
         """The value of every rank, in order; the error of one is raised on all."""
@@ -169,6 +167,15 @@ class Host(ABC):
             words = f"{self.where} is not exact: {why}. Every window is checked; report() has how many were not."
             self.warn_once("inexact window", f"{self.head}: {words}")
 
+    def read_counts(self) -> None:
+        """Read what was found on the device since the last log, which has just waited for it."""
+        state = self.state
+        if state.unread is not None and (windows := int(state.unread)):
+            self.report_inexact(OTHER_COUNTS, windows)
+            # Several ranks would first have to agree on it.
+            state.corrects = state.corrects or self.data_ranks == 1
+        state.unread = None
+
     def warn_empty(self) -> None:
         """Warn if a window had no target; waits for the device."""
         if "empty" not in self.warned and self.state.empty is not None and bool(self.state.empty):
@@ -188,8 +195,7 @@ class Host(ABC):
         if self.repeated:
             return False
         self.repeated = {"repeated_samples": samples, "repeated_samples_dropped": self.options.drop_duplicates}
-        if self.state.recorded:
-            observations.amend(self.repeated)
+        self.state.amend(**self.repeated)
         return True
 
     def record(self, contract: LossContract, micro_batches: int, **more: Any) -> None:
@@ -217,11 +223,10 @@ class Host(ABC):
         if first and not last and (found := check_engine_adds(self.accelerator, self.options.accumulate_in)):
             self.warn_inexact("16 bits", found)
         unknown = gradient.lost is None
-        with gradient.micro_batch(lambda: narrow_leaves(self.accelerator, model), first=first, last=last):
+        with gradient.micro_batch(partial(narrow_leaves, self.accelerator, model), first=first, last=last):
             yield
         if unknown and gradient.lost is not None:
-            if self.state.recorded:
-                observations.amend({"lost_in_16_bits": gradient.lost})
+            self.state.amend(lost_in_16_bits=gradient.lost)
             if gradient.matters:
                 head = type(self.bare(model)).__name__
                 self.warn_inexact("16 bits", f"{head}: {rounding_words(gradient.lost, micro_batches)}")

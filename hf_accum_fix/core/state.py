@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.contract import LossContract
-from hf_accum_fix.accumulation.correction import GradientCorrection
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 from hf_accum_fix.accumulation.weigh import covers
 
@@ -29,11 +28,13 @@ class LossState:
     Attributes:
         contract: None: it was not observed yet.
         attempts: windows with targets in which it was observed.
+        counts_by_forwards: a window was divided by other items than its rules predicted.
         earlier: contracts that it had before its terms changed.
     """
 
     contract: LossContract | None = None
     attempts: int = 0
+    counts_by_forwards: bool = False
     earlier: list[LossContract] = field(default_factory=list)
 
     @property
@@ -51,23 +52,26 @@ class TrainingState:
         tasks: the loss of each observed task, in the same order on all ranks; tasks may share one.
         without_target: tasks without a target so far, trained as the first, and the window they were last observed in.
         given_for: the first micro-batch's labels that a given contract counts.
-        correction: of each window's gradient.
+        corrects: every window's gradient is multiplied by predicted over seen items.
+        differs: a window of this rank had other counts than predicted; the other ranks learn it in the next.
+        unread: windows since the last log with other counts than observed, 0-dim on the device.
         opened: windows so far.
         inexact: those that were not exact.
         unreported: the other ranks do not know of one of them yet.
         recorded: the training is in the report.
         empty: a window had no target, 0-dim; None: no window was counted.
         asks: all ranks know that one has a new task, or reconsiders.
-        reconsiders: the losses are observed again in the next window: they changed, or two rules that fit disagree.
+        reconsiders: the losses are observed again in the next window, since they changed.
         reconsidered: how often that was done.
-        compared: the last window that was observed to compare rules.
     """
 
     first: LossState = field(default_factory=LossState)
     tasks: dict[Task, LossState] = field(default_factory=dict)
     without_target: dict[Task, int] = field(default_factory=dict)
     given_for: Task | None = None
-    correction: GradientCorrection = field(default_factory=GradientCorrection)
+    corrects: bool = False
+    differs: bool = False
+    unread: Tensor | None = None
     opened: int = 0
     inexact: int = 0
     unreported: bool = False
@@ -76,7 +80,6 @@ class TrainingState:
     asks: bool = False
     reconsiders: bool = False
     reconsidered: int = 0
-    compared: int = 0
     _last_inexact: int = -1
 
     @property
@@ -111,8 +114,8 @@ class TrainingState:
         if loss.contract is not None and loss.contract.is_read and loss.contract not in loss.earlier:
             loss.earlier = [loss.contract, *loss.earlier][:RECONSIDERED]
         loss.contract = contract
-        uncounted = any(not each.is_counted for each in self.contracts)
-        self.correction.corrects = uncounted or (loss is not self.first and self.correction.corrects)
+        uncounted = any(not (each.is_counted or each.needs_forwards) for each in self.contracts)
+        self.corrects = uncounted or (loss is not self.first and self.corrects)
 
     def take_earlier(self, contract: LossContract, shapes: Sequence[Any]) -> bool:
         """Replace a contract by an earlier one of its loss that has terms of these ``shapes``; False: none has."""
@@ -135,8 +138,12 @@ class TrainingState:
         self._last_inexact = number
         self.inexact += windows
         self.unreported = True
+        self.amend(exact=False, inexact_windows=self.inexact)
+
+    def amend(self, **facts: Any) -> None:
+        """Change what is in the report, once the training is."""
         if self.recorded:
-            observations.amend({"exact": False, "inexact_windows": self.inexact})
+            observations.amend(facts)
 
     @property
     def exact(self) -> bool:
@@ -147,11 +154,6 @@ class TrainingState:
     def can_be_exact(self) -> bool:
         """Whether all contracts are exact."""
         return self.first.contract is not None and all(each.exact for each in self.contracts)
-
-    @property
-    def corrects_others(self) -> bool:
-        """Whether a rank without a check joins the correction: another rank may have a loss that is corrected."""
-        return self.correction.corrects and len(self.losses) > 1
 
     def facts(self) -> dict[str, Any]:
         """The report's entries for several losses; empty: there is one."""

@@ -2,31 +2,32 @@
 
 window = open_window(host, batches)                 # settles the contract of each loss, counts, sums over ranks
 for each micro-batch:
-    part = window.part_of(batch)                    # contract, n_mean and check of its loss
     with host.adding(model, len(batches), begun):   # the dtype of its gradient sum
-        ...                                         # forward, window.weigh(loss, ...), backward
+        ...                                         # forward, window.weigh(loss, batch, captured), backward
 window.close(model)                                 # compares divisors with the prediction
+
+If the losses of a window divided by ``N seen`` items and its rules predicted ``N predicted``, the gradient is too large
+by ``N seen / N predicted``, and is divided by that before the optimizer step. Reading these numbers would wait for a
+GPU, so a window is corrected there without reading, if its loss was observed to need it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.correction import scale_gradients
-from hf_accum_fix.accumulation.scaling import Normalizer
-from hf_accum_fix.accumulation.tasks import describe, task_of
+from hf_accum_fix.accumulation.scaling import of_window
 from hf_accum_fix.accumulation.values import Captured
-from hf_accum_fix.accumulation.weigh import Part, WindowCheck
-from hf_accum_fix.accumulation.window import Items, count_by_rules, count_dtype
-from hf_accum_fix.core.host import Host
-from hf_accum_fix.engines import ranks
-from hf_accum_fix.router.router_loss import Form, Forward, one_form
+from hf_accum_fix.accumulation.weigh import Counted, Part, Weighed, WindowCheck, weigh
+from hf_accum_fix.accumulation.window import Counts, count_by_rules, count_dtype
+from hf_accum_fix.core.contracts import settle
+from hf_accum_fix.core.count import WindowCounts, count_routing, count_window
+from hf_accum_fix.core.host import OTHER_COUNTS, Host
+from hf_accum_fix.engines.engine import is_deepspeed
 
 
 @dataclass(eq=False)
@@ -36,50 +37,75 @@ class Window:
     Attributes:
         host: of the training.
         batches: the micro-batches.
-        parts: one for each loss, the first task's first.
-        counts: items of each micro-batch, 0-dim, by each rule of its loss.
-        total: N over all ranks and tasks, 0-dim.
-        number: items as upstream counts them, over all ranks, 0-dim; None: upstream does not.
+        counts: of all ranks.
         done: micro-batches that were run.
-        value: their sum for the logged loss, 0-dim.
+        value: the logged loss, summed over them, 0-dim.
+        gradients: a number that changes with them, after the last micro-batch; None: not checked.
         ended: it was closed.
     """
 
     host: Host
     batches: list[Any]
-    parts: list[Part]
-    counts: list[dict[Items, Tensor]]
-    total: Tensor
-    number: Tensor | None = None
+    counts: WindowCounts
     done: int = 0
     value: Tensor | None = None
+    gradients: int | None = None
     ended: bool = False
 
     def part_of(self, batch: Any) -> Part:
         """The part of a micro-batch."""
-        if len(self.parts) == 1:
-            return self.parts[0]
+        parts = self.counts.parts
+        if len(parts) == 1:
+            return parts[0]
         contract = self.host.state.contract_of(batch)
-        return next(part for part in self.parts if part.contract is contract)
+        return next(part for part in parts if part.contract is contract)
 
-    def counts_of(self, batch: Any) -> dict[Items, Tensor] | None:
-        """Items of a micro-batch, found by identity; None: it is another object than the loader's."""
-        return next((each for one, each in zip(self.batches, self.counts, strict=False) if one is batch), None)
+    def items_of(self, batch: Any) -> Counts:
+        """Items of a micro-batch by each rule, 0-dim; a copy of one, perhaps on another device, is counted again."""
+        for one, items in zip(self.batches, self.counts.each, strict=False):
+            if one is batch:
+                return items
+        part = self.part_of(batch)
+        return count_by_rules(part.contract.rules, [batch], part.normalizer.mean.device)[0][0]
+
+    def count_of(self, batch: Any) -> Tensor | None:
+        """Items of a micro-batch by the rule in use, 0-dim; None: its loss counts none."""
+        items = self.part_of(batch).contract.items
+        return None if items is None else self.items_of(batch)[items]
+
+    def weigh(
+        self,
+        loss: Tensor,
+        batch: Any,
+        captured: Captured,
+        inputs: Mapping[str, Any] | None = None,
+        *,
+        zero_weight: bool = False,
+    ) -> Weighed:
+        """Weight the loss of a micro-batch before its backward; one that is unlike the prediction is counted again.
+
+        ``inputs``: of its forward; None: the micro-batch; ``zero_weight``: it counts nothing.
+        """
+        inputs, part = batch if inputs is None else inputs, self.part_of(batch)
+        weighed = weigh(loss, part, Counted(inputs, self.items_of(batch), zero_weight), captured)
+        if part.check.is_unlike and self._counted_again(part.check, captured):
+            weighed.unhook()
+            weighed = weigh(loss, self.part_of(batch), Counted(inputs, self.items_of(batch), zero_weight), captured)
+        return weighed
+
+    def average(self, loss: Tensor, divided: int = 1) -> Weighed:
+        """A loss that was scaled by its rule; ``divided``: the part of G by which it was divided already."""
+        steps, divisor = len(self.batches), self.counts.parts[0].normalizer.engine_divisor
+        return Weighed(of_window(loss, steps, divisor * divided), of_window(loss.detach(), steps, divided))
 
     def add(self, value: Tensor) -> None:
         """Add a micro-batch's part of the logged loss."""
         self.value = value if self.value is None else self.value + value
 
-    @property
-    def checks(self) -> list[WindowCheck]:
-        """For each loss of its micro-batches that is read."""
-        parts = dict.fromkeys(id(self.part_of(batch)) for batch in self.batches)
-        checks = (part.check for part in self.parts if id(part) in parts)
-        # Every rank has to join the correction of an unobserved loss.
-        return [c for c in checks if c.contract.is_read or c.contract.by_divisor or c.counted or c.changed]
+    def _counted_again(self, check: WindowCheck, captured: Captured) -> bool:
+        """Count it again, since its first micro-batch is unlike the prediction; False: not possible in mid-window.
 
-    def observed_again(self, check: WindowCheck, captured: Captured) -> bool:
-        """Observe its losses again, as one has other terms than before; False: not possible in mid-window.
+        Its losses are observed again if one has other terms, and counted by forwards if one divides by other items.
 
         Several ranks would have to do it together, and a gradient that was added cannot be weighted again. A loss that
         was not exact may depend on state that a forward writes, which this micro-batch's backward still needs.
@@ -87,14 +113,18 @@ class Window:
         host, state = self.host, self.host.state
         if self.done or host.world_size > 1 or not (state.tasks and check.contract.exact):
             return False
-        if not state.take_earlier(check.contract, check.other_terms):
-            state.reconsider()
-            if not state.reconsiders:
-                return False
-            host.settle(self.batches, self.number, None)
-        again = count_window(host, self.batches, self.number)
-        self.parts, self.counts, self.total = again.parts, again.counts, again.total
-        if captured.values is None and any(part.contract.groups > 1 or part.contract.added for part in self.parts):
+        with host.outside_micro_batch():
+            if not check.other_terms:
+                for loss in state.losses:
+                    loss.counts_by_forwards = loss.counts_by_forwards or loss.contract is check.contract
+            elif not state.take_earlier(check.contract, check.other_terms):
+                state.reconsider()
+                if not state.reconsiders:
+                    return False
+                settle(host, self.batches, self.counts.number)
+            self.counts = count_window(host, self.batches, self.counts.number)
+        contracts = [part.contract for part in self.counts.parts]
+        if captured.values is None and any(each.groups > 1 or each.added for each in contracts):
             host.report_inexact(
                 "its loss has new terms, which its log averages over micro-batches (its gradient does not)"
             )
@@ -106,18 +136,80 @@ class Window:
         Returns:
             What gradient and ``value`` were multiplied by; None: nothing.
         """
-        host, self.ended = self.host, True
+        host, state, self.ended = self.host, self.host.state, True
         host.gradient.finish()
-        checks = self.checks
-        if not self.batches or not (checks or host.state.corrects_others):
+        if any(each.may_change for each in state.contracts):
+            state.reconsider()
+        checks = self._checks()
+        # Another rank may have a loss that is corrected, which every rank has to join.
+        if not self.batches or not (checks or (state.corrects and len(state.losses) > 1)):
             return None
-        times = host.state.correction.end(host, checks, len(self.batches) - self.done)
-        if host.state.correction.changed and host.state.tasks:
-            host.state.reconsider()
+        # Counts first: only one warning is given, and theirs is more specific.
+        times, flags = self._times(checks)
+        changed = False
+        for check in checks:
+            broken = None if check.changed else check.broken(host.device)
+            if check.changed:
+                changed = True
+                host.report_inexact(check.changed)
+            elif broken is not None and not host.readable:
+                flags.append(broken)
+            elif broken is not None and bool(broken):
+                state.differs = True
+                host.report_inexact(OTHER_COUNTS)
+        if flags:
+            unread = torch.stack(flags).any().long()
+            state.unread = unread if state.unread is None else state.unread + unread
+        if changed and state.tasks:
+            state.reconsider()
         if times is not None:
             scale_gradients(model, times)
             self.value = None if self.value is None else self.value * times
         return times
+
+    def _checks(self) -> list[WindowCheck]:
+        """For each loss of its micro-batches that is read."""
+        parts = dict.fromkeys(id(self.part_of(batch)) for batch in self.batches)
+        checks = (part.check for part in self.counts.parts if id(part) in parts)
+        # Every rank has to join the correction of an unobserved loss.
+        return [c for c in checks if c.contract.is_read or c.contract.by_divisor or c.counted or c.changed]
+
+    def _times(self, checks: Sequence[WindowCheck]) -> tuple[Tensor | float | None, list[Tensor]]:
+        """The factor for gradient and logged loss, None: 1, or unknown; and what to read later."""
+        host, skipped = self.host, len(self.batches) - self.done
+        corrects, several = self.counts.corrects, host.data_ranks > 1
+        if skipped and not (several and corrects):
+            host.report_inexact(f"{skipped} of its micro-batches were skipped")
+        if not corrects:
+            flags = [self._differs(check) for check in checks if check.counted]
+            return None, [each for each in flags if each is not None]
+        if not host.state.corrects and not any(each.counted for each in checks):
+            return None, []
+        # Every rank has to join the collective.
+        zero = torch.zeros(2, dtype=count_dtype(host.device), device=host.device)
+        sums = torch.stack([zero, *(each.counts(host.device) for each in checks)]).sum(dim=0)
+        if several:
+            sums = host.summed(torch.cat([sums, sums.new_full((1,), skipped)]))
+            if host.readable and float(sums[2]):
+                host.report_inexact(f"{float(sums[2]):g} micro-batches on its ranks were skipped")
+            sums = sums[:2]
+        if not host.readable:
+            return torch.where(sums[0] != 0, sums[1] / sums[0], torch.ones_like(sums[0])), []
+        seen, predicted = sums.tolist()
+        times = predicted / seen if seen else 1.0
+        return None if abs(times - 1) <= 1e-12 else float(times), []
+
+    def _differs(self, check: WindowCheck) -> Tensor | None:
+        """Report counts other than predicted, without a correction; returns what to read later."""
+        host, sums = self.host, check.counts(self.host.device)
+        if not host.readable:
+            return (sums[0] - sums[1]).abs() > 1e-6 * sums[1].abs()
+        seen, predicted = sums.tolist()
+        if abs(seen - predicted) > 1e-6 * abs(predicted):
+            host.state.differs = True
+            kept = "; under DeepSpeed the gradient is not corrected" if is_deepspeed(host.accelerator) else ""
+            host.report_inexact(f"its loss divides by {seen:g} items; {predicted:g} were predicted{kept}")
+        return None
 
 
 def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: Exception | None = None) -> Window:
@@ -129,254 +221,29 @@ def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: E
         number: upstream's count of them, summed as well; None: there is none.
         error: raised while this rank fetched its window; it is raised on all ranks.
     """
+    state = host.state
     while True:
-        host.settle(batches, number, error)
-        routing, error = host.route(batches, error)
-        window = count_window(host, batches, number, error, routing)
-        if not host.state.asks:
+        settle(host, batches, number, error)
+        routing, error = count_routing(host, batches, error)
+        counts = count_window(host, batches, number, error, routing)
+        if not state.asks:
             break
-    if batches and all(each.items is not None for each in host.state.contracts):
-        empty, before = window.total == 0, host.state.empty
+    if batches and all(part.contract.items is not None for part in counts.parts):
+        empty = counts.total == 0
         # Reading would wait for the device.
-        host.state.empty = empty if before is None else before | empty
+        state.empty = empty if state.empty is None else state.empty | empty
         if host.readable:
             host.warn_empty()
-    return window
+    return Window(host, list(batches), counts)
 
 
-@dataclass
-class _Counts:
-    """Items of a window: first of this rank, then of all.
-
-    Attributes:
-        each: of each micro-batch, by each rule.
-        totals: of each loss, by each rule.
-        samples: of each loss, which weigh the losses where there are several.
-        number: as upstream counts.
-    """
-
-    each: list[dict[Items, Tensor]] = field(default_factory=list)
-    totals: list[list[Tensor]] = field(default_factory=list)
-    samples: list[Tensor] = field(default_factory=list)
-    number: Tensor | None = None
-
-
-def count_window(
-    host: Host,
-    batches: Sequence[Any],
-    number: Any = None,
-    error: Exception | None = None,
-    routing: Tensor | None = None,
-) -> Window:
-    """Count a window over all ranks, by the one collective of an optimizer step."""
-    state, several = host.state, host.world_size > 1
-    if state.reconsidered and not state.can_be_exact:
-        # Its own contract is not exact, though earlier ones were.
-        state.note_inexact()
-    zero = torch.zeros((), dtype=count_dtype(host.device), device=host.device)
-    contracts = state.contracts
-    new = state.reconsiders or not all(state.knows(task_of(batch)) for batch in batches)
-    try:
-        # With a new task the window is observed, and counted again.
-        counts = _counted(host, batches, zero, strict=several and not new)
-    except Exception as caught:
-        error = error or caught
-        counts = _Counts([], [[zero] * max(len(each.rules), 1) for each in contracts])
-        counts.samples = [zero] * len(contracts) if len(contracts) > 1 else []
-    counts.number = None if number is None else torch.as_tensor(number).to(zero)
-    summed_routing = routing
-    if several:
-        new, summed_routing = _sum_over_ranks(host, counts, batches, error, new=new, routing=routing)
-    elif error is not None:
-        raise error
-    state.unreported = False
-    if (
-        host.device.type == "cpu"
-        and not host.shards
-        and not state.asks
-        and state.tasks
-        and _compare_rules(host, counts)
-    ):
-        return count_window(host, batches, number, error, routing)
-    if not state.tasks:
-        _check_given(host, batches)
-    if new and not state.asks:
-        host.report_inexact("it has micro-batches of a task that was not observed")
-    if any(not state.contract_of(batch).exact for batch in batches if len(contracts) > 1):
-        # The first task's contract may be exact.
-        state.note_inexact()
-    window = Window(host, list(batches), _parts(host, counts, len(batches)), counts.each, zero, counts.number)
-    if summed_routing is not None:
-        normalizer = window.parts[0].normalizer
-        host.router.settle(summed_routing, normalizer.micro_batches, normalizer.world_size)
-    totals = [each[0] for each in counts.totals]
-    window.total = totals[0] if len(totals) == 1 else torch.stack(totals).sum()
-    return window
-
-
-def _counted(host: Host, batches: Sequence[Any], zero: Tensor, *, strict: bool) -> _Counts:
-    """Items of this rank; ``strict``: a micro-batch without the counted input is an error."""
-    state, counts = host.state, _Counts()
-    contracts, by_batch = state.contracts, dict[int, dict[Items, Tensor]]()
-    alone = len(contracts) == 1
-    for contract in contracts:
-        held = [batch for batch in batches if alone or state.contract_of(batch) is contract]
-        each, totals = count_by_rules(contract.rules, held, host.device, several_ranks=strict)
-        counts.totals.append(totals or [zero])
-        by_batch |= {id(batch): found for batch, found in zip(held, each, strict=True)}
-        if not alone:
-            counts.samples += count_by_rules([Items()], held, host.device)[1]
-    if any(by_batch.values()):
-        counts.each = [by_batch[id(batch)] for batch in batches]
-    return counts
-
-
-def _sum_over_ranks(
-    host: Host,
-    counts: _Counts,
-    batches: Sequence[Any],
-    error: Exception | None,
-    *,
-    new: bool,
-    routing: Tensor | None,
-) -> tuple[bool, Tensor | None]:
-    """Sum the counts over all ranks, and with them each rank's errors, new tasks and inexact windows.
-
-    Returns:
-        Whether any rank has a new task, and the routing of all.
-    """
-    state, like = host.state, counts.totals[0][0]
-    runs = len(batches) if host.shards else min(len(batches), 1)
-    # One number cannot correct several losses.
-    corrected = state.correction.corrects and len(counts.totals) == 1
-    reports = any(each.is_read for each in state.contracts) and not corrected
-    sent = {
-        "totals": list(chain(*counts.totals)),
-        "number": [torch.zeros_like(like) if counts.number is None else counts.number],
-        "marks": ranks.pack_status(runs, error, like),
-        "samples": counts.samples,
-        "new": [torch.full_like(like, new)] if state.tasks else [],
-        "inexact": [torch.full_like(like, each) for each in (state.correction.differs, state.unreported)] * reports,
-    }
-    numbers = torch.stack([*chain(*sent.values())])
-    sums = host.summed(numbers if routing is None else torch.cat([numbers, routing]))
-    summed = dict(zip(sent, torch.split(sums[: len(numbers)], [*map(len, sent.values())]), strict=True))
-    fetched, suspects = len(batches), runs < (host.steps if host.shards else 1)
-    place = {"rank": host.rank, "world_size": host.world_size}
-    ranks.check_status(summed["marks"], runs, error, fetched=fetched, suspects=suspects, gather=host.gather, **place)
-    # Tensor-parallel ranks have all counted the same samples.
-    copies = host.world_size // host.data_ranks
-    totals = iter((summed["totals"] / copies).unbind())
-    counts.totals = [[next(totals) for _ in each] for each in counts.totals]
-    counts.samples = list((summed["samples"] / copies).unbind())
-    counts.number = None if counts.number is None else summed["number"][0]
-    # Reading waits for any other device: there these are never set.
-    if host.device.type == "cpu" and state.tasks:
-        state.asks = new = bool(summed["new"])
-    if host.device.type == "cpu" and reports:
-        differs, unreported = summed["inexact"].tolist()
-        state.correction.corrects = state.correction.corrects or bool(differs)
-        if unreported > state.unreported:
-            state.note_inexact(state.opened - bool(batches))
-    return new, None if routing is None else sums[len(numbers) :] / copies
-
-
-def _parts(host: Host, counts: _Counts, micro_batches: int) -> list[Part]:
-    """The part of each loss in the window."""
-    samples: Sequence[Tensor | None] = [
-        each.clamp(min=1) / torch.stack(counts.samples).sum().clamp(min=1) for each in counts.samples
-    ] or [None]
-    # Off the CPU samples are not read, so a window may have all losses.
-    held = [each for each in counts.samples if host.device.type != "cpu" or each]
-    host.state.correction.several_losses = len(held) > 1
-    corrected, divisor = host.state.correction.will_correct(host), host.engine_divisor
-    parts = []
-    for contract, totals, fraction in zip(host.state.contracts, counts.totals, samples, strict=True):
-        normalizer = Normalizer.of(
-            contract,
-            totals,
-            micro_batches,
-            host.data_ranks,
-            fraction,
-            is_corrected=corrected,
-            engine_divisor=divisor,
-        )
-        parts.append(Part(contract, normalizer, WindowCheck(contract, normalizer.is_corrected)))
-    return parts
-
-
-def _compare_rules(host: Host, counts: _Counts) -> bool:
-    """Observe the losses again on this window if rules that fitted so far count it differently.
-
-    Returns:
-        Whether the window has to be counted again, since one rule was chosen.
-    """
-    state = host.state
-    for loss, totals in zip([each for each in state.losses if each.contract is not None], counts.totals, strict=True):
-        contract = loss.contract
-        if contract is None or not contract.has_rules_to_compare:
-            continue
-        by_rule = dict(zip(contract.rules, map(float, totals), strict=True))
-        if contract.is_ambiguous(by_rule):
-            as_upstream = None if counts.number is None else contract.counting(by_rule, float(counts.number))
-            if as_upstream is not None:
-                # A loss divides by the number that it gets: as stock's.
-                doubt = "several rules fit its items and count a window differently; upstream's is used"
-                state.take(replace(as_upstream, doubt=as_upstream.doubt or doubt), loss)
-                host.report_inexact(doubt)
-                return True
-            if state.compared != state.opened:
-                state.compared = state.opened
-                state.reconsider()
-                state.asks = state.asks or state.reconsiders
-            if not state.reconsiders:
-                host.report_inexact("several rules fit the items of its terms, and count this window differently")
-    return False
-
-
-def _check_given(host: Host, batches: Sequence[Any]) -> None:
-    """Warn of a task that a given contract, which covers one, does not cover."""
-    state = host.state
-    counted = {key for contract in state.contracts for rule in contract.rules for key in rule.keys}
-    for batch in batches if counted else ():
-        held = frozenset((key, axes) for key, axes in task_of(batch) if key in counted)
-        state.given_for = held if state.given_for is None else state.given_for
-        if held != state.given_for:
-            covered = describe(state.given_for)
-            host.report_inexact(
-                f"got a micro-batch with {describe(task_of(batch))}; expected {covered}, as the given contract does"
-            )
-            return
-
-
-def count_routing(
-    host: Host, forward: Forward, batches: Sequence[Any], model: nn.Module | None, error: Exception | None
-) -> tuple[Tensor, Exception | None]:
-    """This rank's routing counts of a window, to be summed over ranks, and its error.
-
-    The model's load-balancing loss is recognised first, on every rank. ``forward``: (inputs) -> loss, as in training;
-    ``model``: inside DistributedDataParallel; None: this rank has no micro-batch.
-    """
-    router, contract, listed = host.router, host.contract, list(batches)
-    assert contract is not None
-    if router.runs_forwards and host.shards:
-        lengths = host.all_of(len(listed), error)
-        if len(set(lengths)) > 1:
-            raise ranks.uneven(dict(enumerate(lengths)))
-    if router.form is None or not router.form.settled:
-        seen = Form(settled=False)
-        try:
-            if model is not None:
-                seen = router.recognise_among(forward, listed, contract.items, model, host.device)
-        except Exception as caught:
-            error = error or caught
-        router.form = one_form(host.all_of(seen, error))
-        if why := router.why_mean(contract.has_router_loss):
-            host.warn_once("router", f"{host.head}: {why}")
-    try:
-        if model is not None:
-            return router.count(forward, listed, model, host.device, host.data_ranks), error
-    except Exception as caught:
-        # Raised once the other ranks have it.
-        error = error or caught
-    return router.nothing(host.device), error
+def scale_gradients(model: nn.Module, times: Tensor | float) -> None:
+    """Multiply every gradient, of a shard its local part; no device sync."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            grad = parameter.grad
+            local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
+            by_device.setdefault(local.device, []).append(local)
+    for device, grads in by_device.items():
+        torch._foreach_mul_(grads, times.to(device) if isinstance(times, Tensor) else times)

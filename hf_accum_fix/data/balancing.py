@@ -153,12 +153,10 @@ class Dealer:
         """Tokens of one sample, as the options define them."""
         named = self.options.lengths
         try:
-            if callable(named):
-                length = int(named(sample))
-            elif named is not None:
-                length = int(sample[named])
-            else:
+            if named is None:
                 length = len(sample["input_ids"])
+            else:
+                length = int(named(sample) if callable(named) else sample[named])
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             what = sorted(sample) if isinstance(sample, dict) else type(sample).__name__
             wanted = f"lengths={named!r}" if named is not None else "its input_ids"
@@ -246,14 +244,7 @@ class BalancedBatches(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """A batch sampler with length-balanced windows, among all ranks it shards for.
 
     The sampler behind it answers everything else (length, sampler, epoch). It wraps `BatchSamplerShard` from outside,
-    because that class loses samples of batches that vary in size.
-
-    Args:
-        sampler: a batch sampler of indices, or accelerate's shard of one.
-        lengths: of every sample.
-        steps: G.
-        dealer: makes the plans.
-        lockstep: see `Dealer.around`.
+    because that class loses samples of batches that vary in size. ``lengths`` are those of every sample, ``steps`` G.
     """
 
     def __init__(self, sampler: Any, lengths: Sequence[int], steps: int, dealer: Dealer, lockstep: bool) -> None:
@@ -329,13 +320,7 @@ class Uncollated:
 
 
 class BalancedStream(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """Pack the `Samples` that a dataloader yields into micro-batches.
-
-    Args:
-        loader: the dataloader; its collator is `Uncollated`.
-        steps: G.
-        dealer: makes the plans.
-    """
+    """Pack the `Samples` that a dataloader, whose collator is `Uncollated`, yields into micro-batches."""
 
     def __init__(self, loader: Any, steps: int, dealer: Dealer) -> None:
         super().__init__(loader)

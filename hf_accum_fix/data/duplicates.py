@@ -23,14 +23,7 @@ from hf_accum_fix.upstream.seams import BATCH_SHARD, DISPATCHER, STREAM_SHARD
 
 @dataclass(frozen=True)
 class LastRound:
-    """The last micro-batches of an epoch on all ranks.
-
-    Attributes:
-        samples: of the data set, in the whole round.
-        rows: of every rank's micro-batch, with repeated samples.
-        ranks: W.
-        rank: this one.
-    """
+    """The last micro-batches of an epoch: samples of the data set in them, rows of each with repeated ones, W, rank."""
 
     samples: int
     rows: int

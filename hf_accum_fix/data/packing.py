@@ -4,13 +4,12 @@ The gradient of the global batch is  sum over rows of grad S_row / N,  and every
 (see ``window.py``). A row's S does not depend on its neighbours, nor N on anything but the set: any partition
 of the same rows into ``G`` micro-batches on each of ``W`` ranks, of any sizes, has one gradient. So take the cheapest:
 
-1. Sort the rows by length and split them into ``G * W`` runs. Of all partitions one into runs pads least, as
-   swapping the rows of two micro-batches into order lengthens neither.
+1. Sort the rows by length and split them into ``G * W`` runs: swapping the rows of two micro-batches into order
+   lengthens neither.
 2. Of the splits with micro-batches under a cap, take the one with the fewest padded tokens. The cap is at most ``b``
-   times the longest row, which stock's own micro-batch of it takes: peak memory never exceeds stock's in that window.
+   times the longest row, so that peak memory never exceeds stock's in that window.
 3. If ranks wait for the slowest once a window (DDP), assign the micro-batches longest first, under a cap somewhat above
-   the tightest that fits; if one rank still has clearly more to do, try the tightest as well. If they wait for one
-   another in every micro-batch (FSDP, ZeRO-3), take the tightest at once, and align micro-batches of similar size.
+   the tightest that fits, or the tightest. If they wait in every micro-batch (FSDP, ZeRO-3), take the tightest at once.
 
 The number of micro-batches is never changed: fewer would break loops that step after every ``G``.
 
@@ -36,10 +35,6 @@ _Run: TypeAlias = tuple[int, int]
 _ROOMY = 2.5
 #: A slowest rank within this factor of the least there can be is not improved further.
 _GOOD_ENOUGH = 1.015
-#: Guesses of the price, and runs that two splits may differ by, before the search is narrowed.
-_GUESSES, _NEAR = 6, 4
-#: Discount on the fewest runs under a cap, for estimating what one more run saves (measured).
-_FORCED = 0.8
 
 
 def padded_tokens(lengths: Sequence[int], micro_batch: Sequence[int]) -> int:
@@ -123,34 +118,28 @@ def _fewest_tokens(ascending: Sequence[int], count: int, cap: int, max_rows: int
     few, high = _fewest_runs(first), len(ascending) * ascending[-1] + 0.5  # as few as at this price, padded more
     out_of_reach = _out_of_reach(ascending, first)
     guess = _likely_price(ascending, count) if len(few) < count else high
-    lacking = count - _FORCED * len(few)
-    for attempt in itertools.count(1):
+    for attempt in itertools.count():
         price = min(max(math.ceil(guess) - 0.5, low + 1), high - 1)
         found = _priced(ascending, first, out_of_reach, price)
         if len(found) == count:
             return found
         if len(found) < count:
-            few, high, lacking = found, price, count - len(found)
+            few, high = found, price
         else:
             many, low = found, price
         saved = (_cost(ascending, few) - _cost(ascending, many)) / (len(many) - len(few))
         if saved in (low + 0.5, high - 0.5):
             break
-        if attempt < _GUESSES and len(many) - len(few) > _NEAR:
-            guess = _between(low, high, len(many) - count, lacking, len(found) < count, attempt)
-        else:
-            guess = saved  # leads to a split between the two, if there is a cheaper one than crossing them
+        # A split between the two, if there is a cheaper one than crossing them, or one nearer to ``count``.
+        guess = saved if attempt % 2 else _between(low, high, len(many) - count, count - len(few))
     return _crossed(few, many, count)
 
 
-def _between(low: float, high: float, spare: float, lacking: float, at_high: bool, attempt: int) -> float:
+def _between(low: float, high: float, spare: int, lacking: int) -> float:
     """The price for ``spare`` runs fewer than at ``low`` and ``lacking`` more than at ``high``.
 
-    As k runs pad about 1/k and the next one saves about 1/k**2, k goes with the root of 1/price. An end that stays
-    attempt after attempt loses weight, so that it does not hold the price back.
+    As k runs pad about 1/k and the next one saves about 1/k**2, k goes with the root of 1/price.
     """
-    fading = 2 ** max(0, attempt - 3)
-    spare, lacking = (spare / fading, lacking) if at_high else (spare, lacking / fading)
     root = (lacking / math.sqrt(low + 1) + spare / math.sqrt(high + 1)) / (lacking + spare)
     return root**-2 - 1
 

@@ -7,7 +7,7 @@ and never run. They come first, because engines reduce over ranks in the last ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -25,11 +25,6 @@ class PlaceholderBatch(dict[str, Any]):
         if not isinstance(inputs, Mapping):
             return cls()
         return cls({key: value[:0] if has_rows(value) else value for key, value in inputs.items()})
-
-
-def without_placeholders(window: Sequence[Any]) -> list[Any]:
-    """The micro-batches of a window that are to be run."""
-    return [inputs for inputs in window if not isinstance(inputs, PlaceholderBatch)]
 
 
 class WholeWindows(wrapt.ObjectProxy):  # type: ignore[type-arg]

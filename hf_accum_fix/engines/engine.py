@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from accelerate.utils import DistributedType
@@ -15,12 +15,17 @@ from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 
-def engine_divisor(accelerator: AcceleratorLike, backward_kwargs: Mapping[str, Any]) -> int:
-    """The number that the engine divides a loss by; ``backward_kwargs``: keyword arguments of ``backward``."""
-    if accelerator.distributed_type != DistributedType.DEEPSPEED:
-        return int(accelerator.gradient_accumulation_steps)
-    if backward_kwargs.get("scale_wrt_gas") is False:
+def is_deepspeed(accelerator: AcceleratorLike | None) -> TypeGuard[AcceleratorLike]:
+    """Whether the engine is DeepSpeed, which steps inside the backward."""
+    return accelerator is not None and accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+def engine_divisor(accelerator: AcceleratorLike | None, *, scale_wrt_gas: bool | None = None, **_: Any) -> int:
+    """The number that the engine divides a loss by; the keyword arguments are those of its ``backward``."""
+    if accelerator is None or (is_deepspeed(accelerator) and scale_wrt_gas is False):
         return 1
+    if not is_deepspeed(accelerator):
+        return int(accelerator.gradient_accumulation_steps)
     return int(accelerator.deepspeed_engine_wrapped.engine.gradient_accumulation_steps())
 
 
@@ -32,8 +37,7 @@ def reducing(accelerator: AcceleratorLike | None, model: nn.Module, *, last: boo
     accelerator.sync_gradients = last
     set_last_micro_batch(accelerator, last)
     # DeepSpeed uses that boundary; its own no_sync refuses ZeRO-2 and -3.
-    alone = last or accelerator.distributed_type == DistributedType.DEEPSPEED
-    return nullcontext() if alone else accelerator.no_sync(model)
+    return nullcontext() if last or is_deepspeed(accelerator) else accelerator.no_sync(model)
 
 
 def set_last_micro_batch(accelerator: AcceleratorLike, last: bool) -> None:
@@ -41,7 +45,7 @@ def set_last_micro_batch(accelerator: AcceleratorLike, last: bool) -> None:
 
     accelerate sets it from 1.8 on; before, the short window at the end of an epoch is not stepped.
     """
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if is_deepspeed(accelerator):
         accelerator.deepspeed_engine_wrapped.engine.set_gradient_accumulation_boundary(last)
 
 
@@ -52,18 +56,18 @@ def is_sharded(accelerator: AcceleratorLike) -> bool:
 
 def waits_every_micro_batch(accelerator: AcceleratorLike) -> bool:
     """Whether the ranks wait for one another in every micro-batch (FSDP, ZeRO-2 and -3), not once a window (DDP)."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if is_deepspeed(accelerator):
         return bool(accelerator.state.deepspeed_plugin.zero_stage >= 2)
     return is_sharded(accelerator)
 
 
-def inputs_are_rounded(accelerator: AcceleratorLike) -> bool:
+def inputs_are_rounded(accelerator: AcceleratorLike | None) -> bool:
     """Whether the engine rounds the floating-point inputs of a forward, the number among them, to 16 bits.
 
     Source: ``cast_forward_inputs`` of FSDP's mixed precision, ``DeepSpeedEngine._cast_inputs_half``; in float16 a
     number above 65504 would be infinite.
     """
-    return is_sharded(accelerator) and accelerator.mixed_precision != "no"
+    return accelerator is not None and is_sharded(accelerator) and accelerator.mixed_precision != "no"
 
 
 def narrow_leaves(accelerator: AcceleratorLike | None, model: nn.Module) -> Iterator[Leaf]:
@@ -72,7 +76,7 @@ def narrow_leaves(accelerator: AcceleratorLike | None, model: nn.Module) -> Iter
     FSDP adds the gradients of whole parameters in the dtype that it computes in, FSDP2 in the dtype that it reduces in;
     FSDP2 makes its whole parameters in the first forward. DeepSpeed keeps its own sums.
     """
-    if accelerator is not None and accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if is_deepspeed(accelerator):
         return
     sharded = set()
     looks = getattr(model, "find_unused_parameters", False) or getattr(model, "static_graph", False)
@@ -102,7 +106,7 @@ def _leaves_of_fsdp2(each: Any) -> Iterator[Leaf]:
 
 def reduced_in(accelerator: AcceleratorLike | None, model: nn.Module) -> list[str]:
     """The dtypes, and communication hooks, by which gradients are averaged over ranks; call it after a forward."""
-    if accelerator is not None and accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if is_deepspeed(accelerator):
         return [_name(accelerator.deepspeed_engine_wrapped.engine.communication_data_type)]
     dtypes: set[torch.dtype] = set()
     sharded: set[Any] = set()
@@ -149,7 +153,7 @@ def check_engine_adds(accelerator: AcceleratorLike | None, accumulate_in: str) -
             f"got accumulate_in={accumulate_in!r} and LOMO, which steps inside the backward of every micro-batch; "
             "expected an optimizer that steps once a window; use another one, or accumulate_in='parameter'"
         )
-    if accelerator is None or accelerator.distributed_type != DistributedType.DEEPSPEED:
+    if not is_deepspeed(accelerator):
         return None
     adds_in = accelerator.deepspeed_engine_wrapped.engine.get_data_types()[1]
     if adds_in not in NARROW:

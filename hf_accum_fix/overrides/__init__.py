@@ -5,7 +5,7 @@ Each function is called as ``fn(wrapped, trainer, args, kwargs, options=...)``, 
 through.
 
     train              refuse setups that cannot be exact, before anything runs         (training)
-    get_batch_samples  count the window; on the first one, observe the loss             (windows, host, observing)
+    get_batch_samples  count the window; on the first one, observe the loss                      (windows, session)
     compute_loss       inside a window: call the model with n_mean, or weight its mean by n / n_mean           (steps)
     training_step      pass accelerate the scaled loss, and return the one to log                              (steps)
 """

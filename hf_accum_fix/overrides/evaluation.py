@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.per_sample import sum_of_samples
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.tasks import task_of
 from hf_accum_fix.accumulation.window import Items, count_dtype, has_rows, sample_count
+from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.forward import loss_alone
-from hf_accum_fix.overrides.host import session_of
-from hf_accum_fix.overrides.live import loss_func
+from hf_accum_fix.overrides.live import compute_loss_of, data_ranks, hands_number
+from hf_accum_fix.overrides.session import SESSION, Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 logger = logging.getLogger("hf_accum_fix")
@@ -32,14 +34,7 @@ _SEVERAL_TASKS = "its batches have several tasks, each with its own loss"
 _WEIGHTED = (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN)
 
 
-def evaluation_loop(
-    wrapped: Callable[..., Any],
-    trainer: TrainerLike,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    options: Options,
-) -> Any:
+def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
     """Run the original loop, and replace its loss by the mean over items.
 
     The contract comes from training; before any training the loss is observed on the first batch.
@@ -54,14 +49,14 @@ def evaluation_loop(
     def prediction_step(model: Any, inputs: Mapping[str, Any], *rest: Any, **step_kwargs: Any) -> Any:
         # Several ranks would have to observe a new task together.
         if session.contract is None or session.world_size == 1 or state.loss_of(task_of(inputs)) is not None:
-            session.settle([inputs], None, None)
+            settle(session, [inputs])
         contract = session.contract
         assert contract is not None
         is_one = state.loss_of(task_of(inputs)) is state.first and len(state.losses) == 1
         if reason := _why_not(contract) if is_one else _SEVERAL_TASKS:
             refused.append(reason)
             return original_step(model, inputs, *rest, **step_kwargs)
-        rule, own_func = contract.items, loss_func(trainer) is not None
+        rule, own_func = contract.items, session.func is not None
         assert rule is not None
         number = rule.count(inputs, sums.device) if own_func else None
         with overridden(trainer, "compute_loss", _with_number(trainer.compute_loss, number)):
@@ -105,7 +100,7 @@ def _with_number(compute_loss: Callable[..., Any], number: Tensor | None) -> Cal
 
 def _why_not(contract: LossContract) -> str:
     """Why there is no mean over items; empty where there is one."""
-    if contract.groups > 1 and len(contract.rules) > 1:
+    if contract.groups > 1 and (len(contract.rules) > 1 or contract.needs_forwards):
         return "the loss has several terms, each a mean over its own items"
     if contract.reduction in _WEIGHTED:
         return ""
@@ -136,3 +131,40 @@ def _without_filling(items: Items, inputs: Mapping[str, Any], real: int) -> dict
         return {**inputs, **masked}
     rows = sample_count(inputs)
     return {key: value[:real] if has_rows(value) and len(value) == rows else value for key, value in inputs.items()}
+
+
+def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+    """The loss of a batch that is not part of a larger one, and the model's outputs; call `settle` first.
+
+    It is the mean over the batch's own items (or the sum), by the head, which gets no number, or by a custom
+    ``compute_loss``; a ``compute_loss_func`` gets the batch's item count.
+    """
+    session: Session = trainer.__dict__[SESSION]
+    assert session.contract is not None
+    inputs = inputs if session.own_step is not None and model.training else trainer._prepare_inputs(inputs)
+    rule = session.contract.items
+    by_sample = rule is not None and rule.per_sample
+    with (
+        torch.enable_grad() if by_sample else nullcontext(),
+        trainer.accelerator.autocast(),
+        trainer.compute_loss_context_manager(),
+    ):
+        loss, outputs = _loss_alone(session, model, inputs)
+        if rule is not None and by_sample:
+            loss = sum_of_samples(loss, rule, inputs) / rule.count(inputs)
+    return loss if torch.is_grad_enabled() or not by_sample else loss.detach(), outputs
+
+
+def _loss_alone(session: Session, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+    trainer, contract = session.trainer, session.contract
+    assert contract is not None
+    compute_loss = session.custom_loss() if model.training else compute_loss_of(trainer)
+    count = None if contract.items is None else contract.items.count
+    if compute_loss is not None:
+        own: dict[str, Any] = {}
+        if contract.by_number and count is not None and hands_number(compute_loss):
+            # It may need one; if it multiplies by W, the number is W times this count.
+            own["num_items_in_batch"] = count(inputs) * (data_ranks(trainer) if contract.takes_world_size else 1)
+        return compute_loss(model, inputs, return_outputs=True, **own)  # type: ignore[no-any-return]
+    counted = session.func is not None and count is not None
+    return session.unscaled_loss(model, inputs, contract.as_number(count(inputs)) if counted and count else None)

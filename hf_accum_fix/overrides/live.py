@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable
 from types import CellType, CodeType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import Trainer
@@ -14,8 +13,8 @@ from transformers import Trainer
 from hf_accum_fix.accumulation.declared import has_parameter
 from hf_accum_fix.upstream.protocols import TrainerLike
 
-#: By class: whether it overrides a method between a micro-batch and its loss.
-_REMAKES: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+#: The modules of the base Trainer, with and without the patch.
+_OURS = ("hf_accum_fix.trainer", Trainer.__module__)
 
 
 def data_ranks(trainer: TrainerLike) -> int:
@@ -32,25 +31,14 @@ def parallel_size(trainer: TrainerLike, axis: str) -> int:
     return int(getattr(config, f"{axis}_size", 1) or 1)
 
 
-def bare_model(trainer: TrainerLike) -> nn.Module:
-    """The model without engines' wrappers, of which DeepSpeed's has its own config."""
-    return trainer.accelerator.unwrap_model(trainer.model)  # type: ignore[no-any-return]
-
-
-def loss_func(trainer: TrainerLike) -> Callable[..., Any] | None:
-    """compute_loss_func; None before 4.46."""
-    func: Callable[..., Any] | None = getattr(trainer, "compute_loss_func", None)
-    return func
-
-
 def release_counts_windows() -> bool:
     """Whether the release's Trainer counts the items of a window: 4.46 and later."""
     return hasattr(Trainer, "get_batch_samples")
 
 
-def accepts_number(trainer: TrainerLike) -> bool:
-    """Whether the release's Trainer passes num_items_in_batch to its model; False before 4.46."""
-    return bool(getattr(trainer, "model_accepts_loss_kwargs", False))
+def averages_tokens(trainer: TrainerLike) -> bool:
+    """Whether the release's Trainer counts the items of all ranks."""
+    return bool(getattr(trainer.args, "average_tokens_across_devices", False))
 
 
 def hands_number(compute_loss: Callable[..., Any]) -> bool:
@@ -66,7 +54,8 @@ def scales_itself(trainer: TrainerLike) -> bool:
     """
     declared = getattr(trainer, "loss_is_scaled_for_ga", None)
     if declared is None:
-        return loss_func(trainer) is not None and not callable(loss_func(trainer))
+        func = getattr(trainer, "compute_loss_func", None)
+        return func is not None and not callable(func)
     return bool(declared)
 
 
@@ -75,28 +64,27 @@ def declares_scale(trainer: TrainerLike) -> bool:
     return getattr(trainer, "loss_is_scaled_for_ga", None) is not None or scales_itself(trainer)
 
 
-def remakes_inputs(trainer: TrainerLike) -> bool:
-    """Whether a custom method may change a micro-batch between the loader and the base's loss."""
-    known = _REMAKES.get(type(trainer))
-    if known is None:
-        names = ("compute_loss", "_prepare_inputs", "_prepare_input", "training_step", "get_batch_samples")
-        ours = ("hf_accum_fix.trainer", Trainer.__module__)
-        defining = (next((c for c in type(trainer).__mro__ if name in vars(c)), Trainer) for name in names)
-        known = _REMAKES[type(trainer)] = any(each.__module__ not in ours for each in defining)
-    return known or "compute_loss" in vars(trainer)
+def is_custom(trainer: TrainerLike, *methods: str) -> bool:
+    """Whether one of these methods is not the base's."""
+    defining = (next((cls for cls in type(trainer).__mro__ if name in vars(cls)), Trainer) for name in methods)
+    return any(name in vars(trainer) for name in methods) or any(cls.__module__ not in _OURS for cls in defining)
+
+
+def compute_loss_of(trainer: TrainerLike) -> Callable[..., Any] | None:
+    """A trainer's custom ``compute_loss``; None: it is the base's."""
+    return trainer.compute_loss if is_custom(trainer, "compute_loss") else None
 
 
 def own_step(trainer: TrainerLike) -> Callable[..., Any] | None:
     """A custom ``training_step`` that never calls the base's; None: there is none, or it calls it."""
-    ours = ("hf_accum_fix.trainer", Trainer.__module__)
     steps: list[Any] = [vars(trainer).get("training_step")]
     for cls in type(trainer).__mro__:
-        if cls.__module__ in ours:
+        if cls.__module__ in _OURS:
             break
         steps += [vars(cls)["training_step"].__get__(trainer)] if "training_step" in vars(cls) else []
     for step in (each for each in steps if each is not None):
         bare = inspect.unwrap(step)
-        if getattr(bare, "__module__", "") not in ours and not _calls_base(type(trainer), bare, {"training_step"}):
+        if getattr(bare, "__module__", "") not in _OURS and not _calls_base(type(trainer), bare, {"training_step"}):
             return step  # type: ignore[no-any-return]
     return None
 

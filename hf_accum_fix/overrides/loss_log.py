@@ -25,8 +25,8 @@ logger = logging.getLogger("hf_accum_fix")
 FILTERED = {"loss": "loss_nan_inf_filtered", "train_loss": "train_loss_nan_inf_filtered"}
 _SWITCH = "logging_nan_inf_filter"
 
-#: Most windows whose losses are kept between two logs.
-_MOST_WINDOWS = 1000
+#: Most losses that are kept between two logs.
+_MOST_LOSSES = 30_000
 
 
 class LossLog:
@@ -34,8 +34,7 @@ class LossLog:
 
     def __init__(self, trainer: TrainerLike) -> None:
         self._trainer = trainer
-        self._losses: list[Tensor] = []
-        self._windows: list[tuple[int, Tensor]] = []
+        self._losses: list[tuple[int, Tensor]] = []
         self._filtered = self._filtered_total = 0.0
         self._first_step: int | None = None
         self._logged_at = 0
@@ -49,26 +48,17 @@ class LossLog:
             self._first_step = self._logged_at = state.global_step
         # Not earlier: what reads the arguments as training begins has to see the user's.
         setattr(args, _SWITCH, False)
-        self._losses.append(loss.detach())
-
-    def _end_window(self) -> None:
-        """Keep the losses of a window that was stepped, as one tensor, until the next log."""
-        if not self._losses:
-            return
-        device = self._trainer.args.device
-        losses = torch.stack([loss.to(device=device, dtype=torch.float32) for loss in self._losses])
-        self._windows.append((self._trainer.state.global_step - self._logged_at, losses))
-        self._losses.clear()
-        if len(self._windows) >= _MOST_WINDOWS:
+        self._losses.append((state.global_step + 1 - self._logged_at, loss.detach()))
+        if len(self._losses) >= _MOST_LOSSES:
             self._filter()
 
     def _filter(self) -> None:
         """Add up the kept losses as upstream's filter does; waits for the device."""
-        steps = [step for step, losses in self._windows for _ in range(len(losses))]
-        losses = torch.cat([losses for _, losses in self._windows]).tolist() if steps else []
-        for step, loss in zip(steps, losses, strict=True):
+        device = self._trainer.args.device
+        losses = [loss.to(device=device, dtype=torch.float32) for _, loss in self._losses]
+        for (step, _), loss in zip(self._losses, torch.stack(losses).tolist() if losses else [], strict=True):
             self._filtered += loss if math.isfinite(loss) else self._filtered / step
-        self._windows.clear()
+        self._losses.clear()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -82,7 +72,6 @@ class LossLog:
 
         def turn(tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
             self._logged = False
-            self._end_window()
             # A checkpoint saves the user's arguments.
             with overridden(trainer.args, _SWITCH, True):
                 result = original_turn(tr_loss, *args, **kwargs)
@@ -129,7 +118,7 @@ class LossLog:
             self._warn()
         self._filtered_total += mean * steps
         self._filtered = 0.0
-        self._windows.clear()
+        self._losses.clear()
         self._logged_at, self._logged = self._trainer.state.global_step, True
 
     def _warn(self) -> None:

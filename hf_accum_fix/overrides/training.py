@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
-from hf_accum_fix import observations
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from hf_accum_fix.accumulation.preserve import overridden
-from hf_accum_fix.errors import UnsupportedSetupError
+from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.bypass import no_bypass
-from hf_accum_fix.overrides.host import TrainerHost, known_session, new_session
 from hf_accum_fix.overrides.live import parallel_size
-from hf_accum_fix.overrides.loader import log_padding_saved, whole_windows
 from hf_accum_fix.overrides.loss_log import LossLog
+from hf_accum_fix.overrides.session import Args, Kwargs, Original, Session, known_session, new_session
 from hf_accum_fix.overrides.steps import training_step
-from hf_accum_fix.overrides.windows import count_returned_batches, hide_state_marker, open_in
+from hf_accum_fix.overrides.windows import count_returned_batches, hide_state_marker, log_padding_saved, whole_windows
 from hf_accum_fix.upstream.presence import require_trainer
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import LOSS_LOG
@@ -25,17 +24,10 @@ from hf_accum_fix.upstream.seams import LOSS_LOG
 #: Name in the log of the number of exact windows, once one was not.
 EXACT_WINDOWS = "hf_accum_fix/exact_windows"
 #: The running trainings.
-_TRAINING: Final[list[TrainerHost]] = []
+_TRAINING: Final[list[Session]] = []
 
 
-def train(
-    wrapped: Callable[..., Any],
-    trainer: TrainerLike,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    options: Options,
-) -> Any:
+def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
     """Refuse unsupported setups, train in a new session, and at the end give the warnings kept on the device."""
     outer = known_session(trainer)
     if not enabled() or (outer is not None and "train" in outer.busy):
@@ -48,8 +40,8 @@ def train(
     try:
         with (
             session.inside("train"),
-            no_bypass(session),
-            whole_windows(session, partial(open_in, session)),
+            _no_bypass(session),
+            whole_windows(session),
             count_returned_batches(session),
             hide_state_marker(trainer),
             _wrap_own_step(session),
@@ -67,14 +59,13 @@ def train(
     session.warn_empty()
     session.warn_routing()
     state = session.state
-    state.correction.read(session)
-    if state.recorded:
-        observations.amend({"exact": state.exact, "windows": state.opened, "inexact_windows": state.inexact})
+    session.read_counts()
+    state.amend(exact=state.exact, windows=state.opened, inexact_windows=state.inexact)
     log_padding_saved(trainer)
     return result
 
 
-def _log_exact_windows(session: TrainerHost) -> Callable[..., Any]:
+def _log_exact_windows(session: Session) -> Callable[..., Any]:
     """``Trainer.log``, with the number of exact windows once one was not."""
     original, state = session.trainer.log, session.state
 
@@ -82,7 +73,7 @@ def _log_exact_windows(session: TrainerHost) -> Callable[..., Any]:
         # A trainer's other logs have no learning rate.
         if ("loss" in logs and "learning_rate" in logs) or "train_loss" in logs:
             # The loss was just read, so this does not wait.
-            state.correction.read(session)
+            session.read_counts()
             if state.inexact and session.is_split:
                 may_be = state.can_be_exact or state.reconsidered
                 logs[EXACT_WINDOWS] = state.opened - state.inexact if may_be else 0
@@ -91,7 +82,7 @@ def _log_exact_windows(session: TrainerHost) -> Callable[..., Any]:
     return log
 
 
-def _wrap_own_step(session: TrainerHost) -> AbstractContextManager[None]:
+def _wrap_own_step(session: Session) -> AbstractContextManager[None]:
     """Run a ``training_step`` that never calls the base's as a micro-batch."""
     if session.own_step is None:
         return nullcontext()
@@ -110,25 +101,74 @@ def hand_back(options: Options) -> None:
             session.gradient.finish()
 
 
-def _close_before_clip(session: TrainerHost) -> Callable[..., Any]:
+@contextmanager
+def _no_bypass(session: Session) -> Iterator[None]:
+    """While a trainer trains, refuse an optimizer step without a micro-batch that came through its wrapped step.
+
+    torch calls this in every optimizer step, whatever engine, scaler or wrapper runs it. Skipped micro-batches leave no
+    gradient, and one micro-batch on one rank is not split: neither is refused. A window whose last micro-batch was
+    skipped is closed, on every rank.
+    """
+    trainer = session.trainer
+
+    def check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        window = session.window
+        # DeepSpeed and layerwise optimizers step inside a micro-batch.
+        if session.running is not None:
+            return
+        if session.refused is not None:
+            raise session.refused
+        if window is not None and (window.value is not None or not window.batches):
+            if _steps(trainer.optimizer, optimizer):
+                _close_unfinished(session)
+            return
+        is_split = session.steps * session.world_size > 1
+        if is_split and _steps(trainer.optimizer, optimizer) and _has_gradients(optimizer):
+            raise SeamError(
+                "got a gradient that came through neither Trainer.training_step nor accelerator.backward; expected one "
+                "of them, since otherwise nothing is corrected; call super().training_step or accelerator.backward in "
+                f"the step or loop of {type(trainer).__name__}, or revert()"
+            )
+
+    with register_optimizer_step_pre_hook(check):
+        yield
+
+
+def _steps(outer: Any, optimizer: Optimizer) -> bool:
+    """Whether an optimizer is ``outer`` or inside it, since engines (accelerate, DeepSpeed) wrap optimizers."""
+    while outer is not None and outer is not optimizer:
+        outer = vars(outer).get("optimizer")
+    return outer is optimizer
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _close_unfinished(session: Session) -> None:
+    """Close a window whose last micro-batch was skipped."""
+    window = session.window
+    if window is not None and window.done and not window.ended:
+        window.close(session.trainer.model_wrapped)
+
+
+def _close_before_clip(session: Session) -> Callable[..., Any]:
     """``Accelerator.clip_grad_norm_``, which first closes a window whose last micro-batch was skipped."""
     trainer, clip = session.trainer, session.trainer.accelerator.clip_grad_norm_
 
     def close_first(*args: Any, **kwargs: Any) -> Any:
-        window = session.window
-        skipped = window is not None and window.done and not window.ended and session.micro_batch is None
-        if window is not None and skipped and trainer.accelerator.sync_gradients:
-            window.close(trainer.model_wrapped)
+        if session.running is None and trainer.accelerator.sync_gradients:
+            _close_unfinished(session)
         return clip(*args, **kwargs)
 
     return close_first
 
 
-def _detect_second_backward(session: TrainerHost, backward: Callable[..., Any]) -> Callable[..., Any]:
+def _detect_second_backward(session: Session, backward: Callable[..., Any]) -> Callable[..., Any]:
     """``Accelerator.backward``, which warns of gradients from outside ``Trainer.training_step``."""
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        second = session.micro_batch is None and session.entered and session.window is not None
+        second = session.running is None and session.window is not None
         if second and session.accelerator.sync_gradients:
             # The engine now reduces what is in .grad.
             session.gradient.finish()

@@ -58,27 +58,16 @@ class Tally:
         return torch.cat([self.counts, self.tokens.reshape(1)])
 
 
-def _softmax(logits: Tensor) -> Tensor:
-    return logits.softmax(dim=-1)
-
-
-def _unchanged(probabilities: Tensor) -> Tensor:
-    return probabilities
-
-
-#: What a function may get of each router, and how to make probabilities of it. Logits in every family and release
-#: but one: DBRX passes probabilities in some releases of 4.5x.
-_GIVEN: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {"logits": _softmax, "probabilities": _unchanged}
+#: What a function may get of each router. Logits in every family and release but one: DBRX passes probabilities in some
+#: releases of 4.5x.
+_GIVEN: Final = ("logits", "probabilities")
 
 
 def tally(gates: Sequence[Tensor], top_k: int, mask: Tensor | None, given: str = "logits") -> Tally:
-    """Count the routing of one call; no device sync.
+    """Count the routing of one call, of ``top_k`` experts per token; no device sync.
 
-    Args:
-        gates: logits or probabilities of each router, [tokens, E].
-        top_k: experts per token.
-        mask: [batch, tokens], zero at padding; None: every position counts.
-        given: "logits" or "probabilities".
+    ``gates`` are the logits or probabilities (``given``) of each router, [tokens, E]; ``mask`` is [batch, tokens], zero
+    at padding.
     """
     device, experts = gates[0].device, gates[0].shape[-1]
     exact = count_dtype(device)
@@ -88,7 +77,7 @@ def tally(gates: Sequence[Tensor], top_k: int, mask: Tensor | None, given: str =
     summed: Tensor | None = None
     for gate in gates:
         # In the gate's own dtype, like the library: another dtype would break ties of the top-k differently.
-        probabilities = _GIVEN[given](gate.to(device))
+        probabilities = gate.to(device).softmax(dim=-1) if given == "logits" else gate.to(device)
         chosen = probabilities.topk(top_k, dim=-1).indices
         wide = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
         row = torch.ones(len(gate), dtype=exact, device=device) if weight is None else weight
@@ -115,6 +104,10 @@ class Call:
         if not isinstance(first, tuple) or not first or not all(isinstance(gate, Tensor) for gate in first):
             return None
         return first
+
+    def own(self) -> Any:
+        """The value of the model's own function."""
+        return self.original(*self.args, **self.kwargs)
 
     def tally(self, given: str) -> Tally:
         """Count the routing, by the library's names of the arguments.
@@ -155,7 +148,7 @@ class Call:
         with torch.enable_grad():
             drawn = tuple((2 * torch.randn(gate.shape, generator=draw)).to(gate).requires_grad_() for gate in some)
             call = self.with_gates(drawn)
-            theirs = self.original(*call.args, **call.kwargs)
+            theirs = call.own()
             if not isinstance(theirs, Tensor) or not theirs.requires_grad:
                 return "", f"{name} has no gradient"
             wanted = (theirs, *torch.autograd.grad(theirs, drawn))

@@ -1,25 +1,16 @@
 """The load-balancing loss of a mixture of experts over the whole global batch, for every split.
 
-The library pools every router of a model over every token of the batch it gets:
-
-    A = E sum_i F_i Q_i,    F_i = c_i / T,  Q_i = q_i / T,
-
-c_i the times a token was routed to expert i (a top-k: no gradient), q_i the summed router probabilities, T the tokens
-times the routers. Its mean over micro-batches is another function: E mean_m sum_i f_i p_i keeps the covariance of f and
-p between micro-batches, which pushes towards balance inside each of them; near balance little else is left. But once F
-is known, A is linear in q, so every micro-batch of every rank gets the same F and the same denominator,
+Once F, the shares of the experts, is known, A (see `load_balancing`) is linear in q. So every micro-batch of every
+rank gets the same F and the same denominator,
 
     aux(m) = E sum_i F_i q_i(m) / T_mean,    T_mean = T / (G W),
 
-whose plain mean over micro-batches and ranks is A, in value and in gradient: the identity of `window` again.
+whose plain mean over micro-batches and ranks is A, in value and in gradient: the identity of `window` again. T is known
+before the first forward, F is not: a router depends on the layers below it. So `EXACT` runs the window once without
+gradient; `WINDOW` takes for F what this rank has counted so far; `MEAN` leaves the library's own function alone.
 
-T is known before the first forward, F is not: a router depends on the layers below it. So `EXACT` runs the window once
-without gradient; `WINDOW` takes for F what this rank has counted so far in the window, with the right denominators;
-`MEAN` leaves the library's own function alone. Source: arXiv 2501.11873 (balance over the global
-batch, and what balance inside the micro-batch costs in specialisation); the identity and the figures are in the README.
-
-Use it in a hand-written loop, in all three conventions alike; ``forward(inputs)`` returns the loss of a micro-batch, by
-the model inside DistributedDataParallel where nothing is trained:
+In a hand-written loop, ``forward(inputs)`` is the loss of a micro-batch, by the model inside DistributedDataParallel
+where nothing is trained:
 
     router = RouterLoss(Convention("exact"))
     for window in windows:                                           # lists of micro-batches
@@ -235,7 +226,7 @@ class RouterLoss:
 
         def moved(shift: float) -> Callable[[Call], Any]:
             def replacement(call: Call) -> Any:
-                value = call.original(*call.args, **call.kwargs)
+                value = call.own()
                 if isinstance(value, Tensor):
                     calls.append(call)
                     value = value + shift
@@ -272,13 +263,7 @@ class RouterLoss:
         """This rank's numbers, [sum of E + 1 over the pools], to sum over the ranks and pass to `settle`.
 
         Under `EXACT` every micro-batch runs once without gradient, unless the window is one micro-batch on one rank.
-
-        Args:
-            forward: one forward like training's, without DistributedDataParallel around it.
-            window: the micro-batches of this rank.
-            model: its buffers are restored.
-            device: where training runs.
-            world_size: W.
+        ``forward`` has no DistributedDataParallel around the model, whose buffers are restored.
         """
         self._first_pass, self._running, self.shares, self._mean_tokens = [], [], [], []
         self._counts = [not isinstance(inputs, ZeroWeightBatch) for inputs in window]
@@ -301,15 +286,22 @@ class RouterLoss:
             return torch.cat(numbers)
         with same_draws(model, device):
             for inputs in window:
-                found: list[Tally] = []
-                with self._swap.by(_noting(found, pools)):
+                self._first_pass.append([])
+                with self._swap.by(self._note):
                     forward(inputs)
-                if len(found) != len(pools):
-                    raise _other_calls(len(found), len(pools))
-                self._first_pass.append(found)
+                if len(self._first_pass[-1]) != len(pools):
+                    raise _other_calls(len(self._first_pass[-1]), len(pools))
         for tallies in (each for each, counts in zip(self._first_pass, self._counts, strict=True) if counts):
             numbers = [number + each.numbers().to(device) for number, each in zip(numbers, tallies, strict=True)]
         return torch.cat(numbers)
+
+    def _note(self, call: Call) -> Any:
+        if call.gates is not None:
+            pools, found = self._pools, self._first_pass[-1]
+            if len(found) == len(pools):
+                raise _other_calls(len(found) + 1, len(pools))
+            found.append(call.tally(pools[len(found)].given))
+        return call.own()
 
     def nothing(self, device: torch.device) -> Tensor:
         """Zeros: the numbers of a rank without micro-batches."""
@@ -343,7 +335,7 @@ class RouterLoss:
 
     def _share(self, call: Call, index: int) -> Any:
         if call.gates is None:
-            return call.original(*call.args, **call.kwargs)
+            return call.own()
         assert self.form is not None
         place, self._called = self._called, self._called + 1
         if place >= len(self.form.pools):
@@ -366,17 +358,6 @@ class RouterLoss:
             moved = (second.counts - first.counts.to(second.counts)).abs().sum() / 2
             share = moved / first.counts.to(moved).sum().clamp(min=1)
             self.moved = share if self.moved is None else torch.maximum(self.moved.to(share), share)
-
-
-def _noting(found: list[Tally], pools: Sequence[Pool]) -> Callable[[Call], Any]:
-    def replacement(call: Call) -> Any:
-        if call.gates is not None:
-            if len(found) == len(pools):
-                raise _other_calls(len(found) + 1, len(pools))
-            found.append(call.tally(pools[len(found)].given))
-        return call.original(*call.args, **call.kwargs)
-
-    return replacement
 
 
 def _other_calls(found: int, wanted: int) -> ContractError:

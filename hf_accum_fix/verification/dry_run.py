@@ -17,9 +17,9 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import DefaultFlowCallback
 
-from hf_accum_fix.overrides.loader import DEALER
 from hf_accum_fix.overrides.session import SESSION
-from hf_accum_fix.router.router_loss import RouterLoss
+from hf_accum_fix.overrides.windows import DEALER
+from hf_accum_fix.router.router_loss import Convention, RouterLoss
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import take
 from hf_accum_fix.verification.sample import Split
@@ -49,7 +49,7 @@ class DryRun:
     """The result of one optimizer step that was not taken.
 
     Attributes:
-        gradient: at the optimizer step, one per trainable parameter; None: the step was not called.
+        gradient: at the optimizer step; None: the step was not called.
         loss: the loss that this rank would log.
         steps_run: number of micro-batches trained.
         wrapped: the model as the loop wrapped it.
@@ -61,6 +61,11 @@ class DryRun:
     steps_run: int
     wrapped: Any
     router: RouterLoss | None = None
+
+    @property
+    def convention(self) -> Convention:
+        """Of the load-balancing loss in training."""
+        return Convention.MEAN if self.router is None else self.router.in_force
 
 
 class KeepGradient(torch.optim.Optimizer):
@@ -93,14 +98,10 @@ def copy_for_split(trainer: TrainerLike, per_device: int, steps: int, step: int 
     """Copy the trainer for another split. The copy shares the model, and no container that it could change.
 
     The release's own method creates the new accelerator, because it decides whether accelerate divides by G too.
-
-    Args:
-        trainer: the original.
-        per_device: samples per micro-batch.
-        steps: gradient_accumulation_steps.
-        step: the optimizer step of its state.
+    ``step`` is the optimizer step of its state.
     """
-    copied = _unshared(trainer)
+    copied: Any = object.__new__(type(trainer))  # copy.copy would set an attribute on the class
+    vars(copied).update((name, _without_sharing(value)) for name, value in vars(trainer).items())
     vars(copied).pop(SESSION, None)
     copied.args = args = copy.copy(trainer.args)
     # Bypass __setattr__, which may validate on assignment.
@@ -141,7 +142,7 @@ def dry_run(
         trainer: the trainer to run.
         parameters: those whose gradient is returned.
         micro_batches: the window of this rank.
-        split: the split of the samples.
+        split: of the samples.
         samples: the size of the global batch, the whole data set for the loop.
         wrapped: the model as an earlier dry run wrapped it.
         step: the optimizer step to run, from 0.
@@ -166,13 +167,14 @@ def dry_run(
             windows = optimizer.steps
             losses.clear()
         loss = own_step(*args, **kwargs)
-        if not getattr(actor.__dict__.get(SESSION), "observing", False):
+        if getattr(actor.__dict__.get(SESSION), "running", None) is None:
             losses.append(loss.detach().double())
         return loss
 
     actor.training_step = training_step
     actor.accelerator.clip_grad_norm_ = functools.partial(_unclipped, actor.accelerator)
     actor.train()
+    take(parameters)  # Those of micro-batches after the last step.
     session = actor.__dict__.get(SESSION)
     router = None if session is None else session.router
     return DryRun(optimizer.kept, float(sum(losses)), len(losses), actor.model_wrapped, router)
@@ -218,13 +220,6 @@ def _constant(_: int) -> float:
 
 def _nothing(*_: Any, **__: Any) -> None:
     return None
-
-
-def _unshared(trainer: TrainerLike) -> Any:
-    """Copy a trainer: the same model and data, but new containers, also nested ones."""
-    copied = object.__new__(type(trainer))  # copy.copy would set an attribute on the class
-    vars(copied).update((name, _without_sharing(value)) for name, value in vars(trainer).items())
-    return copied
 
 
 def _without_sharing(value: Any) -> Any:

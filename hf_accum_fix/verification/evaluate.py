@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,24 +26,16 @@ from hf_accum_fix.verification.sample import copied
 def evaluate(
     trainer: TrainerLike, scene: Scene, count: int, modes: Sequence[str], options: Options
 ) -> tuple[tuple[EvalResult, ...], str]:
-    """The results; if there are none, the reason, which is empty if none were requested.
-
-    Args:
-        trainer: the trainer.
-        scene: has the contract of its loss.
-        count: the number of first samples of the evaluation set.
-        modes: "stock", "apply()"; the latter with ``eval_loss``.
-        options: of the active patch, or of the trainer's class.
-    """
+    """The results on the first ``count`` samples; if there are none, the reason, empty if none were requested."""
     dataset = trainer.eval_dataset
     if not count or dataset is None:
         return (), ""
-    if isinstance(dataset, dict) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+    if isinstance(dataset, Mapping) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return (), f"eval_loss was not compared: got {type(dataset).__name__}; expected one data set with a length"
     if scene.contract.reduction not in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN):
         return (), f"eval_loss was not compared: the loss {scene.contract.reduction.words}"
-    rows = dataset.select(range(min(count, len(dataset)))) if hasattr(dataset, "select") else None
-    rows = _Fresh([dataset[place] for place in range(min(count, len(dataset)))]) if rows is None else rows
+    first = range(min(count, len(dataset)))
+    rows = dataset.select(first) if hasattr(dataset, "select") else _Fresh([dataset[place] for place in first])
     if not len(rows):
         return (), "eval_loss was not compared: the evaluation set is empty"
     own = trainer.args.per_device_eval_batch_size
@@ -54,13 +47,12 @@ def evaluate(
                 actor = copy_for_split(trainer, trainer.args.per_device_train_batch_size, 1)
                 actor.args.per_device_eval_batch_size = size
                 actor.compute_metrics = None
-                if mode == PATCHED:
+                averages = mode == PATCHED
+                if averages:
                     _average_over_items(actor, replace(options, eval_loss=True))
+                with nullcontext() if averages else in_mode(mode, trainer, options):
                     metrics = actor.evaluate(rows)
-                else:
-                    with in_mode(mode, trainer, options):
-                        metrics = actor.evaluate(rows)
-                named = "eval_loss=True" if mode == PATCHED else mode
+                named = "eval_loss=True" if averages else mode
                 results.append(EvalResult(named, size, float(metrics["eval_loss"]), mean))
     except (AccumFixError, TypeError, ValueError, RuntimeError) as error:  # anything that the user's evaluation raises
         return (), f"eval_loss was not compared: {type(error).__name__}: {error}"
@@ -81,16 +73,12 @@ class _Fresh(Dataset[Any]):
 
 
 def _average_over_items(actor: Any, options: Options) -> None:
+    def averaging(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: evaluation_loop(original, actor, args, kwargs, options=options)
+
     for name in EVALUATION:
         if hasattr(actor, name):
-            setattr(actor, name, _evaluating(getattr(actor, name), actor, options))
-
-
-def _evaluating(original: Callable[..., Any], actor: Any, options: Options) -> Callable[..., Any]:
-    def loop(*args: Any, **kwargs: Any) -> Any:
-        return evaluation_loop(original, actor, args, kwargs, options=options)
-
-    return loop
+            setattr(actor, name, averaging(getattr(actor, name)))
 
 
 def _item_mean(scene: Scene, trainer: TrainerLike, rows: Any) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -16,15 +15,13 @@ Gradient: TypeAlias = Sequence[Tensor | None]
 
 def take(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
     """Move the gradients off the parameters, without a copy unless they are sparse."""
-    taken = [dense(parameter.grad) for parameter in parameters]
+    taken = [
+        each.to_dense() if each is not None and each.layout is not torch.strided else each
+        for each in (parameter.grad for parameter in parameters)
+    ]
     for parameter in parameters:
         parameter.grad = None
     return taken
-
-
-def dense(gradient: Tensor | None) -> Tensor | None:
-    """Convert a sparse gradient, such as an embedding's, to a dense one."""
-    return gradient.to_dense() if gradient is not None and gradient.layout is not torch.strided else gradient
 
 
 def on_cpu(gradient: Gradient) -> list[Tensor | None]:
@@ -79,13 +76,13 @@ def dots(*gradients: Gradient) -> Tensor:
     return total
 
 
-def distance(wanted: Gradient, parts: Sequence[Gradient], weights: Sequence[float]) -> float:
-    """Norm of ``wanted - sum(weight * part)``, without the cancellation of inner products."""
-    total = 0.0
+def distance(wanted: Gradient, *parts: Gradient, weights: Sequence[float] | None = None) -> float:
+    """Norm of ``wanted - sum(weight * part)``, without the cancellation of inner products; None: weights of 1."""
+    total, factors = 0.0, torch.tensor(weights or [1.0] * len(parts), dtype=torch.float64)
     for tensors in zip(wanted, *parts, strict=True):
         rows = _rows(tensors)
         if rows is not None:
-            total += float((rows[0] - torch.tensor(weights, dtype=torch.float64) @ rows[1:]).square().sum())
+            total += float((rows[0] - factors @ rows[1:]).square().sum())
     return math.sqrt(total) if total >= 0 else math.nan
 
 
@@ -98,25 +95,11 @@ def _rows(tensors: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack([zero if each is None else each.detach().flatten().to("cpu", torch.float64) for each in tensors])
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A gradient as a linear combination of others.
-
-    Attributes:
-        weights: one for each.
-        residual: relative norm of the rest.
-    """
-
-    weights: tuple[float, ...]
-    residual: float
-
-
-def fit(wanted: Gradient, *parts: Gradient) -> Fit:
-    """The least-squares combination of parts nearest to ``wanted``."""
+def fit(wanted: Gradient, *parts: Gradient) -> tuple[list[float], float]:
+    """The weights of the least-squares combination of parts nearest to ``wanted``; the relative norm of the rest."""
     products = dots(wanted, *parts)
     norm = math.sqrt(float(products[0, 0]))
     if not math.isfinite(float(products.sum())) or norm == 0.0:
-        return Fit((math.nan,) * len(parts), math.inf)
-    solved = torch.linalg.lstsq(products[1:, 1:], products[1:, :1], driver="gelsd").solution
-    weights = tuple(solved.flatten().tolist())
-    return Fit(weights, distance(wanted, parts, weights) / norm)
+        return [math.nan] * len(parts), math.inf
+    weights = torch.linalg.lstsq(products[1:, 1:], products[1:, :1], driver="gelsd").solution.flatten().tolist()
+    return weights, distance(wanted, *parts, weights=weights) / norm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -16,8 +16,8 @@ from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import products_are_rounded
 from hf_accum_fix.accumulation.preserve import RANDOM_NUMBERS, Preserved, overridden
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
-from hf_accum_fix.overrides.forward import compute_loss_of, loss_alone
-from hf_accum_fix.overrides.live import hands_number
+from hf_accum_fix.overrides.evaluation import loss_alone
+from hf_accum_fix.overrides.live import compute_loss_of, hands_number
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, Sum, distance, dots, on_cpu, take
 from hf_accum_fix.verification.restore import random_state, seed
@@ -31,6 +31,8 @@ MODES = ("auto", "full", "streamed")
 FLOORS: Final = 8.0
 #: The largest tolerance: a factor of 1.3 has three times this error.
 WIDEST: Final = 0.1
+#: Smallest tolerance, in machine epsilons of the coarsest dtype of parameters and loss.
+_LEAST: Final = 2.0
 #: Largest difference between two halves and the whole that counts as rounding at once, in machine epsilons.
 _ROUNDINGS: Final = 16.0
 #: Runs with different seeds of a loss that draws random numbers, to see whether they change it.
@@ -39,11 +41,9 @@ _DRAWS: Final = 32
 
 @dataclass(frozen=True)
 class Noise:
-    """Difference of two computations of one gradient.
+    """Difference of two computations of one gradient: its relative norm, and that in length along one of them.
 
-    Attributes:
-        floor: relative norm of their difference.
-        scale: relative difference in length along one of them, in which roundings mostly cancel.
+    Roundings mostly cancel in the length.
     """
 
     floor: float
@@ -52,16 +52,9 @@ class Noise:
 
 @dataclass(frozen=True)
 class Reference:
-    """The expected gradient of every split of a global batch, without the router loss.
+    """The expected gradient (on the CPU) and loss of every split of a global batch, without the router loss.
 
-    Attributes:
-        gradient: one tensor per trainable parameter, on the CPU.
-        loss: of the full batch.
-        noise: of its kernels and dtypes.
-        words: the computation, in words.
-        decomposes: whether parts of the batch add up to it.
-        dtype: of the loss.
-        notes: for the report.
+    ``decomposes``: whether parts of the batch add up to it; ``eps``: of the scene; ``words``: how it was computed.
     """
 
     gradient: list[Tensor | None]
@@ -69,29 +62,28 @@ class Reference:
     noise: Noise
     words: str
     decomposes: bool
-    dtype: torch.dtype
+    eps: float
     notes: tuple[str, ...] = ()
 
-
-def _as_it_is(_: int) -> AbstractContextManager[None]:
-    return nullcontext()
+    @property
+    def tolerance(self) -> float:
+        """The largest relative error that counts as exact."""
+        return max(FLOORS * self.noise.floor, _LEAST * self.eps)
 
 
 @dataclass(frozen=True)
 class Scene:
-    """The objects from which a gradient is computed.
+    """A copy of the trainer without accumulation, its trainable parameters, and the samples of one global batch.
 
-    Attributes:
-        trainer: a copy of the trainer, without accumulation.
-        parameters: the trainable ones.
-        contract: of its loss.
-        collate: makes a batch of samples.
+    ``rows`` are this rank's samples, ``every`` those of all ranks.
     """
 
     trainer: TrainerLike
     parameters: Sequence[nn.Parameter]
     contract: LossContract
     collate: Collate
+    rows: Sequence[Any]
+    every: Sequence[Any]
 
     def count(self, rows: Sequence[Any]) -> float | None:
         """The items of some samples; None if the loss has no items."""
@@ -138,10 +130,15 @@ class Scene:
         return float(loss) / float(own) if isinstance(own, Tensor) and own.ndim == 0 and float(own) else None
 
     @property
-    def rounding(self) -> float:
-        """Machine epsilon of the coarsest dtype of loss, parameters and matrix products."""
+    def eps(self) -> float:
+        """Machine epsilon of the coarsest dtype of loss and parameters."""
         types = {self.contract.dtype, *(parameter.dtype for parameter in self.parameters)}
-        eps = max(torch.finfo(dtype).eps for dtype in types)
+        return max(torch.finfo(dtype).eps for dtype in types)
+
+    @property
+    def rounding(self) -> float:
+        """The same with matrix products."""
+        eps = self.eps
         mixed = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
         autocast = mixed.get(self.trainer.accelerator.mixed_precision)
         if autocast is not None:
@@ -153,10 +150,7 @@ class Scene:
     def backward(self, inputs: Any, weight: float = 1.0, number: int = 0) -> float:
         """Add the gradient of a batch's loss times a weight, and return the loss; both without the router loss.
 
-        Args:
-            inputs: the batch.
-            weight: of its loss.
-            number: the seed of all random numbers.
+        ``number`` is the seed of all random numbers.
         """
         seed(number)
         loss, router = self.losses(inputs)
@@ -164,27 +158,38 @@ class Scene:
         torch.autograd.backward(main * weight)
         return float(main.detach())
 
+    def gradient(
+        self, batches: Iterable[Any], weights: Sequence[float], *, wide: bool = True
+    ) -> tuple[float, list[Tensor | None]]:
+        """Loss and gradient of a weighted sum of batches; those of weight 0 do not run.
+
+        ``wide``: sum in at least 32 bits, whatever the dtype of the parameters.
+        """
+        total, summed = 0.0, Sum(self.parameters)
+        for inputs, weight in zip(batches, weights, strict=True):
+            if weight:
+                total += weight * self.backward(inputs, weight)
+                if wide:
+                    summed.add()
+        return total, summed.take()
+
     def router(
-        self, micro_batches: Sequence[Any], share: Callable[[int], AbstractContextManager[None]] = _as_it_is
+        self, micro_batches: Sequence[Any], share: Callable[[int], AbstractContextManager[object]] = nullcontext
     ) -> tuple[list[Tensor | None], float]:
         """Gradient and value of the router loss by its convention: the mean over this rank's micro-batches.
 
-        Args:
-            micro_batches: to run; a single one with the whole global batch gives the exact loss.
-            share: a context for each forward, by its index.
+        A single one with the whole global batch gives the exact loss. ``share``: a context for each forward, by index.
         """
         total = 0.0
-        summed: list[Tensor | None] = [None] * len(self.parameters)
         for index, inputs in enumerate(micro_batches):
             seed(0)
             with share(index):
                 _, router = self.losses(inputs)
             assert router is not None
             part = router / len(micro_batches)
-            found = torch.autograd.grad(part, list(self.parameters), allow_unused=True)
-            summed = [_sum(one, each) for one, each in zip(summed, found, strict=True)]
+            torch.autograd.backward(part)
             total += float(part.detach())
-        return summed, total
+        return take(self.parameters), total
 
 
 def without_outputs(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,14 +213,8 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.cuda.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
-def compute(scene: Scene, rows: Sequence[Any], mode: str, own: int) -> Reference:
-    """The reference of one global batch.
-
-    Args:
-        scene: the trainer, its contract and its collator.
-        rows: the samples of all ranks.
-        mode: "full", "streamed", or "auto": streamed if the full batch does not fit.
-        own: the user's samples per micro-batch, which fit in memory.
+def compute(scene: Scene, mode: str, own: int) -> Reference:
+    """The reference of one global batch; ``own``: the user's samples per micro-batch, which fit in memory.
 
     Raises:
         OptionsError: for another mode.
@@ -225,23 +224,22 @@ def compute(scene: Scene, rows: Sequence[Any], mode: str, own: int) -> Reference
     """
     if mode not in MODES:
         raise OptionsError(f"got reference={mode!r}; expected one of {', '.join(MODES)}")
-    if scene.count(rows) == 0:
+    if scene.count(scene.every) == 0:
         raise UnsupportedSetupError("got a global batch without a target; expected one or more; check the label mask")
     scene.trainer.model.train()
     if mode != "streamed":
         try:
-            return _full(scene, rows)
+            return _full(scene)
         except RuntimeError as error:
             if mode == "full" or not out_of_memory(error):
                 raise
             take(scene.parameters)
-    return _streamed(scene, rows, own)
+    return _streamed(scene, own)
 
 
-def _full(scene: Scene, rows: Sequence[Any]) -> Reference:
-    drew, loss = _drawing(scene, rows)
-    gradient = on_cpu(take(scene.parameters))
-    notes = _refuse_randomness(scene, rows, gradient) if drew else ()
+def _full(scene: Scene) -> Reference:
+    rows = scene.every
+    loss, gradient, notes = _of_one_batch(scene, rows)
     _check(scene, gradient)
     noise, decomposes = Noise(0.0, 0.0), True
     parts = len(rows) > 1 and _adds_up(scene)
@@ -254,19 +252,17 @@ def _full(scene: Scene, rows: Sequence[Any]) -> Reference:
         # If samples are coupled, a batch that holds them twice differs by more than noise.
         if doubled.floor * FLOORS <= WIDEST:
             noise = max(noise, doubled, key=lambda each: each.floor)
-    return Reference(gradient, loss, noise, FULL, decomposes, scene.contract.dtype, notes)
+    return Reference(gradient, loss, noise, FULL, decomposes, scene.eps, notes)
 
 
-def _streamed(scene: Scene, rows: Sequence[Any], own: int) -> Reference:
-    contract = scene.contract
+def _streamed(scene: Scene, own: int) -> Reference:
+    contract, rows = scene.contract, scene.every
     if not _adds_up(scene):
         raise ContractError(
             f"got a loss that {contract} ({contract.reason}); expected a mean or a sum, to stream the reference by "
             "samples; set per_device_train_batch_size x gradient_accumulation_steps to fit in one forward"
         )
-    drew, _ = _drawing(scene, rows[:own])
-    notes = _refuse_randomness(scene, rows[:own], on_cpu(take(scene.parameters))) if drew else ()
-    take(scene.parameters)
+    notes = _of_one_batch(scene, rows[:own])[2]  # Not its gradient, which is as large as the model.
     loss, summed = _summed(scene, [[row] for row in rows])
     gradient = on_cpu(summed)
     del summed
@@ -287,7 +283,7 @@ def _streamed(scene: Scene, rows: Sequence[Any], own: int) -> Reference:
             f"got gradients of single samples and of pairs that differ by {noise.floor:.2g}; expected the same sum, to "
             "stream the reference; verify a global batch that fits in one forward"
         )
-    return Reference(gradient, loss, noise, STREAMED, True, contract.dtype, notes)
+    return Reference(gradient, loss, noise, STREAMED, True, scene.eps, notes)
 
 
 # --- noise ----------------------------------------------------------------------------------------------------------
@@ -361,22 +357,18 @@ def _of_whole(scene: Scene, rows: Sequence[Any], weight: float = 1.0, number: in
     return take(scene.parameters)
 
 
-def _drawing(scene: Scene, rows: Sequence[Any]) -> tuple[bool, float]:
-    """Run a batch forward and backward; return whether it drew random numbers, and its loss."""
+def _of_one_batch(scene: Scene, rows: Sequence[Any]) -> tuple[float, list[Tensor | None], tuple[str, ...]]:
+    """Loss and gradient of one batch, and notes; refuse a loss that is random without dropout."""
     inputs = scene.collate(list(rows))
     seed(0)
     before = random_state()
     loss = scene.backward(inputs)
-    return random_state() != before, loss
+    drew, gradient = random_state() != before, on_cpu(take(scene.parameters))
+    return loss, gradient, _refuse_randomness(scene, rows, gradient) if drew else ()
 
 
 def _refuse_randomness(scene: Scene, rows: Sequence[Any], gradient: Gradient) -> tuple[str, ...]:
     """Refuse a loss that is random without dropout; run it often, to find rare differences.
-
-    Args:
-        scene: the trainer to run.
-        rows: samples of one batch.
-        gradient: of that batch, with the random numbers of seed 0.
 
     Returns:
         A note, for a loss that draws random numbers and does not depend on them.
@@ -411,19 +403,9 @@ def _adds_up(scene: Scene) -> bool:
 def _summed(scene: Scene, groups: Sequence[Sequence[Any]]) -> tuple[float, list[Tensor | None]]:
     """Loss and gradient summed over groups of samples, each weighted by its part of the items."""
     counts = [scene.count(group) or 0.0 for group in groups]
-    total, gradient = 0.0, Sum(scene.parameters)
-    for group, count in zip(groups, counts, strict=True):
-        weight = 1.0 if scene.contract.reduction is Reduction.SUM else count / sum(counts)
-        if weight:
-            total += weight * scene.backward(scene.collate(list(group)), weight)
-            gradient.add()
-    return total, gradient.take()
-
-
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
+    added = scene.contract.reduction is Reduction.SUM
+    weights = [1.0 if added else count / sum(counts) for count in counts]
+    return scene.gradient((scene.collate(list(group)) for group in groups), weights)
 
 
 def _difference(one: Gradient, other: Gradient) -> Noise:
@@ -431,7 +413,7 @@ def _difference(one: Gradient, other: Gradient) -> Noise:
     square = float(products[1, 1])
     if not square:
         return Noise(0.0, 0.0)
-    return Noise(distance(one, [other], [1.0]) / square**0.5, abs(float(products[0, 1]) / square - 1))
+    return Noise(distance(one, other) / square**0.5, abs(float(products[0, 1]) / square - 1))
 
 
 def _check(scene: Scene, gradient: Gradient) -> None:

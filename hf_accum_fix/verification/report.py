@@ -261,14 +261,7 @@ def judge(results: Sequence[SplitResult]) -> Verdict:
 def judge_own(
     results: Sequence[SplitResult], owns: Sequence[SplitResult], active: str, own: tuple[int, int]
 ) -> Verdict:
-    """The verdict on the user's own split, and on the same split with ``apply()``.
-
-    Args:
-        results: of every split; they decide if the user's own was not run.
-        owns: of the user's own split.
-        active: the mode that decides.
-        own: the user's samples x accumulation steps.
-    """
+    """The verdict on the user's own split, and on the same split with ``apply()``; on all if their own was not run."""
     here = [each for each in owns or results if each.mode == active]
     found = judge(here)
     if found.kind is Kind.COULD_NOT_TELL:

@@ -44,22 +44,14 @@ def without_dropout(model: nn.Module) -> bool:
         Whether a rate was above zero.
     """
     found = False
-    for module in model.modules():
-        names = ["p"] if isinstance(module, nn.modules.dropout._DropoutNd) else []
-        found |= _without(module, names)
-        config = vars(module).get("config")
-        if hasattr(config, "__dict__"):
-            found |= _without(config, [])
+    holders = [each for module in model.modules() for each in (module, vars(module).get("config"))]
+    for holder in (each for each in holders if hasattr(each, "__dict__")):
+        for name, value in list(vars(holder).items()):
+            is_rate = "drop" in name.lower() or (name == "p" and isinstance(holder, nn.modules.dropout._DropoutNd))
+            if is_rate and isinstance(value, float) and value > 0:
+                setattr(holder, name, 0.0)
+                found = True
     return found
-
-
-def _without(holder: Any, names: list[str]) -> bool:
-    held = vars(holder)
-    rates = [*names, *(name for name in held if "drop" in name.lower())]
-    positive = [name for name in rates if isinstance(held.get(name), float) and held[name] > 0]
-    for name in positive:
-        setattr(holder, name, 0.0)
-    return bool(positive)
 
 
 def seed(number: int) -> None:

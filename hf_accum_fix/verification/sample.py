@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from transformers import Trainer
 from hf_accum_fix.accumulation.preserve import overridden, reached
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 from hf_accum_fix.accumulation.window import has_rows
+from hf_accum_fix.data.balancing import Samples
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.restore import seed
@@ -32,22 +35,9 @@ Collate = Callable[[list[Any]], Any]
 _SEVERAL_TASKS = 4
 
 
-class Rows:
-    """The samples of a micro-batch, not collated; a loader yields them instead of a batch."""
-
-    def __init__(self, rows: Sequence[Any]) -> None:
-        self.rows = list(rows)
-
-
 @dataclass(frozen=True)
 class Drawn:
-    """The samples that this rank would train on.
-
-    Attributes:
-        windows: this rank's samples of each global batch.
-        collate: makes a micro-batch of samples, the same at every call.
-        notes: for the report.
-    """
+    """This rank's samples of each global batch, what makes the same micro-batch of them at every call, and notes."""
 
     windows: tuple[tuple[Any, ...], ...]
     collate: Collate
@@ -67,12 +57,7 @@ class Split:
 
 
 def splits_of(samples: int, own: int, asked: Sequence[tuple[int, int] | int] | None) -> list[Split]:
-    """The splits to verify: the given ones, or the two extremes, the user's own, and one with a short last window.
-
-    Args:
-        samples: of this rank's window.
-        own: the user's per_device_train_batch_size.
-        asked: pairs (samples per micro-batch, accumulation steps), or only the first of the two.
+    """The splits of this rank's samples to verify: those asked for, or the two extremes, ``own``, and a ragged one.
 
     Raises:
         OptionsError: if a split does not hold the samples.
@@ -99,11 +84,6 @@ def splits_of(samples: int, own: int, asked: Sequence[tuple[int, int] | int] | N
 
 def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> Drawn:
     """Draw this rank's samples of the first windows by the trainer's own loader, which is reset afterwards.
-
-    Args:
-        trainer: the trainer, or a copy of it.
-        windows: number of global batches.
-        samples: this rank's samples, instead of the data set's.
 
     Raises:
         UnsupportedSetupError: if drawing them would change the training that follows.
@@ -137,7 +117,8 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
     if _is_random(collate, list(groups[0])):
         notes.append("the collator is random: each sample was collated once, alone, and padded on the right")
         together, collate = collate(list(groups[0])), _Once(collate)
-        if not _is_as_long(together, collate(list(groups[0]))):
+        alone = collate(list(groups[0]))
+        if any(len(value) != len(alone[key]) for key, value in together.items() if has_rows(value)):
             raise UnsupportedSetupError(
                 "got a random collator whose batch is not the concatenation of its samples; expected one, to split the "
                 "batch; give the collator a fixed seed, or pass samples=[...]"
@@ -147,7 +128,7 @@ def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> D
 
 def _rows_and_collator(trainer: TrainerLike, notes: list[str]) -> tuple[Callable[[int], list[Any]], Collate]:
     """(number) -> first rows of the trainer's loader, and what collates them; ``notes`` get what is special."""
-    if trainer.train_dataset is not None and getattr(trainer.train_dataset, "__len__", _unknown)() == 0:
+    if hasattr(trainer.train_dataset, "__len__") and len(trainer.train_dataset) == 0:
         raise UnsupportedSetupError("got an empty train data set; expected at least one sample")
     if trainer.train_dataset is None and type(trainer).get_train_dataloader is Trainer.get_train_dataloader:
         raise UnsupportedSetupError("got no train_dataset; expected one; pass it to the trainer, or pass samples=[...]")
@@ -156,10 +137,16 @@ def _rows_and_collator(trainer: TrainerLike, notes: list[str]) -> tuple[Callable
     collate: Collate | None = getattr(loader, "collate_fn", None)
     # A torch loader without automatic batching yields the batches of its data set.
     if collate is not None and getattr(loader, "_auto_collation", True):
-        return lambda number: list(_first_rows(loader, number)), collate
+        return lambda number: _first(_uncollated(loader), number), collate
     notes.append(f"{type(loader).__name__} collates nothing: the rows of its batches were split, with their padding")
     samples = trainer.args.per_device_train_batch_size
-    return lambda number: list(_rows_of_batches(loader, number, samples=samples)), _Once(_only)
+    return lambda number: _first(_rows_of_batches(loader, samples), number), _Once(itemgetter(0))
+
+
+def _first(rows: Generator[Any, None, None], number: int) -> list[Any]:
+    """The first samples; the rest of the epoch is not read."""
+    with closing(rows):
+        return list(islice(rows, number))
 
 
 def _kinds(collate: Collate, rows: Sequence[Any]) -> dict[Task, list[Any]]:
@@ -184,36 +171,29 @@ def _collator(trainer: TrainerLike) -> Collate:
     return collate
 
 
-def _first_rows(loader: Any, count: int) -> Iterator[Any]:
-    """The first samples in the loader's own order, not collated; the loader can be used again."""
-    found = 0
+def _uncollated(loader: Any) -> Generator[Any, None, None]:
+    """The samples in the loader's own order, not collated; the loader can be used again."""
     with ExitStack() as stack:
         for each in (loader, getattr(loader, "base_dataloader", None)):
             if each is not None:
-                stack.enter_context(overridden(each, "collate_fn", Rows))
+                stack.enter_context(overridden(each, "collate_fn", Samples))
                 # Persistent workers have copied the collator.
                 stack.enter_context(overridden(each, "_iterator", None))
         for batch in loader:
-            if not isinstance(batch, Rows):
+            if not isinstance(batch, Samples):
                 raise UnsupportedSetupError(
                     f"got {type(loader).__name__}, which yields {type(batch).__name__} without its collate_fn (a "
                     "dispatched stream, or a batched data set); expected samples that can be split; pass samples=[...]"
                 )
             yield from batch.rows
-            found += len(batch.rows)
-            if found >= count:
-                return
 
 
-def _rows_of_batches(loader: Any, count: int, samples: int) -> Iterator[Any]:
-    """The first samples of a loader without a collate_fn: the rows of its batches, or groups of rows.
+def _rows_of_batches(loader: Any, samples: int) -> Generator[Any, None, None]:
+    """The samples of a loader without a collate_fn: the rows of its batches, or groups of rows.
 
-    Args:
-        loader: yields batches.
-        count: number of samples.
-        samples: per batch; a batch with a multiple of as many rows holds groups, such as the passages of a query.
+    A batch with a multiple of ``samples`` rows holds groups, such as the passages of a query.
     """
-    found = group = 0
+    group = 0
     for batch in loader:
         sizes = {len(value) for value in batch.values() if has_rows(value)} if isinstance(batch, Mapping) else {0}
         rows = min(sizes, default=0)
@@ -231,13 +211,6 @@ def _rows_of_batches(loader: Any, count: int, samples: int) -> Iterator[Any]:
                 else value
                 for key, value in batch.items()
             }
-        found += number
-        if found >= count:
-            return
-
-
-def _only(rows: list[Any]) -> Any:
-    return rows[0]
 
 
 def _refuse_streams_that_run_out(loader: Any) -> None:
@@ -263,10 +236,6 @@ def _runs_out(value: Any) -> bool:
     return any(hasattr(kind, name) for name in ("__next__", "recv", "poll", "get_nowait")) or all(
         hasattr(kind, name) for name in ("get", "put", "empty")
     )
-
-
-def _unknown() -> int:
-    return -1
 
 
 # --- samples that a collator may change -------------------------------------------------------------------------------
@@ -319,10 +288,6 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_equal, one, other))
     return bool(one == other) if isinstance(one, (int, float, str, bool, type(None))) else True
-
-
-def _is_as_long(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(len(value) == len(other[key]) for key, value in one.items() if has_rows(value))
 
 
 class _Once:

@@ -167,6 +167,26 @@ def test_how_each_term_is_reduced(loss: Loss, terms: list[How]) -> None:
     assert [each.how for each in found.terms] == terms
 
 
+def shares(m: Rows, b: Batch, n: Tensor | None = None) -> Tensor:
+    """A mean that is written as a sum of shares."""
+    return (m(b["x"]).square().sum(1) * b["mask"] / b["mask"].sum()).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "how"),
+    [
+        (lambda m, b, n: (ce(m, b, reduction="sum") - 0.1).abs() + 0.1, How.SUM),
+        (lambda m, b, n: (ce(m, b) - 0.1).abs() + 0.1, How.PLAIN),
+        (lambda m, b, n: (shares(m, b) - 0.1).abs() + 0.1, How.PLAIN),
+        (lambda m, b, n: (ce(m, b, reduction="sum") * (1 / b["mask"].sum()) - 0.1).abs(), How.PLAIN),
+    ],
+    ids=["a sum", "a mean", "shares of a mean", "a sum times one over its count"],
+)
+def test_only_a_sum_that_bends_is_scaled_as_a_sum(loss: Loss, how: How) -> None:
+    found, _ = observed(loss, Setting(), window(2, 3))
+    assert [each.how for each in found.terms] == [how] and not found.exact
+
+
 def test_samples_that_are_coupled_are_named() -> None:
     found, _ = observed(contrastive, Setting(), window(3, 1))
     assert found.reduction is PLAIN and not found.exact

@@ -110,8 +110,14 @@ def test_off_by_default_and_what_is_given_is_checked() -> None:
 @pytest.mark.parametrize("head", [pytest.param("llama", marks=pytest.mark.slow), "bert-mlm"])
 @pytest.mark.parametrize(
     "more",
-    [{}, {"dataloader_drop_last": True}, {"dataloader_num_workers": 2}, {"stream": True}],
-    ids=["plain", "drop last", "workers", "stream"],
+    [
+        {"stream": True},
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ({}, {"dataloader_drop_last": True}, {"dataloader_num_workers": 2})
+        ),
+    ],
+    ids=["stream", "plain", "drop last", "workers"],
 )
 def test_the_trajectory_is_that_of_the_windows_as_they_come(head: str, more: dict[str, Any], tmp_path: Path) -> None:
     """Three epochs of windows of three, three and one micro-batches, the last one short of a sample."""
@@ -125,7 +131,7 @@ def test_the_trajectory_is_that_of_the_windows_as_they_come(head: str, more: dic
         assert sum(rows * width for rows, width in found.shapes) < sum(a * b for a, b in as_they_come.shapes)
 
 
-@pytest.mark.parametrize("saved", [4, 5, 7])
+@pytest.mark.parametrize("saved", [pytest.param(4, marks=pytest.mark.slow), 5, pytest.param(7, marks=pytest.mark.slow)])
 def test_cut_and_resumed_it_is_the_same_trajectory(saved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut in the second epoch and in the third, counted from one, and before a short last window."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
@@ -160,7 +166,7 @@ needs_batch_rebalance = pytest.mark.skipif(
 
 
 @needs_batch_rebalance
-@pytest.mark.parametrize("head", ["llama", "bert-mlm"])
+@pytest.mark.parametrize("head", [pytest.param("llama", marks=pytest.mark.slow), "bert-mlm"])
 def test_the_trainers_own_dealing_is_left_to_it(head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """batch_rebalance: the micro-batches are its own, and gradient and log are fixed."""
     own = {"train_sampling_strategy": "batch_rebalance"}
@@ -210,6 +216,7 @@ def test_the_trainer_is_left_as_it_was(tmp_path: Path) -> None:
     assert run.trainer.get_train_dataloader.__func__ is Trainer.get_train_dataloader
 
 
+@pytest.mark.slow
 def test_verify_rehearses_its_own_cuts(tmp_path: Path) -> None:
     head = HEADS["bert-mlm"]
     with hf_accum_fix.apply(balance_windows=True):

@@ -8,8 +8,7 @@ import pytest
 
 from hf_accum_fix.cli import main
 from hf_accum_fix.cli.explain import explanation
-from hf_accum_fix.upstream.defects import DEFECTS, Defect, Factor
-from hf_accum_fix.upstream.limits import LIMITS
+from hf_accum_fix.upstream.defects import DEFECTS, LIMIT, Defect, Factor
 
 EXAMPLE = replace(
     DEFECTS[0],
@@ -25,7 +24,7 @@ def test_the_list_has_every_name_and_summary(capsys: pytest.CaptureFixture[str])
     assert main(["explain"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [tuple(line.split(maxsplit=1)) for line in lines] == [
-        (each.name, each.summary) for each in (*DEFECTS, *LIMITS)
+        (each.name, each.summary) for each in (*DEFECTS, LIMIT)
     ]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import hf_accum_fix
-from hf_accum_fix.overrides.loader import DEALER
+from hf_accum_fix.overrides.windows import DEALER
 from tests.clients.sft import WAYS, sft_reference, sft_step
 from tests.numerics.heads import FLOAT32_LOSS
 
@@ -15,17 +15,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 #: A router loss is averaged over the micro-batches, so it has another value where they are others.
 EXPERTS = "mixture of experts"
-EVERYDAY = ("tokens", "LLaVA")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.slow)
-        for name in WAYS
-        if not name.startswith(EXPERTS)
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in WAYS if not name.startswith(EXPERTS)])
 def test_dealt_windows_take_the_full_batch_step(name: str, tmp_path: Path) -> None:
     with hf_accum_fix.apply(balance_windows=True):
         step = sft_step(WAYS[name], "stock", 2, 4, tmp_path)

@@ -30,14 +30,15 @@ from tests.ranks import on_ranks
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 WHOLE = (8, 1)
-EVERYDAY = (2, 4)
 WITH_SHORT_MICRO_BATCH = (3, 3)
+
+
+def at(*splits: tuple[int, int]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("split", splits, ids=lambda split: "x".join(map(str, split)))
+
+
 MEANS = [name for name, kind in PREFERENCES.items() if not kind.sampled]
-splits = pytest.mark.parametrize(
-    "split",
-    [pytest.param(split, marks=() if split == EVERYDAY else pytest.mark.slow, id="x".join(map(str, split)))
-     for split in (WHOLE, (4, 2), EVERYDAY, (1, 8))],
-)  # fmt: skip
+splits = at(WHOLE, (4, 2), (2, 4), (1, 8))
 
 
 def assert_left_alone(step: Step, stock: Step) -> None:
@@ -83,7 +84,6 @@ def test_tokens_of_a_micro_batch_weigh_as_those_of_the_whole(
     assert not [record for record in caplog.records if record.name == "hf_accum_fix"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_ranks_weigh_the_tokens_of_both() -> None:
     """The mean over every token of both ranks; a trainer whose micro-batches are alike is left bit for bit."""
@@ -156,11 +156,7 @@ def test_a_short_last_window_is_left_as_it_is(name: str, tmp_path: Path) -> None
     assert_left_alone(preference_step(kind, "apply", 2, 3, tmp_path, **two), stock)
 
 
-@pytest.mark.parametrize(
-    "split",
-    [pytest.param(split, marks=() if split == EVERYDAY else pytest.mark.slow, id="x".join(map(str, split)))
-     for split in (EVERYDAY, (1, 8), WITH_SHORT_MICRO_BATCH)],
-)  # fmt: skip
+@at((2, 4), (1, 8), WITH_SHORT_MICRO_BATCH)
 @pytest.mark.parametrize("name", TWO_MEANS)
 def test_a_mean_over_pairs_and_one_over_tokens(
     name: str, split: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -177,4 +173,4 @@ def test_a_mean_over_pairs_and_one_over_tokens(
         assert ours.error(whole) <= FLOAT32_LOSS and not warned
     else:
         # A short micro-batch weighs as its pairs, which the tokens do not.
-        assert ours.error(whole) <= stock.error(whole) * 1.02 and warned
+        assert ours.error(whole) <= stock.error(whole) * 1.02 and (warned or ours.error(whole) <= FLOAT32_LOSS)

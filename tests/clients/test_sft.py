@@ -24,11 +24,7 @@ from tests.ranks import on_ranks, same_on_all_ranks
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 EVERYDAY = (2, 4)
-splits = pytest.mark.parametrize(
-    "split",
-    [pytest.param(split, marks=() if split == EVERYDAY else pytest.mark.slow, id="x".join(map(str, split)))
-     for split in SPLITS],
-)  # fmt: skip
+splits = pytest.mark.parametrize("split", SPLITS, ids=lambda split: "x".join(map(str, split)))
 
 
 def assert_same(step: Step, reference: Step) -> None:
@@ -142,7 +138,6 @@ def rows_of() -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_ranks_take_the_full_batch_step() -> None:
     rows = on_ranks(rows_of, timeout=500)[0]

@@ -157,6 +157,30 @@ def test_uncut_such_a_step_is_stocks_to_the_bit(name: str) -> None:
     assert run(STEPS[name], (8, 1), "apply").same_bits(run(STEPS[name], (8, 1), "stock"))
 
 
+class SummedStep(DividedStep):
+    """GLiNER's by default: what it divides by the steps is a sum over the batch."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
+        loss = summed(model, inputs)
+        return (loss, {}) if return_outputs else loss
+
+
+def summed(model: Any, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(**{**batch, "labels": None}).logits, batch["labels"], reduction="sum")
+
+
+@splits
+def test_a_sum_that_such_a_step_divides(split: tuple[int, int]) -> None:
+    """The sum over the global batch, where stock trains 1/G of it; said, as it grows with the batch."""
+    case = Case("gliner-sum", CLASSES, SummedStep, loss=summed)
+    wanted = full_batch(case)
+    assert OTHER_STOCK or run(case, split, "stock").error(wanted) == pytest.approx(1 - 1 / split[1], abs=1e-9)
+    ours = run(case, split, "apply")
+    assert ours.error(wanted) <= case.floor
+    assert_logged(ours, case)
+    assert ours.exact and len(ours.warned) == 1 and "is a sum" in ours.warned[0]
+
+
 def test_a_micro_batch_that_such_a_step_skips_is_said() -> None:
     """Its error is caught by the step itself, as in stock; the window is not called exact."""
 
@@ -490,6 +514,7 @@ class LoadsByTorch(Ordered):
         return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loads", [LoadsBatches, LoadsByTorch])
 def test_verify_takes_the_batches_of_a_loader_apart_that_collates_nothing(loads: type[Trainer], tmp_path: Path) -> None:
     trainer = loads(
@@ -501,6 +526,7 @@ def test_verify_takes_the_batches_of_a_loader_apart_that_collates_nothing(loads:
     assert len(by_mode["apply()"]) == 4 and any("collates nothing" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_verify_runs_a_step_of_its_own(tmp_path: Path) -> None:
     head = with_words(MLM)
     trainer = trainer_of(head, tmp_path, SkippingStep)
@@ -508,6 +534,7 @@ def test_verify_runs_a_step_of_its_own(tmp_path: Path) -> None:
     assert all((each.error <= 1e-14) is (each.mode == "apply()" or each.steps == 1) for each in report.results)
 
 
+@pytest.mark.slow
 def test_verify_says_that_rows_may_stand_in_groups(tmp_path: Path) -> None:
     trainer = Ordered(
         model=Reranker(2), args=training_arguments(tmp_path), train_dataset=passages(), data_collator=of_queries

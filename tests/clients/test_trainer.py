@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from hf_accum_fix.trainer import GlobalBatchSeq2SeqTrainer, GlobalBatchTrainer
-from tests.clients.sft import declared_false
 from tests.clients.words import tokenizer
 from tests.numerics.heads import HEADS, Batch, Head, Sample
+from tests.numerics.heads.head import declared_false
 from tests.numerics.parity import (
     Recorder,
     Returned,
@@ -37,7 +37,11 @@ from tests.numerics.parity import (
 
 DROPS, T5 = HEADS["drops-kwargs"], HEADS["t5"]
 SPLITS = ((8, 1), (4, 2), (2, 4), (1, 8))
-splits = pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"{split[0]}x{split[1]}")
+splits = pytest.mark.parametrize(
+    "split",
+    [pytest.param(each, marks=() if each == (2, 4) else pytest.mark.slow) for each in SPLITS],
+    ids=lambda split: f"{split[0]}x{split[1]}",
+)
 
 
 # --- how the data comes -----------------------------------------------------------------------------------------

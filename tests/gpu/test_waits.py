@@ -45,6 +45,7 @@ def no_waits(device: str, output: Path) -> None:
             by_trainer(waiting, {"contract": BY_NUMBER}, device, output)
 
 
+@pytest.mark.slow
 def test_on_the_device_without_numbers(tmp_path: Path) -> None:
     """On "meta", which takes the paths of a GPU."""
     no_waits("meta", tmp_path)

@@ -22,13 +22,14 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_accum_fix import Items, LossContract, Reduction
 from tests.losses import models
+from tests.losses.models import bare, model_itself
 from tests.losses.verdicts import FLOAT32, HALVES, PAIRS, RATE, SINGLES, UNEVEN, Verdict
 from tests.numerics.heads import HEADS, Batch, Sample, TokenModel, seeded, shifted_cross_entropy
 from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import LENGTHS, generator
 from tests.numerics.parity import StockRecorder
 from tests.trainers import runs, terms
-from tests.trainings import Case, FullLoss, computing
+from tests.trainings import Case, FullLoss, above, computing
 
 EXACT, GRADIENT, EITHER, INEXACT, NAMED = Verdict
 
@@ -173,10 +174,6 @@ def holding(loss: Loss, head: type[Texts] = Texts, **learnt: Any) -> Callable[[]
     return lambda: head(loss, **learnt)
 
 
-def bare(model: Any) -> Any:
-    return getattr(model, "module", model)
-
-
 def even(model: type[Texts] = Texts, **learnt: Any) -> Callable[[], nn.Module]:
     """Starts with nearly even probabilities."""
 
@@ -203,17 +200,6 @@ def own(loss: Loss) -> type:
     def compute(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
         outputs = model(input_ids=inputs["input_ids"])
         return loss(outputs["logits"], inputs, bare(model)), outputs
-
-    return computing(compute)
-
-
-def above(change: Callable[[Tensor, Tensor, Batch, Any], Tensor], *, number: bool = True) -> type:
-    """A compute_loss that makes something of super's: ``change(loss, logits, batch, trainer)``."""
-
-    def compute(trainer: Any, base: Any, model: Any, inputs: Any, given: Any) -> Any:
-        more = {"num_items_in_batch": given} if number else {}
-        loss, outputs = base(model, inputs, return_outputs=True, **more)
-        return change(loss, outputs["logits"], inputs, trainer), outputs
 
     return computing(compute)
 
@@ -544,18 +530,6 @@ LEARNT = [
 # --- 5: micro-batches of other sizes, and gradients that are turned -----------------------------------------------
 
 
-class Reverse(torch.autograd.Function):
-    """Ganin and Lempitsky 2015."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return -0.5 * gradient
-
-
 class ReverseInPlace(torch.autograd.Function):
     """The same with what it leaves kept in its context."""
 
@@ -570,7 +544,7 @@ class ReverseInPlace(torch.autograd.Function):
 
 
 def of_reversed_logits(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    return tokens(logits, batch) + classes(Reverse.apply(logits), batch)
+    return tokens(logits, batch) + classes(models.Reverse.apply(logits), batch)
 
 
 def with_detached(a: Tensor, c: Tensor) -> Tensor:
@@ -588,10 +562,10 @@ SIZES = [
     in_model("5-detached", GRADIENT, of_two(with_detached), cuts=THREE),
     in_super("5-detached", GRADIENT, plus(of_one(torch.detach, classes)), of_two(with_detached), cuts=THREE),
     in_own("5-detached-tokens", GRADIENT, of_two(lambda a, c: a.detach() + c), cuts=(UNEVEN,)),
-    in_own("5-reversed", EITHER, of_two(lambda a, c: a + Reverse.apply(c)), cuts=THREE),
-    in_own("5-reversed-alone", EITHER, of_one(Reverse.apply), cuts=THREE),
+    in_own("5-reversed", EITHER, of_two(lambda a, c: a + models.Reverse.apply(c)), cuts=THREE),
+    in_own("5-reversed-alone", EITHER, of_one(models.Reverse.apply), cuts=THREE),
     in_own("5-reversed-with-strength", EITHER, of_two(lambda a, c: ReverseInPlace.apply(a, 0.3) + c), cuts=THREE),
-    in_model("5-reversed", EITHER, of_two(lambda a, c: a + Reverse.apply(c)), cuts=(UNEVEN, PAIRS)),
+    in_model("5-reversed", EITHER, of_two(lambda a, c: a + models.Reverse.apply(c)), cuts=(UNEVEN, PAIRS)),
     in_own("5-hooked", EITHER, of_two(hooked), cuts=THREE),
     in_own("5-reversed-logits", EXACT, of_reversed_logits, cuts=THREE),
     in_model("5-reversed-logits", EXACT, of_reversed_logits, cuts=THREE),
@@ -1117,11 +1091,6 @@ class Counts(Texts):
     def counting(self, logits: Tensor, batch: Batch, model: Any) -> Tensor:
         self.seen += len(logits)
         return tokens(logits, batch)
-
-
-def model_itself(model: Any, batch: Batch, step: int) -> Tensor:
-    loss: Tensor = model(**batch)["loss"]
-    return loss
 
 
 class Averaging(StockRecorder):
@@ -2048,7 +2017,7 @@ TWO_RANKS: Mapping[Verdict, list[runs.Case]] = {
         _on_two("uncertain", uncertain, s=[0.2, -0.3]),
         _on_two("reentrant", beside_classes(checkpointed(True))),
         _on_two("fused", beside_classes(by_function(models.Fused))),
-        _on_two("reversed", of_two(lambda a, c: a + Reverse.apply(c))),
+        _on_two("reversed", of_two(lambda a, c: a + models.Reverse.apply(c))),
         # W is 2.
         _on_two("half", times(0.5)),
     ],

@@ -78,6 +78,11 @@ def of_tokens(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[nn.Module, 
 full_mean = of_tokens(shifted_cross_entropy)
 
 
+def model_itself(model: Any, batch: Batch, step: int) -> Tensor:
+    loss: Tensor = model(**batch)["loss"]
+    return loss
+
+
 def attended(batch: Batch) -> Tensor:
     return batch["attention_mask"].bool()
 
@@ -198,6 +203,10 @@ def mean_of(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], nn.Module]
             return loss(logits, labels)
 
     return Of
+
+
+def bare(model: Any) -> Any:
+    return getattr(model, "module", model)
 
 
 class MeanWithZ(Mean):
@@ -341,3 +350,15 @@ class Fused(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (kept,) = ctx.saved_tensors
         return gradient * kept, None
+
+
+class Reverse(torch.autograd.Function):
+    """Ganin and Lempitsky 2015."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -0.5 * gradient

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,13 @@ from torch import Tensor
 
 import hf_accum_fix
 from tests.losses import models
-from tests.losses.models import ByNumber, Mean, Points, classed, drawn, fewer, full_mean, points, texts
+from tests.losses.models import ByNumber, Mean, Points, classed, drawn, fewer, full_mean, model_itself, points, texts
 from tests.numerics.heads import Batch, bert, seeded, shifted_cross_entropy
 from tests.numerics.heads.experts import MAMBA
 from tests.numerics.heads.head import TINY, Sample
 from tests.numerics.heads.samples import first_is_target, text
 from tests.numerics.parity import StockRecorder
-from tests.trainings import CUTS, Case, Cut, computing, train
+from tests.trainings import CUTS, Case, Cut, above, as_fetched, as_prepared, computing, in_loss, in_step, train
 
 SEVERAL: tuple[Cut, ...] = ((4, 2), (2, 4))
 #: A batch that is changed on its way is wrong without any accumulation, too.
@@ -34,10 +34,6 @@ def windows(count: int, make: Any = texts) -> list[list[Sample]]:
 # --- super().compute_loss, and what is made of what it returns --------------------------------------------------
 
 
-def without_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    return base(model, inputs, return_outputs=True)
-
-
 def with_own_count(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
     count = (inputs["labels"][:, 1:] != -100).sum()
     return base(model, inputs, return_outputs=True, num_items_in_batch=count)
@@ -48,18 +44,13 @@ def models_loss(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -
     return outputs["loss"], outputs
 
 
-def from_logits(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    _, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
-    return shifted_cross_entropy(outputs["logits"], inputs["labels"]), outputs
-
-
 SUPER = [
-    Case(f"{name}-{head.__name__}", full_mean, head, windows(2), computing(loss))
-    for name, loss in [
-        ("super-without-number", without_number),
-        ("super-with-own-count", with_own_count),
-        ("outputs-loss", models_loss),
-        ("from-logits", from_logits),
+    Case(f"{name}-{head.__name__}", full_mean, head, windows(2), trainer)
+    for name, trainer in [
+        ("super-without-number", above(lambda loss, *_: loss, number=False)),
+        ("super-with-own-count", computing(with_own_count)),
+        ("outputs-loss", computing(models_loss)),
+        ("from-logits", above(lambda loss, logits, batch, _: shifted_cross_entropy(logits, batch["labels"]))),
     ]
     for head in (ByNumber, Mean)
 ]
@@ -68,74 +59,32 @@ SUPER = [
 # --- labels masked on the way -----------------------------------------------------------------------------------
 
 
-class StepCopies(StockRecorder):
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        inputs = {**inputs, "labels": fewer(inputs["labels"])}
-        return super().training_step(model, inputs, num_items_in_batch)
-
-
-class StepEdits(StockRecorder):
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        inputs["labels"] = fewer(inputs["labels"])
-        return super().training_step(model, inputs, num_items_in_batch)
-
-
-class StepEditsTensor(StockRecorder):
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        inputs["labels"].copy_(fewer(inputs["labels"]))
-        return super().training_step(model, inputs, num_items_in_batch)
-
-
-class StepDropsRows(StockRecorder):
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        inputs = {key: value[:-1] for key, value in inputs.items()}
-        return super().training_step(model, inputs, num_items_in_batch)
-
-
-class FetchCopies(StockRecorder):
-    """Counts what it left, as upstream would have."""
-
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> Any:
-        batches, number = super().get_batch_samples(epoch_iterator, num_batches, *args)
-        batches = [{**batch, "labels": fewer(batch["labels"])} for batch in batches]
-        return batches, number if number is None else sum((batch["labels"] != -100).sum() for batch in batches)
-
-
-class FetchEdits(StockRecorder):
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> Any:
-        batches, number = super().get_batch_samples(epoch_iterator, num_batches, *args)
-        for batch in batches:
-            batch["labels"] = fewer(batch["labels"])
-        return batches, number if number is None else sum((batch["labels"] != -100).sum() for batch in batches)
-
-
-class Prepares(StockRecorder):
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        inputs = super()._prepare_inputs(inputs)
-        return {**inputs, "labels": fewer(inputs["labels"])}
-
-
-def masks_in_loss(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    inputs = {**inputs, "labels": fewer(inputs["labels"])}
-    return base(model, inputs, return_outputs=True, num_items_in_batch=number)
+def fewer_labels(batch: Batch) -> Batch:
+    return {**batch, "labels": fewer(batch["labels"])}
 
 
 def full_of_fewer(model: Any, batch: Batch, step: int) -> Tensor:
-    return full_mean(model, {**batch, "labels": fewer(batch["labels"])}, step)
+    return full_mean(model, fewer_labels(batch), step)
 
 
 MASKED = [
     Case(
-        f"{trainer.__name__}-{head.__name__}",
+        f"{name}-{head.__name__}",
         full_of_fewer,
         head,
         windows(1),
         trainer,
         cuts=WITH_WHOLE,
         # Stock hands on the count from before the labels were masked.
-        whole=head is Mean or trainer.__name__.startswith("Fetch"),
+        whole=head is Mean or name.startswith("fetched"),
     )
-    for trainer in (StepCopies, StepEdits, StepEditsTensor, FetchCopies, FetchEdits)
+    for name, trainer in [
+        ("step-copies", in_step(fewer_labels)),
+        ("step-edits", in_step(fewer_labels, "key")),
+        ("step-edits-tensor", in_step(fewer_labels, "tensor")),
+        ("fetched-copies", as_fetched(fewer_labels, recount=True)),
+        ("fetched-edited", as_fetched(fewer_labels, "key", recount=True)),
+    ]
     for head in (Mean, ByNumber)
 ]
 
@@ -144,28 +93,31 @@ def full_of_first_of_pairs(model: Any, batch: Batch, step: int) -> Tensor:
     return full_mean(model, {key: value[::2] for key, value in batch.items()}, step)
 
 
+def without_last_row(batch: Batch) -> Batch:
+    return {key: value[:-1] for key, value in batch.items()}
+
+
 DROPPED_ROWS = Case(
-    "StepDropsRows-Mean", full_of_first_of_pairs, Mean, windows(1), StepDropsRows, cuts=[(2, 4)], whole=False
+    "step-drops-rows", full_of_first_of_pairs, Mean, windows(1), in_step(without_last_row), cuts=[(2, 4)], whole=False
 )
 
 
 # --- terms beside the loss over the items -----------------------------------------------------------------------
 
 
-def summed_and_squares(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    logits = model(input_ids=inputs["input_ids"])["logits"]
-    loss = shifted_cross_entropy(logits, inputs["labels"], reduction="sum") / number
-    return loss + 0.01 * models.squares(model), {"logits": logits}
+def summed_and(term: Callable[[Any, Tensor, Batch], Tensor]) -> type:
+    """The sum over the number, and a term beside it."""
+
+    def compute(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+        logits = model(input_ids=inputs["input_ids"])["logits"]
+        loss = shifted_cross_entropy(logits, inputs["labels"], reduction="sum") / number
+        return loss + 0.01 * term(model, logits, inputs), {"logits": logits}
+
+    return computing(compute)
 
 
 def full_with_squares(model: Any, batch: Batch, step: int) -> Tensor:
     return full_mean(model, batch, step) + 0.01 * models.squares(model)
-
-
-def summed_and_z(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    logits = model(input_ids=inputs["input_ids"])["logits"]
-    loss = shifted_cross_entropy(logits, inputs["labels"], reduction="sum") / number
-    return loss + 0.01 * models.z_loss(logits, models.attended(inputs)), {"logits": logits}
 
 
 def full_with_z(model: Any, batch: Batch, step: int) -> Tensor:
@@ -180,11 +132,6 @@ def bamba() -> Any:
         "attn_layer_indices": [0, 1], "z_loss_coefficient": 0.1,
     }  # fmt: skip
     return hf.BambaForCausalLM(hf.BambaConfig(**config))
-
-
-def model_itself(model: Any, batch: Batch, step: int) -> Tensor:
-    loss: Tensor = model(**batch)["loss"]
-    return loss
 
 
 def contrastive_summed(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
@@ -210,8 +157,20 @@ def some_alike(index: int, g: torch.Generator) -> Tensor:
 
 
 BESIDE = [
-    Case("summed-by-number-and-squares", full_with_squares, Mean, windows(1), computing(summed_and_squares)),
-    Case("summed-by-number-and-z", full_with_z, Mean, windows(1), computing(summed_and_z)),
+    Case(
+        "summed-by-number-and-squares",
+        full_with_squares,
+        Mean,
+        windows(1),
+        summed_and(lambda model, *_: models.squares(model)),
+    ),
+    Case(
+        "summed-by-number-and-z",
+        full_with_z,
+        Mean,
+        windows(1),
+        summed_and(lambda _, z, batch: models.z_loss(z, models.attended(batch))),
+    ),
     Case("head-by-number-with-z", full_with_z, models.ByNumberWithZ, windows(1)),
     Case("head-with-mean-and-z", full_with_z, models.MeanWithZ, windows(1)),
     # The last micro-batch is short, and so is a micro-batch's mean over positions.
@@ -292,11 +251,8 @@ def prompts_later(window: int) -> list[Sample]:
     return texts(window) if window else [{**sample, "labels": sample["input_ids"].clone()} for sample in texts()]
 
 
-def switched_on(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
-    if trainer.state.global_step >= 2:
-        loss = loss + 0.1 * models.z_loss(outputs["logits"], models.attended(inputs))
-    return loss, outputs
+def switched_on(loss: Tensor, logits: Tensor, batch: Batch, trainer: Any) -> Tensor:
+    return loss + 0.1 * models.z_loss(logits, models.attended(batch)) if trainer.state.global_step >= 2 else loss
 
 
 def full_switched_on(model: Any, batch: Batch, step: int) -> Tensor:
@@ -314,11 +270,6 @@ def first_targets(window: int) -> list[Sample]:
     return text(seed=window, masked=first_is_target) if window else texts()
 
 
-def flooded(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
-    return models.flooding(loss), outputs
-
-
 def full_flooded(model: Any, batch: Batch, step: int) -> Tensor:
     return models.flooding(full_mean(model, batch, step))
 
@@ -330,7 +281,37 @@ def two_tasks(window: int) -> list[Sample]:
     return [{**sample, "labels": torch.tensor(label)} for sample, label in zip(texts(window), labels, strict=True)]
 
 
+def class_or_255(index: int, g: torch.Generator) -> Tensor:
+    return torch.tensor(255 if index in (1, 2, 5) else int(torch.randint(0, 3, (), generator=g)))
+
+
+def void_is_255(logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+    """Segmentation's: what is void has an index beyond the classes."""
+    weight = torch.linspace(0.2, 1.0, logits.shape[-1], dtype=logits.dtype)
+    return F.cross_entropy(logits, labels, weight, None, 255)
+
+
+def with_weight(window: int) -> list[Sample]:
+    def label(index: int, g: torch.Generator) -> dict[str, Tensor]:
+        value = torch.randn((), generator=g, dtype=torch.float64)
+        return {"labels": value, "row_weight": torch.tensor(1.0 if window == 0 else 1.0 + index).double()}
+
+    return points(label, window)
+
+
+def weighted_squares(logits: Tensor, labels: Tensor, row_weight: Tensor, **kwargs: Any) -> Tensor:
+    return F.mse_loss(logits[:, 0], labels, weight=row_weight)
+
+
 LATER = [
+    *(
+        Case(name, model_itself, lambda loss=loss, out=out: Points(loss, out), made, cuts=((4, 2),), whole=False)
+        for name, loss, out, made in [
+            ("void-is-255", void_is_255, 3, [points(class_or_255, window) for window in (0, 1)]),
+            ("squares-weighted-later", weighted_squares, 1, windows(2, with_weight)),
+            ("squares-weighted", weighted_squares, 1, [with_weight(window) for window in (1, 2)]),
+        ]
+    ),
     Case("second-column", model_itself, lambda: Points(of_two_columns, 5), windows(2, two_columns), cuts=SEVERAL),
     Case("end-beyond-width", model_itself, bert("BertForQuestionAnswering"), windows(2, answers), cuts=SEVERAL),
     Case(
@@ -347,10 +328,7 @@ LATER = [
     Case(
         "next-targets-later", model_itself, models.OfNextTargets, windows(2, prompts_later), collate=models.with_targets
     ),
-    *(
-        Case(f"switched-on-{h.__name__}", full_switched_on, h, windows(4), computing(switched_on))
-        for h in (Mean, ByNumber)
-    ),
+    *(Case(f"switched-on-{h.__name__}", full_switched_on, h, windows(4), above(switched_on)) for h in (Mean, ByNumber)),
     Case(
         "ragged-later",
         models.of_tokens(models.mean_by_hand),
@@ -363,7 +341,10 @@ LATER = [
         for h in (Mean, ByNumber)
     ),
     # Nothing is changed while the loss is above the level; a micro-batch falls below it before the global batch does.
-    *(Case(f"flooding-{h.__name__}", full_flooded, h, windows(3), computing(flooded)) for h in (Mean, ByNumber)),
+    *(
+        Case(f"flooding-{h.__name__}", full_flooded, h, windows(3), above(lambda loss, *_: models.flooding(loss)))
+        for h in (Mean, ByNumber)
+    ),
     Case("flooding-in-forward", full_flooded, models.Flooded, windows(3)),
     *(
         Case(f"two-tasks-{head.__name__}", model_itself, head, windows(4, two_tasks), cuts=SEVERAL)
@@ -404,12 +385,11 @@ def initial() -> Any:
     return seeded(Mean)().requires_grad_(False)
 
 
-def near_the_initial(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
+def near_the_initial(loss: Tensor, logits: Tensor, batch: Batch, trainer: Any) -> Tensor:
     if not hasattr(trainer, "initial"):
         trainer.initial = initial()
-    others = trainer.initial(input_ids=inputs["input_ids"])["logits"]
-    return loss + 5 * models.divergence(outputs["logits"], others, models.attended(inputs)), outputs
+    others = trainer.initial(input_ids=batch["input_ids"])["logits"]
+    return loss + 5 * models.divergence(logits, others, models.attended(batch))
 
 
 def full_near_the_initial(model: Any, batch: Batch, step: int) -> Tensor:
@@ -426,7 +406,7 @@ def full_with_entropy(model: Any, batch: Batch, step: int) -> Tensor:
 ZERO = [
     Case("r-drop-in-compute-loss", full_r_drop, models.Dropped, windows(2), computing(r_drop)),
     *(
-        Case(f"near-the-initial-{h.__name__}", full_near_the_initial, h, windows(3), computing(near_the_initial))
+        Case(f"near-the-initial-{h.__name__}", full_near_the_initial, h, windows(3), above(near_the_initial))
         for h in (Mean, ByNumber)
     ),
     Case("entropy", full_with_entropy, models.WithEntropy, windows(2)),
@@ -454,10 +434,9 @@ def full_fgm(model: Any, batch: Batch, step: int) -> Tensor:
     return full_mean(model, batch, step) + moved_loss(model, batch)
 
 
-def adversarial(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
+def adversarial(loss: Tensor, logits: Tensor, batch: Batch, trainer: Any) -> Tensor:
     """The same within compute_loss, by a gradient that is taken there."""
-    loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
-    return loss + moved_loss(model, inputs), outputs
+    return loss + moved_loss(trainer.model, batch)
 
 
 def moved_loss(model: Any, batch: Batch) -> Tensor:
@@ -470,7 +449,7 @@ def moved_loss(model: Any, batch: Batch) -> Tensor:
 
 TWICE = [
     Case(f"{name}-{head.__name__}", full_fgm, head, windows(1), trainer)
-    for name, trainer in [("fgm", FGM), ("adversarial", computing(adversarial))]
+    for name, trainer in [("fgm", FGM), ("adversarial", above(adversarial))]
     for head in (Mean, ByNumber)
 ]
 
@@ -550,40 +529,16 @@ def weighted_flags(logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, labels, weight=weight)
 
 
-def three_tenths(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
-    return 0.3 * loss, outputs
+def full_of(change: Callable[[Tensor, int], Tensor]) -> Any:
+    """What is made of the mean in a step."""
+    return lambda model, batch, step: change(full_mean(model, batch, step), step)
 
 
-def full_three_tenths(model: Any, batch: Batch, step: int) -> Tensor:
-    return 0.3 * full_mean(model, batch, step)
-
-
-def half(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    """At G = 2 a coefficient, or the trainer's own division for the window: no number tells."""
-    loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
-    return 0.5 * loss, outputs
-
-
-def full_half(model: Any, batch: Batch, step: int) -> Tensor:
-    return 0.5 * full_mean(model, batch, step)
-
-
-HALVED = [Case(f"half-{h.__name__}", full_half, h, windows(1), computing(half)) for h in (Mean, ByNumber)]
-
-
-def by_step(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
-    return loss / (1 + trainer.state.global_step), outputs
-
-
-def full_by_step(model: Any, batch: Batch, step: int) -> Tensor:
-    return full_mean(model, batch, step) / (1 + step)
-
-
-def and_squares(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-    loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
-    return loss + 0.01 * models.squares(model), outputs
+#: At G = 2 a coefficient, or the trainer's own division for the window: no number tells.
+HALVED = [
+    Case(f"half-{h.__name__}", full_of(lambda mean, _: 0.5 * mean), h, windows(1), above(lambda loss, *_: 0.5 * loss))
+    for h in (Mean, ByNumber)
+]
 
 
 def row_by_row(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
@@ -621,13 +576,21 @@ EXACT = [
         ]
     ),
     *(
-        Case(f"three-tenths-{h.__name__}", full_three_tenths, h, windows(3), computing(three_tenths))
-        for h in (Mean, ByNumber)
-    ),
-    *(Case(f"by-step-{h.__name__}", full_by_step, h, windows(3), computing(by_step)) for h in (Mean, ByNumber)),
-    *(
-        Case(f"and-squares-{h.__name__}", full_with_squares, h, windows(3), computing(and_squares))
-        for h in (Mean, ByNumber)
+        Case(f"{name}-{head.__name__}", full, head, windows(3), above(change))
+        for name, full, change in [
+            ("three-tenths", full_of(lambda mean, _: 0.3 * mean), lambda loss, *_: 0.3 * loss),
+            (
+                "by-step",
+                full_of(lambda mean, step: mean / (1 + step)),
+                lambda loss, logits, batch, trainer: loss / (1 + trainer.state.global_step),
+            ),
+            (
+                "and-squares",
+                full_with_squares,
+                lambda loss, logits, batch, trainer: loss + 0.01 * models.squares(trainer.model),
+            ),
+        ]
+        for head in (Mean, ByNumber)
     ),
     # Alone a row has no number to divide by but what it is handed.
     Case("row-by-row", full_mean, ByNumber, windows(3), computing(row_by_row)),
@@ -715,7 +678,9 @@ def test_exact_and_nothing_said(case: Case, cut: Cut, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head", [Mean, ByNumber])
-@pytest.mark.parametrize("trainer", [Prepares, computing(masks_in_loss)], ids=["prepare-inputs", "compute-loss"])
+@pytest.mark.parametrize(
+    "trainer", [as_prepared(fewer_labels), in_loss(fewer_labels)], ids=["prepare-inputs", "compute-loss"]
+)
 def test_no_chance_makes_labels_masked_on_the_way_exact(trainer: type, head: Any, tmp_path: Path) -> None:
     """Masked labels may by chance be as many as some way of counting counts."""
     silent = {}

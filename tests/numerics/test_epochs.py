@@ -14,7 +14,7 @@ from tests.numerics.parity import relative
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["sized", "stream"])
-@pytest.mark.parametrize("name", ["llama", "bert-mlm"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "bert-mlm"])
 def test_every_epoch_ends_in_a_step_of_its_own(name: str, stream: bool, tmp_path: Path) -> None:
     head = HEADS[name]
     wanted, losses = reference(head)

@@ -42,7 +42,11 @@ def sample_means(head: Head, samples: Sequence[Sample]) -> Step:
     )
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=lambda split: "x".join(map(str, split)))
+@pytest.mark.parametrize(
+    "split",
+    [pytest.param(each, marks=() if each in SPLITS[1::2] else pytest.mark.slow) for each in SPLITS],
+    ids=lambda split: "x".join(map(str, split)),
+)
 @pytest.mark.parametrize("name", ["llama", "bert-mlm", "llama-empty-micro-batches"])
 def test_every_cut_takes_the_step_of_the_sample_means(name: str, split: tuple[int, int], tmp_path: Path) -> None:
     head = HEADS[name]

@@ -33,7 +33,7 @@ ROWS = samples(64)
 NOISE = 1.2
 
 
-@pytest.mark.parametrize("accumulate_in", ["float32", "compensated"])
+@pytest.mark.parametrize("accumulate_in", ["float32", pytest.param("compensated", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("head", HEADS)
 def test_a_loop_is_right_to_the_noise_of_one_micro_batch(head: str, accumulate_in: str) -> None:
     wanted = reference(HEADS[head]().bfloat16(), ROWS)
@@ -48,7 +48,8 @@ def test_a_loop_is_right_to_the_noise_of_one_micro_batch(head: str, accumulate_i
 MANY = samples(1024)
 
 
-@pytest.mark.parametrize("accumulate_in", ["float32", pytest.param("compensated", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate_in", ["float32", "compensated"])
 def test_a_loop_of_1024_micro_batches_is_as_good_as_one(accumulate_in: str) -> None:
     wanted = reference(Bigram().bfloat16(), MANY)
     floor = error(by_loop(Bigram().bfloat16(), MANY, 1, "parameter").seen[0], wanted)

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy as imported_early
 from torch.utils.checkpoint import checkpoint
 
-from tests.losses.models import Fused, divergence, flooding, squares, z_loss
+from tests.losses.models import Fused, Reverse, bare, divergence, flooding, squares, z_loss
 from tests.numerics.heads import Batch, Sample, seeded
 from tests.numerics.parity import StockRecorder
-from tests.trainings import computing
+from tests.trainings import as_prepared, computing, in_step
 
 VOCABULARY, HIDDEN = 12, 8
 #: A class of its own for tokens whose labels are masked in the midst of a training.
@@ -244,9 +244,11 @@ def of_level(seen: Seen, head: Head) -> Tensor:
     return seen.logits if head.of_tokens else seen.pooled
 
 
-def _head(
-    name: str, level: str, loss: Callable[..., Tensor], columns: tuple[str, ...] = (), **more: Any
-) -> tuple[str, Head]:
+#: ``(seen, labels, columns, number, head)`` -> a loss.
+HeadOf = Callable[[Seen, Tensor, Mapping[str, Tensor], Any, Head], Tensor]
+
+
+def _head(name: str, level: str, loss: HeadOf, columns: tuple[str, ...] = (), **more: Any) -> tuple[str, Head]:
     def bound(seen: Seen, labels: Tensor, given: Mapping[str, Tensor], number: Any) -> Tensor:
         return loss(seen, labels, given, number, head)
 
@@ -254,31 +256,21 @@ def _head(
     return name, head
 
 
-def _mean(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    return usual(of_level(seen, head), labels, head)
+def _reduced(function: Callable[..., Tensor] = usual, *, by_number: bool = False, float32: bool = False) -> HeadOf:
+    """The mean over the targets; of what divides by the number, where one comes, their sum over it."""
+
+    def loss(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
+        logits = of_level(seen, head)
+        logits = logits.float() if float32 else logits
+        if number is None or not by_number:
+            return function(logits, labels, head)
+        return function(logits, labels, head, "sum") / number
+
+    return loss
 
 
-def _mean_by_hand(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    return by_hand(of_level(seen, head), labels, head)
-
-
-def _number(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    logits = of_level(seen, head)
-    return usual(logits, labels, head) if number is None else usual(logits, labels, head, "sum") / number
-
-
-def _number_by_hand(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    logits = of_level(seen, head)
-    return by_hand(logits, labels, head) if number is None else by_hand(logits, labels, head, "sum") / number
-
-
-def _in_float32(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    return usual(of_level(seen, head).float(), labels, head)
-
-
-def _number_in_float32(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    logits = of_level(seen, head).float()
-    return usual(logits, labels, head) if number is None else usual(logits, labels, head, "sum") / number
+_mean, _mean_by_hand = _reduced(), _reduced(by_hand)
+_number, _number_by_hand = _reduced(by_number=True), _reduced(by_hand, by_number=True)
 
 
 def _class_weights(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
@@ -308,14 +300,14 @@ def _kind(seen: Seen, given: Any, key: str) -> Tensor:
     return F.cross_entropy(seen.pooled[:, :4], given[key].long())
 
 
-def _two_terms(key: str, factor: float, base: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _two_terms(key: str, factor: float, base: HeadOf) -> HeadOf:
     def loss(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
         return base(seen, labels, given, number, head) + factor * _kind(seen, given, key)
 
     return loss
 
 
-def _with_z(base: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _with_z(base: HeadOf) -> HeadOf:
     def loss(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
         return base(seen, labels, given, number, head) + 0.1 * z_loss(seen.logits, seen.kept)
 
@@ -369,18 +361,6 @@ def _mean_of_texts(seen: Seen, labels: Tensor, given: Any, number: Any, head: He
 Mixing = Callable[[Tiny, Tensor, Tensor], Tensor]
 
 
-class _Reversed(torch.autograd.Function):
-    """Gradient reversal (Ganin et al. 2016)."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return -0.5 * gradient
-
-
 def _uncertain(model: Tiny, a: Tensor, c: Tensor) -> Tensor:
     """Kendall et al. 2018."""
     assert model.learnt is not None
@@ -398,7 +378,7 @@ MIXINGS: dict[str, Mixing] = {
     "detached": lambda model, a, c: a + c.detach(),
     "stop-gradient": lambda model, a, c: a + c * (a / c).detach(),
     "normalised": lambda model, a, c: a / a.detach() + c / c.detach(),
-    "reversed": lambda model, a, c: a + _Reversed.apply(c),
+    "reversed": lambda model, a, c: a + Reverse.apply(c),
     "uncertain": _uncertain,
     "gated": _gated,
     "greatest": lambda model, a, c: torch.maximum(a, c),
@@ -414,7 +394,7 @@ MIXINGS: dict[str, Mixing] = {
 LEARN, CHANGE = ("uncertain", "gated"), ("later", "scheduled", "alternating", "zero-first")
 
 
-def _mixed(mixing: Mixing, base: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _mixed(mixing: Mixing, base: HeadOf) -> HeadOf:
     def loss(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
         return mixing(seen.model, base(seen, labels, given, number, head), _kind(seen, given, "kind"))
 
@@ -656,12 +636,14 @@ HEADS: dict[str, Head] = dict(
         _head("mean-by-hand", "next", _mean_by_hand),
         _head("mean-of-tokens-by-hand", "token", _mean_by_hand),
         _head("mean-of-classes-by-hand", "sample", _mean_by_hand),
-        _head("mean-in-float32", "next", _in_float32, float32=True),
+        _head("mean-in-float32", "next", _reduced(float32=True), float32=True),
         _head("number", "next", _number, by_number=True),
         _head("number-of-tokens", "token", _number, by_number=True),
         _head("number-of-classes", "sample", _number, by_number=True),
         _head("number-by-hand", "next", _number_by_hand, by_number=True),
-        _head("number-in-float32", "next", _number_in_float32, float32=True, by_number=True),
+        _head(
+            "number-in-float32", "next", _reduced(by_number=True, float32=True), float32=True, by_number=True
+        ),
         _head("class-weights", "next", _class_weights),
         _head("class-weights-of-classes", "sample", _class_weights),
         _head("element-weights", "flags", _element_weights),
@@ -816,10 +798,6 @@ def without_labels(model: Any, inputs: Batch) -> Any:
     return model(**{key: value for key, value in inputs.items() if key != "labels"})
 
 
-def bare(model: Any) -> Any:
-    return getattr(model, "module", model)
-
-
 def _super(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
     return base(model, inputs, return_outputs=True, num_items_in_batch=number)
 
@@ -956,29 +934,9 @@ def _masked_in_loss(trainer: Any, base: Any, model: Any, inputs: Any, number: An
     return _super(trainer, base, model, masked(inputs, bare(model).of), number)
 
 
-def _prepares(head: Head) -> type:
-    class Prepares(StockRecorder):
-        def _prepare_inputs(self, inputs: Any) -> Any:
-            return masked(super()._prepare_inputs(inputs), head)
-
-    return Prepares
-
-
-def _masks_in_step(head: Head) -> type:
-    class MasksInStep(StockRecorder):
-        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-            return super().training_step(model, masked(inputs, head), num_items_in_batch)
-
-    return MasksInStep
-
-
-def _masks_in_place(head: Head) -> type:
-    class MasksInPlace(StockRecorder):
-        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-            inputs["labels"].copy_(masked(inputs, head)["labels"])
-            return super().training_step(model, inputs, num_items_in_batch)
-
-    return MasksInPlace
+def _masking(place: Callable[..., type], *how: str) -> Callable[[Head], type]:
+    """A trainer that masks labels in one place or another."""
+    return lambda head: place(lambda batch: masked(batch, head), *how)
 
 
 def _full_masked(model: Tiny, batch: Batch) -> Tensor:
@@ -1270,9 +1228,9 @@ OVERRIDES: dict[str, Override] = {
         _override("own-number-by-hand", _own_number(by_hand), full_usual, levels=CLASSES, plain=True),
         _override("r-drop", _r_drop, _full_r_drop),
         _override("masked-in-loss", _masked_in_loss, _full_masked, levels=CLASSES),
-        Override("masked-in-prepare", _prepares, _full_masked, levels=CLASSES),
-        Override("masked-in-step", _masks_in_step, _full_masked, levels=CLASSES),
-        Override("masked-in-place", _masks_in_place, _full_masked, levels=CLASSES),
+        Override("masked-in-prepare", _masking(as_prepared), _full_masked, levels=CLASSES),
+        Override("masked-in-step", _masking(in_step), _full_masked, levels=CLASSES),
+        Override("masked-in-place", _masking(in_step, "tensor"), _full_masked, levels=CLASSES),
         Override("func", _stock, full_usual, _func, levels=KNOWN),
         Override("func-number", _stock, full_usual, _func_number, levels=CLASSES),
         Override(

@@ -60,6 +60,7 @@ def cells_of(folder: Path) -> dict[tuple[str, int], tuple[float, float]]:
     }
 
 
+@pytest.mark.slow
 def test_stock_is_as_published_and_both_cures_are_exact(finished: tuple[Path, str]) -> None:
     cells = cells_of(finished[0])
     assert len(cells) == 8
@@ -76,6 +77,7 @@ def test_stock_is_as_published_and_both_cures_are_exact(finished: tuple[Path, st
     assert cells["hotfix", 32][1] != pytest.approx(1, rel=0.01)
 
 
+@pytest.mark.slow
 def test_output_says_what_was_measured(finished: tuple[Path, str]) -> None:
     folder, output = finished
     told = " ".join(output.split())
@@ -106,6 +108,7 @@ def test_resume_keeps_finished_cells(finished: tuple[Path, str], tmp_path: Path)
     assert (folder / "curves.png").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -234,6 +237,7 @@ def test_both_formats_read_alike(sweep: ModuleType, tmp_path: Path) -> None:
     assert second["images"] == first["images"]
 
 
+@pytest.mark.slow
 def test_answers_are_the_targets_and_pictures_fit(finished: tuple[Path, str], sweep: ModuleType) -> None:
     from transformers import AutoTokenizer
 

@@ -60,6 +60,12 @@ def test_the_core_and_the_loops(stack: str, tests: list[str]) -> None:
     run_tests_in(stack, "-m", "not thorough and not slow", *tests, *([] if stack == NEWEST else OF_THE_NEWEST))
 
 
+@pytest.mark.parametrize("stack", [OLD, NEWEST], ids=["old", "newest"])
+def test_loops_without_accelerate_and_on_two_ranks(stack: str) -> None:
+    """What is slow of the loops, but heads that stand for their class alone."""
+    run_tests_in(stack, "-k", "plain or two_ranks", "tests/loop", *([] if stack == NEWEST else OF_THE_NEWEST))
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")

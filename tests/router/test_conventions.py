@@ -29,7 +29,7 @@ from tests.router.conventions import (
 )
 
 MIXTRAL = "Mixtral"
-#: The everyday tests run Mixtral in three sizes; of the other families this one is marked "zoo".
+#: The everyday tests run Mixtral in two sizes; of the other families this one is marked "zoo".
 OF_A_FAMILY = 4
 
 
@@ -37,7 +37,7 @@ def every_cut() -> Iterator[Any]:
     """Every family and size of a micro-batch, as parameters."""
     for family in FAMILIES:
         for size in SIZES:
-            marks = [] if family == MIXTRAL and size not in (2, 8) else [pytest.mark.slow]
+            marks = [] if family == MIXTRAL and size in (4, 16) else [pytest.mark.slow]
             if family != MIXTRAL and size != OF_A_FAMILY:
                 marks = [pytest.mark.thorough]
             yield pytest.param(family, size, marks=marks, id=f"{family}-{size}")
@@ -56,7 +56,7 @@ def test_exact_is_the_full_batch_for_every_cut(family: str, size: int) -> None:
     assert router.form.weight == pytest.approx(COEFFICIENT, rel=1e-4)
 
 
-@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_the_others_are_wrong_first(size: int) -> None:
     """By as much as the loss is large, while its value hides it; stock G times, too."""
     head = FAMILIES[MIXTRAL]
@@ -85,7 +85,9 @@ def test_patch_and_subclass_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("family", [MIXTRAL, "Qwen3-MoE, declared false"])
-@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize(
+    "size", [pytest.param(size, marks=pytest.mark.slow) if size != 4 else 4 for size in (1, 4, 16)]
+)
 def test_a_loop_of_ones_own_has_it_too(family: str, size: int) -> None:
     head = FAMILIES[family]
     with InFloat64():
@@ -145,6 +147,7 @@ def forwards(convention: str, size: int, coefficient: float) -> int:
     return found[1] - found[0]
 
 
+@pytest.mark.slow
 def test_the_pass_that_counts_is_run_only_where_it_is_needed() -> None:
     assert forwards("exact", 4, COEFFICIENT) == 4
     assert forwards("window", 4, COEFFICIENT) == 2

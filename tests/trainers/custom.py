@@ -14,6 +14,7 @@ from tests.numerics.heads import HEADS, Batch, DropsKwargs, Sample, seeded, shif
 from tests.numerics.heads.head import collate
 from tests.numerics.heads.samples import text
 from tests.trainers.runs import HALVES, PAIRS, Case, Ordered
+from tests.trainings import as_fetched, as_prepared, in_loss, in_step
 
 CLASSES, MLM, LLAMA, DROPS = (HEADS[name] for name in ("bert-classes", "bert-mlm", "llama", "drops-kwargs"))
 #: Divides by the number it is handed, in float64, and is right in the stock Trainer.
@@ -223,42 +224,6 @@ def with_fewer_rows(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value[kept] for key, value in batch.items()}
 
 
-class MasksInTheStep(Ordered):
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return super().training_step(model, with_fewer_labels(inputs), *args, **kwargs)
-
-
-class MasksInTheStepInPlace(Ordered):
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        inputs["labels"].copy_(with_fewer_labels(inputs)["labels"])
-        return super().training_step(model, inputs, *args, **kwargs)
-
-
-class DropsInTheStep(Ordered):
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return super().training_step(model, with_fewer_rows(inputs), *args, **kwargs)
-
-
-class MasksAsFetched(Ordered):
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        batches, number = super().get_batch_samples(*args, **kwargs)
-        return [with_fewer_labels(batch) for batch in batches], number
-
-
-class MasksAsFetchedInPlace(Ordered):
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        batches, number = super().get_batch_samples(*args, **kwargs)
-        for batch in batches:
-            batch["labels"] = with_fewer_labels(batch)["labels"]
-        return batches, number
-
-
-class DropsAsFetched(Ordered):
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        batches, number = super().get_batch_samples(*args, **kwargs)
-        return [with_fewer_rows(batch) for batch in batches], number
-
-
 class SplitsAsFetched(Ordered):
     """Makes micro-batches of one sample of those that were fetched."""
 
@@ -275,27 +240,6 @@ def with_other_tokens(batch: Mapping[str, Any]) -> dict[str, Any]:
 def with_other_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
     labels = batch["labels"]
     return {**batch, "labels": torch.where(labels >= 0, (labels + 1) % 48, labels)}
-
-
-class EditsTokensInPlace(Ordered):
-    """As an augmentation does that masks or swaps tokens: twice is not once."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        inputs["input_ids"].copy_(with_other_tokens(inputs)["input_ids"])
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-
-class EditsLabelsInPlace(Ordered):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        inputs["labels"].copy_(with_other_labels(inputs)["labels"])
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-
-class PreparesInPlace(Ordered):
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        prepared = super()._prepare_inputs(inputs)
-        prepared["input_ids"].copy_(with_other_tokens(prepared)["input_ids"])
-        return prepared
 
 
 class ForwardInPlace(DropsKwargs):
@@ -392,20 +336,32 @@ CASES = [
     Case("without-the-number-llama", LLAMA, WithoutTheNumber, floor=FLOAT32),
     Case("without-the-number-mlm", MLM, WithoutTheNumber),
     Case("sum-over-the-number", NUMBER, SumOverTheNumber, right=True),
-    Case("masks-in-the-step-mlm", MLM, MasksInTheStep, loss=of_fewer_labels),
-    Case("masks-in-the-step", NUMBER, MasksInTheStep, loss=of_fewer_labels, right_uncut=False),
-    Case("masks-in-the-step-in-place-mlm", MLM, MasksInTheStepInPlace, loss=of_fewer_labels),
-    Case("masks-in-the-step-in-place", NUMBER, MasksInTheStepInPlace, loss=of_fewer_labels, right_uncut=False),
-    Case("masks-as-fetched-mlm", MLM, MasksAsFetched, loss=of_fewer_labels),
-    Case("masks-as-fetched", NUMBER, MasksAsFetched, loss=of_fewer_labels, right_uncut=False),
-    Case("masks-as-fetched-in-place-mlm", MLM, MasksAsFetchedInPlace, loss=of_fewer_labels),
-    Case("masks-as-fetched-in-place", NUMBER, MasksAsFetchedInPlace, loss=of_fewer_labels, right_uncut=False),
-    Case("drops-in-the-step", HALF_OF_EACH, DropsInTheStep, loss=of_fewer_rows, cuts=(PAIRS, HALVES)),
-    Case("drops-as-fetched", HALF_OF_EACH, DropsAsFetched, loss=of_fewer_rows, cuts=(PAIRS, HALVES)),
+    Case("masks-in-the-step-mlm", MLM, in_step(with_fewer_labels), loss=of_fewer_labels),
+    Case("masks-in-the-step", NUMBER, in_step(with_fewer_labels), loss=of_fewer_labels, right_uncut=False),
+    Case("masks-in-the-step-in-place-mlm", MLM, in_step(with_fewer_labels, "tensor"), loss=of_fewer_labels),
+    Case(
+        "masks-in-the-step-in-place",
+        NUMBER,
+        in_step(with_fewer_labels, "tensor"),
+        loss=of_fewer_labels,
+        right_uncut=False,
+    ),
+    Case("masks-as-fetched-mlm", MLM, as_fetched(with_fewer_labels), loss=of_fewer_labels),
+    Case("masks-as-fetched", NUMBER, as_fetched(with_fewer_labels), loss=of_fewer_labels, right_uncut=False),
+    Case("masks-as-fetched-in-place-mlm", MLM, as_fetched(with_fewer_labels, "key"), loss=of_fewer_labels),
+    Case(
+        "masks-as-fetched-in-place",
+        NUMBER,
+        as_fetched(with_fewer_labels, "key"),
+        loss=of_fewer_labels,
+        right_uncut=False,
+    ),
+    Case("drops-in-the-step", HALF_OF_EACH, in_step(with_fewer_rows), loss=of_fewer_rows, cuts=(PAIRS, HALVES)),
+    Case("drops-as-fetched", HALF_OF_EACH, as_fetched(with_fewer_rows), loss=of_fewer_rows, cuts=(PAIRS, HALVES)),
     Case("splits-as-fetched", MLM, SplitsAsFetched, cuts=(PAIRS,), right_uncut=False),
-    Case("edits-tokens-in-place", NUMBER, EditsTokensInPlace, loss=of_other_tokens, right=True),
-    Case("edits-labels-in-place", NUMBER, EditsLabelsInPlace, loss=of_other_labels, right=True),
-    Case("prepares-in-place", NUMBER, PreparesInPlace, loss=of_other_tokens, right=True),
+    Case("edits-tokens-in-place", NUMBER, in_loss(with_other_tokens, "tensor"), loss=of_other_tokens, right=True),
+    Case("edits-labels-in-place", NUMBER, in_loss(with_other_labels, "tensor"), loss=of_other_labels, right=True),
+    Case("prepares-in-place", NUMBER, as_prepared(with_other_tokens, "tensor"), loss=of_other_tokens, right=True),
     Case("forward-in-place", dataclasses.replace(DROPS, build=seeded(ForwardInPlace)), Ordered),
     Case("own-number", NUMBER, OwnNumber, loss=of_fewer_labels, right=True),
     *OWN_STEPS,

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import hf_accum_fix
 from hf_accum_fix.errors import AccumFixError
 from hf_accum_fix.overrides.session import SESSION
 from tests.logged import logged
-from tests.numerics.heads import Batch, Head, Sample
+from tests.numerics.heads import Batch, Head, Sample, seeded
+from tests.numerics.heads.samples import text
 from tests.numerics.parity import Recorder, plain_sgd, relative, trainable, training_arguments
 
 #: Samples of a micro-batch x micro-batches of a window: eight samples a step on one rank.
@@ -36,6 +37,11 @@ class Ordered(Trainer):
     """Takes the samples in their order."""
 
     _get_train_sampler = Recorder._get_train_sampler
+
+
+def of_texts(model: type[nn.Module], **changes: Any) -> Head:
+    """A model of eight ragged texts."""
+    return replace(Head(model.__name__, seeded(model), text()), **changes)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

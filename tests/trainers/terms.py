@@ -53,6 +53,32 @@ class Weighted(TokenModel):
         return {"loss": tokens + F.cross_entropy(logits[:, 0, :2], kind), "logits": logits}
 
 
+class Hidden(TokenModel):
+    """Beside the mean over targets a z-loss over tokens that its forward chooses."""
+
+    dropout = 0.0
+
+    def forward(self, input_ids: Tensor, labels: Any = None, attention_mask: Any = None, chosen: Any = None) -> Any:
+        logits = F.dropout(self.logits(input_ids), self.dropout, self.training)
+        chosen = self.chosen(input_ids, logits) if chosen is None else chosen.bool()
+        loss = shifted_cross_entropy(logits, labels)
+        return {"loss": loss + 0.1 * z_loss(logits, chosen), "logits": logits}
+
+    def chosen(self, input_ids: Tensor, logits: Tensor) -> Tensor:
+        return input_ids % 3 == 1
+
+
+class Hard(Hidden):
+    """Over the tokens that its parameters choose."""
+
+    def chosen(self, input_ids: Tensor, logits: Tensor) -> Tensor:
+        return logits[..., 0] > logits[..., 1]
+
+
+class WithDropout(Hidden):
+    dropout = 0.5
+
+
 class OwnMean(Ordered):
     """Computes cross entropy by itself, and ignores the number."""
 
@@ -118,8 +144,20 @@ def own_by_hand(model: nn.Module, batch: Batch) -> Tensor:
 
 TEXT = text()
 KINDS = [{**sample, "kind": torch.tensor(i % 2)} for i, sample in enumerate(TEXT)]
-MEAN, NUMBER, NUMBER_AND_Z, WEIGHTED = (
-    Head(cls.__name__, seeded(cls), KINDS if cls is Weighted else TEXT) for cls in (Mean, Number, NumberAndZ, Weighted)
+#: What `Hidden` chooses, as an input.
+CHOSEN = [{**sample, "chosen": (sample["input_ids"] % 3 == 1).long()} for sample in TEXT]
+MEAN, NUMBER, NUMBER_AND_Z, WEIGHTED, HIDDEN, HARD, WITH_DROPOUT, CHOSEN_BY_INPUT = (
+    Head(cls.__name__, seeded(cls), samples)
+    for cls, samples in [
+        (Mean, TEXT),
+        (Number, TEXT),
+        (NumberAndZ, TEXT),
+        (Weighted, KINDS),
+        (Hidden, TEXT),
+        (Hard, TEXT),
+        (WithDropout, TEXT),
+        (WithDropout, CHOSEN),
+    ]
 )
 SHORT = (3, 3)
 CUTS = ((4, 2), (2, 4), (1, 8), SHORT)
@@ -133,10 +171,13 @@ EXACT = [
     Case("own-by-hand", MEAN, OwnByHand, own_by_hand, cuts=(SHORT,)),
     Case("distilled-mean", MEAN, Distilled, distilled, cuts=CUTS),
     Case("distilled-number", NUMBER, Distilled, distilled, cuts=CUTS),
-]
-#: A second term beside one that only its call counts, and terms whose items are known too late.
-SAID = [
+    # No input counts one of their terms, so forwards count it.
     Case("weighted-beside-classes", WEIGHTED, Ordered, cuts=CUTS),
+    Case("hidden-choice", HIDDEN, Ordered, cuts=CUTS),
+    Case("hard-examples", HARD, Ordered, cuts=CUTS),
+]
+#: Terms whose items are known too late.
+SAID = [
     *(
         Case(
             f"{name}-masked-later",

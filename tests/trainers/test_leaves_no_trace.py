@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -9,22 +10,35 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from tests.numerics.heads import DropsKwargs, TokenModel, seeded, shifted_cross_entropy
-from tests.numerics.heads.head import Head, collate
+from tests.numerics.heads import DropsKwargs, TokenModel, shifted_cross_entropy
+from tests.numerics.heads.head import collate
 from tests.numerics.heads.samples import text
 from tests.trainers.custom import NUMBER
-from tests.trainers.runs import Case, Ordered, run
+from tests.trainers.runs import Case, Ordered, of_texts, run
 
 # --- trainers ---------------------------------------------------------------------------------------------------
 
 
-class LogsInComputeLoss(Ordered):
+class Changes(Ordered):
+    """Makes something of super's loss."""
+
     def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
-        self.log({"rows": float(len(inputs["labels"]))})
+        loss = self.changed(loss, model, inputs)
         return (loss, outputs) if return_outputs else loss
+
+    def changed(self, loss: Tensor, model: Any, inputs: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class LogsInComputeLoss(Changes):
+    def changed(self, loss: Tensor, model: Any, inputs: Any) -> Tensor:
+        self.log({"rows": float(len(inputs["labels"]))})
+        return loss
 
 
 class Meter:
@@ -38,46 +52,57 @@ class Meter:
         self.count += 1
 
 
-class Metered(Ordered):
+class Metered(Changes):
     """Weighs its loss by what its meter has been shown."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.meter = Meter()
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+    def changed(self, loss: Tensor, model: Any, inputs: Any) -> Tensor:
         self.meter.show(float(loss.detach()))
-        loss = loss / self.meter.count
-        return (loss, outputs) if return_outputs else loss
+        return loss / self.meter.count
 
 
-class Running(Ordered):
+class Running(Changes):
     """Divides by a running mean of its losses, a tensor of its own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.running = torch.ones((), dtype=torch.float64)
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+    def changed(self, loss: Tensor, model: Any, inputs: Any) -> Tensor:
         self.running.mul_(0.9).add_(0.1 * loss.detach())
-        loss = loss / self.running
-        return (loss, outputs) if return_outputs else loss
+        return loss / self.running
 
 
-class Draws(Ordered):
+class Draws(Changes):
     """Adds the loss of another sample, from a stream of its own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.stream = iter(text(seed=7))
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+    def changed(self, loss: Tensor, model: Any, inputs: Any) -> Tensor:
         other = collate([next(self.stream)])
-        loss = loss + 0.1 * shifted_cross_entropy(model.logits(other["input_ids"]), other["labels"])
-        return (loss, outputs) if return_outputs else loss
+        return loss + 0.1 * shifted_cross_entropy(model.logits(other["input_ids"]), other["labels"])
+
+
+class OtherData(Changes):
+    """Draws from a second loader, as semi-supervised training does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.unlabelled = iter(DataLoader(torch.arange(1.0, 200.0, dtype=torch.float64), batch_size=1))
+
+    def changed(self, loss: Tensor, model: Any, inputs: Any) -> Tensor:
+        return loss * next(self.unlabelled).mean()
+
+
+class OtherList(OtherData):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.unlabelled = iter([torch.tensor(float(i)) for i in range(1, 200)])
 
 
 class OfTheInstance(Ordered):
@@ -100,29 +125,29 @@ class OfTheInstance(Ordered):
 class CountsAsItPrepares(Ordered):
     """Masks more of the first micro-batches than of the later ones."""
 
-    prepared = 0
+    calls = 0
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        self.prepared += 1
         prepared = super()._prepare_inputs(inputs)
         labels = prepared["labels"].clone()
-        labels[:, : 4 - self.prepared] = -100
+        labels[:, : 4 - self.prepared()] = -100
         return {**prepared, "labels": labels}
 
+    def prepared(self) -> int:
+        self.calls += 1
+        return self.calls
 
-class PreparesByItsMeter(Ordered):
+
+class PreparesByItsMeter(CountsAsItPrepares):
     """The same, with the count in an object of its own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.meter = Meter()
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
+    def prepared(self) -> int:
         self.meter.show(1.0)
-        prepared = super()._prepare_inputs(inputs)
-        labels = prepared["labels"].clone()
-        labels[:, : 4 - self.meter.count] = -100
-        return {**prepared, "labels": labels}
+        return self.meter.count
 
 
 # --- models -----------------------------------------------------------------------------------------------------
@@ -166,53 +191,155 @@ class Taught(TokenModel):
         return {"loss": shifted_cross_entropy(self.logits(input_ids), labels) + far}
 
 
-class RelativeToTheFirst(TokenModel):
-    """Divides by the first loss that it has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first: Any = None
+class Times(TokenModel):
+    """Its loss times a number of its own, which goes on with its calls."""
 
     def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
         loss = shifted_cross_entropy(self.logits(input_ids), labels)
+        return {"loss": loss * self.times(loss.detach(), input_ids)}
+
+    def times(self, loss: Tensor, input_ids: Tensor) -> Any:
+        return 1.0
+
+
+class RelativeToTheFirst(Times):
+    """Divides by the first loss that it has seen."""
+
+    first: Any = None
+
+    def times(self, loss: Tensor, input_ids: Tensor) -> Any:
         if self.first is None:
-            self.first = loss.detach()
-        return {"loss": loss / self.first}
+            self.first = loss
+        return 1 / self.first
 
 
-class WarmsUp(TokenModel):
-    """Counts its calls, and weighs its loss by them."""
-
+class WarmsUp(Times):
     calls = 0
 
-    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
+    def times(self, loss: Tensor, input_ids: Tensor) -> Any:
         if self.training:
             self.calls += 1
-        return {"loss": shifted_cross_entropy(self.logits(input_ids), labels) * min(1.0, self.calls / 8)}
+        return min(1.0, self.calls / 8)
 
 
-def _of(model: type[nn.Module]) -> Head:
-    return Head(model.__name__, seeded(model), text())
+class SparseBuffer(Times):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
 
 
+class InferenceBuffer(SparseBuffer):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.inference_mode():
+            self.graph = torch.ones(3)
+
+
+class QuantizedBuffer(SparseBuffer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+class LazyBuffer(Times):
+    def times(self, loss: Tensor, input_ids: Tensor) -> Any:
+        if "level" not in self._buffers:
+            self.register_buffer("level", torch.zeros((), dtype=torch.float64), persistent=False)
+        self.level += 1
+        return self.level
+
+
+class AverageByData(Times):
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = torch.zeros((), dtype=torch.float64)
+
+    def times(self, loss: Tensor, input_ids: Tensor) -> Any:
+        self.average.data = self.average.data * 0.9 + loss
+        return self.average
+
+
+class CountsInNumpy(Times):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = np.zeros(64)
+
+    def times(self, loss: Tensor, input_ids: Tensor) -> Any:
+        np.add.at(self.seen, input_ids.flatten().numpy() % 64, 1)
+        return float(self.seen.max())
+
+
+class CountsByIterator(Times):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = itertools.count(1)
+
+    def times(self, loss: Tensor, input_ids: Tensor) -> Any:
+        return next(self.calls)
+
+
+class Slotted:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class CountsInSlots(Times):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Slotted()
+
+    def times(self, loss: Tensor, input_ids: Tensor) -> Any:
+        self.meter.calls += 1
+        return self.meter.calls
+
+
+class Named(dict[str, int]):
+    """As there are many, such as EasyDict."""
+
+
+class CountsInNamed(Times):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Named(calls=0)
+
+    def times(self, loss: Tensor, input_ids: Tensor) -> Any:
+        self.meter["calls"] += 1
+        return self.meter["calls"]
+
+
+def scripted(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels)
+
+
+class ScriptsLate(TokenModel):
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Mapping[str, Tensor]:
+        logits = self.logits(input_ids)
+        loss = torch.jit.script(scripted)
+        return {"loss": loss(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+
+MODELS = [
+    DropsKwargs, OwnGenerator, OwnRandom, Taught, RelativeToTheFirst, WarmsUp, SparseBuffer, InferenceBuffer,
+    QuantizedBuffer, LazyBuffer, AverageByData, CountsInNumpy, CountsByIterator, CountsInSlots, CountsInNamed,
+    ScriptsLate,
+]  # fmt: skip
 LOGS = Case("logs-in-compute-loss", NUMBER, LogsInComputeLoss)
 METERED = Case("meter-in-compute-loss", NUMBER, Metered)
 CASES = [
-    Case("nothing-kept", _of(DropsKwargs), Ordered),
+    *(Case(model.__name__, of_texts(model), Ordered) for model in MODELS),
     Case("nothing-kept-number", NUMBER, Ordered),
     LOGS,
     METERED,
-    Case("meter-in-compute-loss-mean", _of(DropsKwargs), Metered),
+    Case("meter-in-compute-loss-mean", of_texts(DropsKwargs), Metered),
     Case("running-mean", NUMBER, Running),
     Case("stream-of-ones-own", NUMBER, Draws),
+    Case("other-data", of_texts(DropsKwargs), OtherData),
+    Case("other-list", of_texts(DropsKwargs), OtherList),
     Case("compute-loss-of-the-instance", NUMBER, OfTheInstance),
-    Case("counter-in-prepare-inputs", _of(DropsKwargs), CountsAsItPrepares),
-    Case("meter-in-prepare-inputs", _of(DropsKwargs), PreparesByItsMeter),
-    Case("own-generator", _of(OwnGenerator), Ordered),
-    Case("own-random", _of(OwnRandom), Ordered),
-    Case("teacher", _of(Taught), Ordered),
-    Case("relative-to-the-first", _of(RelativeToTheFirst), Ordered),
-    Case("call-counter", _of(WarmsUp), Ordered),
+    Case("counter-in-prepare-inputs", of_texts(DropsKwargs), CountsAsItPrepares),
+    Case("meter-in-prepare-inputs", of_texts(DropsKwargs), PreparesByItsMeter),
 ]
 
 
@@ -259,7 +386,7 @@ class GivesMemory(TokenModel):
 
 
 def test_observing_leaves_no_past_behind() -> None:
-    patched = run(Case("past", _of(GivesMemory), Remembering), (2, 4), "apply")
+    patched = run(Case("past", of_texts(GivesMemory), Remembering), (2, 4), "apply")
     assert patched.raised is None
     left_behind = patched.trainer.on_entering[0] is not None
     assert not left_behind

@@ -24,14 +24,9 @@ from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import text
 from tests.numerics.parity import training_arguments
 from tests.trainers.custom import CLASSES, MLM, NUMBER, SumOverTheNumber
-from tests.trainers.runs import FLOOR, PAIRS, SINGLES, WHOLE, Case, Cut, Ordered, full_batch, run
+from tests.trainers.runs import FLOOR, PAIRS, SINGLES, WHOLE, Case, Cut, Ordered, full_batch, of_texts, run
 
 DROPS = HEADS["drops-kwargs"]
-
-
-def _of(model: type[nn.Module], **changes: Any) -> Head:
-    """The weights are `DROPS`'s."""
-    return dataclasses.replace(Head(model.__name__, seeded(model), text()), **changes)
 
 
 def no_further_off(case: Case, cut: Cut, wanted: Mapping[str, Tensor] | None = None, **arguments: Any) -> None:
@@ -64,7 +59,7 @@ class SmallMemory(DropsKwargs):
 def test_a_batch_size_is_found_where_memory_ends_in_training(cut: Cut) -> None:
     """Two samples of a micro-batch stay, and as many micro-batches as before."""
     steps = {"auto_find_batch_size": True}
-    case = Case("small-memory", _of(SmallMemory), Ordered)
+    case = Case("small-memory", of_texts(SmallMemory), Ordered)
     taken = dataclasses.replace(case.head, build=seeded(DropsKwargs), samples=text()[: 2 * cut[1]])
     no_further_off(case, cut, full_batch(Case("", taken, Ordered)), **steps)
     if cut[1] == 1:
@@ -128,12 +123,12 @@ def test_a_step_that_leaves_micro_batches_out_is_stock_uncut(head: Head) -> None
 
 @pytest.mark.parametrize("places", [(0, 1), (2,), (14,), (0, 1, 2, 3, 4, 5, 6)], ids=str)
 def test_a_step_that_forgives_is_stock_uncut(places: tuple[int, ...]) -> None:
-    case = Case("forgiving", _of(Picky), Forgiving)
+    case = Case("forgiving", of_texts(Picky), Forgiving)
     stocks_bits(case, (2, 1), steps=8, samples=_with_unreadable(*places), learning_rate=0.1)
 
 
 UNREADABLE = _with_unreadable(0, 4, 8, 9, 10)
-LEAVING_OUT = [Case("leaves-out", DROPS, LeavesOut), Case("forgiving", _of(Picky), Forgiving)]
+LEAVING_OUT = [Case("leaves-out", DROPS, LeavesOut), Case("forgiving", of_texts(Picky), Forgiving)]
 
 
 @pytest.mark.parametrize("cut", [PAIRS, SINGLES], ids=["2x4", "1x8"])
@@ -146,7 +141,7 @@ def test_a_step_that_leaves_micro_batches_out_goes_on(case: Case, cut: Cut) -> N
 @pytest.mark.parametrize("cut", [PAIRS, SINGLES], ids=["2x4", "1x8"])
 @pytest.mark.parametrize(
     "case",
-    [Case("leaves-out", NUMBER, LeavesOut), Case("forgiving", _of(PickyByNumber), Forgiving)],
+    [Case("leaves-out", NUMBER, LeavesOut), Case("forgiving", of_texts(PickyByNumber), Forgiving)],
     ids=lambda case: case.name,
 )
 def test_the_sum_of_what_is_left_is_over_the_number_as_in_stock(case: Case, cut: Cut) -> None:
@@ -305,7 +300,7 @@ MODELS = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_batches_of_any_shape_train(name: str, cut: Cut) -> None:
     """Six samples, as micro-batches of three rows are where three numbers look like rows."""
-    head = _of(MODELS.get(name, Takes), collate=SHAPES[name], samples=text()[:6])
+    head = of_texts(MODELS.get(name, Takes), collate=SHAPES[name], samples=text()[:6])
     case = Case(name, head, Ordered)
     no_further_off(case, cut)
     if cut[1] == 1:
@@ -342,8 +337,8 @@ class MemoryForOne(TokenModel):
 @pytest.mark.parametrize("model", [OneAtATime, OneAtATimeByNumber, MemoryForOne])
 def test_a_model_for_one_sample_at_a_time_trains(model: type[nn.Module]) -> None:
     finds = {"auto_find_batch_size": model is MemoryForOne}
-    case = Case("one-at-a-time", _of(model), Ordered, arguments=finds)
-    no_further_off(case, SINGLES, full_batch(Case("", _of(DropsKwargs), Ordered)))
+    case = Case("one-at-a-time", of_texts(model), Ordered, arguments=finds)
+    no_further_off(case, SINGLES, full_batch(Case("", of_texts(DropsKwargs), Ordered)))
     stocks_bits(case, (1, 1), steps=3, samples=text(), learning_rate=0.1)
 
 
@@ -368,7 +363,7 @@ def test_micro_batches_without_labels_train(cut: Cut, place: int) -> None:
     samples = [dict(sample) for sample in (text() * 2)[: 3 * window]]
     for sample in samples[place * window : place * window + 2]:
         del sample["labels"]
-    case = Case("unlabelled", _of(Unlabelled, collate=_some_unlabelled), Ordered)
+    case = Case("unlabelled", of_texts(Unlabelled, collate=_some_unlabelled), Ordered)
     if cut[1] == 1:
         stocks_bits(case, cut, steps=3, samples=samples, learning_rate=0.1)
     else:
@@ -458,8 +453,8 @@ def _stacked(samples: Sequence[Sample]) -> Batch:
 
 WITH_GRADIENT = [
     Case("forces", Head("forces", seeded(Forces), _molecules(), collate=_stacked), Ordered),
-    Case("adversarial", _of(Adversarial), Ordered),
-    Case("each-by-vmap", _of(EachByVmap), Ordered),
+    Case("adversarial", of_texts(Adversarial), Ordered),
+    Case("each-by-vmap", of_texts(EachByVmap), Ordered),
     Case("penalised", DROPS, Penalised),
     Case("two-backwards", DROPS, TwoBackwards),
     Case("wants-gradient", NUMBER, WantsGradient),
