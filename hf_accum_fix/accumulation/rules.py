@@ -11,6 +11,11 @@ from torch import Tensor
 from hf_accum_fix.accumulation.window import Items
 
 
+#: Blocks of rows that a term may count alone: chosen texts before the rejected ones (ORPO, CPO, DPO with rpo_alpha), and
+#: reference texts after both (TPO).
+BLOCKS = ((0, 2), (2, 3))
+
+
 def is_near(a: float, b: float | None, tolerance: float = 1e-6) -> bool:
     """Whether two numbers agree within a relative ``tolerance``."""
     return b is not None and abs(a - b) <= tolerance * max(abs(a), abs(b))
@@ -116,11 +121,11 @@ def ways_of_counting(inputs: Mapping[str, Any], ignored: Sequence[int] = (-100,)
     yield from (Items((key,), ignore_index=0, shift=True) for key in attended if tensors[key].ndim == 2)
     positions = (key for key, value in tensors.items() if value.ndim > 1 and not value.is_floating_point())
     yield from (Items((key,), ignore_index=None) for key in positions)
-    # Chosen texts come before the rejected ones (ORPO, CPO, DPO with rpo_alpha).
     for key in (*(each for each in labels if each != "shift_labels"), *target_masks):
-        if tensors[key].ndim == 2 and not tensors[key].is_floating_point() and len(tensors[key]) % 2 == 0:
-            ignored_here = ignored if key in labels else (0,)
-            yield from (Items((key,), each, shift, first_half=True) for each in ignored_here for shift in (True, False))
+        for block in BLOCKS if tensors[key].ndim == 2 and not tensors[key].is_floating_point() else ():
+            if len(tensors[key]) % block[1] == 0:
+                ignored_here = ignored if key in labels else (0,)
+                yield from (Items((key,), each, shift, block=block) for each in ignored_here for shift in (True, False))
 
 
 def listed_targets(inputs: Mapping[str, Any]) -> Iterator[Items]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_accum_fix.accumulation.rules import has_ignored, listed_targets, ways_of_counting
+from hf_accum_fix.accumulation.rules import BLOCKS, has_ignored, listed_targets, ways_of_counting
 from hf_accum_fix.accumulation.window import has_rows, sample_count
 
 Batch = Mapping[str, Any]
@@ -44,8 +44,8 @@ class Split(NamedTuple):
 def splits(window: Sequence[Batch]) -> Iterator[Split]:
     """Splits of a window's samples, most reliable first; a model may be unable to run some of them.
 
-    Rows of its most informative micro-batch; two micro-batches and the batch of both; rows whose second half belongs to
-    the first (DPO); a doubled micro-batch; and unchanged micro-batches.
+    Rows of its most informative micro-batch; two micro-batches and the batch of both; rows in two or three blocks, whose
+    first rows belong together (DPO, TPO); a doubled micro-batch; and unchanged micro-batches.
     """
     ordered = sorted(window, key=_informative, reverse=True)
     batch = ordered[0]
@@ -71,12 +71,14 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     # Rows that belong together in groups.
     for size in (size for size in range(2, rows // 2 + 1) if by_row and rows % size == 0):
         yield from _of_one_kind(f"groups of {size}", _in_groups(by_rows, size))
-    half, odd = divmod(rows, 2)
-    paired = [each for each in alike if all(_is_plain(v) and len(v) in (rows, half) for v in _sized(each))]
-    if not odd and half > 1 and paired and paired[0] is batch:
-        yield from _of_one_kind("pairs", _in_pairs(paired, half))
+    blocks = [each for each in sorted({blocks for _, blocks in BLOCKS}) if rows % each == 0]
+    for number in blocks:
+        height = rows // number
+        in_blocks = [each for each in alike if all(_is_plain(v) and len(v) in (rows, height) for v in _sized(each))]
+        if height > 1 and in_blocks and in_blocks[0] is batch:
+            yield from _of_one_kind(f"{number} blocks", _across_blocks(in_blocks, height, number))
     for kind in ("merged", "interleaved") if by_row else ():
-        if (kind == "merged" and not unseen) or (kind == "interleaved" and not odd):
+        if (kind == "merged" and not unseen) or (kind == "interleaved" and blocks):
             merged = ((_merged(batch, other, interleaved=kind == "interleaved"), batch, other) for other in others[:3])
             yield from _of_one_kind(kind, ((both, one, two) for both, one, two in merged if both is not None))
     if (twice := _twice(batch)) is not None:
@@ -110,19 +112,18 @@ def _in_groups(batches: Sequence[Batch], size: int) -> Iterator[Parts]:
         yield from ((each, _rows(each, group), _rows(each, rest)) for each in batches)
 
 
-def _in_pairs(batches: Sequence[Batch], half: int) -> Iterator[Parts]:
-    """One pair of a row of the first half and one of the second, and the others (DPO)."""
-    for row in range(half if half > 2 else 1):
-        rest = [each for each in range(2 * half) if each % half != row]
-        yield from ((each, _pairs(each, [row, row + half], half), _pairs(each, rest, half)) for each in batches)
+def _across_blocks(batches: Sequence[Batch], height: int, blocks: int) -> Iterator[Parts]:
+    """One row of every block of ``height`` rows, and the others: a pair (DPO), or a triple (TPO)."""
+    for row in range(height if height > 2 else 1):
+        its = [each for each in range(blocks * height) if each % height == row]
+        rest = [each for each in range(blocks * height) if each % height != row]
+        yield from ((each, _of_blocks(each, its, height), _of_blocks(each, rest, height)) for each in batches)
 
 
 def _informative(batch: Batch) -> tuple[bool, bool, int, float]:
     """Sort key of micro-batches: how many rules differ in them, and their targets."""
     # Halves differ in any batch, as do masks with and without their first position.
-    rules = [
-        rule for rule in ways_of_counting(batch) if not (rule.first_half or (rule.shift and not rule.ignore_index))
-    ]
+    rules = [rule for rule in ways_of_counting(batch) if not (rule.block or (rule.shift and not rule.ignore_index))]
     counts = [float(rule.count(batch)) for rule in rules]
     return counts[0] > 0, sample_count(batch) > 1, len(set(counts)), counts[0]
 
@@ -186,11 +187,11 @@ def _rows(batch: Batch, rows: list[int]) -> dict[str, Any]:
     return {key: taken(value) for key, value in batch.items()}
 
 
-def _pairs(batch: Batch, rows: list[int], half: int) -> dict[str, Any]:
-    """Rows of a batch whose second half is paired with its first; inputs with one row per pair are indexed by pairs."""
-    each = {key: value for key, value in batch.items() if has_rows(value) and len(value) == half}
+def _of_blocks(batch: Batch, rows: list[int], height: int) -> dict[str, Any]:
+    """Rows of a batch in blocks; inputs as high as one block have one row for each row of the first."""
+    each = {key: value for key, value in batch.items() if has_rows(value) and len(value) == height}
     every = {key: value for key, value in batch.items() if key not in each}
-    return {**_rows(every, rows), **_rows(each, [row for row in rows if row < half])}
+    return {**_rows(every, rows), **_rows(each, [row for row in rows if row < height])}
 
 
 def _merged(one: Batch, other: Batch, *, interleaved: bool = False) -> dict[str, Any] | None:

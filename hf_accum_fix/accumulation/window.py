@@ -73,7 +73,8 @@ class Items:
             clamps answers outside the text to that width and ignores it).
         entry: the counted input is a list with one entry per sample; the items are the rows of the entries (""), or
             of what they hold under this name (the boxes of an image). None: the input is a tensor.
-        first_half: only the first half of the rows counts (chosen texts, which come before the rejected ones).
+        block: which of how many equal blocks of rows counts: (0, 2), chosen texts, which come before the rejected ones;
+            (2, 3), the reference texts after both. None: all rows.
         per_sample: the items are the samples with a target, all of one weight (see `per_sample`).
         mix: the items are a weighted sum of other counts (boxes, and queries without one).
     """
@@ -84,7 +85,7 @@ class Items:
     mask: str | None = None
     width_of: str | None = None
     entry: str | None = None
-    first_half: bool = False
+    block: tuple[int, int] | None = None
     per_sample: bool = False
     mix: tuple[tuple[float, Items], ...] = ()
 
@@ -112,8 +113,11 @@ class Items:
         # Labels of one axis are one target per sample, which is not shifted.
         if self.shift and found.ndim > 1:
             found[..., 0].fill_(False)
-        if self.first_half:
-            found[len(found) // 2 :] = False
+        if self.block is not None:
+            which, blocks = self.block
+            rows = len(found) // blocks
+            found[: which * rows] = False
+            found[(which + 1) * rows :] = False
         return found
 
     def count(self, inputs: Mapping[str, Any], device: torch.device | None = None) -> Tensor:
@@ -201,7 +205,7 @@ class Items:
         words = ["shifted" if self.shift else "", f"{self.keys[0]!r}"]
         words.append("elements" if self.ignore_index is None else f"other than {self.ignore_index}")
         words.append(f"where {self.mask!r} is set" if self.mask else "")
-        words.append("of the first half of the rows" if self.first_half else "")
+        words.append(f"of block {self.block[0] + 1} of {self.block[1]} of the rows" if self.block else "")
         words.append(f"inside the width of {self.width_of!r}" if self.width_of else "")
         return " ".join(word for word in words if word)
 
