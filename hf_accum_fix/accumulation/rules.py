@@ -10,9 +10,8 @@ from torch import Tensor
 
 from hf_accum_fix.accumulation.window import Items
 
-
-#: Blocks of rows that a term may count alone: chosen texts before the rejected ones (ORPO, CPO, DPO with rpo_alpha), and
-#: reference texts after both (TPO).
+#: Blocks of rows that a term may count alone: chosen texts, before the rejected ones (ORPO, CPO, DPO with rpo_alpha);
+#: reference texts, after both (TPO).
 BLOCKS = ((0, 2), (2, 3))
 
 

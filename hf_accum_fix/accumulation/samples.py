@@ -44,8 +44,8 @@ class Split(NamedTuple):
 def splits(window: Sequence[Batch]) -> Iterator[Split]:
     """Splits of a window's samples, most reliable first; a model may be unable to run some of them.
 
-    Rows of its most informative micro-batch; two micro-batches and the batch of both; rows in two or three blocks, whose
-    first rows belong together (DPO, TPO); a doubled micro-batch; and unchanged micro-batches.
+    Rows of its most informative micro-batch; two micro-batches and the batch of both; rows in two or three blocks, one
+    row of each a sample (DPO, TPO); a doubled micro-batch; and unchanged micro-batches.
     """
     ordered = sorted(window, key=_informative, reverse=True)
     batch = ordered[0]
