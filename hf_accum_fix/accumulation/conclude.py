@@ -203,14 +203,14 @@ def _specs(
     """The terms' specs, and the first reason why they are not exact; ``alone``: the batch has one sample."""
     specs = tuple(each.spec for each in tested)
     doubts = [mismatch, *(each.doubt for each in tested)]
-    if adds is How.PLAIN:
-        doubts.append("a part of the loss has no gradient; the log averages it over micro-batches")
-    if not setting.apart and not alone:
-        doubts.append("its micro-batches cannot be divided into samples, so coupled samples would not be detected")
     if len({each.group for each in specs}) > 1 and any(each.seen[0].shares_learnt for each in tested):
         # No hook separates them.
         doubts.append("one learnt factor multiplies several of its terms, which need different weights")
         specs = tuple(replace(each, how=How.PLAIN) for each in specs)
+    if not setting.apart and not alone:
+        doubts.append("its micro-batches cannot be divided into samples, so coupled samples would not be detected")
+    if adds is How.PLAIN:
+        doubts.append("a part of the loss has no gradient; the log averages it over micro-batches")
     return specs, next(filter(None, doubts), "")
 
 
@@ -446,6 +446,11 @@ def _tested(
     if spec.counts:
         rules, times = _rules_of(n, batches, ignored, named, known)
         if rules and all(is_padded(rule, batches[0]) for rule in rules) and not setting.alone:
+            others, by_class = matching_rules(n, batches, (), known, given=True)
+            if others:
+                # Smoothed labels: as many classes as positions.
+                doubt = f"{whole.name} is a mean over {by_class:g} classes of its items, or over all positions"
+                return candidate.judged(doubt, rules=others, times=by_class)
             # A mean that includes padding is treated as a router loss (Bamba's z-loss).
             return candidate.judged(how=How.ROUTER, rules=rules[:1], times=times)
         if not setting.apart and whole.readable and (rules or whole.divides):

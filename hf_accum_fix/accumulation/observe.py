@@ -230,7 +230,9 @@ class _Observation:
         unread = is_plain and not found.by_number
         if self.ranks.any(unread and self.whole.number is not None):
             self._restore()
-            self.moves = self._run(self.whole.batch, NUMBERS[1]).loss != self.whole.loss
+            # A maximum may take the term with the number only where that is as small as in training.
+            number = self.setting.upstream_number or NUMBERS[1]
+            self.moves = self._run(self.whole.batch, number).loss != self.whole.loss
         if not (unread and self.moves and self.setting.has_stock) or self.divides:
             return found
         terms = (replace(each, how=How.PLAIN, as_stock=True, by_number=True, rules=()) for each in found.terms)

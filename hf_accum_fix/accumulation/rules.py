@@ -30,13 +30,16 @@ def matching_rules(
     batches: Sequence[Mapping[str, Any]],
     ignored: Sequence[int] = (-100,),
     named: Sequence[Items] = (),
+    *,
+    given: bool = False,
 ) -> tuple[tuple[Items, ...], float]:
     """The rules that give these counts in every batch, and the common ratio of count to rule.
 
-    ``named``: rules known from elsewhere in the loss, which come first; ``ignored`` as for `ways_of_counting`.
+    ``named``: rules known from elsewhere in the loss, which come first; ``given``: they are the only ones.
+    ``ignored`` as for `ways_of_counting`.
     """
     in_proportion: dict[Items, float] = {}
-    for rule in dict.fromkeys((*named, *ways_of_counting(batches[0], ignored))):
+    for rule in dict.fromkeys((*named, *(() if given else ways_of_counting(batches[0], ignored)))):
         if not all(rule.has_targets(batch) for batch in batches):
             continue
         found = [float(rule.count(batch)) for batch in batches]
@@ -51,7 +54,7 @@ def matching_rules(
         n for n in in_proportion.values() if distinct and (_is_close(n, round(n)) or _is_close(1 / n, round(1 / n)))
     ]
     best = usable[0] if usable else 0.0
-    if not best and (mixed := _mixed(counts, batches)) is not None:
+    if not (best or given) and (mixed := _mixed(counts, batches)) is not None:
         return (mixed,), 1.0
     return tuple(rule for rule, each in in_proportion.items() if best and _is_close(each, best)), best or 1.0
 

@@ -352,7 +352,10 @@ class Session(Host):
         required = func or (passes and requires_number(module))
         return Setting(
             hands_number=required or (custom and passes),
-            hands_own=compute_loss is not None and hands_number(compute_loss),
+            # Where upstream counts nothing, training passes it None.
+            hands_own=compute_loss is not None
+            and hands_number(compute_loss)
+            and (number is not None or not trainer.is_in_train),
             only_shows=not (custom or required) and passes,
             custom=custom,
             func=func,
