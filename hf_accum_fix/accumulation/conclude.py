@@ -16,8 +16,8 @@ from hf_accum_fix.accumulation.window import Items, sample_count
 
 #: The numbers passed to the three forwards: fractions, and no sums or multiples of one another.
 NUMBERS = (1237.5, 4111.5, 2777.5)
-#: The integers passed to a custom ``compute_loss`` instead, as upstream passes one.
-OWN_NUMBERS = {1237.5: 7919, 4111.5: 3571, 2777.5: 5557}
+#: The integers passed to a custom ``compute_loss`` instead.
+_OWN_NUMBERS = {1237.5: 7919, 4111.5: 3571, 2777.5: 5557}
 #: Losses of other libraries that are means over targets, though their graph hides it.
 DECLARED = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")
 #: Nodes that hide a whole loss: compiled code, another library's kernel.
@@ -25,6 +25,11 @@ OPAQUE = (*DECLARED, "CompiledFunction", "CheckpointFunction")
 #: Relative tolerance of two values computed alike, by bytes of their dtype.
 _TOLERANCE = {8: 1e-6, 4: 1e-5}
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def own_number(number: float) -> int:
+    """The number passed to a custom ``compute_loss`` where the head gets ``number``; whole, as upstream passes it."""
+    return _OWN_NUMBERS.get(number, int(number))
 
 
 @dataclass(frozen=True)
@@ -532,7 +537,7 @@ def _form_of_number(values: Sequence[float], numbers: Sequence[float | None], to
     """Whether values are the numbers passed: "own" (to a custom loss), "number", "integer"; None: they are not."""
     if None in numbers:
         return None
-    if _in_proportion(values, [OWN_NUMBERS[number or 0.0] for number in numbers]):
+    if _in_proportion(values, [own_number(number or 0.0) for number in numbers]):
         return "own"
     if _in_proportion(values, [float(int(number or 0.0)) for number in numbers]):
         return "integer"

@@ -120,7 +120,7 @@ class _Observation:
         found: LossContract | None = None
         failure: Exception | None = None
         search, settled = splits(self.window), False
-        split, of_kind = next(search), dict[str, LossContract]()
+        split, of_kind = next(search), dict[str, tuple[LossContract, Reading]]()
         while self.ranks.any(not settled):
             readings: list[Reading] = []
             try:
@@ -136,16 +136,13 @@ class _Observation:
             self._restore()
             if readings and not settled:
                 setting = replace(self.setting, apart=split.apart, again=found is not None)
-                latest = conclude(readings, self.window, setting)
-                before = of_kind.get(split.kind)
-                # One split of a kind may hide by chance that samples are coupled: any that shows it counts.
-                latest = before if before is not None and before.coupling is Coupling.COUPLED else latest
+                latest, whole = conclude(readings, self.window, setting), readings[0]
                 if split.kind:
-                    of_kind[split.kind] = latest
+                    latest, whole = of_kind[split.kind] = _of_one_kind(of_kind.get(split.kind), latest, whole)
                 if split.decides or found is None or not _may_be_the_split(found):
                     confirmed = found is not None and found.is_guess and latest.conclusive
                     found = _better(found, latest, split)
-                    self.whole = readings[0] if found is latest or not hasattr(self, "whole") else self.whole
+                    self.whole = whole if found is latest or not hasattr(self, "whole") else self.whole
                     settled = self.sharded or confirmed or _is_clear(found, split)
             following = None if settled else next(search, None)
             settled = following is None or bool(found and not following.shows_coupling and _has_shown(found))
@@ -268,6 +265,23 @@ def _divides_unseen(alone: float, passed: float) -> bool:
     return items >= 1 and abs(items - round(items)) <= 1e-3
 
 
+def _of_one_kind(
+    before: tuple[LossContract, Reading] | None, latest: LossContract, whole: Reading
+) -> tuple[LossContract, Reading]:
+    """Of two splits of a kind, the contract that shows that the split matters: the other may by chance not show it.
+
+    ``whole``: the forward that it was concluded from.
+    """
+    if before is not None:
+        first, _ = before
+        if first.coupling is Coupling.COUPLED or first.doubt.endswith(OTHER_TERMS):
+            return before
+        if [(each.shape, each.place) for each in first.terms] != [(each.shape, each.place) for each in latest.terms]:
+            doubt = latest.doubt or f"another split of the samples shows other terms {OTHER_TERMS}"
+            latest = replace(latest, doubt=doubt)
+    return latest, whole
+
+
 def _better(found: LossContract | None, latest: LossContract, split: Split) -> LossContract:
     """The better of two contracts, from one more split of the samples."""
     if found is None:
@@ -275,11 +289,11 @@ def _better(found: LossContract | None, latest: LossContract, split: Split) -> L
     if found.unseen and latest.conclusive and not latest.unseen and split.apart:
         return latest
     if found.unseen or (found.is_guess and not latest.conclusive):
-        return found
+        return _doubted(found, latest.doubt) if latest.doubt.endswith(OTHER_TERMS) else found
     if found.is_guess:
         # A sum, or a count without a rule, may fit one split by chance: a second one has to confirm it.
         alike = [each.form for each in latest.terms] == [each.form for each in found.terms]
-        return found if alike else _doubted(found)
+        return found if alike else _doubted(found, _ONE_SPLIT)
     if not latest.conclusive or _may_be_the_split(latest):
         return found
     if found.doubt.endswith(OTHER_TERMS) and latest.needs_forwards:
@@ -309,10 +323,13 @@ def _may_be_the_split(found: LossContract) -> bool:
     return found.coupling is Coupling.COUPLED or found.doubt.endswith(OF_THE_SPLIT)
 
 
-def _doubted(found: LossContract) -> LossContract:
+#: Why a guess is not believed.
+_ONE_SPLIT = "the number it divides by is hidden: its terms add up in one split of the samples, and not in another"
+
+
+def _doubted(found: LossContract, reason: str) -> LossContract:
     """A contract whose guesses a second split did not confirm."""
     terms = tuple(replace(each, how=How.PLAIN) if each.is_guess else each for each in found.terms)
-    reason = "the number it divides by is hidden: its terms add up in one split of the samples, and not in another"
     if all(each.how is How.PLAIN for each in terms):
         return replace(found, reduction=Reduction.PLAIN, items=None, terms=terms, doubt=reason, reason=reason)
     return replace(found, terms=terms, doubt=found.doubt or reason)

@@ -103,9 +103,9 @@ class WindowCheck:
         flags = []
         for place in [*self._seen][int(corrected) :]:
             seen = _stacked(self._seen[place], device)
-            # Terms of one weight have to divide by the same number, or it cannot correct them.
+            # Terms of one weight have to divide by the same number in every micro-batch.
             wanted = _stacked(next(iter(self._seen.values())) if corrected else self._predicted[place], device)
-            if self.is_corrected:
+            if self.is_corrected and not corrected:
                 seen, wanted = seen.sum(), wanted.sum()
             flags.append(((seen - wanted).abs() > 1e-6 * wanted.abs()).any())
         return torch.stack(flags).any() if flags else None
@@ -114,6 +114,11 @@ class WindowCheck:
 def _read(number: Number) -> Number:
     """A Python number, unless it is on a device, where reading waits."""
     return float(number) if on_host(number) else number
+
+
+def _is_nan(number: Number) -> bool:
+    """Whether a number is nan; False for one on a device, which is not read."""
+    return on_host(number) and math.isnan(float(number))
 
 
 def _differ(seen: Number, predicted: Number) -> bool:
@@ -228,8 +233,8 @@ def weigh(loss: Tensor, part: Part, counted: Counted, captured: Captured) -> Wei
         if found:
             weight = weighing.weight(place, spec, found)
             weights += [(term, weight, spec) for term in found]
-        elif spec.how is How.MEAN and not (spec.number or spec.as_stock or zero_weight):
-            predicted = counted.predicted(place, spec)
+        elif spec.how is How.MEAN and not (spec.number or spec.as_stock):
+            predicted = None if zero_weight else counted.predicted(place, spec)
             part.check.note(place, 0.0, 0.0 if predicted is None else predicted)
     if not weights:
         return _ready(loss, math.inf, normalizer)
@@ -391,6 +396,9 @@ class _Weighing:
             by_rule = items if spec.times == 1.0 else items * spec.times
         divisor = _product(term, spec.counts) if spec.counts else by_rule
         is_function = term.divides and spec.counts == (len(term.factors) - 1,)
+        if not is_function and term.divides and _is_nan(divisor) and not _is_nan(term.factors[-1].value):
+            # A weight that is itself a mean over no items; the term has items.
+            self.part.check.changed = f"{term.name} is weighted by a number that is nan in one of its micro-batches"
         if not is_function and isinstance(divisor, Tensor) and divisor.is_floating_point():
             # A divisor that is itself a mean over no items.
             divisor = divisor.nan_to_num(0.0)

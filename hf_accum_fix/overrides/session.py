@@ -16,7 +16,7 @@ from accelerate import PartialState
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.agreement import SyncedRanks
-from hf_accum_fix.accumulation.conclude import OWN_NUMBERS, Setting
+from hf_accum_fix.accumulation.conclude import Setting, own_number
 from hf_accum_fix.accumulation.contract import (
     NO_TARGET_SEEN,
     SHIFT_UNKNOWN,
@@ -337,7 +337,7 @@ class Session(Host):
         module: nn.Module = inside_ddp(trainer.model_wrapped) or trainer.model_wrapped
 
         def forward(inputs: Mapping[str, Any], number: Tensor | None) -> Tensor:
-            own = None if number is None else torch.tensor(OWN_NUMBERS[float(number)], device=number.device)
+            own = None if number is None else torch.tensor(own_number(float(number)), device=number.device)
             return self.loss_in_training(module, compute_loss, inputs, number, own)
 
         leave = (trainer.train_dataset, trainer.eval_dataset, trainer.data_collator)
