@@ -211,7 +211,8 @@ def _specs(
     if len({each.group for each in specs}) > 1 and any(each.seen[0].shares_learnt for each in tested):
         # No hook separates them.
         doubts.append("one learnt factor multiplies several of its terms, which need different weights")
-        specs = tuple(replace(each, how=How.PLAIN) for each in specs)
+        # A head's number is the mean over micro-batches; a custom loss gets the global batch's.
+        specs = tuple(replace(each, how=How.PLAIN, by_number=bool(each.number)) for each in specs)
     if not setting.apart and not alone:
         doubts.append("its micro-batches cannot be divided into samples, so coupled samples would not be detected")
     if adds is How.PLAIN:

@@ -440,7 +440,7 @@ class _Weighing:
         if self.counted.zero_weight and (counts is not None or spec.by_number or spec.how is How.SUM):
             return math.inf
         own, left = _product(term, spec.own), normalizer.remaining_divisor
-        if counts is None and spec.by_number and (spec.number or spec.as_stock):
+        if counts is None and spec.by_number:
             # Already divided by the items of the global batch; only the engine's mean over ranks follows.
             return left / normalizer.micro_batches / own
         if counts is None or (spec.as_stock and not spec.by_number):
