@@ -238,7 +238,11 @@ def weigh(loss: Tensor, part: Part, counted: Counted, captured: Captured) -> Wei
             part.check.note(place, 0.0, 0.0 if predicted is None else predicted)
     if not weights:
         return _ready(loss, math.inf, normalizer)
-    if contract.groups == 1 and not contract.added:
+    # A loss that keeps stock's scale as a whole needs no hooks, which cannot reach parameters.
+    as_stock = all(spec.as_stock for *_, spec in weights)
+    if (contract.groups == 1 and not contract.added) or (
+        as_stock and len({(weight, spec.by_number) for _, weight, spec in weights}) == 1
+    ):
         return _ready(loss, weights[0][1], normalizer, weights[0][2])
     part.check.plain_log = part.check.plain_log or captured.values is None
     return _hooked(loss, weights, None if part.check.plain_log else captured.values, normalizer, added=contract.added)

@@ -216,15 +216,20 @@ def _as_upstream(host: Host, counts: WindowCounts, differ: Sequence[tuple[LossSt
     Returns:
         Whether the window has to be counted again.
     """
-    for loss, by_rule in differ if counts.number is not None else ():
-        assert loss.contract is not None and counts.number is not None
-        chosen = loss.contract.counting(by_rule, float(counts.number))
+    several = "several rules fit its items and count a window differently"
+    for loss, by_rule in differ:
+        contract = loss.contract
+        assert contract is not None
+        chosen = None if counts.number is None else contract.counting(by_rule, float(counts.number))
         if chosen is not None:
             # A loss divides by the number that it gets: as stock's.
-            doubt = "several rules fit its items and count a window differently; upstream's is used"
+            doubt = f"{several}; upstream's is used"
             host.state.take(replace(chosen, doubt=chosen.doubt or doubt), loss)
             host.report_inexact(doubt)
             return True
+        if replace(contract, terms=tuple(each for each in contract.terms if each.number)).is_ambiguous(by_rule):
+            # What a custom loss divides by is what it is passed.
+            host.report_inexact(several)
     return False
 
 
