@@ -193,11 +193,13 @@ class Window:
             if host.readable and float(sums[2]):
                 host.report_inexact(f"{float(sums[2]):g} micro-batches on its ranks were skipped")
             sums = sums[:2]
+        # Where a rule counted nothing, the window was weighted by N = 1 (`mean_item_count`).
         if not host.readable:
-            return torch.where(sums[0] != 0, sums[1] / sums[0], torch.ones_like(sums[0])), []
+            one = torch.ones_like(sums[0])
+            return torch.where(sums[0] != 0, torch.where(sums[1] != 0, sums[1], one) / sums[0], one), []
         seen, predicted = sums.tolist()
-        times = predicted / seen if seen else 1.0
-        return None if abs(times - 1) <= 1e-12 else float(times), []
+        times = (predicted or 1.0) / seen if seen else 1.0
+        return None if abs(times - 1) <= 1e-12 else times, []
 
     def _differs(self, check: WindowCheck) -> Tensor | None:
         """Report counts other than predicted, without a correction; returns what to read later."""

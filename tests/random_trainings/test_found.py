@@ -45,6 +45,14 @@ EXACT = found("""
       mean-of-tokens-by-hand smoothing left alike 4x2 seed=51504
     the base's loss is nan in the first samples seen
       indexed super-by-steps left empty,ragged 2x4 seed=1524
+    a number that upstream does not hand over, by rules that agree at first
+      two-terms-sentence own-number-by-hand narrow-labels empty,whole,whole,empty 2x4 seed=44280 declares-false uneven
+    one half at two steps, over a number that upstream does not hand over
+      number-and-kind-uncertain super-and-teacher-by-number names alike,alike 4x2 seed=8772 declares-false
+    smoothed classes, as many as positions
+      class-weights-of-classes smoothing wide whole 2x4 seed=49528 declares-false uneven
+    smoothed classes, as many as positions, of a model that couples samples
+      in-batch-negatives smoothing wide alike 3x3 missing=4 seed=14203
 """)
 #: Exact, or said.
 FOUND = EXACT | found("""
@@ -54,6 +62,26 @@ FOUND = EXACT | found("""
       mean-of-texts teacher names rare 3x3 missing=4 seed=29057 declares-false
     labels masked after the window was fetched tell ways of counting apart
       mean-of-texts masked-in-step other-labels alike 3x3 missing=1 seed=22520
+    a term for each class, in micro-batches of one sample
+      class-by-class super-without-number other-labels ragged 1x8 missing=1 seed=25440 declares-false
+    tasks by rows, twice under dropout, in micro-batches of one sample
+      tasks r-drop wide alike,whole 1x8 missing=1 seed=2790 even loop
+    a learnt gate over a loss that divides by the number
+      number-and-kind-detached super-and-teacher-gated left rare,rare 4x2 missing=1 seed=31714
+    the greatest of two losses, one over a number larger than in training
+      number-and-kind-uncertain super-and-teacher-greatest no-mask ragged,whole,whole 8x1 seed=45611
+    a learnt loss divided by a constant that may be the steps
+      number-and-kind-uncertain super-by-kept-steps other-labels whole 2x4 seed=20935 uneven
+    a weight that is nan without a target
+      mean-and-kind-normalised super-and-teacher-stop-gradient wide ragged,rare 2x4 seed=14744 uneven loop
+    two terms counted by one rule, whose sums agree by chance
+      number-and-kind-later masked-in-step other-labels empty,alike,rare 3x3 missing=1 seed=11321
+    rules that disagree about the number of a custom loss, and none is upstream's
+      indexed own-number left empty,whole 2x4 seed=48663 uneven
+    a weight by values that adds up in texts of one length
+      number-and-kind-detached super-over-itself other-labels alike,whole 2x4 missing=1 seed=28330 declares-false loop
+    a rule of half the rows, which counts nothing in a micro-batch of one
+      number-and-kind-later masked-in-loss right whole,alike,ragged 1x8 missing=4 seed=51592 even
     weights that are one in the first window, beside a teacher
       weighted-elements teacher other-labels whole,rare,alike 2x4 missing=1 seed=59587
     weights that are one in the first window, beside a penalty
