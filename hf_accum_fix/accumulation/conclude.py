@@ -451,6 +451,9 @@ def _tested(
         return candidate.judged("" if not has_values or _adds_up(sums, tolerance) else _COUPLED, rules=rules)
     if spec.counts:
         rules, times = _rules_of(n, batches, ignored, named, known)
+        if whole.name.startswith("NllLoss") and spec.counts == (len(whole.factors) - 1,) and not is_near(times, 1.0):
+            # It divides by weights of classes, which are alike in this batch.
+            rules, times = (), 1.0
         if rules and all(is_padded(rule, batches[0]) for rule in rules) and not setting.alone:
             others, by_class = matching_rules(n, batches, (), known, given=True)
             if others:
@@ -467,7 +470,7 @@ def _tested(
             return candidate.doubted("it is a mean over elements of a sample, not over the samples")
         # Lists of targets divide by at least 1.
         listed = bool(rules) and rules[0].entry is not None
-        if not setting.apart or not (listed or is_near(n[0], n[1] + n[2], 1e-5)):
+        if not setting.apart or not (listed or is_near(n[0], n[1] + n[2], min(tolerance, 1e-5))):
             return candidate.doubted(f"a factor of {whole.name} {NO_COUNT}")
         if not whole.readable:
             return _unreadable(candidate, batches, ignored, tolerance)

@@ -266,7 +266,10 @@ def _note_number(terms: Sequence[Term], part: Part, counted: Counted) -> None:
     """Check the number of a loss that is not weighted: the only micro-batch of a global batch."""
     if part.contract.hides_number:
         part.check.changed = "it depends on num_items_in_batch in a way that cannot be read"
-    for place, (spec, found) in enumerate(_matched(terms, part.contract.terms) or ()):
+    matched = _matched(terms, part.contract.terms)
+    if matched is None and part.contract.by_number and part.contract.terms:
+        part.check.changed = "its loss has other terms than the observed one, which divides by num_items_in_batch"
+    for place, (spec, found) in enumerate(matched or ()):
         for term in found[:1] if spec.by_number and (spec.number or spec.counts) else ():
             by_rule = counted.items.get(spec.rules[0]) if spec.rules else None
             total = getattr(term.leaf, "_saved_total_weight", by_rule)
@@ -426,7 +429,7 @@ class _Weighing:
             if rule is not None:
                 items = torch.as_tensor(by_rule, device=self.loss.device)
                 # One item can have a loss of zero.
-                hidden, is_own = nothing & (items > 0), value is not None or self.alone
+                hidden, is_own = nothing & (items > 0), value is not None or (self.alone and not term.path.added)
                 nothing = (nothing & (items != 1)) if is_own else (items == 0) | (nothing & (items != 1))
             readable = on_host(hidden) and on_host(seen)
             unclear = readable and float(seen) == 1 and (bool(hidden) or (unknown and not bool(nothing)))

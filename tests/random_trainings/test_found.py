@@ -49,6 +49,10 @@ EXACT = found("""
       two-terms-sentence own-number-by-hand narrow-labels empty,whole,whole,empty 2x4 seed=44280 declares-false uneven
     one half at two steps, over a number that upstream does not hand over
       number-and-kind-uncertain super-and-teacher-by-number names alike,alike 4x2 seed=8772 declares-false
+    one labelled sample in the batch seen, under weights of classes
+      class-weights-of-classes teacher other-labels empty 4x2 missing=1 seed=53860 loop
+    a divisor of at least one, beside something without a gradient
+      hinge super-and-teacher-detached other-labels empty,empty,empty,alike 2x4 seed=26346 uneven loop
     smoothed classes, as many as positions
       class-weights-of-classes smoothing wide whole 2x4 seed=49528 declares-false uneven
     smoothed classes, as many as positions, of a model that couples samples
@@ -74,6 +78,10 @@ FOUND = EXACT | found("""
       number-and-kind-uncertain super-by-kept-steps other-labels whole 2x4 seed=20935 uneven
     a weight that is nan without a target
       mean-and-kind-normalised super-and-teacher-stop-gradient wide ragged,rare 2x4 seed=14744 uneven loop
+    a weight by values that adds up to 1e-5
+      mean-and-kind-stop-gradient teacher-by-torch narrow-labels alike,empty 1x8 seed=1613 even loop
+    new terms in an uncut window over upstream's number
+      number-and-kind-later masked-in-loss wide rare,rare,ragged,alike 8x1 seed=55528 even
     two terms counted by one rule, whose sums agree by chance
       number-and-kind-later masked-in-step other-labels empty,alike,rare 3x3 missing=1 seed=11321
     rules that disagree about the number of a custom loss, and none is upstream's
