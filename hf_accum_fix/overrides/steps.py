@@ -253,7 +253,7 @@ class MicroBatch:
         asks = given is not None if contract.custom else contract.hands_number
         passed = number if asks or session.func is not None else None
         loss, outputs = session.unscaled_loss(model, inputs, passed)
-        if contract.hides_number and not contract.custom and session.data_ranks > 1 and averages_tokens(trainer):
+        if contract.hides_number and passed is not None and session.data_ranks > 1 and averages_tokens(trainer):
             # As upstream does before the engine's mean over ranks.
             loss = loss * session.data_ranks
         if loss.requires_grad or contract.items is None:
