@@ -69,7 +69,8 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     if counted is not None and first.terms[0].rules and items in first.terms[0].rules:
         items = counted
     takes = next((each.takes_world_size for each in pool if each.takes_world_size is not None), None)
-    return replace(first, terms=terms, items=items, doubt=doubt, takes_world_size=takes)
+    shift = next((each.shift for each in pool if each.shift is not None), None)
+    return replace(first, terms=terms, items=items, doubt=doubt, takes_world_size=takes, shift=shift)
 
 
 def _are_one_loss(one: LossContract, other: LossContract) -> bool:

@@ -108,7 +108,7 @@ class LossContract:
             micro-batches; 0.0: there is none.
         router_z_coefficient: the same for the ``z_loss``.
         terms: how each term of the loss is reduced; empty: the loss was not read, and is weighted by ``items``.
-        shift: the loss drops position 0 of its labels; None: unknown.
+        shift: the loss drops position 0 of its labels, or the model's would, where labels are smoothed; None: unknown.
         inside: means of stacked numbers are several terms, not rows.
         added: something without a gradient is added to its terms.
         deep: its sums contain factors.

@@ -274,6 +274,8 @@ class Session(Host):
 
     def settled(self, contract: LossContract, micro_batches: int) -> None:
         trainer, first = self.trainer, self.state.first
+        # A rank without targets cannot see it.
+        self.shift = contract.shift if self.shift is None else self.shift
         if first.is_settled and self.options.balance_windows and (reason := unfit(contract)) is not None:
             raise UnsupportedSetupError(
                 f"balance_windows: got {self.head}: {reason}; length-balancing would change its loss; expected a mean "
@@ -327,8 +329,8 @@ class Session(Host):
         if custom and scales_itself(trainer) and found.reduction in (Reduction.MEAN, Reduction.SUM):
             reason = "the trainer declares that it scales the loss itself"
             return replace(found, reduction=Reduction.PLAIN, items=None, terms=(), doubt=reason, reason=reason)
-        if trainer.label_smoother is not None and not setting.func and self.shift is None:
-            found = replace(found, doubt=found.doubt or SHIFT_UNKNOWN)
+        if trainer.label_smoother is not None and not setting.func:
+            found = replace(found, shift=self.shift, doubt=found.doubt or SHIFT_UNKNOWN * (self.shift is None))
         return found.by_rule() if is_compiled(module) else found
 
     @contextmanager

@@ -221,6 +221,10 @@ FOUND_ON_TWO = found("""
       weights-over-samples models-own-by-steps right whole,rare,ragged 4x1 seed=54794 even
     a coefficient of one half times two ranks, over the number
       number-in-float32 super-and-teacher-by-number left alike,empty,whole,alike 2x3 seed=49856
+    the greatest of two losses, one over a number that stock multiplies by the ranks
+      number-and-kind-detached super-and-teacher-greatest no-mask empty,alike,whole 2x3 seed=49125 even
+    smoothing, and a rank whose first window has no target
+      mean-and-kind-zero-first smoothing right empty,alike,alike 4x1 seed=32030
     a target that only unshifted labels have
       number-of-tokens own-by-hand left rare 1x4 seed=62136
 """)
