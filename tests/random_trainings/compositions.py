@@ -31,7 +31,7 @@ FLOOR, FLOOR32 = 1e-9, 5e-6
 #: Warnings that say nothing of exactness.
 BESIDE = ("no target", "the loss is a sum, so it grows")
 #: What stock raises: it multiplies in place a loss whose backward needs it.
-RAISED_BY_STOCK = ("modified by an inplace operation",)
+RAISED_BY_STOCK = ("modified by an inplace operation", "marked as ready twice")
 #: Overrides whose labels are not those that were fetched.
 MASKED_LATER = ("masked-in-step", "masked-in-place")
 #: So many times stock's error is worse, also where it is said; less is chance where samples are coupled.
