@@ -53,6 +53,7 @@ from hf_accum_fix.overrides.live import (
     data_ranks,
     declares_scale,
     hands_number,
+    is_custom,
     names,
     own_step,
     scales_itself,
@@ -352,12 +353,11 @@ class Session(Host):
         trainer, custom, passes = self.trainer, compute_loss is not None, self.passes_number
         func = self.func is not None
         required = func or (passes and requires_number(module))
+        # Where nothing is counted, training passes None.
+        counts = number is not None or is_custom(trainer, "get_batch_samples") or not trainer.is_in_train
         return Setting(
             hands_number=required or (custom and passes),
-            # Where upstream counts nothing, training passes it None.
-            hands_own=compute_loss is not None
-            and hands_number(compute_loss)
-            and (number is not None or not trainer.is_in_train),
+            hands_own=compute_loss is not None and hands_number(compute_loss) and counts,
             only_shows=not (custom or required) and passes,
             custom=custom,
             func=func,
