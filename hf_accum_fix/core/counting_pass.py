@@ -72,10 +72,8 @@ def _counted(part: Part) -> list[int]:
 
 
 def _divisors(run: LossRun, batch: Any, part: Part) -> dict[int, Any]:
-    """What the terms of one micro-batch divide by, as `weigh` reads it where no rule says how many items they have."""
-    places = _counted(part)
-    terms = (replace(each, rules=()) if place in places else each for place, each in enumerate(part.contract.terms))
-    contract = replace(part.contract, terms=tuple(terms))
+    """What the terms of one micro-batch divide by, as `weigh` reads it."""
+    contract = part.contract
     normalizer, check = replace(part.normalizer, is_corrected=True), WindowCheck(contract)
     takes_number = contract.hands_number or contract.hides_number or any(map(contract.gets_number, contract.terms))
     number = NUMBERS[0] if takes_number else None

@@ -51,6 +51,10 @@ EXACT = found("""
       number-and-kind-uncertain super-and-teacher-by-number names alike,alike 4x2 seed=8772 declares-false
     one labelled sample in the batch seen, under weights of classes
       class-weights-of-classes teacher other-labels empty 4x2 missing=1 seed=53860 loop
+    samples whose loss is zero, in micro-batches of one, where two rules differ
+      hinge squares wide rare,empty,whole,rare 1x8 seed=19689 declares-false
+    the same in a loop
+      hinge teacher names whole,empty 2x4 missing=1 seed=45946 declares-false loop
     a divisor of at least one, beside something without a gradient
       hinge super-and-teacher-detached other-labels empty,empty,empty,alike 2x4 seed=26346 uneven loop
     smoothed classes, as many as positions
