@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Reduction
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.core.contracts import remarks, settle
+from hf_accum_fix.core.count import WindowCounts
 from hf_accum_fix.core.state import ATTEMPTS
+from hf_accum_fix.core.window import Window
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.loop import LoopHost
 from hf_accum_fix.options import Options
@@ -48,6 +51,20 @@ def settled_in(host: Told, window: Sequence[Any], seen: LossContract | None) -> 
     settle(host, window)
     assert host.contract is not None
     return host.contract
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "again"), [("cpu", 1, True), ("cpu", 2, True), ("meta", 1, True), ("meta", 2, False)]
+)
+def test_a_loss_that_may_change_is_observed_again_where_all_ranks_hear_of_it(
+    device: str, ranks: int, again: bool
+) -> None:
+    """The collective by which they would is read on the CPU only."""
+    host = Told()
+    settled_in(host, [BATCH, BATCH], replace(MEAN, unseen=True))
+    host.world_size, host.device = ranks, torch.device(device)
+    Window(host, [], WindowCounts()).close(nn.Linear(1, 1))
+    assert host.state.reconsiders is again
 
 
 def test_a_window_that_shows_nothing_leaves_an_open_contract() -> None:

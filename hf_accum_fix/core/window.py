@@ -138,7 +138,9 @@ class Window:
         """
         host, state, self.ended = self.host, self.host.state, True
         host.gradient.finish()
-        if any(each.may_change for each in state.contracts):
+        # Other ranks learn of it by the next window's collective, which is read on the CPU only.
+        is_heard = host.device.type == "cpu" or host.world_size == 1
+        if is_heard and any(each.may_change for each in state.contracts):
             state.reconsider()
         checks = self._checks()
         # Another rank may have a loss that is corrected, which every rank has to join.
@@ -160,7 +162,7 @@ class Window:
         if flags:
             unread = torch.stack(flags).any().long()
             state.unread = unread if state.unread is None else state.unread + unread
-        if changed and state.tasks:
+        if changed and is_heard and state.tasks:
             state.reconsider()
         if times is not None:
             scale_gradients(model, times)
