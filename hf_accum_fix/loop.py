@@ -49,7 +49,7 @@ from hf_accum_fix.core.contracts import remarks
 from hf_accum_fix.core.host import Host
 from hf_accum_fix.core.window import Window, open_window
 from hf_accum_fix.data.duplicates import WithoutDuplicates
-from hf_accum_fix.engines.engine import inputs_are_rounded, reduced_in, reducing, waits_every_micro_batch
+from hf_accum_fix.engines.engine import reduced_in, reducing, waits_every_micro_batch
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, options_from, shows_options
@@ -148,8 +148,8 @@ class LoopHost(Host):
         self.passes_number = wants_number(bare)
         required = self.passes_number and requires_number(bare)
         setting = Setting(
+            handed="all" if required else "last" if self.passes_number else "none",
             hands_number=required,
-            only_shows=self.passes_number and not required,
             steps=self.steps,
             world_size=self.world_size,
             rounded=products_are_rounded(module) or getattr(self.accelerator, "mixed_precision", "no") != "no",
@@ -190,8 +190,7 @@ class LoopHost(Host):
 
         def forward(inputs: Batch) -> Tensor:
             assert model is not None and contract is not None
-            number = contract.as_number(torch.ones((), dtype=count_dtype(self.device), device=self.device))
-            return self._loss(inside_ddp(model) or model, inputs, number)
+            return self._loss(inside_ddp(model) or model, inputs, torch.ones((), device=self.device))
 
         yield forward, model
 
@@ -279,8 +278,7 @@ class AccumulationWindow:
         contract, normalizer = part.contract, part.normalizer
         with host.router.micro_batch(max(self._begun - 1, 0)):
             if not contract.is_read:
-                forward, rounded = partial(host.forward, model), inputs_are_rounded(host.accelerator)
-                loss, _ = run_by_rule(contract, batch, window.count_of(batch), normalizer, forward, rounded=rounded)
+                loss, _ = run_by_rule(contract, batch, window.count_of(batch), normalizer, partial(host.forward, model))
                 return self._added(window.average(loss))
             with capture(contract, host.bare(model)) as captured:
                 loss, _ = host.forward(model, batch, normalizer.number if contract.hands_number else None)
@@ -309,8 +307,7 @@ class AccumulationWindow:
                 "contract; until then it gets the plain mean over micro-batches, and is not exact",
             )
             return self._added(window.average(loss))
-        rounded = inputs_are_rounded(self._host.accelerator)
-        scale = scale_of(contract, batch, items, part.normalizer, own_loss=True, rounded=rounded)
+        scale = scale_of(contract, batch, items, part.normalizer, own_loss=True)
         return self._added(window.average(scale.apply(loss)))
 
     @property

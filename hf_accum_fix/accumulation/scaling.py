@@ -20,7 +20,8 @@ class Normalizer:
 
     Attributes:
         mean: n_mean, 0-dim.
-        number: n_mean in the dtype in which it is passed to the loss.
+        number: num_items_in_batch for a loss that cannot do without: N / W, rounded up; a loss that divides by it is
+            multiplied by number / n_mean.
         micro_batches: G, of this rank's window; 1 where it has none.
         is_corrected: the gradient is corrected at the end of the window; else a mean is weighted by its rule's items.
         engine_divisor: the number that the engine divides a loss by.
@@ -64,7 +65,7 @@ class Normalizer:
             rule: contract.as_number(mean if left == 1 else mean * left)
             for rule, mean in zip(contract.rules, means, strict=len(means) > 1)
         }
-        number = contract.as_number(means[0])
+        number = (means[0] * steps).ceil().long() if contract.hands_number else means[0]
         return cls(means[0], number, steps, world_size, is_corrected, engine_divisor, by_rule, fraction)
 
     def counted(self, contract: LossContract, totals: Mapping[int, Tensor]) -> Normalizer:
@@ -106,30 +107,26 @@ def scale_of(
     normalizer: Normalizer,
     *,
     own_loss: bool = False,
-    rounded: bool = False,
 ) -> LossScale:
     """How to run a micro-batch of n ``items``; the scaled loss of a `ZeroWeightBatch` is zero, but for router terms.
 
     ``own_loss``: a compute_loss_func, which may return a constant without a graph where it finds no target, so it gets
-    one; ``rounded``: the engine rounds floating-point inputs to 16 bits, so the number is passed as an integer.
+    one, and n_mean as the number.
     """
     if isinstance(inputs, ZeroWeightBatch):
-        counted = scale_of(contract, dict(inputs), items, normalizer, own_loss=own_loss, rounded=rounded)
+        counted = scale_of(contract, dict(inputs), items, normalizer, own_loss=own_loss)
         return replace(counted, ratio=0.0)
     mean, number = normalizer.mean, normalizer.number
-    if contract.reduction is Reduction.NUMBER and not own_loss:
-        return LossScale(inputs, mean.ceil().long(), mean.ceil() / mean) if rounded else LossScale(inputs, number, None)
+    if contract.by_number and not own_loss:
+        return LossScale(inputs, number, number / mean)
     if contract.reduction is Reduction.PLAIN:
         return LossScale(inputs, number if contract.items else None, None)
     if contract.reduction is Reduction.SUM:
         return LossScale(inputs, number, normalizer.micro_batches * normalizer.world_size)
-    if contract.reduction is Reduction.INTEGER:
-        whole = mean.ceil()
-        return LossScale(inputs, contract.as_number(whole), whole / mean)
     assert contract.items is not None
     items = (contract.items.count(inputs) if items is None else items).to(mean.device)
     ratio = (items > 0) * 1.0 if contract.by_number else contract.items.divisor(items) / mean
-    return LossScale(contract.items.with_target(inputs, items), number, ratio)
+    return LossScale(contract.items.with_target(inputs, items), contract.as_number(mean), ratio)
 
 
 def run_by_rule(
@@ -138,13 +135,14 @@ def run_by_rule(
     items: Tensor | None,
     normalizer: Normalizer,
     run: Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]],
-    **of_scale: bool,
+    *,
+    own_loss: bool = False,
 ) -> tuple[Tensor, Any]:
     """Run a micro-batch whose loss is not read (a contract given, compiled code), and scale the loss by its rule.
 
     ``run`` is its forward, (inputs, number or None) -> (loss, outputs); the other arguments are those of `scale_of`.
     """
-    scale = scale_of(contract, inputs, items, normalizer, **of_scale)
+    scale = scale_of(contract, inputs, items, normalizer, own_loss=own_loss)
     loss, outputs = run(scale.inputs, scale.number)
     router = contract.weighted_router_loss(outputs) if scale.ratio is not None else None
     return scale.apply(loss, None if router is None else router.to(loss.device)), outputs

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_accum_fix.accumulation.agreement import agree
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, Coupling, LossContract, Reduction
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, LossContract, Reduction
 from hf_accum_fix.accumulation.observe import out_of_memory
 from hf_accum_fix.accumulation.per_sample import by_sample
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
@@ -97,8 +97,9 @@ def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -
         found = by_sample(found)
     if loss.contract is not None and found.reason == NO_TARGET_SEEN:
         return
-    # Several ranks correct a window only after one has found a difference.
-    found = replace(found, is_corrected=host.world_size == 1 or not host.readable)
+    if host.world_size == 1 or not host.readable:
+        # Several ranks correct a window only after one has found a difference.
+        found = found.with_one_rule()
     if loss.contract is not None and loss.contract.conclusive and not loss.contract.exact:
         # Earlier windows were trained by the old contract.
         before = state.opened - 1
@@ -203,9 +204,13 @@ def remarks(
     if found.reduction is Reduction.SUM:
         yield "sum", f"{head}: the loss is a sum, so it grows with the global batch."
     if found.reduction is Reduction.PLAIN:
-        coupled = found.coupling is Coupling.COUPLED
-        advice = " Use micro-batches of more than one sample." if coupled else ""
-        yield "inexact", f"{head}: {found.reason}. It {outcome}: {found.coupling.value}.{advice}"
+        why = "it is unknown whether the split changes it."
+        if found.coupled:
+            why = (
+                "the samples of a micro-batch are coupled, so the loss depends on the split. Use micro-batches of more "
+                "than one sample."
+            )
+        yield "inexact", f"{head}: {found.reason}. It {outcome}: {why}"
     elif found.doubt:
         yield "inexact", f"{head}: {found.doubt}. It is reported as not exact."
     elif not found.conclusive:

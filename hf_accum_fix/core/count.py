@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -17,7 +17,7 @@ from hf_accum_fix.accumulation.weigh import Part, WindowCheck
 from hf_accum_fix.accumulation.window import Counts, Items, count_by_rules, count_dtype
 from hf_accum_fix.core.counting_pass import count_by_forwards
 from hf_accum_fix.core.host import Host
-from hf_accum_fix.core.state import LossState, TrainingState
+from hf_accum_fix.core.state import TrainingState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import engine_divisor, is_deepspeed
 from hf_accum_fix.router.router_loss import Convention, Form, one_form
@@ -77,10 +77,6 @@ def count_window(
         _note_differs(state)
     state.unreported = False
     settled = bool(state.tasks) and not state.asks
-    # Reading would wait for another device.
-    differ = _disagreeing(state, counts) if settled and host.device.type == "cpu" else []
-    if _as_upstream(host, counts, differ):
-        return count_window(host, batches, number, error, routing)
     if not state.tasks:
         _check_given(host, batches)
     if new and not state.asks:
@@ -90,7 +86,9 @@ def count_window(
         state.note_inexact()
     _set_parts(host, contracts, counts, len(batches))
     if settled and not counts.parts[0].normalizer.is_whole:
-        _count_by_forwards(host, counts, batches, differ=bool(differ))
+        # Reading would wait for another device.
+        differ = host.device.type == "cpu" and _differ(state, counts)
+        _count_by_forwards(host, counts, batches, differ=differ)
     if summed_routing is not None:
         host.router.settle(summed_routing, max(len(batches), 1), host.data_ranks)
     return counts
@@ -198,39 +196,17 @@ def _note_differs(state: TrainingState) -> None:
         loss.counts_by_forwards = loss.counts_by_forwards or not one
 
 
-def _disagreeing(state: TrainingState, counts: WindowCounts) -> list[tuple[LossState, dict[Items, float]]]:
-    """The losses that several rules fit which count this window differently, and N by each rule; read at once."""
-    found = []
-    for loss, totals in zip([each for each in state.losses if each.contract], counts.totals, strict=True):
-        contract = loss.contract
-        if contract is not None and contract.has_rules_to_compare:
-            by_rule = dict(zip(contract.rules, torch.stack(totals).tolist(), strict=True))
-            if contract.is_ambiguous(by_rule):
-                found.append((loss, by_rule))
-    return found
-
-
-def _as_upstream(host: Host, counts: WindowCounts, differ: Sequence[tuple[LossState, dict[Items, float]]]) -> bool:
-    """Choose the rules that count as upstream does, where the rules of a loss over that number disagree.
-
-    Returns:
-        Whether the window has to be counted again.
-    """
-    several = "several rules fit its items and count a window differently"
-    for loss, by_rule in differ:
-        contract = loss.contract
-        assert contract is not None
-        chosen = None if counts.number is None else contract.counting(by_rule, float(counts.number))
-        if chosen is not None:
-            # A loss divides by the number that it gets: as stock's.
-            doubt = f"{several}; upstream's is used"
-            host.state.take(replace(chosen, doubt=chosen.doubt or doubt), loss)
-            host.report_inexact(doubt)
+def _differ(state: TrainingState, counts: WindowCounts) -> bool:
+    """Whether several rules fit a term of some loss, and count this window differently; reads the counts."""
+    for contract, totals in zip(state.contracts, counts.totals, strict=True):
+        if len(contract.rules) > 1 and contract.is_ambiguous(_by_rule(contract, totals)):
             return True
-        if replace(contract, terms=tuple(each for each in contract.terms if each.number)).is_ambiguous(by_rule):
-            # What a custom loss divides by is what it is passed.
-            host.report_inexact(several)
     return False
+
+
+def _by_rule(contract: LossContract, totals: Sequence[Tensor]) -> dict[Items, float]:
+    """N by each rule; reads the counts."""
+    return dict(zip(contract.rules, torch.stack([*totals]).tolist(), strict=True))
 
 
 def _count_by_forwards(host: Host, counts: WindowCounts, batches: Sequence[Any], *, differ: bool) -> None:
@@ -244,9 +220,9 @@ def _count_by_forwards(host: Host, counts: WindowCounts, batches: Sequence[Any],
     parts, counts.parts = counts.parts, []
     counted = count_by_forwards(host, batches, parts, counts.each or [{} for _ in batches])
     for (loss, contract), part, totals, by_place in zip(losses, parts, counts.totals, counted, strict=True):
-        if host.readable and contract.has_rules_to_compare:
-            by_rule = dict(zip(contract.rules, torch.stack(totals).tolist(), strict=True))
-            contract = loss.contract = contract.fitting(by_rule, {at: float(each) for at, each in by_place.items()})
+        if host.readable and len(contract.rules) > 1:
+            counted_by = {at: float(each) for at, each in by_place.items()}
+            contract = loss.contract = contract.fitting(_by_rule(contract, totals), counted_by)
         normalizer = part.normalizer.counted(contract, by_place)
         counts.parts.append(Part(contract, normalizer, WindowCheck(contract, counts.corrects)))
 

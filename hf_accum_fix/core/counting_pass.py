@@ -64,18 +64,14 @@ def _preserved(run: LossRun) -> AbstractContextManager[Preserved]:
 def _counted(part: Part) -> list[int]:
     """The places of the terms that are means over their own items."""
     contract = part.contract
-    return [
-        place
-        for place, each in enumerate(contract.terms)
-        if each.how is How.MEAN and not (each.number or contract.gets_number(each))
-    ]
+    return [place for place, each in enumerate(contract.terms) if each.how is How.MEAN]
 
 
 def _divisors(run: LossRun, batch: Any, part: Part) -> dict[int, Any]:
     """What the terms of one micro-batch divide by, as `weigh` reads it."""
     contract = part.contract
     normalizer, check = replace(part.normalizer, is_corrected=True), WindowCheck(contract)
-    takes_number = contract.hands_number or contract.hides_number or any(map(contract.gets_number, contract.terms))
+    takes_number = contract.hands_number or contract.hides_number or contract.by_number
     number = NUMBERS[0] if takes_number else None
     zero_weight = isinstance(batch, ZeroWeightBatch)
 

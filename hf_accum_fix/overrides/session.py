@@ -16,7 +16,7 @@ from accelerate import PartialState
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.agreement import SyncedRanks
-from hf_accum_fix.accumulation.conclude import Setting, own_number
+from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import (
     NO_TARGET_SEEN,
     SHIFT_UNKNOWN,
@@ -93,6 +93,7 @@ class Session(Host):
         own_step: see `live.own_step`; None: the base's step runs micro-batches.
         refused: an error of ours in a micro-batch, which a custom training_step may have caught.
         loss_log: the logged loss; None: upstream filters nothing.
+        requires_number: the model or the compute_loss_func cannot do without num_items_in_batch.
         first_divisor: what the first micro-batch of the training divided by, the mean over ranks, 0-dim; None: unknown.
     """
 
@@ -107,6 +108,7 @@ class Session(Host):
     refused: AccumFixError | None = None
     loss_log: LossLog | None = None
     first_divisor: Tensor | None = None
+    requires_number: bool = False
 
     def __init__(self, trainer: TrainerLike, options: Options) -> None:
         super().__init__(options)
@@ -232,22 +234,20 @@ class Session(Host):
         compute_loss: Callable[..., Any] | None,
         inputs: Mapping[str, Any],
         number: Tensor | None,
-        own: Tensor | None,
     ) -> Tensor:
-        """The loss of one micro-batch as in training; ``own``: the number that a custom ``compute_loss`` gets."""
+        """The loss of one micro-batch as in training; ``number``: num_items_in_batch, None: none is passed."""
         trainer, by_itself = self.trainer, self.own_step is not None
 
         def base(model: nn.Module, inputs: Mapping[str, Any], given: Any) -> tuple[Tensor, Any]:
-            # A ``compute_loss`` that passes on no number gets none.
-            asks = given is not None or self.func is not None
-            return self.unscaled_loss(model, inputs, number if asks else None)
+            # Without a number a model returns its own mean.
+            return self.unscaled_loss(model, inputs, number if self.requires_number else None)
 
         # A custom training_step prepares them itself.
         inputs = inputs if by_itself else trainer._prepare_inputs(inputs)
         with nullcontext() if by_itself else trainer.compute_loss_context_manager():
             if compute_loss is None:
                 return self.unscaled_loss(module, inputs, number)[0]
-            given = {"num_items_in_batch": own} if hands_number(compute_loss) else {}
+            given = {"num_items_in_batch": number} if hands_number(compute_loss) else {}
             with overridden(self, "running", SimpleNamespace(base_loss=base)):
                 result = compute_loss(module, inputs, **given)
         return result[0] if isinstance(result, tuple) else result  # type: ignore[no-any-return]
@@ -263,6 +263,7 @@ class Session(Host):
             return
         state.first.contract, state.first.attempts, self.observed_for = None, 0, computed_by
         self.passes_number = accepts and takes_number(trainer.model_wrapped)
+        self.requires_number = self.func is not None or (self.passes_number and requires_number(trainer.model_wrapped))
         state.corrects, self.router.form = False, None
         if given is not None and given.by_number and not self.passes_number and self.func is None:
             raise ContractError(
@@ -340,8 +341,7 @@ class Session(Host):
         module: nn.Module = inside_ddp(trainer.model_wrapped) or trainer.model_wrapped
 
         def forward(inputs: Mapping[str, Any], number: Tensor | None) -> Tensor:
-            own = None if number is None else torch.tensor(own_number(float(number)), device=number.device)
-            return self.loss_in_training(module, compute_loss, inputs, number, own)
+            return self.loss_in_training(module, compute_loss, inputs, number)
 
         leave = (trainer.train_dataset, trainer.eval_dataset, trainer.data_collator)
         head, more_steps = self.bare(), self._more_steps
@@ -351,16 +351,14 @@ class Session(Host):
     def _setting(self, module: nn.Module, compute_loss: Callable[..., Any] | None, number: Any) -> Setting:
         """Facts about the training that are known beforehand."""
         trainer, custom, passes = self.trainer, compute_loss is not None, self.passes_number
-        func = self.func is not None
-        required = func or (passes and requires_number(module))
         # Where nothing is counted, training passes None.
         counts = number is not None or is_custom(trainer, "get_batch_samples") or not trainer.is_in_train
+        handed = compute_loss is not None and hands_number(compute_loss) and counts
         return Setting(
-            hands_number=required or (custom and passes),
-            hands_own=compute_loss is not None and hands_number(compute_loss) and counts,
-            only_shows=not (custom or required) and passes,
+            handed="all" if handed or self.requires_number else "last" if passes and not custom else "none",
+            hands_number=self.requires_number,
             custom=custom,
-            func=func,
+            func=self.func is not None,
             multiplies=averages_tokens(trainer),
             has_stock=True,
             steps=self.steps,
@@ -399,7 +397,7 @@ class Session(Host):
         leave = (trainer.train_dataset, trainer.eval_dataset, trainer.data_collator)
         kept = nullcontext() if compute_loss is None else python_state_kept(trainer, leave=leave)
         with kept, self._window_of(batches):
-            yield lambda inputs: self.loss_in_training(module, compute_loss, inputs, number, number), module
+            yield lambda inputs: self.loss_in_training(module, compute_loss, inputs, number), module
 
     @contextmanager
     def _window_of(self, batches: Sequence[Any]) -> Iterator[None]:

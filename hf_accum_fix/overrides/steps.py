@@ -23,7 +23,7 @@ from hf_accum_fix.accumulation.window import ZeroWeightBatch, count_dtype
 from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
-from hf_accum_fix.engines.engine import engine_divisor, inputs_are_rounded, reduced_in, set_last_micro_batch
+from hf_accum_fix.engines.engine import engine_divisor, reduced_in, set_last_micro_batch
 from hf_accum_fix.errors import AccumFixError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.live import (
@@ -244,14 +244,10 @@ class MicroBatch:
                 normalizer,
                 lambda inputs, number: session.unscaled_loss(model, inputs, number),
                 own_loss=session.func is not None,
-                rounded=inputs_are_rounded(session.accelerator),
             )
-        number = normalizer.number.ceil() if contract.reduction is Reduction.INTEGER else normalizer.number
-        as_given = normalizer.is_whole and (not contract.by_number or counts_itself(trainer))
-        if given is not None and (as_given or contract.hides_number):
-            number = given
-        asks = given is not None if contract.custom else contract.hands_number
-        passed = number if asks or session.func is not None else None
+        number = normalizer.number if contract.hands_number else None
+        as_stock = contract.hides_number or (normalizer.is_whole and (contract.custom or counts_itself(trainer)))
+        passed = given if as_stock and given is not None else number
         loss, outputs = session.unscaled_loss(model, inputs, passed)
         if contract.hides_number and passed is not None and session.data_ranks > 1 and averages_tokens(trainer):
             # As upstream does before the engine's mean over ranks.
@@ -331,10 +327,9 @@ class MicroBatch:
                 f"{type(session.trainer).__name__} passes two losses of one micro-batch to accelerator.backward; "
                 "the step is reported as not exact",
             )
-        steps, keeps_scale = len(window.batches), weighed.as_stock is not None
+        steps, keeps_scale = len(window.batches), weighed.keeps_scale
         is_news = window.done == 0 and not session.state.recorded
         stock = _factor_over(loss, self._node) if is_news or keeps_scale else 1.0
-        # Some terms may keep the stock Trainer's scale.
         scaled, self.reported = weighed.scaled(stock, steps) if keeps_scale else (weighed.loss, weighed.value)
         if is_news:
             _announce(session, window, self.part, stock * steps)

@@ -65,11 +65,14 @@ def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> An
         return total.long() if upstream_counts and contract.items is not None else upstream_number
     if not contract.depends_on_number or (part.normalizer.is_whole and upstream_counts):
         return upstream_number
+    summed = window.counts.number
+    if summed is None:
+        return upstream_number
     # A custom loss may multiply by W; if that is unknown, assume it where tokens are averaged across devices.
     multiplies = contract.takes_world_size
     if multiplies is None:
         multiplies = averages_tokens(trainer)
-    return total.long() if multiplies else total / part.normalizer.world_size
+    return summed.long() if multiplies else summed / part.normalizer.world_size
 
 
 @contextmanager
