@@ -103,8 +103,7 @@ class LossContract:
         hands_number: the model or the compute_loss_func gets num_items_in_batch; else it returns its own mean.
         dtype: of the loss, in which its weights are computed.
         coupled: the loss of a batch is no weighted mean over its parts.
-        keeps_scale: the whole loss keeps the stock Trainer's scale, since its own cannot be known.
-        hides_number: so does one that depends on num_items_in_batch in a way that cannot be read.
+        keeps_scale: the whole loss keeps the stock Trainer's scale, and gets its number, since its own cannot be known.
         takes_world_size: a custom loss that divides by the number multiplies by the number of ranks; None: unknown.
         by_divisor: it was not observed, and each micro-batch is weighted by what it divides by.
         doubt: why it is reported as not exact, although it is weighted; empty: it is exact.
@@ -129,7 +128,6 @@ class LossContract:
     dtype: torch.dtype = torch.float32
     coupled: bool = False
     keeps_scale: bool = False
-    hides_number: bool = False
     takes_world_size: bool | None = None
     by_divisor: bool = False
     doubt: str = ""
@@ -179,10 +177,10 @@ class LossContract:
         return replace(self, terms=())
 
     def with_one_rule(self) -> LossContract:
-        """With one rule for each term: enough for a loss of one count, which is corrected at the end of a window."""
-        if self.groups > 1:
+        """With the first rule of a loss of one term: enough where it is corrected at the end of a window."""
+        if len(self.terms) != 1:
             return self
-        return replace(self, terms=tuple(replace(each, rules=each.rules[:1]) for each in self.terms))
+        return replace(self, terms=(replace(self.terms[0], rules=self.terms[0].rules[:1]),))
 
     @property
     def rules(self) -> tuple[Items, ...]:
@@ -248,7 +246,7 @@ class LossContract:
     @property
     def depends_on_number(self) -> bool:
         """Whether the loss depends on num_items_in_batch in any way."""
-        return self.by_number or self.hides_number
+        return self.by_number or self.keeps_scale
 
     @property
     def exact(self) -> bool:

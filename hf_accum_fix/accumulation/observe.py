@@ -220,8 +220,7 @@ class _Observation:
         if not (unread and self.moves and self.setting.has_stock) or self.divides:
             return found
         doubt = "it depends on num_items_in_batch in a way that cannot be read"
-        hands = found.hands_number or self.setting.handed == "last"
-        return replace(found, keeps_scale=True, hides_number=True, hands_number=hands, doubt=doubt, reason=doubt)
+        return replace(found, keeps_scale=True, doubt=doubt, reason=doubt)
 
     def _run(self, batch: Mapping[str, Any], number: int | None, within: Any = nullcontext, seed: int = 0) -> Reading:
         listed = any(next(listed_targets(each), None) is not None for each in self.window)

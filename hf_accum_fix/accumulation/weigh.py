@@ -211,21 +211,22 @@ def weigh(loss: Tensor, part: Part, counted: Counted, captured: Captured) -> Wei
     left = normalizer.remaining_divisor
     if normalizer.is_whole and not zero_weight and not any(each.own for each in contract.terms):
         return _ready(loss, left, normalizer)
+    if contract.keeps_scale:
+        return _ready(loss, math.inf if zero_weight else left, normalizer, keeps_scale=True)
     terms = without_nothing(read(loss, captured.routers, inside=contract.inside, deep=contract.deep))
     matched = _matched(terms, contract.terms)
     if matched is None and terms and all(term.is_nothing for term in terms):
         # As in `logits.sum() * 0`, where there is no target.
         matched = [(spec, []) for spec in contract.terms]
-    if zero_weight and (matched is None or contract.keeps_scale):
+    if matched is None and zero_weight:
         return _ready(loss, math.inf, normalizer)
     if matched is None:
         names = sorted({each.name for each in terms}) or ["none with a gradient"]
         part.check.other_terms = tuple(each.shape for each in terms)
         part.check.changed = f"its loss has other terms than the observed one: {', '.join(names)}"
-    # A trainer that scales its loss itself still does.
-    scales = any(each.own or (each.how is How.NUMBER and not contract.hands_number) for each in contract.terms)
-    if matched is None or contract.keeps_scale:
-        return _ready(loss, left, normalizer, keeps_scale=contract.keeps_scale or scales)
+        # A trainer that scales its loss itself still does.
+        scales = any(each.own or (each.how is How.NUMBER and contract.custom) for each in contract.terms)
+        return _ready(loss, left, normalizer, keeps_scale=scales)
     weighing = _Weighing(loss, part, counted, captured.values, len(terms) == 1 and not contract.added)
     weights: list[tuple[Term, Number, TermSpec]] = []
     for place, (spec, found) in enumerate(matched):
@@ -409,7 +410,7 @@ class _Weighing:
         if self.counted.zero_weight and spec.how in (How.MEAN, How.NUMBER, How.SUM):
             return math.inf
         own, left = _product(term, spec.own), normalizer.remaining_divisor
-        if spec.how is How.NUMBER and not contract.hands_number:
+        if spec.how is How.NUMBER and contract.custom:
             # Already divided by the items of the global batch; only the engine's mean over ranks follows.
             return left / normalizer.micro_batches / own
         if spec.how is How.NUMBER:

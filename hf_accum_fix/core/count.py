@@ -14,7 +14,7 @@ from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.scaling import Normalizer
 from hf_accum_fix.accumulation.tasks import describe, task_of
 from hf_accum_fix.accumulation.weigh import Part, WindowCheck
-from hf_accum_fix.accumulation.window import Counts, Items, count_by_rules, count_dtype
+from hf_accum_fix.accumulation.window import Counts, Items, ZeroWeightBatch, count_by_rules, count_dtype
 from hf_accum_fix.core.counting_pass import count_by_forwards
 from hf_accum_fix.core.host import Host
 from hf_accum_fix.core.state import TrainingState
@@ -68,6 +68,10 @@ def count_window(
         counts = WindowCounts(totals=[[zero] * max(len(each.rules), 1) for each in contracts])
         counts.samples = [zero] * len(contracts) if len(contracts) > 1 else []
     counts.number = None if number is None else torch.as_tensor(number).to(zero)
+    for batch in batches if counts.number is not None and contracts[0].items is not None else ():
+        if isinstance(batch, ZeroWeightBatch):
+            # Upstream has counted it.
+            counts.number = counts.number - contracts[0].items.count(dict(batch), host.device)
     summed_routing = routing
     if several:
         new, summed_routing = _sum_over_ranks(host, counts, batches, error, new=new, routing=routing)

@@ -71,7 +71,7 @@ def _divisors(run: LossRun, batch: Any, part: Part) -> dict[int, Any]:
     """What the terms of one micro-batch divide by, as `weigh` reads it."""
     contract = part.contract
     normalizer, check = replace(part.normalizer, is_corrected=True), WindowCheck(contract)
-    takes_number = contract.hands_number or contract.hides_number or contract.by_number
+    takes_number = contract.hands_number or contract.depends_on_number
     number = NUMBERS[0] if takes_number else None
     zero_weight = isinstance(batch, ZeroWeightBatch)
 

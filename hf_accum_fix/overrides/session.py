@@ -20,6 +20,7 @@ from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import (
     NO_TARGET_SEEN,
     SHIFT_UNKNOWN,
+    How,
     LossContract,
     Reduction,
     router_loss,
@@ -94,6 +95,7 @@ class Session(Host):
         refused: an error of ours in a micro-batch, which a custom training_step may have caught.
         loss_log: the logged loss; None: upstream filters nothing.
         requires_number: the model or the compute_loss_func cannot do without num_items_in_batch.
+        base_numbers: calls of the base's compute_loss with a number, in the last observed forward of a custom one.
         first_divisor: what the first micro-batch of the training divided by, the mean over ranks, 0-dim; None: unknown.
     """
 
@@ -109,6 +111,7 @@ class Session(Host):
     loss_log: LossLog | None = None
     first_divisor: Tensor | None = None
     requires_number: bool = False
+    base_numbers: int = 0
 
     def __init__(self, trainer: TrainerLike, options: Options) -> None:
         super().__init__(options)
@@ -240,9 +243,11 @@ class Session(Host):
 
         def base(model: nn.Module, inputs: Mapping[str, Any], given: Any) -> tuple[Tensor, Any]:
             # Without a number a model returns its own mean.
+            self.base_numbers += given is not None
             return self.unscaled_loss(model, inputs, number if self.requires_number else None)
 
         # A custom training_step prepares them itself.
+        self.base_numbers = 0
         inputs = inputs if by_itself else trainer._prepare_inputs(inputs)
         with nullcontext() if by_itself else trainer.compute_loss_context_manager():
             if compute_loss is None:
@@ -292,7 +297,7 @@ class Session(Host):
         unknown_shift = SHIFT_UNKNOWN in (contract.reason, contract.doubt)
         matters = self.is_split or unknown_shift or (contract.by_number and not contract.conclusive)
         itself = contract.custom and scales_itself(trainer)
-        stays = itself or contract.hides_number
+        stays = itself or contract.keeps_scale
         outcome = "stays as the trainer scales it" if stays else "gets the plain mean over micro-batches"
         for name, message in remarks(self.head, contract, first.attempts, outcome=outcome):
             if name == "sum" or matters:
@@ -318,6 +323,9 @@ class Session(Host):
             self._settle_shift(module, batches)
             with self.loss_run(batches) as loss:
                 found = observe(loss, batches, setting, gather)
+                if self.needs_number(found):
+                    self.requires_number = True
+                    found = observe(loss, batches, replace(setting, hands_number=True), gather)
         except Exception:
             logger.error(
                 "%s: the forward that observes the loss failed. If training itself runs, pass the contract: "
@@ -334,6 +342,15 @@ class Session(Host):
         if trainer.label_smoother is not None and not setting.func:
             found = replace(found, shift=self.shift, doubt=found.doubt or SHIFT_UNKNOWN * (self.shift is None))
         return found.by_rule() if is_compiled(module) else found
+
+    def needs_number(self, found: LossContract) -> bool:
+        """Whether a custom loss passes the base a number that it cannot do without, so that the base has to get it.
+
+        Its own mean is no substitute if it is called for each row, returns a sum without the number, or is inside what
+        cannot be read.
+        """
+        passes = bool(self.base_numbers) and self.passes_number and not self.requires_number
+        return passes and (self.base_numbers > 1 or any(each.how in (How.SUM, How.PLAIN) for each in found.terms))
 
     @contextmanager
     def loss_run(self, batches: Sequence[Any]) -> Iterator[LossRun]:

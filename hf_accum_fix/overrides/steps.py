@@ -245,11 +245,13 @@ class MicroBatch:
                 lambda inputs, number: session.unscaled_loss(model, inputs, number),
                 own_loss=session.func is not None,
             )
-        number = normalizer.number if contract.hands_number else None
-        as_stock = contract.hides_number or (normalizer.is_whole and (contract.custom or counts_itself(trainer)))
-        passed = given if as_stock and given is not None else number
+        # Without a number a model returns its own mean.
+        passed = (given if contract.custom else normalizer.number) if contract.hands_number else None
+        if contract.keeps_scale or (normalizer.is_whole and counts_itself(trainer)):
+            passed = given
         loss, outputs = session.unscaled_loss(model, inputs, passed)
-        if contract.hides_number and passed is not None and session.data_ranks > 1 and averages_tokens(trainer):
+        takes = session.passes_number or session.func is not None
+        if contract.keeps_scale and passed is not None and takes and averages_tokens(trainer):
             # As upstream does before the engine's mean over ranks.
             loss = loss * session.data_ranks
         if loss.requires_grad or contract.items is None:
