@@ -68,10 +68,11 @@ def count_window(
         counts = WindowCounts(totals=[[zero] * max(len(each.rules), 1) for each in contracts])
         counts.samples = [zero] * len(contracts) if len(contracts) > 1 else []
     counts.number = None if number is None else torch.as_tensor(number).to(zero)
-    for batch in batches if counts.number is not None and contracts[0].items is not None else ():
-        if isinstance(batch, ZeroWeightBatch):
+    rule = contracts[0].items
+    for batch in batches:
+        if isinstance(batch, ZeroWeightBatch) and counts.number is not None and rule is not None:
             # Upstream has counted it.
-            counts.number = counts.number - contracts[0].items.count(dict(batch), host.device)
+            counts.number = counts.number - rule.count(dict(batch), host.device)
     summed_routing = routing
     if several:
         new, summed_routing = _sum_over_ranks(host, counts, batches, error, new=new, routing=routing)
