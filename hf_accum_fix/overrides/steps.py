@@ -110,9 +110,6 @@ def training_step(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: K
         if times is not None and loss is not None and summed is not None:
             # The last micro-batch corrects the window's logged loss.
             loss = loss + (times - 1) * summed
-        # Reading waits for the device, so there only in the first window and at the end of training.
-        if session.readable or session.state.opened == 1:
-            session.warn_routing()
     loss = result if loss is None else loss
     if session.loss_log is not None:
         session.loss_log.add(loss)

@@ -56,10 +56,8 @@ def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *
         _TRAINING[:] = [each for each in _TRAINING if each is not session]
         session.window = None
         session.gradient.drop()
-    session.warn_empty()
-    session.warn_routing()
     state = session.state
-    session.read_counts()
+    session.read()
     state.amend(exact=state.exact, windows=state.opened, inexact_windows=state.inexact)
     log_padding_saved(trainer)
     return result
@@ -73,10 +71,9 @@ def _log_exact_windows(session: Session) -> Callable[..., Any]:
         # A trainer's other logs have no learning rate.
         if ("loss" in logs and "learning_rate" in logs) or "train_loss" in logs:
             # The loss was just read, so this does not wait.
-            session.read_counts()
+            session.read()
             if state.inexact and session.is_split:
-                may_be = state.can_be_exact or state.reconsidered
-                logs[EXACT_WINDOWS] = state.opened - state.inexact if may_be else 0
+                logs[EXACT_WINDOWS] = state.opened - state.inexact
         return original(logs, *args, **kwargs)
 
     return log
