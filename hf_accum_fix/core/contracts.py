@@ -12,7 +12,7 @@ from hf_accum_fix.accumulation.observe import out_of_memory
 from hf_accum_fix.accumulation.per_sample import by_sample
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 from hf_accum_fix.core.host import Host
-from hf_accum_fix.core.state import ALL, LossState
+from hf_accum_fix.core.state import LossState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.errors import AccumFixError, RankError
 
@@ -46,16 +46,14 @@ def _observe_due(host: Host, batches: Sequence[Any], number: Any, error: Excepti
     state, alone = host.state, host.data_ranks == 1
     if state.first.contract is None:
         state.tasks, state.without_target = {}, {}
+    held = [state.loss_of(task_of(batch)) for batch in batches]
+    is_open = any(not each.is_settled and (each is state.first or not alone or each in held) for each in state.losses)
     # Ranks that meet in every forward cannot observe tasks one by one.
-    held = [ALL if host.shards else task_of(batch) for batch in batches]
-    is_open = any(
-        not loss.is_settled and (loss is state.first or not alone or any(state.loss_of(task) is loss for task in held))
-        for loss in state.losses
-    )
-    changed_alone = alone and (state.reconsiders or not all(map(state.knows, held)))
+    mine = [] if host.shards else list(dict.fromkeys(map(task_of, batches)))
+    changed_alone = alone and (state.reconsiders or not all(map(state.knows, mine)))
     if not (asked or is_open or changed_alone):
         return
-    tasks, again = check_alike(host, batches, error, [ALL] if host.shards else list(dict.fromkeys(held)))
+    tasks, again = check_alike(host, batches, error, mine)
     state.reconsiders = False
     state.reconsidered += again
     tasks = [task for task in tasks if task or not (any(tasks) or state.tasks)]
@@ -63,7 +61,7 @@ def _observe_due(host: Host, batches: Sequence[Any], number: Any, error: Excepti
     if new and not state.tasks:
         new[next(iter(new))] = state.first
     for loss in dict.fromkeys((*state.losses, *new.values())):
-        its = [batch for batch, task in zip(batches, held, strict=True) if new.get(task, state.loss_of(task)) is loss]
+        its = [batch for batch in batches if new.get(task := task_of(batch), state.loss_of(task)) is loss]
         if (again or not loss.is_settled) and (its or not alone or loss is state.first):
             _observe(host, loss, its, number)
     if not state.first.has_target:

@@ -17,8 +17,6 @@ from hf_accum_fix.accumulation.weigh import covers
 ATTEMPTS = 3
 #: Most windows in which a loss that changed is observed again.
 RECONSIDERED = 8
-#: The only task, where tasks are not distinguished.
-ALL: Task = frozenset({("", 0)})
 
 
 @dataclass(eq=False)
@@ -54,7 +52,8 @@ class TrainingState:
 
     Attributes:
         first: the loss of the first task that had a target; normally the only one.
-        tasks: the loss of each task that had a target, in the same order on all ranks; tasks may share one.
+        tasks: the loss of each task that had a target, in the same order on all ranks; tasks may share one. Empty:
+            tasks are not distinguished.
         without_target: the other tasks, trained as the first, and the window in which they were last observed.
         given_for: the first micro-batch's labels that a given contract counts.
         corrects: every window's gradient is multiplied by predicted over seen items.
@@ -97,9 +96,7 @@ class TrainingState:
 
     def loss_of(self, task: Task) -> LossState | None:
         """The loss of a task; None: it was not observed on targets."""
-        if not self.tasks or ALL in self.tasks:
-            return self.first
-        return self.tasks.get(task, None if task else self.first)
+        return self.tasks.get(task) if self.tasks and task else self.first
 
     def contract_of(self, batch: Any) -> LossContract:
         """Of the loss of a micro-batch; for a task that was not observed on targets, the first task's."""
