@@ -127,11 +127,6 @@ class Session(Host):
     def steps(self) -> int:
         return int(self.trainer.args.gradient_accumulation_steps)
 
-    @property
-    def shows(self) -> bool:
-        # The mean of a single micro-batch is exact over any items.
-        return self.is_split or (self.contract is not None and self.contract.depends_on_number)
-
     def bare(self, model: nn.Module | None = None) -> nn.Module:
         # DeepSpeed's wrapper has its own config.
         return self.trainer.accelerator.unwrap_model(self.trainer.model)  # type: ignore[no-any-return]

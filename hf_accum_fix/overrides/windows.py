@@ -170,7 +170,7 @@ def whole_windows(session: Session) -> Iterator[None]:
         loader = _balanced(session, loader)
         # A loader that accelerate did not prepare repeats nothing.
         if trainer.args.world_size > 1 and isinstance(loader, DataLoaderStateMixin):
-            loader = WithoutDuplicates(loader, options.drop_duplicates, partial(_warn_repeated, session))
+            loader = WithoutDuplicates(loader, options.drop_duplicates, session.warn_repeated)
             loader.check()
         if not (loses_the_rest or _is_endless(loader)):
             return loader
@@ -188,19 +188,6 @@ def whole_windows(session: Session) -> Iterator[None]:
         overridden(module, "skip_first_batches", skip_first_batches),
     ):
         yield
-
-
-def _warn_repeated(session: Session, samples: int) -> None:
-    if not session.note_repeated(samples) or session.rank > 0:
-        return
-    if session.options.drop_duplicates:
-        logger.info("an epoch's last micro-batches repeat %d samples to even out the ranks; they are dropped", samples)
-    else:
-        logger.warning(
-            "an epoch's last micro-batches repeat %d samples to even out the ranks, which count twice; "
-            "apply(drop_duplicates=True), or Options(drop_duplicates=True), drops them",
-            samples,
-        )
 
 
 def _let_epochs_through(loader: Any) -> None:
