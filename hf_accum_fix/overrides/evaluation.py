@@ -24,7 +24,7 @@ from hf_accum_fix.accumulation.tasks import task_of
 from hf_accum_fix.accumulation.window import Items, count_dtype, has_rows, sample_count
 from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.live import compute_loss_of, data_ranks, hands_number
+from hf_accum_fix.overrides.live import compute_loss_of, hands_number
 from hf_accum_fix.overrides.session import SESSION, Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.upstream.protocols import TrainerLike
 
@@ -139,32 +139,21 @@ def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]
     It is the mean over the batch's own items (or the sum), by the head, which gets no number, or by a custom
     ``compute_loss``; a ``compute_loss_func`` gets the batch's item count.
     """
-    session: Session = trainer.__dict__[SESSION]
-    assert session.contract is not None
-    inputs = inputs if session.own_step is not None and model.training else trainer._prepare_inputs(inputs)
-    rule = session.contract.items
+    session: Session = vars(trainer)[SESSION]
+    contract = session.contract
+    assert contract is not None
+    custom = session.custom_loss if model.training else compute_loss_of(trainer)
+    rule, inputs = contract.items, session.prepared(inputs, custom)
+    given: dict[str, Any] = {} if custom is None else {"return_outputs": True}
+    number: Tensor | None = None
+    if rule is not None and (session.func is not None if custom is None else contract.by_number):
+        number = contract.as_number(rule.count(inputs))
+        if custom is not None and hands_number(custom):
+            # It may need one; if it multiplies by W, the number is W times this count.
+            given["num_items_in_batch"] = number * (session.data_ranks if contract.takes_world_size else 1)
     by_sample = rule is not None and rule.per_sample
-    with (
-        torch.enable_grad() if by_sample else nullcontext(),
-        trainer.accelerator.autocast(),
-        trainer.compute_loss_context_manager(),
-    ):
-        loss, outputs = _loss_alone(session, model, inputs)
+    with torch.enable_grad() if by_sample else nullcontext(), trainer.accelerator.autocast():
+        loss, outputs = session.loss_in_training(custom, model, inputs, number, **given)
         if rule is not None and by_sample:
             loss = sum_of_samples(loss, rule, inputs) / rule.count(inputs)
     return loss if torch.is_grad_enabled() or not by_sample else loss.detach(), outputs
-
-
-def _loss_alone(session: Session, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
-    trainer, contract = session.trainer, session.contract
-    assert contract is not None
-    compute_loss = session.custom_loss() if model.training else compute_loss_of(trainer)
-    count = None if contract.items is None else contract.items.count
-    if compute_loss is not None:
-        own: dict[str, Any] = {}
-        if contract.by_number and count is not None and hands_number(compute_loss):
-            # It may need one; if it multiplies by W, the number is W times this count.
-            own["num_items_in_batch"] = count(inputs) * (data_ranks(trainer) if contract.takes_world_size else 1)
-        return compute_loss(model, inputs, return_outputs=True, **own)  # type: ignore[no-any-return]
-    counted = session.func is not None and count is not None
-    return session.unscaled_loss(model, inputs, contract.as_number(count(inputs)) if counted and count else None)
