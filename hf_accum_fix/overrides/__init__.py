@@ -4,10 +4,10 @@ Each function is called as ``fn(wrapped, trainer, args, kwargs, options=...)``, 
 `GlobalBatchMixin` through ``super()``; ``wrapped`` is the bound original. If both are active, the inner call passes
 through.
 
-    train              refuse setups that cannot be exact, before anything runs         (training)
-    get_batch_samples  count the window; on the first one, observe the loss                      (windows, session)
-    compute_loss       inside a window: call the model with n_mean, or weight its mean by n / n_mean           (micro_batch)
-    training_step      pass accelerate the scaled loss, and return the one to log                              (micro_batch)
+    train              refuse setups that cannot be exact, before anything runs            (training, loader)
+    get_batch_samples  count the window; on the first one, observe the loss                (windows, session)
+    training_step      pass accelerate the weighted loss, and return the one to log        (micro_batch)
+    compute_loss       inside a micro-batch, the loss before any release's scaling         (micro_batch)
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ classifier); here the model gets no number, and returns its own mean.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -58,8 +58,14 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
             return original_step(model, inputs, *rest, **step_kwargs)
         rule, own_func = contract.items, session.func is not None
         assert rule is not None
-        number = rule.count(inputs, sums.device) if own_func else None
-        with overridden(trainer, "compute_loss", _with_number(trainer.compute_loss, number)):
+        # A head without a number returns the mean over its own items.
+        number = {"num_items_in_batch": rule.count(inputs, sums.device)} if own_func else {}
+        compute_loss = trainer.compute_loss
+
+        def with_number(*args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+            return compute_loss(*args[:3], **kwargs, **number)
+
+        with overridden(trainer, "compute_loss", with_number):
             # The loss may remove the labels from its inputs.
             result = original_step(model, dict(inputs), *rest, **step_kwargs)
         loss, real = result[0], _real_rows(trainer, inputs)
@@ -86,16 +92,6 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
     elif output.metrics is not None and name in output.metrics and bool(total[1] > 0):
         output.metrics[name] = float(total[0] / total[1])
     return output
-
-
-def _with_number(compute_loss: Callable[..., Any], number: Tensor | None) -> Callable[..., Any]:
-    """``compute_loss`` with another number of items; None: a head returns the mean over its own."""
-
-    def call(model: Any, inputs: Any, return_outputs: bool = False, *rest: Any, **kwargs: Any) -> Any:
-        given = {**kwargs, "num_items_in_batch": number}
-        return compute_loss(model, inputs, return_outputs, **{k: v for k, v in given.items() if v is not None})
-
-    return call
 
 
 def _why_not(contract: LossContract) -> str:

@@ -79,14 +79,13 @@ def own_step(trainer: TrainerLike) -> Callable[..., Any] | None:
 
     It is not run to find out, since a step may change what it is run on.
     """
-    classes = takewhile(lambda cls: cls.__module__ not in _OURS, type(trainer).__mro__)
-    found = (vars(cls).get("training_step") for cls in classes)
-    for step in [vars(trainer).get("training_step"), *(each.__get__(trainer) for each in found if each is not None)]:
-        bare = inspect.unwrap(step) if step is not None else None
-        if getattr(bare, "__module__", _OURS[0]) not in _OURS and not _calls_base(
-            type(trainer), bare, {"training_step"}
-        ):
-            return step
+    steps: list[Any] = [vars(trainer).get("training_step")]
+    for cls in takewhile(lambda cls: cls.__module__ not in _OURS, type(trainer).__mro__):
+        steps += [vars(cls)["training_step"].__get__(trainer)] if "training_step" in vars(cls) else []
+    for step in (each for each in steps if each is not None):
+        bare = inspect.unwrap(step)
+        if getattr(bare, "__module__", "") not in _OURS and not _calls_base(type(trainer), bare, {"training_step"}):
+            return step  # type: ignore[no-any-return]
     return None
 
 

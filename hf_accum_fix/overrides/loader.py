@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from operator import length_hint
 from typing import Any
 
 import transformers
@@ -156,8 +157,4 @@ def _not_dispatching(session: Session) -> AbstractContextManager[None]:
 
 def _is_endless(loader: Any) -> bool:
     """Whether a loader has no length."""
-    try:
-        len(loader)
-    except TypeError:
-        return True
-    return False
+    return length_hint(loader, -1) < 0

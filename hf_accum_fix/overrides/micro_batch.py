@@ -15,6 +15,7 @@ A custom ``training_step`` that never calls the base's may change the loss after
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -54,12 +55,22 @@ def training_step(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: K
     """Run the original step with the scaled loss for accelerate, and return the loss to log.
 
     Summed over the window and averaged over ranks, both are the global batch's.
+
+    Raises:
+        SeamError: if no window was counted.
     """
     session = session_of(trainer, options)
+    window = session.window
     # The inner call of a class that is also patched passes through, as does a step that is only observed.
-    if session.base_loss is not None or (session.window is None and not (enabled() and trainer.is_in_train)):
+    if session.base_loss is not None or (window is None and not (enabled() and trainer.is_in_train)):
         return wrapped(*args, **kwargs)
-    window = _window_of(session)
+    if window is None:
+        raise SeamError(
+            f"got a step without a counted window: {type(trainer).__name__} (or a library that patched it) replaces "
+            "Trainer.get_batch_samples; expected a call to the original; call super().get_batch_samples, or revert()"
+        )
+    if session.state.opened == 1 and not window.done:
+        session.warn_off(require_in_loop(trainer))
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
     if isinstance(inputs, PlaceholderBatch):
         return torch.zeros((), device=session.device)
@@ -104,23 +115,6 @@ def _base_loss(
         outputs = copy.copy(outputs)
         outputs["loss"] = loss
     return (loss, outputs) if return_outputs else loss
-
-
-def _window_of(session: Session) -> Window:
-    """The window that is open.
-
-    Raises:
-        SeamError: if none was counted.
-    """
-    trainer, window = session.trainer, session.window
-    if window is None:
-        raise SeamError(
-            f"got a step without a counted window: {type(trainer).__name__} (or a library that patched it) replaces "
-            "Trainer.get_batch_samples; expected a call to the original; call super().get_batch_samples, or revert()"
-        )
-    if session.state.opened == 1 and not window.done:
-        session.warn_off(require_in_loop(trainer))
-    return window
 
 
 class MicroBatch:
@@ -281,9 +275,9 @@ class MicroBatch:
         terms = read(loss)
         divisor: Tensor | float | None = None
         if len(terms) == 1 and terms[0].readable:
-            divisor = 1.0
-            for each in terms[0].factors:
-                divisor = each.value * divisor if each.divides and not each.learnt else divisor
+            divisor = math.prod(
+                (each.value for each in terms[0].factors if each.divides and not each.learnt), start=1.0
+            )
         if check.is_corrected and session.data_ranks > 1 and session.first_divisor is None:
             # The mean over the ranks that have one: a collective.
             zero = torch.zeros((), dtype=count_dtype(session.device), device=session.device)

@@ -14,25 +14,10 @@ import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 
+from hf_accum_fix.accumulation import declared
 from hf_accum_fix.accumulation.agreement import SyncedRanks
 from hf_accum_fix.accumulation.conclude import Setting, own_number
-from hf_accum_fix.accumulation.contract import (
-    NO_TARGET_SEEN,
-    SHIFT_UNKNOWN,
-    LossContract,
-    Reduction,
-    router_loss,
-)
-from hf_accum_fix.accumulation.declared import (
-    has_parameter,
-    holds_shards,
-    inside_ddp,
-    is_compiled,
-    products_are_rounded,
-    requires_number,
-    router_coefficients,
-    takes_number,
-)
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, LossContract, Reduction, router_loss
 from hf_accum_fix.accumulation.observe import observe, shift_of
 from hf_accum_fix.accumulation.own_division import BATCH_SIZE
 from hf_accum_fix.accumulation.preserve import overridden, python_state_kept
@@ -46,17 +31,7 @@ from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.errors import AccumFixError, ContractError, UnsupportedSetupError
 from hf_accum_fix.options import Options
-from hf_accum_fix.overrides.live import (
-    averages_tokens,
-    compute_loss_of,
-    data_ranks,
-    declares_scale,
-    hands_number,
-    is_custom,
-    names,
-    own_step,
-    scales_itself,
-)
+from hf_accum_fix.overrides import live
 from hf_accum_fix.overrides.loss_log import LossLog
 from hf_accum_fix.router.load_balancing import LENDER
 from hf_accum_fix.router.router_loss import Forward
@@ -110,8 +85,8 @@ class Session(Host):
         super().__init__(options)
         self.trainer, self.accelerator, args = trainer, trainer.accelerator, trainer.args
         self.rank, self.world_size, self.device = args.process_index, args.world_size, args.device
-        self.data_ranks, self.shards = data_ranks(trainer), is_sharded(trainer.accelerator)
-        self.own_step = own_step(trainer)
+        self.data_ranks, self.shards = live.data_ranks(trainer), is_sharded(trainer.accelerator)
+        self.own_step = live.own_step(trainer)
 
     @property
     def head(self) -> str:
@@ -137,7 +112,7 @@ class Session(Host):
     @property
     def model(self) -> nn.Module:
         """The model to observe: a forward through DDP without gradient would switch off the next one's buffer sync."""
-        return inside_ddp(self.trainer.model_wrapped) or self.trainer.model_wrapped
+        return declared.inside_ddp(self.trainer.model_wrapped) or self.trainer.model_wrapped
 
     @property
     def func(self) -> Callable[..., Any] | None:
@@ -147,7 +122,7 @@ class Session(Host):
     @property
     def custom_loss(self) -> Callable[..., Any] | None:
         """The custom loss that is trained; None: it is the base's."""
-        return compute_loss_of(self.trainer) if self.own_step is None else self.loss_of_step
+        return live.compute_loss_of(self.trainer) if self.own_step is None else self.loss_of_step
 
     @property
     def router_loss_depends_on_split(self) -> bool:
@@ -175,16 +150,14 @@ class Session(Host):
 
     # --- its loss, run outside of a micro-batch ----------------------------------------------------------------------
 
-    def unscaled_loss(
-        self, model: nn.Module, inputs: Mapping[str, Any], number: Tensor | None, *, smooth: bool = True
-    ) -> tuple[Tensor, Any]:
+    def unscaled_loss(self, model: nn.Module, inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
         """The base Trainer's loss, before any release's scaling.
 
         Source: ``Trainer.compute_loss`` in all releases: a model that accepts the number gets it, ``compute_loss_func``
         computes its own loss, and the label smoother hides the labels from the model.
         """
         trainer, func, given, inputs, labels = self.trainer, self.func, inputs, dict(inputs), None
-        smoother = trainer.label_smoother if smooth else None
+        smoother = trainer.label_smoother
         if func is not None or smoother is not None:
             labels = inputs.pop("labels", None)
         if self.passes_number and number is not None:
@@ -199,7 +172,7 @@ class Session(Host):
             return loss_among(outputs, inputs, model), outputs
         loss: Tensor = smoother(outputs, labels, shift_labels=bool(self.shift))
         # The smoothed loss uses the logits alone.
-        for name, coefficient in zip(("aux_loss", "z_loss"), router_coefficients(self.bare()), strict=True):
+        for name, coefficient in zip(("aux_loss", "z_loss"), declared.router_coefficients(self.bare()), strict=True):
             if coefficient and (router := router_loss(outputs, name)) is not None:
                 loss = loss + coefficient * router.to(loss.device)
         return loss, outputs
@@ -219,7 +192,7 @@ class Session(Host):
             outputs = result[1] if isinstance(result, tuple) else outputs
             return result
 
-        given = {"num_items_in_batch": num_items_in_batch} if has_parameter(step, "num_items_in_batch") else {}
+        given = {"num_items_in_batch": num_items_in_batch} if declared.has_parameter(step, "num_items_in_batch") else {}
         with (
             overridden(trainer, "compute_loss", compute_loss),
             overridden(trainer.accelerator, "backward", lambda loss, **_: passed.append(loss)),
@@ -260,50 +233,39 @@ class Session(Host):
                 result = compute_loss(model, inputs, **given)
         return result if isinstance(result, tuple) else (result, None)
 
-    def _forward(self, inputs: Any, number: Tensor | None, own: Tensor | None) -> Tensor:
-        """The loss of one micro-batch to observe; ``own``: the number that a custom ``compute_loss`` gets."""
-        custom = self.custom_loss
-        given = {"num_items_in_batch": own} if custom is not None and hands_number(custom) else {}
-        return self.loss_in_training(custom, self.model, self.prepared(inputs, custom), number, **given)[0]
-
     @contextmanager
     def loss_run(self, batches: Sequence[Any]) -> Iterator[LossRun]:
         trainer = self.trainer
 
-        def forward(inputs: Mapping[str, Any], number: Tensor | None) -> Tensor:
-            own = None if number is None else torch.tensor(own_number(float(number)), device=number.device)
-            return self._forward(inputs, number, own)
+        leave = (trainer.train_dataset, trainer.eval_dataset, trainer.data_collator)
+        model, head, more_steps = self.model, self.bare(), self._more_steps
 
-        with self._window_of(batches):
-            yield LossRun(
-                *(forward, self.model, self.device, self.bare()),
-                others=(trainer,),
-                leave=_data(trainer),
-                more_steps=self._more_steps,
-            )
+        def forward(inputs: Mapping[str, Any], number: Tensor | None) -> Tensor:
+            custom, given = self.custom_loss, {}
+            if custom is not None and live.hands_number(custom):
+                own = None if number is None else torch.tensor(own_number(float(number)), device=number.device)
+                given["num_items_in_batch"] = own
+            return self.loss_in_training(custom, model, self.prepared(inputs, custom), number, **given)[0]
+
+        # The loop sets the length of a window, which a custom loss may divide by, only after fetching it.
+        with (
+            overridden(trainer, "log", _silent),
+            overridden(trainer, "current_gradient_accumulation_steps", len(batches)),
+        ):
+            yield LossRun(forward, model, self.device, head, others=(trainer,), leave=leave, more_steps=more_steps)
 
     @contextmanager
     def routing(self, batches: Sequence[Any]) -> Iterator[tuple[Forward, nn.Module | None]]:
-        trainer, model, number = self.trainer, self.model, torch.ones((), device=self.device)
+        trainer, number = self.trainer, torch.ones((), device=self.device)
         # Other libraries bind its name only once it is imported.
         import_module(LENDER)
-        model.train()
         # A schedule-free optimizer evaluates at other weights than it trains at.
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
-        kept = nullcontext() if self.custom_loss is None else python_state_kept(trainer, leave=_data(trainer))
-        with kept, self._window_of(batches):
-            yield lambda inputs: self._forward(inputs, number, number), model
-
-    @contextmanager
-    def _window_of(self, batches: Sequence[Any]) -> Iterator[None]:
-        """Around forwards before a window is run, which log nothing: a custom loss may divide by its length."""
-        # The loop sets the length only after fetching a window.
-        with (
-            overridden(self.trainer, "log", _silent),
-            overridden(self.trainer, "current_gradient_accumulation_steps", len(batches)),
-        ):
-            yield
+        with self.loss_run(batches) as run:
+            run.model.train()
+            with nullcontext() if self.custom_loss is None else python_state_kept(trainer, leave=run.leave):
+                yield lambda inputs: run.forward(inputs, number), run.model
 
     @contextmanager
     def _more_steps(self, ranks: int) -> Iterator[None]:
@@ -330,7 +292,7 @@ class Session(Host):
         if self.computed_by == computed_by:
             return
         state.first.contract, state.first.attempts, self.computed_by = None, 0, computed_by
-        self.passes_number = accepts and takes_number(trainer.model_wrapped)
+        self.passes_number = accepts and declared.takes_number(trainer.model_wrapped)
         state.corrects, self.router.form = False, None
         if given is not None and given.by_number and not self.passes_number and self.func is None:
             raise ContractError(
@@ -350,7 +312,7 @@ class Session(Host):
                 f"balance_windows: got {self.head}: {reason}; length-balancing would change its loss; expected a mean "
                 "over items or a sum; omit balance_windows"
             )
-        if contract.reason == MADE_LATER and declares_scale(trainer):
+        if contract.reason == MADE_LATER and live.declares_scale(trainer):
             # The trainer handles windows itself, and each is checked.
             return
         if contract.reason == NO_TARGET_SEEN and not first.is_settled:
@@ -358,7 +320,7 @@ class Session(Host):
         # Even a global batch of one micro-batch may have a wrong number or shift.
         unknown_shift = SHIFT_UNKNOWN in (contract.reason, contract.doubt)
         matters = self.is_split or unknown_shift or (contract.by_number and not contract.conclusive)
-        stays = contract.hides_number or (contract.custom and scales_itself(trainer))
+        stays = contract.hides_number or (contract.custom and live.scales_itself(trainer))
         outcome = "stays as the trainer scales it" if stays else "gets the plain mean over micro-batches"
         for name, message in remarks(self.head, contract, first.attempts, outcome=outcome):
             if name == "sum" or matters:
@@ -372,9 +334,9 @@ class Session(Host):
             with SyncedRanks(gather):
                 return None
         if not all(isinstance(batch, Mapping) for batch in batches):
-            by_divisor = declares_scale(trainer)
+            by_divisor = live.declares_scale(trainer)
             return LossContract(Reduction.PLAIN, custom=custom, by_divisor=by_divisor, reason=MADE_LATER)
-        if step is not None and not names(inspect.unwrap(step), "compute_loss", "accelerator"):
+        if step is not None and not live.names(inspect.unwrap(step), "compute_loss", "accelerator"):
             return LossContract(Reduction.PLAIN, custom=custom, reason=MADE_BY_STEP, by_divisor=True)
         setting = self._setting(number)
         try:
@@ -391,31 +353,31 @@ class Session(Host):
         if any(parameter._backward_hooks for parameter in self.model.parameters()):
             reason = "gradient hooks run in every micro-batch; one that is not linear makes another sum"
             found = replace(found, doubt=reason, reason=reason)
-        if custom and scales_itself(trainer) and found.reduction in (Reduction.MEAN, Reduction.SUM):
+        if custom and live.scales_itself(trainer) and found.reduction in (Reduction.MEAN, Reduction.SUM):
             reason = "the trainer declares that it scales the loss itself"
             return replace(found, reduction=Reduction.PLAIN, items=None, terms=(), doubt=reason, reason=reason)
         if trainer.label_smoother is not None and not setting.func:
             found = replace(found, shift=self.shift, doubt=found.doubt or SHIFT_UNKNOWN * (self.shift is None))
-        return found.by_rule() if is_compiled(self.model) else found
+        return found.by_rule() if declared.is_compiled(self.model) else found
 
     def _setting(self, number: Any) -> Setting:
         """Facts about the training that are known beforehand."""
         trainer, compute_loss, func, passes = self.trainer, self.custom_loss, self.func is not None, self.passes_number
-        custom, required = compute_loss is not None, func or (passes and requires_number(self.model))
+        custom, required = compute_loss is not None, func or (passes and declared.requires_number(self.model))
         # Where nothing is counted, training passes None.
-        counts = number is not None or is_custom(trainer, "get_batch_samples") or not trainer.is_in_train
+        counts = number is not None or live.is_custom(trainer, "get_batch_samples") or not trainer.is_in_train
         return Setting(
             hands_number=required or (custom and passes),
-            hands_own=compute_loss is not None and hands_number(compute_loss) and counts,
+            hands_own=compute_loss is not None and live.hands_number(compute_loss) and counts,
             only_shows=not (custom or required) and passes,
             custom=custom,
             func=func,
-            multiplies=averages_tokens(trainer),
+            multiplies=live.averages_tokens(trainer),
             has_stock=True,
             steps=self.steps,
             world_size=self.data_ranks,
             upstream_number=None if number is None else float(number),
-            rounded=trainer.accelerator.mixed_precision != "no" or products_are_rounded(self.model),
+            rounded=trainer.accelerator.mixed_precision != "no" or declared.products_are_rounded(self.model),
         )
 
     def _settle_shift(self, batches: Sequence[Any]) -> None:
@@ -430,14 +392,9 @@ class Session(Host):
 
         def call(inputs: Mapping[str, Any], _: Tensor | None) -> Tensor:
             with trainer.compute_loss_context_manager():
-                return self.unscaled_loss(model, trainer._prepare_inputs(inputs), None, smooth=False)[0]
+                return loss_among(model(**trainer._prepare_inputs(inputs)), inputs, model)
 
-        self.shift = shift_of(call, batches, model, sharded=holds_shards(model))
-
-
-def _data(trainer: TrainerLike) -> tuple[Any, ...]:
-    """What observing leaves as it is."""
-    return trainer.train_dataset, trainer.eval_dataset, trainer.data_collator
+        self.shift = shift_of(call, batches, model, sharded=declared.holds_shards(model))
 
 
 def _silent(*_: Any, **__: Any) -> None:

@@ -90,7 +90,7 @@ def _log_exact_windows(session: Session) -> Callable[..., Any]:
 def _stepping(session: Session) -> Iterator[None]:
     """Around a training: every gradient of a step comes through a micro-batch, and every window is closed before it."""
     trainer, accelerator = session.trainer, session.trainer.accelerator
-    step, backward, clip = getattr(trainer, "training_step", None), accelerator.backward, accelerator.clip_grad_norm_
+    step, backward, clip = trainer.training_step, accelerator.backward, accelerator.clip_grad_norm_
 
     def training_step_of_own(*args: Any, **kwargs: Any) -> Any:
         return training_step(step, trainer, args, kwargs, options=session.options)

@@ -113,6 +113,8 @@ def _mark_state(session: Session) -> None:
 def hide_state_marker(trainer: TrainerLike) -> AbstractContextManager[None]:
     """Hide our marker while the Trainer restores the states of its callbacks."""
     load = getattr(trainer, "_load_callback_state", None)
+    if load is None:
+        return nullcontext()
 
     def load_without_marker() -> None:
         marker = trainer.state.stateful_callbacks.pop(_STATE_KEY, None)
@@ -122,4 +124,4 @@ def hide_state_marker(trainer: TrainerLike) -> AbstractContextManager[None]:
             if marker is not None:
                 trainer.state.stateful_callbacks[_STATE_KEY] = marker
 
-    return nullcontext() if load is None else overridden(trainer, "_load_callback_state", load_without_marker)
+    return overridden(trainer, "_load_callback_state", load_without_marker)
