@@ -427,13 +427,11 @@ class AccumulationWindows:
             finally:
                 host.gradient.drop()
             window._check_run()
-        host.read_counts()
+        host.read()
         host.model = None
         if self.world_size > 1:
             # A rank with more windows joins this with its next one, and gets an error instead of waiting for ever.
             host.open([])
-        host.warn_routing()
-        host.warn_empty()
 
 
 @partial(shows_options, of_loops=True)

@@ -81,9 +81,19 @@ class Host(ABC):
         """G of a full window."""
 
     @property
-    def readable(self) -> bool:
-        """Whether a window's numbers are read at its end: any other device waits."""
+    def on_cpu(self) -> bool:
+        """Whether reading a number does not wait for a device."""
         return self.device.type == "cpu"
+
+    @property
+    def readable(self) -> bool:
+        """Whether a window's numbers are read at its end."""
+        return self.on_cpu
+
+    @property
+    def hears(self) -> bool:
+        """Whether every window's collective tells this rank what the others have found."""
+        return self.world_size == 1 or self.on_cpu
 
     @property
     def corrects_alone(self) -> bool:
@@ -167,26 +177,20 @@ class Host(ABC):
             words = f"{self.where} is not exact: {why}. Every window is checked; report() has how many were not."
             self.warn_once("inexact window", f"{self.head}: {words}")
 
-    def read_counts(self) -> None:
-        """Read what was found on the device since the last log, which has just waited for it."""
+    def read(self) -> None:
+        """Warn of what was found on the device since the last call; waits for it."""
         state = self.state
         if state.unread is not None and (windows := int(state.unread)):
             self.report_inexact(OTHER_COUNTS, windows)
             # Several ranks would first have to agree on it.
             state.corrects = state.corrects or self.data_ranks == 1
         state.unread = None
-
-    def warn_empty(self) -> None:
-        """Warn if a window had no target; waits for the device."""
-        if "empty" not in self.warned and self.state.empty is not None and bool(self.state.empty):
+        if "empty" not in self.warned and state.empty is not None and bool(state.empty):
             self.warn_once(
                 "empty",
                 "got an accumulation window with no target, so its gradient and logged loss are zero; look at "
                 "truncation, label masking, or samples without an answer",
             )
-
-    def warn_routing(self) -> None:
-        """Give the router loss's warnings once; waits for the device."""
         for name, message in self.router.remarks():
             self.warn_once(name, f"{self.head}: {message}")
 

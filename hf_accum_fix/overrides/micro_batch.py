@@ -357,9 +357,6 @@ class MicroBatch:
             if times is not None and loss is not None and summed is not None:
                 # The last micro-batch corrects the window's logged loss.
                 loss = loss + (times - 1) * summed
-            # Reading waits for the device, so there only in the first window and at the end of training.
-            if session.readable or session.state.opened == 1:
-                session.warn_routing()
         return loss
 
     def _capture(self) -> AbstractContextManager[Captured]:

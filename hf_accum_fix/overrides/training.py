@@ -54,10 +54,8 @@ def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *
         _TRAINING.remove(session)
         session.window = None
         session.gradient.drop()
-    session.warn_empty()
-    session.warn_routing()
     state = session.state
-    session.read_counts()
+    session.read()
     state.amend(exact=state.exact, windows=state.opened, inexact_windows=state.inexact)
     log_padding_saved(trainer)
     return result
@@ -77,10 +75,9 @@ def _log_exact_windows(session: Session) -> Callable[..., Any]:
     def log(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if is_loss(logs) or "train_loss" in logs:
             # The loss was just read, so this does not wait.
-            session.read_counts()
+            session.read()
             if state.inexact and session.is_split:
-                may_be = state.can_be_exact or state.reconsidered
-                logs[EXACT_WINDOWS] = state.opened - state.inexact if may_be else 0
+                logs[EXACT_WINDOWS] = state.opened - state.inexact
         return original(logs, *args, **kwargs)
 
     return log
