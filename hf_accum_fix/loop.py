@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -53,7 +53,6 @@ from hf_accum_fix.engines.engine import inputs_are_rounded, reduced_in, reducing
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, options_from, shows_options
-from hf_accum_fix.router.router_loss import Forward
 from hf_accum_fix.upstream.presence import require_accelerator
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
@@ -161,7 +160,20 @@ class LoopHost(Host):
     def loss_run(self, batches: Sequence[Batch]) -> Iterator[LossRun]:
         assert self.model is not None
         module = inside_ddp(self.model) or self.model
-        yield LossRun(partial(self._loss, module), module, self.device, self.bare(module))
+
+        def forward(inputs: Batch, number: Tensor | None) -> Tensor:
+            tensors = {key: each.to(self.device) for key, each in inputs.items() if isinstance(each, Tensor)}
+            return self.forward(module, {**inputs, **tensors}, number)[0]
+
+        yield LossRun(forward, module, self.device, self.bare(module))
+
+    def routing(self, batches: Sequence[Batch]) -> AbstractContextManager[LossRun]:
+        if self.model is None:
+            raise ContractError(
+                f"got router_loss={self.router.convention.value!r} and window.scale(); expected window.loss(model, "
+                "batch), since a custom loss only has the mean over micro-batches"
+            )
+        return self.loss_run(batches)
 
     def settled(self, contract: LossContract, micro_batches: int) -> None:
         model, first = self.model, self.state.first
@@ -175,28 +187,6 @@ class LoopHost(Host):
         if first.is_settled or first.has_target:
             for name, message in remarks(self.head, contract, first.attempts):
                 self.warn_once(name, message)
-
-    @contextmanager
-    def routing(self, batches: Sequence[Batch]) -> Iterator[tuple[Forward, nn.Module | None]]:
-        model, contract = self.model, self.contract
-        if model is None and batches:
-            raise ContractError(
-                f"got router_loss={self.router.convention.value!r} and window.scale(); expected window.loss(model, "
-                "batch), since a custom loss only has the mean over micro-batches"
-            )
-        assert contract is not None
-        number = contract.as_number(torch.ones((), dtype=count_dtype(self.device), device=self.device))
-
-        def forward(inputs: Batch) -> Tensor:
-            assert model is not None
-            return self._loss(inside_ddp(model) or model, inputs, number)
-
-        yield forward, model
-
-    def _loss(self, model: nn.Module, inputs: Batch, number: Tensor | None) -> Tensor:
-        """The loss of a batch on any device."""
-        inputs = {key: value.to(self.device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
-        return self.forward(model, inputs, number)[0]
 
     def forward(self, model: nn.Module, inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:
         """Loss and outputs of a forward; a model that takes num_items_in_batch gets the number."""

@@ -21,7 +21,7 @@ from hf_accum_fix.core.state import TrainingState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves
 from hf_accum_fix.options import Options
-from hf_accum_fix.router.router_loss import Convention, Forward, RouterLoss
+from hf_accum_fix.router.router_loss import Convention, RouterLoss
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 logger = logging.getLogger("hf_accum_fix")
@@ -135,11 +135,8 @@ class Host(ABC):
         """Warn of a new contract of the first loss, unless it is exact."""
 
     @abstractmethod
-    def routing(self, batches: Sequence[Any]) -> AbstractContextManager[tuple[Forward, nn.Module | None]]:
-        """Around counting the routing of a window: (inputs) -> loss, as in training, and its model inside DDP.
-
-        None: this rank has no micro-batch.
-        """
+    def routing(self, batches: Sequence[Any]) -> AbstractContextManager[LossRun]:
+        """Like `loss_run`, around counting the routing of a window."""
 
     def outside_micro_batch(self) -> AbstractContextManager[Any]:
         """Around forwards in the midst of a micro-batch that do not belong to it."""
