@@ -15,7 +15,7 @@ from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.core.contracts import remarks, settle
 from hf_accum_fix.core.count import WindowCounts
 from hf_accum_fix.core.state import ATTEMPTS
-from hf_accum_fix.core.window import Window
+from hf_accum_fix.core.window import Window, open_window
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.loop import LoopHost
 from hf_accum_fix.options import Options
@@ -24,6 +24,7 @@ MEAN = LossContract(Reduction.MEAN, Items(("labels",)), reason="its graph divide
 ZERO = replace(MEAN, conclusive=False, reason="the loss of samples with targets is zero")
 BLANK = replace(MEAN, conclusive=False, reason=NO_TARGET_SEEN)
 BATCH = {"labels": torch.ones(2, 3, dtype=torch.long)}
+EMPTY = {"labels": torch.full((2, 3), -100)}
 
 
 class Told(LoopHost):
@@ -48,7 +49,7 @@ def settled_in(host: Told, window: Sequence[Any], seen: LossContract | None) -> 
     """The contract after a window in which this was seen; None: nothing was."""
     host.state.opened += bool(window)
     host.seen = (seen, None)
-    settle(host, window)
+    open_window(host, window)
     assert host.contract is not None
     return host.contract
 
@@ -93,7 +94,7 @@ def test_windows_are_observed_until_one_shows_the_loss(
 ) -> None:
     host = Told()
     for seen in shown:
-        found = settled_in(host, [BATCH, BATCH], seen)
+        found = settled_in(host, [EMPTY if seen is BLANK else BATCH] * 2, seen)
     assert found.conclusive == shown[-1].conclusive and host.state.exact == (found.conclusive and ZERO not in shown)
     assert host.state.inexact == shown.count(ZERO)
     assert (host.state.first.attempts, host.state.first.is_settled) == (attempts, is_settled)
@@ -129,7 +130,7 @@ def test_other_trouble_is_left_to_training_to_show() -> None:
     host = Told()
     host.state.opened += 1
     host.seen = (None, RuntimeError("no such kernel"))
-    settle(host, [BATCH])
+    open_window(host, [BATCH])
     found = host.contract
     assert found is not None
     assert found.reduction is Reduction.PLAIN and found.reason == "its loss could not be observed: no such kernel"

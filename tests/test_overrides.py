@@ -539,9 +539,10 @@ def test_a_rank_without_a_micro_batch_is_an_error_on_every_rank(monkeypatch: pyt
     monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, 1), *said])
     for reduction in (contract, LossContract(Reduction.SUM)):
         with pytest.raises(RankError, match=r"rank 0 has 1, rank 1 has 0.*even_batches=True"):
-            count_window(_rank([5.0, 0.0, 1.0, 1.0, 0.0], reduction), [])
+            count_window(_rank([5.0] * bool(reduction.rules) + [0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0], reduction), [])
         # At the end of the data no rank has one, and there is nothing to say.
-        assert count_window(_rank([0.0] * 5, reduction), []).each == []
+        counts = count_window(_rank([0.0] * (7 + bool(reduction.rules)), reduction), [])
+        assert counts is not None and counts.each == []
     monkeypatch.setattr(ranks, "gather_object", lambda said: [(None, (3, ["labels"], "3")), *said])
     with pytest.raises(RankError, match=r"rank 0 has 3, rank 1 has 0.*even_batches=True"):
         check_alike(_rank([]), [], None)

@@ -12,15 +12,18 @@ from hf_accum_fix.accumulation.observe import out_of_memory
 from hf_accum_fix.accumulation.per_sample import by_sample
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 from hf_accum_fix.core.host import Host
-from hf_accum_fix.core.state import ALL, LossState, TrainingState
+from hf_accum_fix.core.state import LossState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.errors import AccumFixError, RankError
 
 
-def settle(host: Host, batches: Sequence[Any], number: Any = None, error: Exception | None = None) -> None:
+def settle(
+    host: Host, batches: Sequence[Any], number: Any = None, error: Exception | None = None, *, asked: bool = False
+) -> None:
     """Settle how the losses of a window are reduced: as given, or as observed on every rank.
 
-    Arguments as of `core.window.open_window`.
+    ``asked``: all ranks know that one of them has a new task or a changed loss; the rest as of
+    `core.window.open_window`.
 
     Raises:
         RankError: if another rank failed, has no window, or has labels where this one has none.
@@ -29,7 +32,7 @@ def settle(host: Host, batches: Sequence[Any], number: Any = None, error: Except
     first, before = host.state.first, host.state.first.contract
     was_settled = first.is_settled
     if host.options.contract is None:
-        _observe_new(host, batches, number, error)
+        _observe_due(host, batches, number, error, asked=asked)
     elif not was_settled:
         host.state.take(host.options.contract, first)
     contract = host.state.first.contract
@@ -38,51 +41,41 @@ def settle(host: Host, batches: Sequence[Any], number: Any = None, error: Except
         host.settled(contract, len(batches))
 
 
-def _observe_new(host: Host, batches: Sequence[Any], number: Any, error: Exception | None) -> None:
-    """Observe the loss of every new task of a window."""
+def _observe_due(host: Host, batches: Sequence[Any], number: Any, error: Exception | None, *, asked: bool) -> None:
+    """Observe the losses of new tasks, those that no window has shown yet, and those that changed."""
     state, alone = host.state, host.data_ranks == 1
     if state.first.contract is None:
         state.tasks, state.without_target = {}, {}
+    held = [state.loss_of(task_of(batch)) for batch in batches]
+    is_open = any(not each.is_settled and (each is state.first or not alone or each in held) for each in state.losses)
     # Ranks that meet in every forward cannot observe tasks one by one.
-    held = [ALL if host.shards else task_of(batch) for batch in batches]
-    mine = [ALL] if host.shards else list(dict.fromkeys(held))
-
-    def batches_of(loss: LossState) -> list[Any]:
-        its = [task not in state.without_target and state.loss_of(task) is loss for task in held]
-        return [batch for batch, is_its in zip(batches, its, strict=True) if is_its]
-
-    def is_due(loss: LossState) -> bool:
-        return not loss.is_settled and (loss is state.first or bool(batches_of(loss)) or not alone)
-
-    new = alone and not all(map(state.knows, mine))
-    again = state.reconsiders and (alone or state.asks)
-    if not (new or again or state.asks or any(map(is_due, state.losses))):
+    mine = [] if host.shards else list(dict.fromkeys(map(task_of, batches)))
+    changed_alone = alone and (state.reconsiders or not all(map(state.knows, mine)))
+    if not (asked or is_open or changed_alone):
         return
-    state.asks = False
     tasks, again = check_alike(host, batches, error, mine)
     state.reconsiders = False
     state.reconsidered += again
     tasks = [task for task in tasks if task or not (any(tasks) or state.tasks)]
-    # A rank whose data have ended counts this window, too.
-    window, pooled = state.opened + (not batches), state.without_target
-    new_tasks = [task for task in tasks if task not in state.tasks or task in pooled]
-    state.without_target = {task: at for task, at in pooled.items() if task not in tasks}
-    for task in new_tasks:
-        state.tasks[task] = LossState() if state.tasks else state.first
-    for loss in state.losses:
-        if is_due(loss) or (again and (batches_of(loss) or not alone)):
-            _observe(host, loss, batches_of(loss), number)
-    _begin_with_a_target(state, window)
-    for task in new_tasks:
-        if state.tasks[task] is not state.first:
-            _add_task(host, task, window, was_pooled=task in pooled)
+    new = {task: LossState() for task in tasks if task not in state.tasks}
+    if new and not state.tasks:
+        new[next(iter(new))] = state.first
+    for loss in dict.fromkeys((*state.losses, *new.values())):
+        its = [batch for batch in batches if new.get(task := task_of(batch), state.loss_of(task)) is loss]
+        if (again or not loss.is_settled) and (its or not alone or loss is state.first):
+            _observe(host, loss, its, number)
+    if not state.first.has_target:
+        state.first = next((loss for loss in new.values() if loss.has_target), state.first)
+    for task, loss in new.items():
+        # A rank whose data have ended counts this window, too.
+        _add_task(host, task, loss, state.opened + (not batches))
 
 
 def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -> None:
     """Observe one loss in a window, and update its contract."""
-    state, is_first = host.state, loss is host.state.first
     seen: LossContract | None = None
     error: Exception | None = None
+    is_first = loss is host.state.first
     try:
         seen = host.observe(batches, number)
     except Exception as caught:
@@ -93,76 +86,53 @@ def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -
         reason = f"its loss could not be observed: {error}"
         seen, error = LossContract(Reduction.PLAIN, conclusive=not is_first, reason=reason), None
     found = agree([each for each in host.all_of(seen, error) if each is not None])
+    if found.reason == NO_TARGET_SEEN and loss.contract is not None:
+        return
     if host.options.per_sample:
         found = by_sample(found)
-    if loss.contract is not None and found.reason == NO_TARGET_SEEN:
-        return
     if host.world_size == 1 or not host.readable:
         # Several ranks correct a window only after one has found a difference.
         found = found.with_one_rule()
-    if loss.contract is not None and loss.contract.conclusive and not loss.contract.exact:
-        # Earlier windows were trained by the old contract.
-        before = state.opened - 1
-        state.note_inexact(before, windows=before - state.inexact)
     loss.attempts += found.reason != NO_TARGET_SEEN
-    if not found.conclusive and found.reason != NO_TARGET_SEEN:
-        # This window is trained by an inconclusive contract.
-        state.note_inexact()
-    state.take(found, loss)
+    host.state.take(found, loss)
 
 
-def _begin_with_a_target(state: TrainingState, window: int) -> None:
-    """Make the first task one that has had a target, if any has."""
-    seen = (each for each in state.losses if each.contract is not None and each.contract.reason != NO_TARGET_SEEN)
-    first, before = next(seen, state.first), state.first
-    if first is before:
-        return
-    without = [task for task, loss in state.tasks.items() if loss is before]
-    state.without_target.update(dict.fromkeys(without, window))
-    state.tasks.update(dict.fromkeys(without, first))
-    state.first = first
-    assert first.contract is not None
-    state.take(first.contract, first)
-
-
-def _add_task(host: Host, task: Task, window: int, *, was_pooled: bool) -> None:
-    """Give a new task its own loss, unless it shares one with an earlier task."""
-    state, loss = host.state, host.state.tasks[task]
-    found = loss.contract
+def _add_task(host: Host, task: Task, loss: LossState, window: int) -> None:
+    """Add a new task: it shares the loss of an earlier task that is reduced alike, or has its own."""
+    state, found = host.state, loss.contract
     assert found is not None
-    if found.reason == NO_TARGET_SEEN:
-        state.tasks[task] = state.first
+    if not loss.has_target:
         state.without_target[task] = window
         return
-    for other, each in state.tasks.items():
-        if each is not loss and other not in state.without_target and _is_one_loss(state, task, other):
-            state.tasks[task] = each
-            return
+    had_no_target = state.without_target.pop(task, None) is not None
+    shared = (each for other, each in state.tasks.items() if _is_one_loss(task, found, other, each.contract))
+    state.tasks[task] = next(shared, loss)
+    if loss is state.first or state.tasks[task] is not loss:
+        return
     reason = ""
     if found.custom and found.by_number:
         reason = "one num_items_in_batch is passed for several tasks"
-    elif any(other and (other < task or task < other) for other in state.tasks):
+    elif any(other < task or task < other for other in state.tasks if other):
         reason = "other tasks share some of these labels, and a term that both have is no single mean"
     if reason:
         loss.contract = found = replace(found, doubt=reason, reason=reason)
     words = describe(task)
-    if was_pooled and host.is_split:
+    if had_no_target and host.is_split:
         host.warn_inexact(
             f"pooled {words}",
             f"{host.head}: micro-batches with {words} had no target before window {window}; until then their samples "
             "counted for the first task, which got too much weight",
         )
     # Label smoothing has to know the shift even if nothing is split.
-    shows = host.is_split or SHIFT_UNKNOWN in (found.reason, found.doubt)
-    for name, message in remarks(f"{host.head}, of {words}", found, loss.attempts) if shows else ():
-        host.warn_once(f"{name} of {words}", message)
+    if host.is_split or SHIFT_UNKNOWN in (found.reason, found.doubt):
+        for name, message in remarks(f"{host.head}, of {words}", found, loss.attempts):
+            host.warn_once(f"{name} of {words}", message)
     state.amend(exact=state.exact, **state.facts())
 
 
-def _is_one_loss(state: TrainingState, task: Task, other: Task) -> bool:
+def _is_one_loss(task: Task, one: LossContract, other: Task, another: LossContract | None) -> bool:
     """Whether two tasks are reduced and counted alike, so that one mean is over the items of both."""
-    one, another = state.tasks[task].contract, state.tasks[other].contract
-    if one is None or another is None or (one.reduction, one.rules) != (another.reduction, another.rules):
+    if another is None or (one.reduction, one.rules) != (another.reduction, another.rules):
         return False
     # Text classification and token classification both have "labels".
     counted = {key for rule in one.rules for key in rule.keys}

@@ -2,241 +2,218 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract
 from hf_accum_fix.accumulation.scaling import Normalizer
 from hf_accum_fix.accumulation.tasks import describe, task_of
 from hf_accum_fix.accumulation.weigh import Part, WindowCheck
 from hf_accum_fix.accumulation.window import Counts, Items, ZeroWeightBatch, count_by_rules, count_dtype
 from hf_accum_fix.core.counting_pass import count_by_forwards
 from hf_accum_fix.core.host import Host
-from hf_accum_fix.core.state import TrainingState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import engine_divisor, is_deepspeed
 from hf_accum_fix.router.router_loss import Convention, Form, one_form
 
+#: Items of a window by each rule, 0-dim, over all ranks.
+Totals = Mapping[Items, Tensor]
+
 
 @dataclass
 class WindowCounts:
-    """Items of a window: first of this rank, then of all.
+    """Items of a window.
 
     Attributes:
-        each: of each micro-batch of this rank, 0-dim, by each rule of its loss, and by place (see `Counts`); or empty.
-        totals: of each loss, by each rule.
-        samples: of each loss, which weigh the losses where there are several.
-        number: as upstream counts, 0-dim; None: upstream does not.
+        each: of each micro-batch of this rank, by each rule of its loss, and by place (see `Counts`).
+        number: as upstream counts over all ranks, 0-dim; None: upstream does not.
         total: N over all ranks and tasks, 0-dim.
         parts: one for each loss, the first task's first.
         corrects: the gradient is corrected at the end of the window.
     """
 
     each: list[Counts] = field(default_factory=list)
-    totals: list[list[Tensor]] = field(default_factory=list)
-    samples: list[Tensor] = field(default_factory=list)
     number: Tensor | None = None
     total: Tensor = field(init=False)
     parts: list[Part] = field(default_factory=list)
     corrects: bool = False
 
 
+@dataclass(frozen=True)
+class Sums:
+    """What the ranks sum.
+
+    Attributes:
+        totals: items of each loss by each of its rules, 0-dim.
+        number: as upstream counts, 0-dim.
+        flags: this rank has a new task or a changed loss; had other counts than predicted; had an inexact window.
+        routing: see `RouterLoss.count`.
+    """
+
+    totals: Sequence[Tensor]
+    number: Tensor
+    flags: tuple[bool, bool, bool]
+    routing: Tensor
+
+    def over_ranks(self, host: Host, fetched: int, error: Exception | None) -> Sums:
+        """The sums, by one collective; the error of one rank, which has ``fetched`` micro-batches, is raised on all."""
+        runs = fetched if host.shards else min(fetched, 1)
+        status = ranks.pack_status(runs, error, self.number)
+        flags = [torch.full_like(self.number, flag) for flag in self.flags]
+        slots = [*map(torch.stack, ([*self.totals, self.number], status, flags)), self.routing]
+        items, summed, found, routing = torch.split(host.summed(torch.cat(slots)), [*map(len, slots)])
+        suspects, place = runs < (host.steps if host.shards else 1), {"rank": host.rank, "world_size": host.world_size}
+        ranks.check_status(summed, runs, error, fetched=fetched, suspects=suspects, gather=host.gather, **place)
+        # Tensor-parallel ranks have all counted the same samples.
+        copies = host.world_size // host.data_ranks
+        totals = (items[:-1] / copies).unbind()
+        asks, differs, inexact = map(bool, found.tolist()) if host.hears else self.flags
+        return Sums(totals, items[-1], (asks, differs, inexact), routing / copies)
+
+
 def count_window(
-    host: Host,
-    batches: Sequence[Any],
-    number: Any = None,
-    error: Exception | None = None,
-    routing: Tensor | None = None,
-) -> WindowCounts:
-    """Count a window over all ranks; arguments as of `core.window.open_window`, ``routing`` of `count_routing`."""
-    state, several, contracts = host.state, host.world_size > 1, host.state.contracts
-    if state.reconsidered and not state.can_be_exact:
-        # Its own contract is not exact, though earlier ones were.
-        state.note_inexact()
-    # One rank has observed its new tasks; with one of several ranks the window is observed, and counted again.
-    new = several and (state.reconsiders or not all(state.knows(task_of(batch)) for batch in batches))
-    zero = torch.zeros((), dtype=count_dtype(host.device), device=host.device)
-    try:
-        counts = _counted(host, contracts, batches, zero, strict=several and not new)
-    except Exception as caught:
-        error = error or caught
-        counts = WindowCounts(totals=[[zero] * max(len(each.rules), 1) for each in contracts])
-        counts.samples = [zero] * len(contracts) if len(contracts) > 1 else []
-    counts.number = None if number is None else torch.as_tensor(number).to(zero)
-    rule = contracts[0].items
-    for batch in batches:
-        if isinstance(batch, ZeroWeightBatch) and counts.number is not None and rule is not None:
-            # Upstream has counted it.
-            counts.number = counts.number - rule.count(dict(batch), host.device)
-    summed_routing = routing
-    if several:
-        new, summed_routing = _sum_over_ranks(host, counts, batches, error, new=new, routing=routing)
-    elif error is not None:
-        raise error
-    elif state.differs:
-        _note_differs(state)
-    state.unreported = False
-    settled = bool(state.tasks) and not state.asks
-    if not state.tasks:
-        _check_given(host, batches)
-    if new and not state.asks:
-        host.report_inexact("it has micro-batches of a task that was not observed")
-    if any(not state.contract_of(batch).exact for batch in batches if len(contracts) > 1):
-        # The first task's contract may be exact.
-        state.note_inexact()
-    _set_parts(host, contracts, counts, len(batches))
-    if settled and not counts.parts[0].normalizer.is_whole:
-        # Reading would wait for another device.
-        differ = host.device.type == "cpu" and _differ(state, counts)
-        _count_by_forwards(host, counts, batches, differ=differ)
-    if summed_routing is not None:
-        host.router.settle(summed_routing, max(len(batches), 1), host.data_ranks)
-    return counts
-
-
-def _counted(
-    host: Host, contracts: Sequence[LossContract], batches: Sequence[Any], zero: Tensor, *, strict: bool
-) -> WindowCounts:
-    """Items of this rank; ``strict``: a micro-batch without the counted input is an error."""
-    state, counts, by_batch = host.state, WindowCounts(), dict[int, Counts]()
-    alone = len(contracts) == 1
-    for contract in contracts:
-        held = [batch for batch in batches if alone or state.contract_of(batch) is contract]
-        each, totals = count_by_rules(contract.rules, held, host.device, several_ranks=strict)
-        counts.totals.append(totals or [zero])
-        by_batch |= {id(batch): found for batch, found in zip(held, each, strict=True)}
-        if not alone:
-            counts.samples += count_by_rules([Items()], held, host.device)[1]
-    if any(by_batch.values()) or any(each.needs_forwards for each in contracts):
-        counts.each = [by_batch[id(batch)] for batch in batches]
-    return counts
-
-
-def _sum_over_ranks(
-    host: Host,
-    counts: WindowCounts,
-    batches: Sequence[Any],
-    error: Exception | None,
-    *,
-    new: bool,
-    routing: Tensor | None,
-) -> tuple[bool, Tensor | None]:
-    """Sum the counts over all ranks, and with them each rank's errors, new tasks and inexact windows.
+    host: Host, batches: Sequence[Any], number: Any = None, error: Exception | None = None
+) -> WindowCounts | None:
+    """Count a window over all ranks; arguments as of `core.window.open_window`.
 
     Returns:
-        Whether any rank has a new task, and the routing of all.
+        None: a rank has a new task or a changed loss, so all ranks have to settle and count again.
     """
-    state, like = host.state, counts.totals[0][0]
-    runs = len(batches) if host.shards else min(len(batches), 1)
-    # One number cannot correct several losses.
-    corrected = state.corrects and len(counts.totals) == 1
-    reports = any(each.is_read for each in state.contracts) and not corrected
-    sent = {
-        "totals": list(chain(*counts.totals)),
-        "number": [torch.zeros_like(like) if counts.number is None else counts.number],
-        "marks": ranks.pack_status(runs, error, like),
-        "samples": counts.samples,
-        "new": [torch.full_like(like, new)] if state.tasks else [],
-        "inexact": [torch.full_like(like, each) for each in (state.differs, state.unreported)] * reports,
-    }
-    numbers = torch.stack([*chain(*sent.values())])
-    sums = host.summed(numbers if routing is None else torch.cat([numbers, routing]))
-    summed = dict(zip(sent, torch.split(sums[: len(numbers)], [*map(len, sent.values())]), strict=True))
-    fetched, suspects = len(batches), runs < (host.steps if host.shards else 1)
-    place = {"rank": host.rank, "world_size": host.world_size}
-    ranks.check_status(summed["marks"], runs, error, fetched=fetched, suspects=suspects, gather=host.gather, **place)
-    # Tensor-parallel ranks have all counted the same samples.
-    copies = host.world_size // host.data_ranks
-    totals = iter((summed["totals"] / copies).unbind())
-    counts.totals = [[next(totals) for _ in each] for each in counts.totals]
-    counts.samples = list((summed["samples"] / copies).unbind())
-    counts.number = None if counts.number is None else summed["number"][0]
-    # Reading waits for any other device: there these are never set.
-    if host.device.type == "cpu" and state.tasks:
-        state.asks = new = bool(summed["new"])
-    if host.device.type == "cpu" and reports:
-        differs, unreported = summed["inexact"].tolist()
-        if differs:
-            _note_differs(state)
-        if unreported > state.unreported:
-            state.note_inexact(state.opened - bool(batches))
-    return new, None if routing is None else sums[len(numbers) :] / copies
+    state, several = host.state, host.world_size > 1
+    # One rank alone has observed its new tasks.
+    asks = several and (state.reconsiders or not all(state.knows(task_of(batch)) for batch in batches))
+    rules, zero = _rules(host), torch.zeros((), dtype=count_dtype(host.device), device=host.device)
+    routing, error = count_routing(host, batches, error)
+    each, totals = list[Counts](), [zero] * sum(map(len, rules))
+    try:
+        each, totals = _count(host, rules, batches, strict=several and not asks)
+    except Exception as caught:
+        error = error or caught
+    upstream = zero if number is None else torch.as_tensor(number).to(zero)
+    rule = state.contracts[0].items
+    for batch in batches if number is not None else ():
+        if isinstance(batch, ZeroWeightBatch) and rule is not None:
+            # Upstream has counted it.
+            upstream = upstream - rule.count(dict(batch), host.device)
+    sums = Sums(totals, upstream, (asks, state.differs, state.unreported), routing)
+    if several:
+        sums = sums.over_ranks(host, len(batches), error)
+    elif error is not None:
+        raise error
+    asks, differs, inexact = sums.flags
+    if asks and host.hears:
+        return None
+    if asks:
+        host.report_inexact("it has micro-batches of a task that was not observed")
+    if differs:
+        state.correct_from_now()
+    if inexact and not state.unreported:
+        state.note_inexact(state.opened - bool(batches))
+    state.unreported = False
+    counts, by_rule = WindowCounts(each, None if number is None else sums.number), iter(sums.totals)
+    _set_parts(host, counts, [{rule: next(by_rule) for rule in its} for its in rules], batches)
+    _note_inexact(host, counts, batches)
+    host.router.settle(sums.routing, max(len(batches), 1), host.data_ranks)
+    return counts
 
 
-def _set_parts(host: Host, contracts: Sequence[LossContract], counts: WindowCounts, micro_batches: int) -> None:
+def _rules(host: Host) -> list[list[Items]]:
+    """The rules that count each loss; several losses are weighted by their samples."""
+    contracts = host.state.contracts
+    samples = [Items()] * (len(contracts) > 1)
+    return [list(dict.fromkeys((*contract.rules, *samples))) for contract in contracts]
+
+
+def _count(
+    host: Host, rules: Sequence[Sequence[Items]], batches: Sequence[Any], *, strict: bool
+) -> tuple[list[Counts], list[Tensor]]:
+    """Items of each micro-batch of this rank, and their sums for each loss by each rule.
+
+    ``strict``: a micro-batch without the counted input is an error.
+    """
+    state, by_batch, totals = host.state, dict[int, Counts](), list[Tensor]()
+    for contract, its in zip(state.contracts, rules, strict=True):
+        held = [batch for batch in batches if len(rules) == 1 or state.contract_of(batch) is contract]
+        each, sums = count_by_rules(its, held, host.device, several_ranks=strict)
+        totals += sums
+        by_batch |= {id(batch): found for batch, found in zip(held, each, strict=True)}
+    return [by_batch[id(batch)] for batch in batches], totals
+
+
+def _set_parts(host: Host, counts: WindowCounts, totals: Sequence[Totals], batches: Sequence[Any]) -> None:
     """Set the part of each loss in the window, and whether its gradient is corrected."""
-    totals = [each[0] for each in counts.totals]
-    counts.total = totals[0] if len(totals) == 1 else torch.stack(totals).sum()
-    samples: Sequence[Tensor | None] = [
-        each.clamp(min=1) / torch.stack(counts.samples).sum().clamp(min=1) for each in counts.samples
+    state, zero = host.state, torch.zeros((), dtype=count_dtype(host.device), device=host.device)
+    # Reading would wait for another device.
+    differ = host.on_cpu and any(map(_rules_differ, state.contracts, totals))
+    in_use = [
+        [by_rule[rule] for rule in contract.rules] or [zero]
+        for contract, by_rule in zip(state.contracts, totals, strict=True)
+    ]
+    counts.total = in_use[0][0] if len(in_use) == 1 else torch.stack([each[0] for each in in_use]).sum()
+    samples = [by_rule[Items()] for by_rule in totals if len(totals) > 1]
+    fractions: Sequence[Tensor | None] = [
+        each.clamp(min=1) / torch.stack(samples).sum().clamp(min=1) for each in samples
     ] or [None]
-    # Off the CPU samples are not read, so a window may have all losses, which one number cannot correct.
-    several_losses = sum(host.device.type != "cpu" or bool(each) for each in counts.samples) > 1
-    corrects = host.state.corrects or (host.data_ranks == 1 and host.corrects_alone)
+    # One number cannot correct several losses; where samples are not read, a window may have all of them.
+    several_losses = sum(not host.on_cpu or bool(each) for each in samples) > 1
+    corrects = state.corrects or (host.data_ranks == 1 and host.corrects_alone)
     counts.corrects = corrects and not (several_losses or is_deepspeed(host.accelerator))
-    divisor = engine_divisor(host.accelerator)
-    for contract, by_rule, fraction in zip(contracts, counts.totals, samples, strict=True):
+    engine = engine_divisor(host.accelerator)
+    for contract, by_rule, fraction in zip(state.contracts, in_use, fractions, strict=True):
+        split = (len(batches), host.data_ranks)
         normalizer = Normalizer.of(
-            contract,
-            by_rule,
-            micro_batches,
-            host.data_ranks,
-            fraction,
-            is_corrected=counts.corrects,
-            engine_divisor=divisor,
+            contract, by_rule, *split, fraction, is_corrected=counts.corrects, engine_divisor=engine
         )
         counts.parts.append(Part(contract, normalizer, WindowCheck(contract, counts.corrects)))
-
-
-def _note_differs(state: TrainingState) -> None:
-    """After a window with other items than predicted: correct windows of one count, count the others by forwards."""
-    for loss in state.losses:
-        one = loss.contract is None or loss.contract.groups <= 1
-        state.corrects = state.corrects or one
-        loss.counts_by_forwards = loss.counts_by_forwards or not one
-
-
-def _differ(state: TrainingState, counts: WindowCounts) -> bool:
-    """Whether several rules fit a term of some loss, and count this window differently; reads the counts."""
-    for contract, totals in zip(state.contracts, counts.totals, strict=True):
-        if len(contract.rules) > 1 and contract.is_ambiguous(_by_rule(contract, totals)):
-            return True
-    return False
-
-
-def _by_rule(contract: LossContract, totals: Sequence[Tensor]) -> dict[Items, float]:
-    """N by each rule; reads the counts."""
-    return dict(zip(contract.rules, torch.stack([*totals]).tolist(), strict=True))
-
-
-def _count_by_forwards(host: Host, counts: WindowCounts, batches: Sequence[Any], *, differ: bool) -> None:
-    """Count a window by its own forwards, where no rule predicts its items, or two rules ``differ``."""
-    losses = [(each, each.contract) for each in host.state.losses if each.contract is not None]
     unpredicted = (
-        contract.needs_forwards or (loss.counts_by_forwards and contract.groups > 1) for loss, contract in losses
+        each.contract.needs_forwards or (each.counts_by_forwards and each.contract.groups > 1)
+        for each in state.losses
+        if each.contract is not None
     )
-    if not (differ or any(unpredicted)):
-        return
-    parts, counts.parts = counts.parts, []
-    counted = count_by_forwards(host, batches, parts, counts.each or [{} for _ in batches])
-    for (loss, contract), part, totals, by_place in zip(losses, parts, counts.totals, counted, strict=True):
+    if not counts.parts[0].normalizer.is_whole and (differ or any(unpredicted)):
+        _count_by_forwards(host, counts, totals, batches)
+
+
+def _rules_differ(contract: LossContract, by_rule: Totals) -> bool:
+    """Whether rules that fit one of its terms count the window differently; reads the counts."""
+    return len(by_rule) > 1 and contract.is_ambiguous(_values(by_rule))
+
+
+def _values(by_rule: Totals) -> dict[Items, float]:
+    """Read at once."""
+    return dict(zip(by_rule, torch.stack([*by_rule.values()]).tolist(), strict=True))
+
+
+def _count_by_forwards(host: Host, counts: WindowCounts, totals: Sequence[Totals], batches: Sequence[Any]) -> None:
+    """Count a window by its own forwards, where no rule predicts its items, or two rules differ."""
+    counted = count_by_forwards(host, batches, counts.parts, counts.each)
+    for at, (loss, by_rule, by_place) in enumerate(zip(host.state.losses, totals, counted, strict=True)):
+        part = counts.parts[at]
+        contract = part.contract
         if host.readable and len(contract.rules) > 1:
-            counted_by = {at: float(each) for at, each in by_place.items()}
-            contract = loss.contract = contract.fitting(_by_rule(contract, totals), counted_by)
+            places = {place: float(each) for place, each in by_place.items()}
+            contract = loss.contract = contract.fitting(_values(by_rule), places)
         normalizer = part.normalizer.counted(contract, by_place)
-        counts.parts.append(Part(contract, normalizer, WindowCheck(contract, counts.corrects)))
+        counts.parts[at] = Part(contract, normalizer, WindowCheck(contract, counts.corrects))
 
 
-def _check_given(host: Host, batches: Sequence[Any]) -> None:
-    """Warn of a task that a given contract, which covers one, does not cover."""
-    state = host.state
-    counted = {key for contract in state.contracts for rule in contract.rules for key in rule.keys}
-    for batch in batches if counted else ():
+def _note_inexact(host: Host, counts: WindowCounts, batches: Sequence[Any]) -> None:
+    """Note a window whose loss is not exact, that has no target, or a task that a given contract does not cover."""
+    state, empty = host.state, None
+    if batches and all(part.contract.items is not None for part in counts.parts):
+        empty = counts.total == 0
+        state.empty = empty if state.empty is None else state.empty | empty
+    # Without a target the gradient is zero, whatever the loss.
+    inexact = not all(each.exact or each.reason == NO_TARGET_SEEN for each in map(state.contract_of, batches))
+    if inexact and (empty is None or not host.on_cpu or not bool(empty)):
+        state.note_inexact()
+    counted = {key for rule in state.contracts[0].rules for key in rule.keys}
+    for batch in batches if host.options.contract is not None and counted else ():
         held = frozenset((key, axes) for key, axes in task_of(batch) if key in counted)
         state.given_for = held if state.given_for is None else state.given_for
         if held != state.given_for:
@@ -247,36 +224,40 @@ def _check_given(host: Host, batches: Sequence[Any]) -> None:
             return
 
 
-def count_routing(
-    host: Host, batches: Sequence[Any], error: Exception | None
-) -> tuple[Tensor | None, Exception | None]:
-    """This rank's routing counts of a window, to be summed over ranks, and its error; None: nothing to count.
+def count_routing(host: Host, batches: Sequence[Any], error: Exception | None) -> tuple[Tensor, Exception | None]:
+    """This rank's routing counts of a window, to be summed over ranks, and its error.
 
     The model's load-balancing loss is recognised first, on every rank.
     """
-    router, contract = host.router, host.state.first.contract
+    router, contract, device = host.router, host.state.first.contract, host.device
     if router.convention is Convention.MEAN:
-        return None, error
+        return router.nothing(device), error
     assert contract is not None
-    with host.routing(batches) as (forward, model):
+    number = contract.as_number(torch.ones((), dtype=count_dtype(device), device=device))
+    with host.routing(batches) if batches else nullcontext() as run:
         if router.runs_forwards and host.shards:
             lengths = host.all_of(len(batches), error)
             if len(set(lengths)) > 1:
                 raise ranks.uneven(dict(enumerate(lengths)))
+
+        def forward(inputs: Any) -> Tensor:
+            assert run is not None
+            return run.forward(inputs, number)
+
         if router.form is None or not router.form.settled:
             seen = Form(settled=False)
             try:
-                if model is not None:
-                    seen = router.recognise_among(forward, batches, contract.items, model, host.device)
+                if run is not None:
+                    seen = router.recognise_among(forward, batches, contract.items, run.model, device)
             except Exception as caught:
                 error = error or caught
             router.form = one_form(host.all_of(seen, error))
             if why := router.why_mean(contract.has_router_loss):
                 host.warn_once("router", f"{host.head}: {why}")
         try:
-            if model is not None:
-                return router.count(forward, batches, model, host.device, host.data_ranks), error
+            if run is not None:
+                return router.count(forward, batches, run.model, device, host.data_ranks), error
         except Exception as caught:
             # Raised once the other ranks have it.
             error = error or caught
-        return router.nothing(host.device), error
+        return router.nothing(device), error

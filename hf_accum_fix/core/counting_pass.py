@@ -7,8 +7,8 @@ one collective, in such windows only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.accumulation.conclude import NUMBERS
-from hf_accum_fix.accumulation.contract import How
+from hf_accum_fix.accumulation.contract import How, LossContract
 from hf_accum_fix.accumulation.declared import holds_shards
-from hf_accum_fix.accumulation.preserve import Preserved, preserved_state
+from hf_accum_fix.accumulation.preserve import preserved_state
 from hf_accum_fix.accumulation.reading import ForgottenError, LossRun, run_with_graph
 from hf_accum_fix.accumulation.weigh import Counted, Part, WindowCheck, weigh
 from hf_accum_fix.accumulation.window import Counts, ZeroWeightBatch, count_dtype
@@ -40,16 +40,19 @@ def count_by_forwards(
         N of each term, by its place, for each loss; 0-dim.
     """
     zero = torch.zeros((), dtype=count_dtype(host.device), device=host.device)
-    totals = [dict.fromkeys(_counted(part), zero) for part in parts]
+    totals = [dict.fromkeys(_counted(part.contract), zero) for part in parts]
     if batches:
-        with host.loss_run(batches) as run, _preserved(run):
+        with ExitStack() as stack:
+            run = stack.enter_context(host.loss_run(batches))
+            sharded = holds_shards(run.model)
+            stack.enter_context(preserved_state(run.model, *run.others, leave=run.leave, sharded=sharded))
             for batch, its in zip(batches, counts, strict=True):
                 contract = host.state.contract_of(batch)
-                at = next(place for place, part in enumerate(parts) if part.contract is contract)
-                for place, divisor in _divisors(run, batch, parts[at]).items():
-                    if place in totals[at]:
+                part, total = next(each for each in zip(parts, totals, strict=True) if each[0].contract is contract)
+                for place, divisor in _divisors(run, batch, part).items():
+                    if place in total:
                         its[place] = torch.as_tensor(divisor, dtype=zero.dtype, device=host.device)
-                        totals[at][place] = totals[at][place] + its[place]
+                        total[place] = total[place] + its[place]
     if host.world_size > 1 and any(totals):
         flat = torch.stack([each for of_loss in totals for each in of_loss.values()])
         summed = iter((host.summed(flat) * host.data_ranks / host.world_size).unbind())
@@ -57,31 +60,21 @@ def count_by_forwards(
     return totals
 
 
-def _preserved(run: LossRun) -> AbstractContextManager[Preserved]:
-    return preserved_state(run.model, *run.others, leave=run.leave, sharded=holds_shards(run.model))
-
-
-def _counted(part: Part) -> list[int]:
+def _counted(contract: LossContract) -> list[int]:
     """The places of the terms that are means over their own items."""
-    contract = part.contract
     return [place for place, each in enumerate(contract.terms) if each.how is How.MEAN]
 
 
-def _divisors(run: LossRun, batch: Any, part: Part) -> dict[int, Any]:
+def _divisors(run: LossRun, batch: Any, part: Part) -> Mapping[int, Any]:
     """What the terms of one micro-batch divide by, as `weigh` reads it."""
     contract = part.contract
-    normalizer, check = replace(part.normalizer, is_corrected=True), WindowCheck(contract)
+    as_read = replace(part, normalizer=replace(part.normalizer, is_corrected=True), check=WindowCheck(contract))
     takes_number = contract.hands_number or contract.depends_on_number
-    number = NUMBERS[0] if takes_number else None
-    zero_weight = isinstance(batch, ZeroWeightBatch)
-
-    def read(keep: bool) -> None:
-        loss, captured = run_with_graph(run, batch, number, keep=keep)
-        weigh(loss, Part(contract, normalizer, check), Counted(dict(batch), {}, zero_weight), captured)
-
-    try:
-        read(keep=False)
-    except ForgottenError:
-        # It takes a gradient inside the forward, or its loss is checkpointed.
-        read(keep=True)
-    return dict(check.latest)
+    counted = Counted(dict(batch), {}, isinstance(batch, ZeroWeightBatch))
+    # Once more if it takes a gradient inside the forward, or its loss is checkpointed.
+    for keep in (False, True):
+        with suppress(*() if keep else (ForgottenError,)):
+            loss, captured = run_with_graph(run, batch, NUMBERS[0] if takes_number else None, keep=keep)
+            weigh(loss, as_read, counted, captured)
+            break
+    return as_read.check.latest

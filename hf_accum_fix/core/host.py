@@ -21,7 +21,7 @@ from hf_accum_fix.core.state import TrainingState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves
 from hf_accum_fix.options import Options
-from hf_accum_fix.router.router_loss import Convention, Forward, RouterLoss
+from hf_accum_fix.router.router_loss import Convention, RouterLoss
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 logger = logging.getLogger("hf_accum_fix")
@@ -81,9 +81,19 @@ class Host(ABC):
         """G of a full window."""
 
     @property
-    def readable(self) -> bool:
-        """Whether a window's numbers are read at its end: any other device waits."""
+    def on_cpu(self) -> bool:
+        """Whether reading a number does not wait for a device."""
         return self.device.type == "cpu"
+
+    @property
+    def readable(self) -> bool:
+        """Whether a window's numbers are read at its end."""
+        return self.on_cpu
+
+    @property
+    def hears(self) -> bool:
+        """Whether every window's collective tells this rank what the others have found."""
+        return self.world_size == 1 or self.on_cpu
 
     @property
     def corrects_alone(self) -> bool:
@@ -94,11 +104,6 @@ class Host(ABC):
     def is_split(self) -> bool:
         """Whether a global batch has more than one micro-batch."""
         return self.steps * self.data_ranks > 1
-
-    @property
-    def shows(self) -> bool:
-        """Whether to warn of an inexact window."""
-        return self.is_split
 
     def bare(self, model: nn.Module) -> nn.Module:
         """The model without the engine's wrappers."""
@@ -130,11 +135,8 @@ class Host(ABC):
         """Warn of a new contract of the first loss, unless it is exact."""
 
     @abstractmethod
-    def routing(self, batches: Sequence[Any]) -> AbstractContextManager[tuple[Forward, nn.Module | None]]:
-        """Around counting the routing of a window: (inputs) -> loss, as in training, and its model inside DDP.
-
-        None: this rank has no micro-batch.
-        """
+    def routing(self, batches: Sequence[Any]) -> AbstractContextManager[LossRun]:
+        """Like `loss_run`, around counting the routing of a window."""
 
     def outside_micro_batch(self) -> AbstractContextManager[Any]:
         """Around forwards in the midst of a micro-batch that do not belong to it."""
@@ -163,40 +165,39 @@ class Host(ABC):
     def report_inexact(self, why: str, windows: int = 1) -> None:
         """Warn that this window, or several since the last log, are not exact."""
         self.state.note_inexact(windows=windows)
-        if self.shows:
+        # The mean of a single micro-batch is exact over any items.
+        if self.is_split or (self.contract is not None and self.contract.depends_on_number):
             words = f"{self.where} is not exact: {why}. Every window is checked; report() has how many were not."
             self.warn_once("inexact window", f"{self.head}: {words}")
 
-    def read_counts(self) -> None:
-        """Read what was found on the device since the last log, which has just waited for it."""
+    def read(self) -> None:
+        """Warn of what was found on the device since the last call; waits for it."""
         state = self.state
         if state.unread is not None and (windows := int(state.unread)):
             self.report_inexact(OTHER_COUNTS, windows)
             # Several ranks would first have to agree on it.
             state.corrects = state.corrects or self.data_ranks == 1
         state.unread = None
-
-    def warn_empty(self) -> None:
-        """Warn if a window had no target; waits for the device."""
-        if "empty" not in self.warned and self.state.empty is not None and bool(self.state.empty):
+        if "empty" not in self.warned and state.empty is not None and bool(state.empty):
             self.warn_once(
                 "empty",
                 "got an accumulation window with no target, so its gradient and logged loss are zero; look at "
                 "truncation, label masking, or samples without an answer",
             )
-
-    def warn_routing(self) -> None:
-        """Give the router loss's warnings once; waits for the device."""
         for name, message in self.router.remarks():
             self.warn_once(name, f"{self.head}: {message}")
 
-    def note_repeated(self, samples: int) -> bool:
-        """Note samples that the dataloader repeats; returns whether that is new."""
+    def warn_repeated(self, samples: int) -> None:
+        """Note and log once that the dataloader repeats samples."""
         if self.repeated:
-            return False
-        self.repeated = {"repeated_samples": samples, "repeated_samples_dropped": self.options.drop_duplicates}
+            return
+        drops = self.options.drop_duplicates
+        self.repeated = {"repeated_samples": samples, "repeated_samples_dropped": drops}
         self.state.amend(**self.repeated)
-        return True
+        if self.rank == 0:
+            outcome = "; they are dropped" if drops else ", which count twice; drop_duplicates=True drops them"
+            words = "an epoch's last micro-batches repeat %d samples to even out the ranks%s"
+            logger.log(logging.INFO if drops else logging.WARNING, words, samples, outcome)
 
     def record(self, contract: LossContract, micro_batches: int, **more: Any) -> None:
         """Keep a contract for report(); ``more``: facts that only this host has."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_accum_fix import observations
-from hf_accum_fix.accumulation.contract import LossContract
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 from hf_accum_fix.accumulation.weigh import covers
 
@@ -17,8 +17,6 @@ from hf_accum_fix.accumulation.weigh import covers
 ATTEMPTS = 3
 #: Most windows in which a loss that changed is observed again.
 RECONSIDERED = 8
-#: The only task, where tasks are not distinguished.
-ALL: Task = frozenset({("", 0)})
 
 
 @dataclass(eq=False)
@@ -38,6 +36,11 @@ class LossState:
     earlier: list[LossContract] = field(default_factory=list)
 
     @property
+    def has_target(self) -> bool:
+        """Whether it was observed on targets."""
+        return self.contract is not None and self.contract.reason != NO_TARGET_SEEN
+
+    @property
     def is_settled(self) -> bool:
         """Whether it is not observed again."""
         return self.contract is not None and (self.contract.conclusive or self.attempts >= ATTEMPTS)
@@ -49,18 +52,18 @@ class TrainingState:
 
     Attributes:
         first: the loss of the first task that had a target; normally the only one.
-        tasks: the loss of each observed task, in the same order on all ranks; tasks may share one.
-        without_target: tasks without a target so far, trained as the first, and the window they were last observed in.
+        tasks: the loss of each task that had a target, in the same order on all ranks; tasks may share one. Empty:
+            tasks are not distinguished.
+        without_target: the other tasks, trained as the first, and the window in which they were last observed.
         given_for: the first micro-batch's labels that a given contract counts.
         corrects: every window's gradient is multiplied by predicted over seen items.
         differs: a window of this rank had other counts than predicted; the other ranks learn it in the next.
-        unread: windows since the last log with other counts than observed, 0-dim on the device.
+        unread: windows since the last log with other counts than predicted, 0-dim on the device.
+        empty: a window had no target, 0-dim; None: no window was counted.
         opened: windows so far.
         inexact: those that were not exact.
         unreported: the other ranks do not know of one of them yet.
         recorded: the training is in the report.
-        empty: a window had no target, 0-dim; None: no window was counted.
-        asks: all ranks know that one has a new task, or reconsiders.
         reconsiders: the losses are observed again in the next window, since they changed.
         reconsidered: how often that was done.
     """
@@ -72,12 +75,11 @@ class TrainingState:
     corrects: bool = False
     differs: bool = False
     unread: Tensor | None = None
+    empty: Tensor | None = None
     opened: int = 0
     inexact: int = 0
     unreported: bool = False
     recorded: bool = False
-    empty: Tensor | None = None
-    asks: bool = False
     reconsiders: bool = False
     reconsidered: int = 0
     _last_inexact: int = -1
@@ -93,13 +95,11 @@ class TrainingState:
         return [each.contract for each in self.losses if each.contract is not None]
 
     def loss_of(self, task: Task) -> LossState | None:
-        """The loss of a task; None: it was not observed."""
-        if not self.tasks or ALL in self.tasks:
-            return self.first
-        return self.tasks.get(task, None if task else self.first)
+        """The loss of a task; None: it was not observed on targets."""
+        return self.tasks.get(task) if self.tasks and task else self.first
 
     def contract_of(self, batch: Any) -> LossContract:
-        """Of the loss of a micro-batch; for a task that was not observed, the first task's."""
+        """Of the loss of a micro-batch; for a task that was not observed on targets, the first task's."""
         loss = self.loss_of(task_of(batch)) if len(self.tasks) > 1 else self.first
         contract = (loss or self.first).contract
         assert contract is not None
@@ -107,14 +107,14 @@ class TrainingState:
 
     def knows(self, task: Task) -> bool:
         """Whether a task was observed on targets, or in this window."""
-        return self.without_target.get(task, self.opened) == self.opened and self.loss_of(task) is not None
+        return self.loss_of(task) is not None or self.without_target.get(task) == self.opened
 
     def take(self, contract: LossContract, loss: LossState) -> None:
         """Use a contract from this window on."""
         if loss.contract is not None and loss.contract.is_read and loss.contract not in loss.earlier:
             loss.earlier = [loss.contract, *loss.earlier][:RECONSIDERED]
         loss.contract = contract
-        uncounted = any(not (each.is_counted or each.needs_forwards) for each in self.contracts)
+        uncounted = any(not (each.is_counted or each.needs_forwards) for each in (*self.contracts, contract))
         self.corrects = uncounted or (loss is not self.first and self.corrects)
 
     def take_earlier(self, contract: LossContract, shapes: Sequence[Any]) -> bool:
@@ -129,6 +129,13 @@ class TrainingState:
     def reconsider(self) -> None:
         """Observe the losses again in the next window; limited, as each time takes three forwards."""
         self.reconsiders = self.reconsidered < RECONSIDERED
+
+    def correct_from_now(self) -> None:
+        """After a window with other items than predicted: correct losses of one count, count others by forwards."""
+        for loss in self.losses:
+            one = loss.contract is None or loss.contract.groups <= 1
+            self.corrects = self.corrects or one
+            loss.counts_by_forwards = loss.counts_by_forwards or not one
 
     def note_inexact(self, number: int | None = None, windows: int = 1) -> None:
         """Count ``windows`` that are not exact, each once; the last is ``number``, from 1 (None: the last opened)."""
@@ -148,12 +155,7 @@ class TrainingState:
     @property
     def exact(self) -> bool:
         """Whether the loss and every window so far are exact."""
-        return self.can_be_exact and not self.inexact
-
-    @property
-    def can_be_exact(self) -> bool:
-        """Whether all contracts are exact."""
-        return self.first.contract is not None and all(each.exact for each in self.contracts)
+        return not self.inexact and self.first.contract is not None and all(each.exact for each in self.contracts)
 
     def facts(self) -> dict[str, Any]:
         """The report's entries for several losses; empty: there is one."""

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from hf_accum_fix.accumulation.scaling import of_window
 from hf_accum_fix.accumulation.values import Captured
 from hf_accum_fix.accumulation.weigh import Counted, Part, Weighed, WindowCheck, weigh
-from hf_accum_fix.accumulation.window import Counts, count_by_rules, count_dtype
+from hf_accum_fix.accumulation.window import Counts, count_by_rules
 from hf_accum_fix.core.contracts import settle
-from hf_accum_fix.core.count import WindowCounts, count_routing, count_window
+from hf_accum_fix.core.count import WindowCounts, count_window
 from hf_accum_fix.core.host import OTHER_COUNTS, Host
 from hf_accum_fix.engines.engine import is_deepspeed
 
@@ -111,7 +111,7 @@ class Window:
         was not exact may depend on state that a forward writes, which this micro-batch's backward still needs.
         """
         host, state = self.host, self.host.state
-        if self.done or host.world_size > 1 or not (state.tasks and check.contract.exact):
+        if self.done or host.world_size > 1 or not check.contract.exact:
             return False
         with host.outside_micro_batch():
             if not check.other_terms:
@@ -122,7 +122,9 @@ class Window:
                 if not state.reconsiders:
                     return False
                 settle(host, self.batches, self.counts.number)
-            self.counts = count_window(host, self.batches, self.counts.number)
+            counted = count_window(host, self.batches, self.counts.number)
+            assert counted is not None
+            self.counts = counted
         contracts = [part.contract for part in self.counts.parts]
         if captured.values is None and any(each.groups > 1 or each.added for each in contracts):
             host.report_inexact(
@@ -138,81 +140,54 @@ class Window:
         """
         host, state, self.ended = self.host, self.host.state, True
         host.gradient.finish()
-        # Other ranks learn of it by the next window's collective, which is read on the CPU only.
-        is_heard = host.device.type == "cpu" or host.world_size == 1
-        if is_heard and any(each.may_change for each in state.contracts):
+        if host.hears and any(each.may_change for each in state.contracts):
             state.reconsider()
-        checks = self._checks()
-        # Another rank may have a loss that is corrected, which every rank has to join.
-        if not self.batches or not (checks or (state.corrects and len(state.losses) > 1)):
+        if not self.batches:
             return None
-        # Counts first: only one warning is given, and theirs is more specific.
-        times, flags = self._times(checks)
-        changed = False
-        for check in checks:
-            broken = None if check.changed else check.broken(host.device)
-            if check.changed:
-                changed = True
-                host.report_inexact(check.changed)
-            elif broken is not None and not host.readable:
-                flags.append(broken)
-            elif broken is not None and bool(broken):
-                state.differs = True
-                host.report_inexact(OTHER_COUNTS)
-        if flags:
-            unread = torch.stack(flags).any().long()
-            state.unread = unread if state.unread is None else state.unread + unread
-        if changed and is_heard and state.tasks:
+        if skipped := len(self.batches) - self.done:
+            host.report_inexact(f"{skipped} of its micro-batches were skipped")
+        used = {id(self.part_of(batch)) for batch in self.batches}
+        checks = [part.check for part in self.counts.parts if id(part) in used]
+        times = self._correction(checks)
+        unread = [differs for check in checks if (differs := self._differs(check)) is not None]
+        if unread:
+            windows = torch.stack(unread).any().long()
+            state.unread = windows if state.unread is None else state.unread + windows
+        if host.hears and any(check.changed for check in checks):
             state.reconsider()
         if times is not None:
             scale_gradients(model, times)
             self.value = None if self.value is None else self.value * times
         return times
 
-    def _checks(self) -> list[WindowCheck]:
-        """For each loss of its micro-batches that is read."""
-        parts = dict.fromkeys(id(self.part_of(batch)) for batch in self.batches)
-        checks = (part.check for part in self.counts.parts if id(part) in parts)
-        # Every rank has to join the correction of an unobserved loss.
-        return [c for c in checks if c.contract.is_read or c.contract.by_divisor or c.counted or c.changed]
-
-    def _times(self, checks: Sequence[WindowCheck]) -> tuple[Tensor | float | None, list[Tensor]]:
-        """The factor for gradient and logged loss, None: 1, or unknown; and what to read later."""
-        host, skipped = self.host, len(self.batches) - self.done
-        corrects, several = self.counts.corrects, host.data_ranks > 1
-        if skipped and not (several and corrects):
-            host.report_inexact(f"{skipped} of its micro-batches were skipped")
-        if not corrects:
-            flags = [self._differs(check) for check in checks if check.counted]
-            return None, [each for each in flags if each is not None]
-        if not host.state.corrects and not any(each.counted for each in checks):
-            return None, []
-        # Every rank has to join the collective.
-        zero = torch.zeros(2, dtype=count_dtype(host.device), device=host.device)
-        sums = torch.stack([zero, *(each.counts(host.device) for each in checks)]).sum(dim=0)
-        if several:
-            sums = host.summed(torch.cat([sums, sums.new_full((1,), skipped)]))
-            if host.readable and float(sums[2]):
-                host.report_inexact(f"{float(sums[2]):g} micro-batches on its ranks were skipped")
-            sums = sums[:2]
+    def _correction(self, checks: Sequence[WindowCheck]) -> Tensor | float | None:
+        """Predicted over seen items, the factor for gradient and logged loss; None: 1."""
+        host, several = self.host, self.host.data_ranks > 1
+        if not self.counts.corrects or not (several or any(each.counted for each in checks)):
+            return None
+        sums = torch.stack([each.counts(host.device) for each in checks]).sum(dim=0)
+        seen, predicted = host.summed(sums) if several else sums
         # Where a rule counted nothing, the window was weighted by N = 1 (`mean_item_count`).
+        times = torch.where(seen == 0, 1.0, torch.where(predicted == 0, 1.0, predicted) / seen)
         if not host.readable:
-            one = torch.ones_like(sums[0])
-            return torch.where(sums[0] != 0, torch.where(sums[1] != 0, sums[1], one) / sums[0], one), []
-        seen, predicted = sums.tolist()
-        times = (predicted or 1.0) / seen if seen else 1.0
-        return None if abs(times - 1) <= 1e-12 else times, []
+            return times
+        return None if abs(float(times) - 1) <= 1e-12 else float(times)
 
     def _differs(self, check: WindowCheck) -> Tensor | None:
-        """Report counts other than predicted, without a correction; returns what to read later."""
-        host, sums = self.host, check.counts(self.host.device)
-        if not host.readable:
-            return (sums[0] - sums[1]).abs() > 1e-6 * sums[1].abs()
-        seen, predicted = sums.tolist()
-        if abs(seen - predicted) > 1e-6 * abs(predicted):
+        """Report a loss that changed, or counts other than predicted; returns what to read later."""
+        host, differs = self.host, check.broken(self.host.device)
+        if differs is not None and not (host.readable or check.changed):
+            return differs
+        if check.changed:
+            host.report_inexact(check.changed)
+        elif differs is not None and bool(differs):
             host.state.differs = True
-            kept = "; under DeepSpeed the gradient is not corrected" if is_deepspeed(host.accelerator) else ""
-            host.report_inexact(f"its loss divides by {seen:g} items; {predicted:g} were predicted{kept}")
+            why = OTHER_COUNTS
+            if check.counted:
+                seen, predicted = check.counts(host.device).tolist()
+                kept = "; under DeepSpeed the gradient is not corrected" if is_deepspeed(host.accelerator) else ""
+                why = f"its loss divides by {seen:g} items; {predicted:g} were predicted{kept}"
+            host.report_inexact(why)
         return None
 
 
@@ -225,19 +200,14 @@ def open_window(host: Host, batches: Sequence[Any], number: Any = None, error: E
         number: upstream's count of them, summed as well; None: there is none.
         error: raised while this rank fetched its window; it is raised on all ranks.
     """
-    state = host.state
-    while True:
-        settle(host, batches, number, error)
-        routing, error = count_routing(host, batches, error)
-        counts = count_window(host, batches, number, error, routing)
-        if not state.asks:
-            break
-    if batches and all(part.contract.items is not None for part in counts.parts):
-        empty = counts.total == 0
-        # Reading would wait for the device.
-        state.empty = empty if state.empty is None else state.empty | empty
-        if host.readable:
-            host.warn_empty()
+    settle(host, batches, number, error)
+    counts = count_window(host, batches, number, error)
+    if counts is None:
+        settle(host, batches, number, error, asked=True)
+        counts = count_window(host, batches, number, error)
+        assert counts is not None
+    if host.readable:
+        host.read()
     return Window(host, list(batches), counts)
 
 

@@ -4,10 +4,10 @@ Each function is called as ``fn(wrapped, trainer, args, kwargs, options=...)``, 
 `GlobalBatchMixin` through ``super()``; ``wrapped`` is the bound original. If both are active, the inner call passes
 through.
 
-    train              refuse setups that cannot be exact, before anything runs         (training)
-    get_batch_samples  count the window; on the first one, observe the loss                      (windows, session)
-    compute_loss       inside a window: call the model with n_mean, or weight its mean by n / n_mean           (steps)
-    training_step      pass accelerate the scaled loss, and return the one to log                              (steps)
+    train              refuse setups that cannot be exact, before anything runs            (training, loader)
+    get_batch_samples  count the window; on the first one, observe the loss                (windows, session)
+    training_step      pass accelerate the weighted loss, and return the one to log        (micro_batch)
+    compute_loss       inside a micro-batch, the loss before any release's scaling         (micro_batch)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hf_accum_fix.overrides.steps import compute_loss, training_step
+from hf_accum_fix.overrides.micro_batch import compute_loss, training_step
 from hf_accum_fix.overrides.training import hand_back, train
 from hf_accum_fix.overrides.windows import get_batch_samples
 

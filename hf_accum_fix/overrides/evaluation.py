@@ -10,7 +10,7 @@ classifier); here the model gets no number, and returns its own mean.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,7 +24,7 @@ from hf_accum_fix.accumulation.tasks import task_of
 from hf_accum_fix.accumulation.window import Items, count_dtype, has_rows, sample_count
 from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.live import compute_loss_of, data_ranks, hands_number
+from hf_accum_fix.overrides.live import compute_loss_of, hands_number
 from hf_accum_fix.overrides.session import SESSION, Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.upstream.protocols import TrainerLike
 
@@ -58,8 +58,14 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
             return original_step(model, inputs, *rest, **step_kwargs)
         rule, own_func = contract.items, session.func is not None
         assert rule is not None
-        number = rule.count(inputs, sums.device) if own_func else None
-        with overridden(trainer, "compute_loss", _with_number(trainer.compute_loss, number)):
+        # A head without a number returns the mean over its own items.
+        number = {"num_items_in_batch": rule.count(inputs, sums.device)} if own_func else {}
+        compute_loss = trainer.compute_loss
+
+        def with_number(*args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+            return compute_loss(*args[:3], **kwargs, **number)
+
+        with overridden(trainer, "compute_loss", with_number):
             # The loss may remove the labels from its inputs.
             result = original_step(model, dict(inputs), *rest, **step_kwargs)
         loss, real = result[0], _real_rows(trainer, inputs)
@@ -86,16 +92,6 @@ def evaluation_loop(wrapped: Original, trainer: TrainerLike, args: Args, kwargs:
     elif output.metrics is not None and name in output.metrics and bool(total[1] > 0):
         output.metrics[name] = float(total[0] / total[1])
     return output
-
-
-def _with_number(compute_loss: Callable[..., Any], number: Tensor | None) -> Callable[..., Any]:
-    """``compute_loss`` with another number of items; None: a head returns the mean over its own."""
-
-    def call(model: Any, inputs: Any, return_outputs: bool = False, *rest: Any, **kwargs: Any) -> Any:
-        given = {**kwargs, "num_items_in_batch": number}
-        return compute_loss(model, inputs, return_outputs, **{k: v for k, v in given.items() if v is not None})
-
-    return call
 
 
 def _why_not(contract: LossContract) -> str:
@@ -139,32 +135,21 @@ def loss_alone(trainer: TrainerLike, model: nn.Module, inputs: Mapping[str, Any]
     It is the mean over the batch's own items (or the sum), by the head, which gets no number, or by a custom
     ``compute_loss``; a ``compute_loss_func`` gets the batch's item count.
     """
-    session: Session = trainer.__dict__[SESSION]
-    assert session.contract is not None
-    inputs = inputs if session.own_step is not None and model.training else trainer._prepare_inputs(inputs)
-    rule = session.contract.items
+    session: Session = vars(trainer)[SESSION]
+    contract = session.contract
+    assert contract is not None
+    custom = session.custom_loss if model.training else compute_loss_of(trainer)
+    rule, inputs = contract.items, session.prepared(inputs, custom)
+    given: dict[str, Any] = {} if custom is None else {"return_outputs": True}
+    number: Tensor | None = None
+    if rule is not None and (session.func is not None if custom is None else contract.by_number):
+        number = contract.as_number(rule.count(inputs))
+        if custom is not None and hands_number(custom):
+            # It may need one; if it multiplies by W, the number is W times this count.
+            given["num_items_in_batch"] = number * (session.data_ranks if contract.takes_world_size else 1)
     by_sample = rule is not None and rule.per_sample
-    with (
-        torch.enable_grad() if by_sample else nullcontext(),
-        trainer.accelerator.autocast(),
-        trainer.compute_loss_context_manager(),
-    ):
-        loss, outputs = _loss_alone(session, model, inputs)
+    with torch.enable_grad() if by_sample else nullcontext(), trainer.accelerator.autocast():
+        loss, outputs = session.loss_in_training(custom, model, inputs, number, **given)
         if rule is not None and by_sample:
             loss = sum_of_samples(loss, rule, inputs) / rule.count(inputs)
     return loss if torch.is_grad_enabled() or not by_sample else loss.detach(), outputs
-
-
-def _loss_alone(session: Session, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
-    trainer, contract = session.trainer, session.contract
-    assert contract is not None
-    compute_loss = session.custom_loss() if model.training else compute_loss_of(trainer)
-    count = None if contract.items is None else contract.items.count
-    if compute_loss is not None:
-        own: dict[str, Any] = {}
-        if contract.by_number and count is not None and hands_number(compute_loss):
-            # It may need one; if it multiplies by W, the number is W times this count.
-            own["num_items_in_batch"] = count(inputs) * (data_ranks(trainer) if contract.takes_world_size else 1)
-        return compute_loss(model, inputs, return_outputs=True, **own)  # type: ignore[no-any-return]
-    counted = session.func is not None and count is not None
-    return session.unscaled_loss(model, inputs, contract.as_number(count(inputs)) if counted and count else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import takewhile
 from types import CellType, CodeType
 from typing import Any
 
@@ -53,10 +54,8 @@ def scales_itself(trainer: TrainerLike) -> bool:
     the Trainer from dividing.
     """
     declared = getattr(trainer, "loss_is_scaled_for_ga", None)
-    if declared is None:
-        func = getattr(trainer, "compute_loss_func", None)
-        return func is not None and not callable(func)
-    return bool(declared)
+    func = getattr(trainer, "compute_loss_func", None)
+    return (func is not None and not callable(func)) if declared is None else bool(declared)
 
 
 def declares_scale(trainer: TrainerLike) -> bool:
@@ -76,11 +75,12 @@ def compute_loss_of(trainer: TrainerLike) -> Callable[..., Any] | None:
 
 
 def own_step(trainer: TrainerLike) -> Callable[..., Any] | None:
-    """A custom ``training_step`` that never calls the base's; None: there is none, or it calls it."""
+    """A custom ``training_step`` that never calls the base's, as its code shows; None: there is none, or it does.
+
+    It is not run to find out, since a step may change what it is run on.
+    """
     steps: list[Any] = [vars(trainer).get("training_step")]
-    for cls in type(trainer).__mro__:
-        if cls.__module__ in _OURS:
-            break
+    for cls in takewhile(lambda cls: cls.__module__ not in _OURS, type(trainer).__mro__):
         steps += [vars(cls)["training_step"].__get__(trainer)] if "training_step" in vars(cls) else []
     for step in (each for each in steps if each is not None):
         bare = inspect.unwrap(step)
@@ -95,7 +95,7 @@ def _calls_base(cls: type, function: Any, seen: set[str]) -> bool:
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
     if names(function, "training_step") or any(callable(each) and not isinstance(each, type) for each in held):
         return True
-    for name in [each for each in function.__code__.co_names if each not in seen]:
+    for name in {*function.__code__.co_names} - seen:
         seen.add(name)
         helper = inspect.unwrap(getattr(cls, name, None))  # type: ignore[arg-type]
         own = inspect.isfunction(helper) and helper.__module__ != Trainer.__module__
@@ -104,14 +104,14 @@ def _calls_base(cls: type, function: Any, seen: set[str]) -> bool:
     return False
 
 
-def names(function: Any, name: str) -> bool:
-    """Whether the code of a function names a method; True if it has no code."""
-    pending = [getattr(function, "__code__", None)]
+def names(function: Any, *wanted: str) -> bool:
+    """Whether the code of a function names all of these; True if it has no code."""
+    pending = [function.__code__] if hasattr(function, "__code__") else []
+    missing = set(wanted) if pending else set()
     for code in pending:
-        if code is None or name in code.co_names:
-            return True
+        missing -= set(code.co_names)
         pending += [each for each in code.co_consts if isinstance(each, CodeType)]
-    return False
+    return not missing
 
 
 def counts_itself(trainer: TrainerLike) -> bool:

@@ -29,6 +29,11 @@ _SWITCH = "logging_nan_inf_filter"
 _MOST_LOSSES = 30_000
 
 
+def is_loss(logs: dict[str, Any]) -> bool:
+    """Whether a log has the training loss: a trainer's other logs have no learning rate."""
+    return "loss" in logs and "learning_rate" in logs
+
+
 class LossLog:
     """The logged loss of one training run, whose arguments have the filter on."""
 
@@ -38,17 +43,16 @@ class LossLog:
         self._filtered = self._filtered_total = 0.0
         self._first_step: int | None = None
         self._logged_at = 0
-        self._logged = False
-        self._warned = False
+        self._logged = self._warned = False
 
     def add(self, loss: Tensor) -> None:
         """Add the loss of one micro-batch, 0-dim, and turn the loop's filter off for it; no device sync."""
-        state, args = self._trainer.state, self._trainer.args
+        step = self._trainer.state.global_step
         if self._first_step is None:
-            self._first_step = self._logged_at = state.global_step
-        # Not earlier: what reads the arguments as training begins has to see the user's.
-        setattr(args, _SWITCH, False)
-        self._losses.append((state.global_step + 1 - self._logged_at, loss.detach()))
+            self._first_step = self._logged_at = step
+        # Not earlier: whoever reads the arguments as training begins has to see the user's.
+        setattr(self._trainer.args, _SWITCH, False)
+        self._losses.append((step + 1 - self._logged_at, loss.detach()))
         if len(self._losses) >= _MOST_LOSSES:
             self._filter()
 
@@ -65,6 +69,7 @@ class LossLog:
         """While the trainer trains."""
         trainer = self._trainer
         original_log, original_turn = trainer.log, trainer._maybe_log_save_evaluate
+        original_count = trainer.floating_point_ops
 
         def log(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             self._add_filtered(logs)
@@ -72,15 +77,11 @@ class LossLog:
 
         def turn(tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
             self._logged = False
-            # A checkpoint saves the user's arguments.
-            with overridden(trainer.args, _SWITCH, True):
-                result = original_turn(tr_loss, *args, **kwargs)
+            result = original_turn(tr_loss, *args, **kwargs)
             if self._logged:
                 # Upstream subtracts it from itself, which leaves a nan as it is.
                 tr_loss.zero_()
             return result
-
-        original_count = trainer.floating_point_ops
 
         def count(*args: Any, **kwargs: Any) -> Any:
             # The loop calls this once it has added the loss; from here on the arguments are the user's again.
@@ -97,37 +98,28 @@ class LossLog:
 
     def _add_filtered(self, logs: dict[str, Any]) -> None:
         """Add upstream's value to the log of a loss that is not finite."""
-        if "train_loss" in logs:
-            # The run has ended.
-            setattr(self._trainer.args, _SWITCH, True)
-            if not math.isfinite(logs["train_loss"]):
-                self._filter()
-                steps = self._trainer.state.global_step - (self._first_step or 0)
-                logs[FILTERED["train_loss"]] = (self._filtered_total + self._filtered) / max(steps, 0.001)
-        # A trainer's other logs have no learning rate.
-        if "loss" not in logs or "learning_rate" not in logs:
+        state = self._trainer.state
+        if "train_loss" in logs and not math.isfinite(logs["train_loss"]):
+            self._filter()
+            steps = state.global_step - (self._first_step or 0)
+            logs[FILTERED["train_loss"]] = (self._filtered_total + self._filtered) / max(steps, 0.001)
+        if not is_loss(logs):
             return
-        steps = max(self._trainer.state.global_step - self._logged_at, 1)
-        mean = logs["loss"]
+        steps, mean = max(state.global_step - self._logged_at, 1), logs["loss"]
         if not math.isfinite(mean):
             # All ranks are here, since the logged loss is their mean.
             self._filter()
             filtered = torch.tensor(self._filtered, device=self._trainer.args.device)
             mean = float(self._trainer.accelerator.reduce(filtered, reduction="mean")) / steps
             logs[FILTERED["loss"]] = mean
-            self._warn()
+            if not self._warned and self._trainer.args.process_index == 0:
+                logger.warning(
+                    "step %d: the loss of a micro-batch is not finite, and is logged as it is; upstream's %s would "
+                    "have logged %r",
+                    *(state.global_step, _SWITCH, mean),
+                )
+            self._warned = True
         self._filtered_total += mean * steps
         self._filtered = 0.0
         self._losses.clear()
-        self._logged_at, self._logged = self._trainer.state.global_step, True
-
-    def _warn(self) -> None:
-        if not self._warned and self._trainer.args.process_index == 0:
-            logger.warning(
-                "step %d: the loss of a micro-batch is not finite, and is logged as it is; upstream's %s would have "
-                "logged %r",
-                self._trainer.state.global_step,
-                _SWITCH,
-                FILTERED["loss"],
-            )
-        self._warned = True
+        self._logged_at, self._logged = state.global_step, True

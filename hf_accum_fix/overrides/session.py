@@ -5,36 +5,18 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
-import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 
+from hf_accum_fix.accumulation import declared
 from hf_accum_fix.accumulation.agreement import SyncedRanks
 from hf_accum_fix.accumulation.conclude import Setting
-from hf_accum_fix.accumulation.contract import (
-    NO_TARGET_SEEN,
-    SHIFT_UNKNOWN,
-    How,
-    LossContract,
-    Reduction,
-    router_loss,
-)
-from hf_accum_fix.accumulation.declared import (
-    has_parameter,
-    holds_shards,
-    inside_ddp,
-    is_compiled,
-    products_are_rounded,
-    requires_number,
-    router_coefficients,
-    takes_number,
-)
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, How, LossContract, Reduction, router_loss
 from hf_accum_fix.accumulation.observe import observe, shift_of
 from hf_accum_fix.accumulation.own_division import BATCH_SIZE
 from hf_accum_fix.accumulation.preserve import overridden, python_state_kept
@@ -48,20 +30,9 @@ from hf_accum_fix.engines.engine import is_sharded
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.errors import AccumFixError, ContractError, UnsupportedSetupError
 from hf_accum_fix.options import Options
-from hf_accum_fix.overrides.live import (
-    averages_tokens,
-    compute_loss_of,
-    data_ranks,
-    declares_scale,
-    hands_number,
-    is_custom,
-    names,
-    own_step,
-    scales_itself,
-)
+from hf_accum_fix.overrides import live
 from hf_accum_fix.overrides.loss_log import LossLog
 from hf_accum_fix.router.load_balancing import LENDER
-from hf_accum_fix.router.router_loss import Forward
 from hf_accum_fix.upstream.protocols import AcceleratorLike, TrainerLike
 from hf_accum_fix.upstream.seams import VERIFY
 
@@ -73,6 +44,8 @@ SESSION = "_hf_accum_fix_session"
 Original: TypeAlias = Callable[..., Any]
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = Mapping[str, Any]
+#: (model, inputs, the number that a custom ``compute_loss`` passed on) -> (loss, outputs) of the base's.
+BaseLoss: TypeAlias = Callable[[nn.Module, Mapping[str, Any], Any], tuple[Tensor, Any]]
 #: Why a loss is not observed: only what training runs is run.
 MADE_LATER = "the trainer makes the inputs of its loss only after a micro-batch was fetched"
 MADE_BY_STEP = "its training_step computes the loss without compute_loss, and is not run except to train"
@@ -84,41 +57,38 @@ class Session(Host):
     Attributes:
         trainer: the one that trains.
         window: the open one; None: there is none.
-        func: the compute_loss_func of that window.
-        running: the micro-batch that runs, or an observed forward, whose ``base_loss`` replaces the base's
-            ``compute_loss``; None: upstream's.
-        observed_for: what computed the loss when it was observed.
-        shift: labels are shifted as they are smoothed; None: unknown.
-        deferred: upstream's numbers for a custom ``get_batch_samples``, whose result is not counted yet.
-        busy: running overrides, so that a nested call passes through.
+        base_loss: the base's ``compute_loss`` in a micro-batch, or an observed forward; None: upstream's.
         own_step: see `live.own_step`; None: the base's step runs micro-batches.
+        computed_by: what computed the loss when it was observed.
+        shift: labels are shifted as they are smoothed; None: unknown.
+        first_divisor: what the first micro-batch of the training divided by, the mean over ranks, 0-dim; None: unknown.
+        requires_number: the model or the compute_loss_func cannot do without num_items_in_batch.
+        base_numbers: calls of the base's ``compute_loss`` with a number, in the last observed forward of a custom one.
+        uncounted: upstream's numbers for a custom ``get_batch_samples``, whose result is counted; None: none runs.
+        busy: running overrides, so that a nested call passes through.
         refused: an error of ours in a micro-batch, which a custom training_step may have caught.
         loss_log: the logged loss; None: upstream filters nothing.
-        requires_number: the model or the compute_loss_func cannot do without num_items_in_batch.
-        base_numbers: calls of the base's compute_loss with a number, in the last observed forward of a custom one.
-        first_divisor: what the first micro-batch of the training divided by, the mean over ranks, 0-dim; None: unknown.
     """
 
     accelerator: AcceleratorLike
     window: Window | None = None
-    func: Callable[..., Any] | None = None
-    running: Any = None
-    observed_for: tuple[Any, ...] = ()
+    base_loss: BaseLoss | None = None
+    computed_by: tuple[Any, ...] = ()
     shift: bool | None = None
-    deferred: list[Any] | None = None
-    busy: frozenset[str] = frozenset()
-    refused: AccumFixError | None = None
-    loss_log: LossLog | None = None
     first_divisor: Tensor | None = None
     requires_number: bool = False
     base_numbers: int = 0
+    uncounted: list[Any] | None = None
+    busy: frozenset[str] = frozenset()
+    refused: AccumFixError | None = None
+    loss_log: LossLog | None = None
 
     def __init__(self, trainer: TrainerLike, options: Options) -> None:
         super().__init__(options)
         self.trainer, self.accelerator, args = trainer, trainer.accelerator, trainer.args
         self.rank, self.world_size, self.device = args.process_index, args.world_size, args.device
-        self.data_ranks, self.shards = data_ranks(trainer), is_sharded(trainer.accelerator)
-        self.own_step = own_step(trainer)
+        self.data_ranks, self.shards = live.data_ranks(trainer), is_sharded(trainer.accelerator)
+        self.own_step = live.own_step(trainer)
 
     @property
     def head(self) -> str:
@@ -132,20 +102,34 @@ class Session(Host):
     def steps(self) -> int:
         return int(self.trainer.args.gradient_accumulation_steps)
 
-    @property
-    def shows(self) -> bool:
-        # The mean of a single micro-batch is exact over any items.
-        return self.is_split or (self.contract is not None and self.contract.depends_on_number)
-
     def bare(self, model: nn.Module | None = None) -> nn.Module:
         # DeepSpeed's wrapper has its own config.
         return self.trainer.accelerator.unwrap_model(self.trainer.model)  # type: ignore[no-any-return]
 
+    @property
+    def model(self) -> nn.Module:
+        """The model to observe: a forward through DDP without gradient would switch off the next one's buffer sync."""
+        return declared.inside_ddp(self.trainer.model_wrapped) or self.trainer.model_wrapped
+
+    @property
+    def func(self) -> Callable[..., Any] | None:
+        """The trainer's ``compute_loss_func``; None: it has none."""
+        return getattr(self.trainer, "compute_loss_func", None)
+
+    @property
+    def custom_loss(self) -> Callable[..., Any] | None:
+        """The custom loss that is trained; None: it is the base's."""
+        return live.compute_loss_of(self.trainer) if self.own_step is None else self.loss_of_step
+
+    @property
+    def router_loss_depends_on_split(self) -> bool:
+        """Whether the router loss depends on the split; known once the first window is counted."""
+        if self.router.form is not None and self.router.form.pools:
+            return self.router.depends_on_split
+        return self.contract is not None and self.contract.has_router_loss
+
     def summed(self, numbers: Tensor) -> Tensor:
         return self.trainer.accelerator.reduce(numbers, reduction="sum")  # type: ignore[no-any-return]
-
-    def outside_micro_batch(self) -> AbstractContextManager[Any]:
-        return self.running.outside()  # type: ignore[no-any-return]
 
     def warn_off(self, off: Mapping[str, str]) -> None:
         """Warn once of each feature that is off in this training."""
@@ -153,22 +137,24 @@ class Session(Host):
             if what != VERIFY:
                 self.warn_once(what, why)
 
+    def not_exact(self, name: str, what: str) -> None:
+        """Warn once of what the trainer does, verb first, and count this window as inexact."""
+        self.warn_inexact(name, f"{type(self.trainer).__name__} {what}; the step is reported as not exact")
+
     def inside(self, what: str) -> overridden:
         """Let a nested call of the same override pass through."""
         return overridden(self, "busy", self.busy | {what})
 
-    # --- its loss ----------------------------------------------------------------------------------------------------
+    # --- its loss, run outside of a micro-batch ----------------------------------------------------------------------
 
-    def unscaled_loss(
-        self, model: nn.Module, inputs: Mapping[str, Any], number: Tensor | None, *, smooth: bool = True
-    ) -> tuple[Tensor, Any]:
+    def unscaled_loss(self, model: nn.Module, inputs: Mapping[str, Any], number: Tensor | None) -> tuple[Tensor, Any]:
         """The base Trainer's loss, before any release's scaling.
 
         Source: ``Trainer.compute_loss`` in all releases: a model that accepts the number gets it, ``compute_loss_func``
         computes its own loss, and the label smoother hides the labels from the model.
         """
-        trainer, given, inputs, labels = self.trainer, inputs, dict(inputs), None
-        func, smoother = self.func, trainer.label_smoother if smooth else None
+        trainer, func, given, inputs, labels = self.trainer, self.func, inputs, dict(inputs), None
+        smoother = trainer.label_smoother
         if func is not None or smoother is not None:
             labels = inputs.pop("labels", None)
         if self.passes_number and number is not None:
@@ -183,92 +169,128 @@ class Session(Host):
             return loss_among(outputs, inputs, model), outputs
         loss: Tensor = smoother(outputs, labels, shift_labels=bool(self.shift))
         # The smoothed loss uses the logits alone.
-        for name, coefficient in zip(("aux_loss", "z_loss"), router_coefficients(self.bare()), strict=True):
+        for name, coefficient in zip(("aux_loss", "z_loss"), declared.router_coefficients(self.bare()), strict=True):
             if coefficient and (router := router_loss(outputs, name)) is not None:
                 loss = loss + coefficient * router.to(loss.device)
         return loss, outputs
 
-    def custom_loss(self) -> Callable[..., Any] | None:
-        """The custom loss that is trained; None: it is the base's.
+    def loss_of_step(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> tuple[Tensor, Any]:
+        """What `own_step` passes to ``accelerator.backward``, as a ``compute_loss``; nothing is run backward."""
+        trainer, step, original = self.trainer, self.own_step, self.trainer.compute_loss
+        assert step is not None
+        passed: list[Tensor] = []
+        outputs: Any = None
 
-        With a ``training_step`` that never calls the base's, it is the loss that this passes to
-        ``accelerator.backward``.
-        """
-        trainer, step = self.trainer, self.own_step
-        if step is None:
-            return compute_loss_of(trainer)
-        original = trainer.compute_loss
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            nonlocal outputs
+            result = original(*args, **kwargs)
+            outputs = result[1] if isinstance(result, tuple) else outputs
+            return result
 
-        def compute_loss(
-            model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> tuple[Tensor, Any]:
-            passed: list[Tensor] = []
-            caught: list[Exception] = []
-            outputs: Any = None
+        given = {"num_items_in_batch": num_items_in_batch} if declared.has_parameter(step, "num_items_in_batch") else {}
+        with (
+            overridden(trainer, "compute_loss", compute_loss),
+            overridden(trainer.accelerator, "backward", lambda loss, **_: passed.append(loss)),
+        ):
+            step(model, inputs, **given)
+        if not passed:
+            raise RuntimeError(f"{type(trainer).__name__}.training_step passed no loss to accelerator.backward")
+        return passed[0], outputs
 
-            def kept(*args: Any, **kwargs: Any) -> Any:
-                nonlocal outputs
-                try:
-                    result = original(*args, **kwargs)
-                except Exception as error:
-                    # The step may catch it.
-                    caught.append(error)
-                    raise
-                outputs = result[1] if isinstance(result, tuple) else outputs
-                return result
-
-            given = {"num_items_in_batch": num_items_in_batch} if has_parameter(step, "num_items_in_batch") else {}
-            with (
-                overridden(trainer, "compute_loss", kept),
-                overridden(trainer.accelerator, "backward", lambda loss, **_: passed.append(loss)),
-            ):
-                step(model, inputs, **given)
-            if caught:
-                raise caught[0]
-            if not passed:
-                raise RuntimeError(f"{type(trainer).__name__}.training_step passed no loss to accelerator.backward")
-            return passed[0], outputs
-
-        return compute_loss
+    def prepared(self, inputs: Any, compute_loss: Callable[..., Any] | None) -> Any:
+        """The inputs as a loss gets them in training; a custom step prepares them itself."""
+        return inputs if compute_loss == self.loss_of_step else self.trainer._prepare_inputs(inputs)
 
     def loss_in_training(
         self,
-        module: nn.Module,
         compute_loss: Callable[..., Any] | None,
-        inputs: Mapping[str, Any],
+        model: nn.Module,
+        inputs: Any,
         number: Tensor | None,
-    ) -> Tensor:
-        """The loss of one micro-batch as in training; ``number``: num_items_in_batch, None: none is passed."""
-        trainer, by_itself = self.trainer, self.own_step is not None
+        **given: Any,
+    ) -> tuple[Tensor, Any]:
+        """The loss of prepared inputs as in training, and outputs if they are returned.
 
-        def base(model: nn.Module, inputs: Mapping[str, Any], given: Any) -> tuple[Tensor, Any]:
+        ``compute_loss``: a custom one, which gets what is ``given``; None: the base's, which gets the ``number``, as
+        where a custom one calls it.
+        """
+
+        def base(model: nn.Module, inputs: Mapping[str, Any], passed: Any) -> tuple[Tensor, Any]:
             # Without a number a model returns its own mean.
-            self.base_numbers += given is not None
+            self.base_numbers += passed is not None
             return self.unscaled_loss(model, inputs, number if self.requires_number else None)
 
-        # A custom training_step prepares them itself.
-        self.base_numbers = 0
-        inputs = inputs if by_itself else trainer._prepare_inputs(inputs)
-        with nullcontext() if by_itself else trainer.compute_loss_context_manager():
+        self.base_numbers, by_step = 0, compute_loss == self.loss_of_step
+        with nullcontext() if by_step else self.trainer.compute_loss_context_manager():
             if compute_loss is None:
-                return self.unscaled_loss(module, inputs, number)[0]
-            given = {"num_items_in_batch": number} if hands_number(compute_loss) else {}
-            with overridden(self, "running", SimpleNamespace(base_loss=base)):
-                result = compute_loss(module, inputs, **given)
-        return result[0] if isinstance(result, tuple) else result  # type: ignore[no-any-return]
+                return self.unscaled_loss(model, inputs, number)
+            with overridden(self, "base_loss", base):
+                result = compute_loss(model, inputs, **given)
+        return result if isinstance(result, tuple) else (result, None)
 
-    # --- as a host ---------------------------------------------------------------------------------------------------
+    @contextmanager
+    def loss_run(self, batches: Sequence[Any]) -> Iterator[LossRun]:
+        trainer = self.trainer
+
+        leave = (trainer.train_dataset, trainer.eval_dataset, trainer.data_collator)
+        model, head, more_steps = self.model, self.bare(), self._more_steps
+
+        def forward(inputs: Mapping[str, Any], number: Tensor | None) -> Tensor:
+            custom, given = self.custom_loss, {}
+            if custom is not None and live.hands_number(custom):
+                given["num_items_in_batch"] = number
+            return self.loss_in_training(custom, model, self.prepared(inputs, custom), number, **given)[0]
+
+        # The loop sets the length of a window, which a custom loss may divide by, only after fetching it.
+        with (
+            overridden(trainer, "log", _silent),
+            overridden(trainer, "current_gradient_accumulation_steps", len(batches)),
+        ):
+            yield LossRun(forward, model, self.device, head, others=(trainer,), leave=leave, more_steps=more_steps)
+
+    @contextmanager
+    def routing(self, batches: Sequence[Any]) -> Iterator[LossRun]:
+        trainer = self.trainer
+        # Other libraries bind its name only once it is imported.
+        import_module(LENDER)
+        # A schedule-free optimizer evaluates at other weights than it trains at.
+        if callable(getattr(trainer.optimizer, "train", None)):
+            trainer.optimizer.train()
+        with self.loss_run(batches) as run:
+            run.model.train()
+            with nullcontext() if self.custom_loss is None else python_state_kept(trainer, leave=run.leave):
+                yield run
+
+    @contextmanager
+    def _more_steps(self, ranks: int) -> Iterator[None]:
+        """Double the steps in the arguments, triple the trainer's window, and multiply the ranks."""
+        trainer, processes = self.trainer, ranks * PartialState().num_processes
+        steps, size = trainer.args.gradient_accumulation_steps, trainer.args.per_device_train_batch_size
+        window = getattr(trainer, "current_gradient_accumulation_steps", steps)
+        with (
+            overridden(trainer.args, "gradient_accumulation_steps", 2 * steps),
+            overridden(trainer, "current_gradient_accumulation_steps", 3 * window),
+            overridden(trainer.args, "per_device_train_batch_size", BATCH_SIZE * size),
+            overridden(trainer, "_train_batch_size", BATCH_SIZE * trainer._train_batch_size),
+            overridden(PartialState(), "num_processes", processes),
+            overridden(trainer.accelerator.state, "num_processes", processes),
+        ):
+            yield
+
+    # --- how it is reduced -------------------------------------------------------------------------------------------
 
     def look(self, batches: Sequence[Any]) -> None:
         trainer, state, given = self.trainer, self.state, self.options.contract
-        self.accelerator, self.func = trainer.accelerator, getattr(trainer, "compute_loss_func", None)
-        accepts = bool(getattr(trainer, "model_accepts_loss_kwargs", False))
+        self.accelerator, accepts = trainer.accelerator, bool(getattr(trainer, "model_accepts_loss_kwargs", False))
         computed_by = (accepts, self.func, trainer.label_smoother)
-        if self.observed_for == computed_by:
+        if self.computed_by == computed_by:
             return
-        state.first.contract, state.first.attempts, self.observed_for = None, 0, computed_by
-        self.passes_number = accepts and takes_number(trainer.model_wrapped)
-        self.requires_number = self.func is not None or (self.passes_number and requires_number(trainer.model_wrapped))
+        state.first.contract, state.first.attempts, self.computed_by = None, 0, computed_by
+        self.passes_number = accepts and declared.takes_number(trainer.model_wrapped)
+        required = self.passes_number and declared.requires_number(trainer.model_wrapped)
+        self.requires_number, self.base_numbers = required or self.func is not None, 0
         state.corrects, self.router.form = False, None
         if given is not None and given.by_number and not self.passes_number and self.func is None:
             raise ContractError(
@@ -288,7 +310,7 @@ class Session(Host):
                 f"balance_windows: got {self.head}: {reason}; length-balancing would change its loss; expected a mean "
                 "over items or a sum; omit balance_windows"
             )
-        if contract.reason == MADE_LATER and declares_scale(trainer):
+        if contract.reason == MADE_LATER and live.declares_scale(trainer):
             # The trainer handles windows itself, and each is checked.
             return
         if contract.reason == NO_TARGET_SEEN and not first.is_settled:
@@ -296,34 +318,30 @@ class Session(Host):
         # Even a global batch of one micro-batch may have a wrong number or shift.
         unknown_shift = SHIFT_UNKNOWN in (contract.reason, contract.doubt)
         matters = self.is_split or unknown_shift or (contract.by_number and not contract.conclusive)
-        itself = contract.custom and scales_itself(trainer)
-        stays = itself or contract.keeps_scale
+        stays = contract.keeps_scale or (contract.custom and live.scales_itself(trainer))
         outcome = "stays as the trainer scales it" if stays else "gets the plain mean over micro-batches"
         for name, message in remarks(self.head, contract, first.attempts, outcome=outcome):
             if name == "sum" or matters:
                 self.warn_once(name, message)
 
     def observe(self, batches: Sequence[Any], number: Any) -> LossContract | None:
-        trainer, step, compute_loss = self.trainer, self.own_step, self.custom_loss()
-        custom = compute_loss is not None
+        trainer, step, custom = self.trainer, self.own_step, self.custom_loss is not None
         # A custom loss may run collectives, and so does every forward of a sharded model.
         gather = self.gather if self.world_size > 1 and (custom or self.shards) else None
         if not batches:
             with SyncedRanks(gather):
                 return None
         if not all(isinstance(batch, Mapping) for batch in batches):
-            by_divisor = declares_scale(trainer)
+            by_divisor = live.declares_scale(trainer)
             return LossContract(Reduction.PLAIN, custom=custom, by_divisor=by_divisor, reason=MADE_LATER)
-        if step is not None and not all(names(inspect.unwrap(step), each) for each in ("compute_loss", "accelerator")):
+        if step is not None and not live.names(inspect.unwrap(step), "compute_loss", "accelerator"):
             return LossContract(Reduction.PLAIN, custom=custom, reason=MADE_BY_STEP, by_divisor=True)
-        # A forward through DDP without gradient would switch off the next one's buffer sync.
-        module: nn.Module = inside_ddp(trainer.model_wrapped) or trainer.model_wrapped
-        setting = self._setting(module, compute_loss, number)
+        setting = self._setting(number)
         try:
-            self._settle_shift(module, batches)
+            self._settle_shift(batches)
             with self.loss_run(batches) as loss:
                 found = observe(loss, batches, setting, gather)
-                if self.needs_number(found):
+                if self._needs_number(found):
                     self.requires_number = True
                     found = observe(loss, batches, replace(setting, hands_number=True), gather)
         except Exception:
@@ -333,17 +351,37 @@ class Session(Host):
                 self.head,
             )
             raise
-        if any(parameter._backward_hooks for parameter in module.parameters()):
+        if any(parameter._backward_hooks for parameter in self.model.parameters()):
             reason = "gradient hooks run in every micro-batch; one that is not linear makes another sum"
             found = replace(found, doubt=reason, reason=reason)
-        if custom and scales_itself(trainer) and found.reduction in (Reduction.MEAN, Reduction.SUM):
+        if custom and live.scales_itself(trainer) and found.reduction in (Reduction.MEAN, Reduction.SUM):
             reason = "the trainer declares that it scales the loss itself"
             return replace(found, reduction=Reduction.PLAIN, items=None, terms=(), doubt=reason, reason=reason)
         if trainer.label_smoother is not None and not setting.func:
             found = replace(found, shift=self.shift, doubt=found.doubt or SHIFT_UNKNOWN * (self.shift is None))
-        return found.by_rule() if is_compiled(module) else found
+        return found.by_rule() if declared.is_compiled(self.model) else found
 
-    def needs_number(self, found: LossContract) -> bool:
+    def _setting(self, number: Any) -> Setting:
+        """Facts about the training that are known beforehand."""
+        trainer, compute_loss, passes = self.trainer, self.custom_loss, self.passes_number
+        # Where nothing is counted, training passes None.
+        counts = number is not None or live.is_custom(trainer, "get_batch_samples") or not trainer.is_in_train
+        handed = compute_loss is not None and live.hands_number(compute_loss) and counts
+        shows = "last" if passes and compute_loss is None else "none"
+        return Setting(
+            handed="all" if handed or self.requires_number else shows,
+            hands_number=self.requires_number,
+            custom=compute_loss is not None,
+            func=self.func is not None,
+            multiplies=live.averages_tokens(trainer),
+            has_stock=True,
+            steps=self.steps,
+            world_size=self.data_ranks,
+            upstream_number=None if number is None else float(number),
+            rounded=trainer.accelerator.mixed_precision != "no" or declared.products_are_rounded(self.model),
+        )
+
+    def _needs_number(self, found: LossContract) -> bool:
         """Whether a custom loss passes the base a number that it cannot do without, so that the base has to get it.
 
         Its own mean is no substitute if it is called for each row, returns a sum without the number, or is inside what
@@ -352,41 +390,9 @@ class Session(Host):
         passes = bool(self.base_numbers) and self.passes_number and not self.requires_number
         return passes and (self.base_numbers > 1 or any(each.how in (How.SUM, How.PLAIN) for each in found.terms))
 
-    @contextmanager
-    def loss_run(self, batches: Sequence[Any]) -> Iterator[LossRun]:
-        trainer, compute_loss = self.trainer, self.custom_loss()
-        module: nn.Module = inside_ddp(trainer.model_wrapped) or trainer.model_wrapped
-
-        def forward(inputs: Mapping[str, Any], number: Tensor | None) -> Tensor:
-            return self.loss_in_training(module, compute_loss, inputs, number)
-
-        leave = (trainer.train_dataset, trainer.eval_dataset, trainer.data_collator)
-        head, more_steps = self.bare(), self._more_steps
-        with self._window_of(batches):
-            yield LossRun(forward, module, self.device, head, others=(trainer,), leave=leave, more_steps=more_steps)
-
-    def _setting(self, module: nn.Module, compute_loss: Callable[..., Any] | None, number: Any) -> Setting:
-        """Facts about the training that are known beforehand."""
-        trainer, custom, passes = self.trainer, compute_loss is not None, self.passes_number
-        # Where nothing is counted, training passes None.
-        counts = number is not None or is_custom(trainer, "get_batch_samples") or not trainer.is_in_train
-        handed = compute_loss is not None and hands_number(compute_loss) and counts
-        return Setting(
-            handed="all" if handed or self.requires_number else "last" if passes and not custom else "none",
-            hands_number=self.requires_number,
-            custom=custom,
-            func=self.func is not None,
-            multiplies=averages_tokens(trainer),
-            has_stock=True,
-            steps=self.steps,
-            world_size=self.data_ranks,
-            upstream_number=None if number is None else float(number),
-            rounded=trainer.accelerator.mixed_precision != "no" or products_are_rounded(module),
-        )
-
-    def _settle_shift(self, module: nn.Module, batches: Sequence[Any]) -> None:
+    def _settle_shift(self, batches: Sequence[Any]) -> None:
         """Set whether labels are shifted as they are smoothed, as in the model's own loss."""
-        trainer = self.trainer
+        trainer, model = self.trainer, self.model
         if trainer.label_smoother is None or self.func is not None:
             return
         self.shift = None
@@ -396,59 +402,9 @@ class Session(Host):
 
         def call(inputs: Mapping[str, Any], _: Tensor | None) -> Tensor:
             with trainer.compute_loss_context_manager():
-                return self.unscaled_loss(module, trainer._prepare_inputs(inputs), None, smooth=False)[0]
+                return loss_among(model(**trainer._prepare_inputs(inputs)), inputs, model)
 
-        self.shift = shift_of(call, batches, module, sharded=holds_shards(module))
-
-    @contextmanager
-    def routing(self, batches: Sequence[Any]) -> Iterator[tuple[Forward, nn.Module | None]]:
-        trainer, compute_loss = self.trainer, self.custom_loss()
-        # Other libraries bind its name only once it is imported.
-        import_module(LENDER)
-        module: nn.Module = inside_ddp(trainer.model_wrapped) or trainer.model_wrapped
-        number = torch.ones((), device=self.device)
-        module.train()
-        # A schedule-free optimizer evaluates at other weights than it trains at.
-        if callable(getattr(trainer.optimizer, "train", None)):
-            trainer.optimizer.train()
-        leave = (trainer.train_dataset, trainer.eval_dataset, trainer.data_collator)
-        kept = nullcontext() if compute_loss is None else python_state_kept(trainer, leave=leave)
-        with kept, self._window_of(batches):
-            yield lambda inputs: self.loss_in_training(module, compute_loss, inputs, number), module
-
-    @contextmanager
-    def _window_of(self, batches: Sequence[Any]) -> Iterator[None]:
-        """Around forwards before a window is run, which log nothing: a custom loss may divide by its length."""
-        steps = len(batches)
-        # The loop sets the length only after fetching a window.
-        with (
-            overridden(self.trainer, "log", _silent),
-            overridden(self.trainer, "current_gradient_accumulation_steps", steps),
-        ):
-            yield
-
-    @contextmanager
-    def _more_steps(self, ranks: int) -> Iterator[None]:
-        """Double the steps in the arguments, triple the trainer's window, and multiply the ranks."""
-        trainer, processes = self.trainer, ranks * PartialState().num_processes
-        steps, size = trainer.args.gradient_accumulation_steps, trainer.args.per_device_train_batch_size
-        window = getattr(trainer, "current_gradient_accumulation_steps", steps)
-        with (
-            overridden(trainer.args, "gradient_accumulation_steps", 2 * steps),
-            overridden(trainer, "current_gradient_accumulation_steps", 3 * window),
-            overridden(trainer.args, "per_device_train_batch_size", BATCH_SIZE * size),
-            overridden(trainer, "_train_batch_size", BATCH_SIZE * trainer._train_batch_size),
-            overridden(PartialState(), "num_processes", processes),
-            overridden(trainer.accelerator.state, "num_processes", processes),
-        ):
-            yield
-
-    @property
-    def router_loss_depends_on_split(self) -> bool:
-        """Whether the router loss depends on the split; known once the first window is counted."""
-        if self.router.form is not None and self.router.form.pools:
-            return self.router.depends_on_split
-        return self.contract is not None and self.contract.has_router_loss
+        self.shift = shift_of(call, batches, model, sharded=declared.holds_shards(model))
 
 
 def _silent(*_: Any, **__: Any) -> None:

@@ -13,10 +13,11 @@ from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.live import parallel_size
-from hf_accum_fix.overrides.loss_log import LossLog
+from hf_accum_fix.overrides.loader import log_padding_saved, whole_windows
+from hf_accum_fix.overrides.loss_log import LossLog, is_loss
+from hf_accum_fix.overrides.micro_batch import training_step
 from hf_accum_fix.overrides.session import Args, Kwargs, Original, Session, known_session, new_session
-from hf_accum_fix.overrides.steps import training_step
-from hf_accum_fix.overrides.windows import count_returned_batches, hide_state_marker, log_padding_saved, whole_windows
+from hf_accum_fix.overrides.windows import count_returned_batches, hide_state_marker
 from hf_accum_fix.upstream.presence import require_trainer
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import LOSS_LOG
@@ -37,61 +38,27 @@ def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *
     session.warn_off(off)
     filtered = LOSS_LOG not in off and trainer.args.logging_nan_inf_filter
     session.loss_log = LossLog(trainer) if filtered else None
+    _TRAINING.append(session)
     try:
         with (
             session.inside("train"),
-            _no_bypass(session),
             whole_windows(session),
             count_returned_batches(session),
             hide_state_marker(trainer),
-            _wrap_own_step(session),
-            overridden(trainer.accelerator, "backward", _detect_second_backward(session, trainer.accelerator.backward)),
-            overridden(trainer.accelerator, "clip_grad_norm_", _close_before_clip(session)),
-            session.loss_log.installed() if session.loss_log is not None else nullcontext(),
+            _stepping(session),
+            nullcontext() if session.loss_log is None else session.loss_log.installed(),
             overridden(trainer, "log", _log_exact_windows(session)),
         ):
-            _TRAINING.append(session)
             result = wrapped(*args, **kwargs)
     finally:
-        _TRAINING[:] = [each for each in _TRAINING if each is not session]
+        _TRAINING.remove(session)
         session.window = None
         session.gradient.drop()
-    session.warn_empty()
-    session.warn_routing()
     state = session.state
-    session.read_counts()
+    session.read()
     state.amend(exact=state.exact, windows=state.opened, inexact_windows=state.inexact)
     log_padding_saved(trainer)
     return result
-
-
-def _log_exact_windows(session: Session) -> Callable[..., Any]:
-    """``Trainer.log``, with the number of exact windows once one was not."""
-    original, state = session.trainer.log, session.state
-
-    def log(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        # A trainer's other logs have no learning rate.
-        if ("loss" in logs and "learning_rate" in logs) or "train_loss" in logs:
-            # The loss was just read, so this does not wait.
-            session.read_counts()
-            if state.inexact and session.is_split:
-                may_be = state.can_be_exact or state.reconsidered
-                logs[EXACT_WINDOWS] = state.opened - state.inexact if may_be else 0
-        return original(logs, *args, **kwargs)
-
-    return log
-
-
-def _wrap_own_step(session: Session) -> AbstractContextManager[None]:
-    """Run a ``training_step`` that never calls the base's as a micro-batch."""
-    if session.own_step is None:
-        return nullcontext()
-    trainer, step = session.trainer, session.trainer.training_step
-
-    def entered(*args: Any, **kwargs: Any) -> Any:
-        return training_step(step, trainer, args, kwargs, options=session.options)
-
-    return overridden(trainer, "training_step", entered)
 
 
 def hand_back(options: Options) -> None:
@@ -101,44 +68,83 @@ def hand_back(options: Options) -> None:
             session.gradient.finish()
 
 
+def _log_exact_windows(session: Session) -> Callable[..., Any]:
+    """``Trainer.log``, with the number of exact windows once one was not."""
+    original, state = session.trainer.log, session.state
+
+    def log(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if is_loss(logs) or "train_loss" in logs:
+            # The loss was just read, so this does not wait.
+            session.read()
+            if state.inexact and session.is_split:
+                logs[EXACT_WINDOWS] = state.opened - state.inexact
+        return original(logs, *args, **kwargs)
+
+    return log
+
+
 @contextmanager
-def _no_bypass(session: Session) -> Iterator[None]:
-    """While a trainer trains, refuse an optimizer step without a micro-batch that came through its wrapped step.
+def _stepping(session: Session) -> Iterator[None]:
+    """Around a training: every gradient of a step comes through a micro-batch, and every window is closed before it."""
+    trainer, accelerator = session.trainer, session.trainer.accelerator
+    step, backward, clip = trainer.training_step, accelerator.backward, accelerator.clip_grad_norm_
 
-    torch calls this in every optimizer step, whatever engine, scaler or wrapper runs it. Skipped micro-batches leave no
-    gradient, and one micro-batch on one rank is not split: neither is refused. A window whose last micro-batch was
-    skipped is closed, on every rank.
-    """
-    trainer = session.trainer
+    def training_step_of_own(*args: Any, **kwargs: Any) -> Any:
+        return training_step(step, trainer, args, kwargs, options=session.options)
 
-    def check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        window = session.window
-        # DeepSpeed and layerwise optimizers step inside a micro-batch.
-        if session.running is not None:
-            return
-        if session.refused is not None:
-            raise session.refused
-        if window is not None and (window.value is not None or not window.batches):
-            if _steps(trainer.optimizer, optimizer):
-                _close_unfinished(session)
-            return
-        is_split = session.steps * session.world_size > 1
-        if is_split and _steps(trainer.optimizer, optimizer) and _has_gradients(optimizer):
-            raise SeamError(
-                "got a gradient that came through neither Trainer.training_step nor accelerator.backward; expected one "
-                "of them, since otherwise nothing is corrected; call super().training_step or accelerator.backward in "
-                f"the step or loop of {type(trainer).__name__}, or revert()"
-            )
+    def backward_or_warn(*args: Any, **kwargs: Any) -> Any:
+        second = session.base_loss is None and session.window is not None
+        if second and accelerator.sync_gradients:
+            # The engine now reduces what is in .grad.
+            session.gradient.finish()
+        if second and session.is_split:
+            session.not_exact("second backward", "calls accelerator.backward outside Trainer.training_step, unweighted")
+        return backward(*args, **kwargs)
 
-    with register_optimizer_step_pre_hook(check):
+    def close_and_clip(*args: Any, **kwargs: Any) -> Any:
+        if session.base_loss is None and accelerator.sync_gradients:
+            _close_unfinished(session)
+        return clip(*args, **kwargs)
+
+    own: AbstractContextManager[Any] = nullcontext()
+    if session.own_step is not None:
+        # It never reaches the class's.
+        own = overridden(trainer, "training_step", training_step_of_own)
+    with (
+        own,
+        overridden(accelerator, "backward", backward_or_warn),
+        overridden(accelerator, "clip_grad_norm_", close_and_clip),
+        # torch calls this in every optimizer step, whatever engine, scaler or wrapper runs it.
+        register_optimizer_step_pre_hook(lambda optimizer, *_: _check_step(session, optimizer)),
+    ):
         yield
 
 
-def _steps(outer: Any, optimizer: Optimizer) -> bool:
-    """Whether an optimizer is ``outer`` or inside it, since engines (accelerate, DeepSpeed) wrap optimizers."""
+def _check_step(session: Session, optimizer: Optimizer) -> None:
+    """Refuse an optimizer step without a micro-batch that came through its wrapped step, before it is taken.
+
+    Skipped micro-batches leave no gradient, and one micro-batch on one rank is not split: neither is refused.
+    """
+    window = session.window
+    # DeepSpeed and layerwise optimizers step inside a micro-batch.
+    if session.base_loss is not None:
+        return
+    if session.refused is not None:
+        raise session.refused
+    outer: Any = session.trainer.optimizer
+    # Engines (accelerate, DeepSpeed) wrap optimizers.
     while outer is not None and outer is not optimizer:
         outer = vars(outer).get("optimizer")
-    return outer is optimizer
+    if outer is None:
+        return
+    if window is not None and (window.value is not None or not window.batches):
+        _close_unfinished(session)
+    elif session.steps * session.world_size > 1 and _has_gradients(optimizer):
+        raise SeamError(
+            "got a gradient that came through neither Trainer.training_step nor accelerator.backward; expected one "
+            "of them, since otherwise nothing is corrected; call super().training_step or accelerator.backward in "
+            f"the step or loop of {type(session.trainer).__name__}, or revert()"
+        )
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
@@ -146,41 +152,10 @@ def _has_gradients(optimizer: Optimizer) -> bool:
 
 
 def _close_unfinished(session: Session) -> None:
-    """Close a window whose last micro-batch was skipped."""
+    """Close a window whose last micro-batch was skipped, on every rank."""
     window = session.window
     if window is not None and window.done and not window.ended:
         window.close(session.trainer.model_wrapped)
-
-
-def _close_before_clip(session: Session) -> Callable[..., Any]:
-    """``Accelerator.clip_grad_norm_``, which first closes a window whose last micro-batch was skipped."""
-    trainer, clip = session.trainer, session.trainer.accelerator.clip_grad_norm_
-
-    def close_first(*args: Any, **kwargs: Any) -> Any:
-        if session.running is None and trainer.accelerator.sync_gradients:
-            _close_unfinished(session)
-        return clip(*args, **kwargs)
-
-    return close_first
-
-
-def _detect_second_backward(session: Session, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``Accelerator.backward``, which warns of gradients from outside ``Trainer.training_step``."""
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        second = session.running is None and session.window is not None
-        if second and session.accelerator.sync_gradients:
-            # The engine now reduces what is in .grad.
-            session.gradient.finish()
-        if second and session.steps * session.world_size > 1:
-            session.warn_inexact(
-                "second backward",
-                f"{type(session.trainer).__name__} calls accelerator.backward outside Trainer.training_step; that "
-                "gradient is not rescaled, and the step is reported as not exact",
-            )
-        return backward(*args, **kwargs)
-
-    return watched
 
 
 def check_setup(trainer: TrainerLike) -> dict[str, str]:

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import DefaultFlowCallback
 
+from hf_accum_fix.overrides.loader import DEALER
 from hf_accum_fix.overrides.session import SESSION
-from hf_accum_fix.overrides.windows import DEALER
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import take
@@ -167,7 +167,7 @@ def dry_run(
             windows = optimizer.steps
             losses.clear()
         loss = own_step(*args, **kwargs)
-        if getattr(actor.__dict__.get(SESSION), "running", None) is None:
+        if getattr(actor.__dict__.get(SESSION), "base_loss", None) is None:
             losses.append(loss.detach().double())
         return loss
 

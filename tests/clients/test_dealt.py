@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import hf_accum_fix
-from hf_accum_fix.overrides.windows import DEALER
+from hf_accum_fix.overrides.loader import DEALER
 from tests.clients.sft import WAYS, sft_reference, sft_step
 from tests.numerics.heads import FLOAT32_LOSS
 

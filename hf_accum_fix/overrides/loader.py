@@ -1,0 +1,148 @@
+"""The train dataloader: whole windows, length-balanced if requested, and repeated samples found."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from operator import length_hint
+from typing import Any
+
+import transformers
+from accelerate.data_loader import DataLoaderStateMixin
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+
+from hf_accum_fix.accumulation.preserve import overridden
+from hf_accum_fix.data.balancing import BalancedStream, Dealer
+from hf_accum_fix.data.duplicates import WithoutDuplicates
+from hf_accum_fix.data.whole_windows import WholeWindows
+from hf_accum_fix.engines.engine import waits_every_micro_batch
+from hf_accum_fix.options import BalanceOptions
+from hf_accum_fix.overrides.live import release_counts_windows
+from hf_accum_fix.overrides.session import Session
+from hf_accum_fix.overrides.windows import open_in
+from hf_accum_fix.upstream.defects import is_present
+from hf_accum_fix.upstream.protocols import TrainerLike
+
+logger = logging.getLogger("hf_accum_fix")
+
+#: The trainer's attribute for its `Dealer`, which keeps lengths from one train() to the next; None turns balancing off.
+DEALER = "_hf_accum_fix_dealer"
+_ABSENT = object()
+_WRAPPED = (WholeWindows, WithoutDuplicates, BalancedStream)
+
+
+@contextmanager
+def whole_windows(session: Session) -> Iterator[None]:
+    """Give the loop whole windows, if its release or a stream would lose the end of an epoch or carry it over."""
+    trainer, options, module = session.trainer, session.options, sys.modules[Trainer.__module__]
+    original_loader, original_skip = trainer.get_train_dataloader, module.skip_first_batches
+    counts_windows = release_counts_windows()
+    loses_the_rest = is_present("epoch-tail-not-trained", transformers.__version__) or not counts_windows
+
+    def get_train_dataloader(*args: Any, **kwargs: Any) -> Any:
+        with _not_dispatching(session):
+            loader = original_loader(*args, **kwargs)
+        if isinstance(loader, _WRAPPED):
+            return loader
+        _let_epochs_through(loader)
+        loader = _balanced(session, loader)
+        # A loader that accelerate did not prepare repeats nothing.
+        if trainer.args.world_size > 1 and isinstance(loader, DataLoaderStateMixin):
+            loader = WithoutDuplicates(loader, options.drop_duplicates, session.warn_repeated)
+            loader.check()
+        if not (loses_the_rest or _is_endless(loader)):
+            return loader
+        # A release that fetches no windows counts each before its first micro-batch is run.
+        opened = None if counts_windows else partial(open_in, session)
+        return WholeWindows(loader, trainer.args.gradient_accumulation_steps, opened)
+
+    def skip_first_batches(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(dataloader, _WRAPPED):
+            return original_skip(dataloader, *args, **kwargs)
+        return dataloader.around(skip_first_batches(dataloader.__wrapped__, *args, **kwargs))
+
+    with (
+        overridden(trainer, "get_train_dataloader", get_train_dataloader),
+        overridden(module, "skip_first_batches", skip_first_batches),
+    ):
+        yield
+
+
+def _let_epochs_through(loader: Any) -> None:
+    """Pass the epoch through accelerate's shard to a batch sampler that draws by epoch (batch_rebalance).
+
+    The Trainer passes it through a shard, but not through a shard inside a resumed epoch's sampler.
+    """
+    shard: Any = getattr(loader, "batch_sampler", None)
+    sampler: Any = getattr(shard, "batch_sampler", None)
+    if hasattr(sampler, "set_epoch") and not hasattr(shard, "set_epoch"):
+        shard.set_epoch = sampler.set_epoch
+
+
+def _balanced(session: Session, loader: Any) -> Any:
+    """The loader with length-balanced windows, if requested."""
+    trainer, args, balance = session.trainer, session.trainer.args, session.options.balance_windows
+    if not isinstance(balance, BalanceOptions):
+        return loader
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and not _is_endless(loader):
+        session.warn_once(
+            "balanced already",
+            "balance_windows: train_sampling_strategy='batch_rebalance' balances the windows; gradient and log are "
+            "corrected as well",
+        )
+        return loader
+    if not hasattr(loader, "dataset"):
+        session.warn_once(
+            "not balanced",
+            f"balance_windows: got a train dataloader {type(loader).__name__} without a data set; expected torch's "
+            "DataLoader; its windows are not balanced",
+        )
+        return loader
+    dealer = vars(trainer).get(DEALER, _ABSENT)
+    if dealer is None:
+        return loader
+    if dealer is _ABSENT or dealer.options != balance:
+        dealer = vars(trainer)[DEALER] = Dealer(balance, progress=not args.disable_tqdm)
+    return dealer.around(
+        loader,
+        args.gradient_accumulation_steps,
+        lockstep=waits_every_micro_batch(trainer.accelerator),
+        length_column=getattr(args, "length_column_name", None) or "length",
+        columns=trainer.train_dataset,
+    )
+
+
+def log_padding_saved(trainer: TrainerLike) -> None:
+    """Log the padded tokens that length-balancing saved, at the end of a training."""
+    dealer = vars(trainer).get(DEALER)
+    if dealer is not None and dealer.real and trainer.args.process_index == 0:
+        logger.info(
+            "balance_windows: %.3f padded tokens for a real one; without balancing %.3f",
+            dealer.dealt / dealer.real,
+            dealer.as_they_come / dealer.real,
+        )
+
+
+def _not_dispatching(session: Session) -> AbstractContextManager[None]:
+    """Turn off dispatching for a stream on one rank while its loader is made, as a dispatched one cannot be balanced.
+
+    On several ranks the user has to decide whether every rank may read the stream.
+    """
+    trainer = session.trainer
+    holder: Any = getattr(trainer.accelerator, "dataloader_config", None) or trainer.accelerator
+    is_stream = isinstance(trainer.train_dataset, IterableDataset) and session.world_size == 1
+    if not (session.options.balance_windows and is_stream and holder.dispatch_batches is None):
+        return nullcontext()
+    session.warn_once(
+        "dispatching", "balance_windows: dispatch_batches, the Trainer's default for a stream, is off in this training"
+    )
+    return overridden(holder, "dispatch_batches", False)
+
+
+def _is_endless(loader: Any) -> bool:
+    """Whether a loader has no length."""
+    return length_hint(loader, -1) < 0

@@ -1,0 +1,400 @@
+"""A micro-batch's way under the Trainer, from top to bottom: its step, its loss, its backward, its end.
+
+    training_step                       of the Trainer, around one micro-batch
+      MicroBatch.running                what the step calls is overridden
+        MicroBatch.compute_loss         the trainer's loss is computed, and weighted by its graph
+          compute_loss                  of the Trainer, which a custom one may call
+            MicroBatch.base_loss        the model runs
+        MicroBatch.backward             the engine gets the weighted loss, whatever the step made of it
+      MicroBatch.end                    the window is closed after its last; the loss to log is returned
+
+A custom ``training_step`` that never calls the base's may change the loss after ``compute_loss``: what it passes to
+``accelerator.backward`` is weighted there.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_accum_fix.accumulation.loss_graph import read
+from hf_accum_fix.accumulation.preserve import overridden
+from hf_accum_fix.accumulation.scaling import run_by_rule
+from hf_accum_fix.accumulation.values import Captured, capture
+from hf_accum_fix.accumulation.weigh import Part, Weighed
+from hf_accum_fix.accumulation.window import ZeroWeightBatch, count_dtype
+from hf_accum_fix.core.state import ATTEMPTS
+from hf_accum_fix.core.window import Window
+from hf_accum_fix.data.whole_windows import PlaceholderBatch
+from hf_accum_fix.engines.engine import engine_divisor, set_last_micro_batch
+from hf_accum_fix.errors import AccumFixError, SeamError, UnsupportedSetupError
+from hf_accum_fix.options import Options, enabled
+from hf_accum_fix.overrides.announce import announce, factor_over
+from hf_accum_fix.overrides.live import averages_tokens, counts_itself, gradient_versions, is_custom, scales_itself
+from hf_accum_fix.overrides.session import Args, Kwargs, Original, Session, session_of
+from hf_accum_fix.upstream.defects import is_present
+from hf_accum_fix.upstream.presence import require_in_loop
+from hf_accum_fix.upstream.protocols import TrainerLike
+
+#: Cached at import: the look-up costs more than a micro-batch.
+_LAST_NOT_REDUCED = is_present("last-micro-batch-not-reduced", transformers.__version__)
+#: Methods between a micro-batch and the base's loss.
+_BETWEEN = ("compute_loss", "_prepare_inputs", "_prepare_input", "training_step", "get_batch_samples")
+
+
+def training_step(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
+    """Run the original step with the scaled loss for accelerate, and return the loss to log.
+
+    Summed over the window and averaged over ranks, both are the global batch's.
+
+    Raises:
+        SeamError: if no window was counted.
+    """
+    session = session_of(trainer, options)
+    window = session.window
+    # The inner call of a class that is also patched passes through, as does a step that is only observed.
+    if session.base_loss is not None or (window is None and not (enabled() and trainer.is_in_train)):
+        return wrapped(*args, **kwargs)
+    if window is None:
+        raise SeamError(
+            f"got a step without a counted window: {type(trainer).__name__} (or a library that patched it) replaces "
+            "Trainer.get_batch_samples; expected a call to the original; call super().get_batch_samples, or revert()"
+        )
+    if session.state.opened == 1 and not window.done:
+        session.warn_off(require_in_loop(trainer))
+    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    if isinstance(inputs, PlaceholderBatch):
+        return torch.zeros((), device=session.device)
+    micro_batch = MicroBatch(session, window, inputs)
+    with micro_batch.running(kwargs["model"] if "model" in kwargs else args[0]):
+        result = wrapped(*args, **kwargs)
+    loss = micro_batch.end()
+    loss = result if loss is None else loss
+    if session.loss_log is not None:
+        session.loss_log.add(loss)
+    return loss
+
+
+def compute_loss(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *, options: Options) -> Any:
+    """The base's loss: inside a micro-batch, or an observed forward, its own; outside (evaluation) the original."""
+    session = session_of(trainer, options)
+    if session.base_loss is not None:
+        return _base_loss(session, *args, **kwargs)
+    result = wrapped(*args, **kwargs)
+    loss = result[0] if isinstance(result, tuple) else result
+    if session.window is not None and isinstance(loss, Tensor) and loss.requires_grad:
+        session.not_exact("second loss", "computes a loss with gradient outside Trainer.training_step, unweighted")
+    return result
+
+
+def _base_loss(
+    session: Session,
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:
+    """``Trainer.compute_loss``, as its caller expects it."""
+    assert session.base_loss is not None
+    loss, outputs = session.base_loss(model, inputs, num_items_in_batch)
+    owns_labels = session.func is not None or session.trainer.label_smoother is not None
+    if owns_labels and isinstance(inputs, MutableMapping):
+        # Stock removes them from the caller's batch.
+        inputs.pop("labels", None)
+    if return_outputs and isinstance(outputs, MutableMapping) and outputs.get("loss", loss) is not loss:
+        # A caller may use either.
+        outputs = copy.copy(outputs)
+        outputs["loss"] = loss
+    return (loss, outputs) if return_outputs else loss
+
+
+class MicroBatch:
+    """One forward and backward, while its step runs: the loss it computes, and the one that accelerate gets.
+
+    Attributes:
+        session: of the trainer.
+        window: that contains it.
+        batch: as fetched.
+        inputs: of its forward, as a ``compute_loss`` got them.
+        zero_weight: it counts nothing.
+        losses: of it that were weighted.
+        weighed: the last of them, summed over the window and averaged over ranks the global batch's.
+        value: its part of the logged loss, once the engine has got the loss.
+    """
+
+    def __init__(self, session: Session, window: Window, inputs: Any) -> None:
+        self.session, self.window = session, window
+        # If the step gets another object, take the batch at its place.
+        at_its_place = (window.batches[window.done :] or window.batches[-1:])[0]
+        self.batch = inputs if any(batch is inputs for batch in window.batches) else at_its_place
+        self.inputs = dict(inputs) if isinstance(inputs, Mapping) else {}
+        self.zero_weight = isinstance(inputs, ZeroWeightBatch)
+        self.losses = 0
+        self.weighed: Weighed | None = None
+        self.value: Tensor | None = None
+        self._node: Any = None
+        self._inside = False
+        self._captured: Captured | None = None
+        trainer = session.trainer
+        # Gradients are looked at in the first windows of trainers that override a step.
+        self._looks = session.state.opened <= ATTEMPTS and is_custom(trainer, *_BETWEEN)
+        self._compute_loss, self._backward = trainer.compute_loss, trainer.accelerator.backward
+        self._overrides = (
+            overridden(session, "base_loss", self.base_loss),
+            overridden(session, "outside_micro_batch", self.outside),
+            overridden(trainer, "compute_loss", self.compute_loss),
+            overridden(trainer.accelerator, "backward", self.backward),
+        )
+
+    @property
+    def part(self) -> Part:
+        """The part of the window that has its loss; another one after the window was counted again."""
+        return self.window.part_of(self.batch)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the last of its window."""
+        return self.window.done + 1 == len(self.window.batches)
+
+    @contextmanager
+    def running(self, model: nn.Module) -> Iterator[None]:
+        """Around the trainer's step."""
+        session, window = self.session, self.window
+        self._check_gradients(window.gradients)
+        with ExitStack() as stack:
+            if session.own_step is not None:
+                self._captured = stack.enter_context(self._capture())
+            for each in self._overrides:
+                stack.enter_context(each)
+            stack.enter_context(self._reduced_in_the_last(model))
+            stack.enter_context(session.adding(model, len(window.batches), window.done + 1))
+            yield
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Around forwards in its midst that do not belong to it."""
+        for each in self._overrides:
+            each.__exit__()
+        try:
+            yield
+        finally:
+            for each in self._overrides:
+                each.__enter__()
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's ``compute_loss``, whose result is weighted."""
+        if self._inside:
+            return self._compute_loss(*args, **kwargs)
+        session, given = self.session, kwargs["inputs"] if "inputs" in kwargs else args[1]
+        # A copy, since a ``compute_loss`` may remove the labels.
+        self.inputs = dict(given) if isinstance(given, Mapping) else {}
+        captures = self._capture() if session.own_step is None else nullcontext()
+        # An engine that shards swaps gradients in every forward.
+        before = gradient_versions(session.trainer.model_wrapped) if self._looks and not session.shards else None
+        with self._refusing():
+            try:
+                self._inside = True
+                with session.router.micro_batch(self.window.done), captures as captured:
+                    result = self._compute_loss(*args, **kwargs)
+            finally:
+                self._inside = False
+            self._check_gradients(before)
+            if captured is not None:
+                # Now, since 4.46.0 scales the loss in place; and in a new tensor, since DeepSpeed (stage 0) sets hooks
+                # on the model's output that divide once more.
+                self._weigh(result[0] if isinstance(result, tuple) else result, captured)
+        return result
+
+    def base_loss(self, model: nn.Module, inputs: Mapping[str, Any], given: Any) -> tuple[Tensor, Any]:
+        """The base's loss: unchanged if its graph is read later, else scaled by its rule.
+
+        ``given``: the number that a custom ``compute_loss`` passed on.
+        """
+        session, trainer = self.session, self.session.trainer
+        contract, normalizer = self.part.contract, self.part.normalizer
+        if not (contract.terms or contract.custom):
+            return run_by_rule(
+                contract,
+                ZeroWeightBatch(inputs) if self.zero_weight else inputs,
+                None,
+                normalizer,
+                lambda inputs, number: session.unscaled_loss(model, inputs, number),
+                own_loss=session.func is not None,
+            )
+        # Without a number a model returns its own mean.
+        passed = (given if contract.custom else normalizer.number) if contract.hands_number else None
+        if contract.keeps_scale or (normalizer.is_whole and counts_itself(trainer)):
+            passed = given
+        loss, outputs = session.unscaled_loss(model, inputs, passed)
+        takes = session.passes_number or session.func is not None
+        if contract.keeps_scale and passed is not None and takes and averages_tokens(trainer):
+            # As upstream does before the engine's mean over ranks.
+            loss = loss * session.data_ranks
+        if loss.requires_grad or contract.items is None:
+            return loss, outputs
+        # A constant without a graph: with a dummy target every parameter gets a zero gradient.
+        self.zero_weight = True
+        return session.unscaled_loss(model, contract.items.with_target(inputs), passed)
+
+    def _weigh(self, loss: Tensor, captured: Captured) -> None:
+        """Weight a loss of this micro-batch."""
+        session, window, part = self.session, self.window, self.part
+        contract, steps = part.contract, len(window.batches)
+        self._node = loss.grad_fn
+        if contract.terms:
+            self.weighed = window.weigh(loss, self.batch, captured, self.inputs, zero_weight=self.zero_weight)
+        else:
+            if session.own_step is not None:
+                divided = _divides_by(loss, {steps, session.steps})
+            else:
+                divided = contract.custom and scales_itself(session.trainer)
+            if contract.by_divisor:
+                loss = self._as_the_first(loss)
+            loss = loss * 0.0 if self.zero_weight and contract.custom else loss
+            self.weighed = window.average(loss, steps if divided else 1)
+        self.losses += 1
+
+    def _as_the_first(self, loss: Tensor) -> Tensor:
+        """An unobserved loss, weighted by its divisor relative to the first micro-batch's.
+
+        On several ranks relative to the mean of their first. At its end the window is corrected by the sums of both, as
+        for every loss that no rule counts.
+        """
+        session, check = self.session, self.part.check
+        terms = read(loss)
+        divisor: Tensor | float | None = None
+        if len(terms) == 1 and terms[0].readable:
+            divisor = math.prod(
+                (each.value for each in terms[0].factors if each.divides and not each.learnt), start=1.0
+            )
+        if check.is_corrected and session.data_ranks > 1 and session.first_divisor is None:
+            # The mean over the ranks that have one: a collective.
+            zero = torch.zeros((), dtype=count_dtype(session.device), device=session.device)
+            known = torch.stack([zero, zero] if divisor is None else [zero + divisor, zero + 1])
+            total, ranks = session.summed(known).unbind()
+            session.first_divisor = torch.where(ranks > 0, total / ranks.clamp(min=1), torch.ones_like(total))
+        if divisor is None:
+            names = ", ".join(sorted({each.name for each in terms}))
+            check.changed = f"the number it divides by cannot be read: {names}"
+            return loss
+        # A step may pass several losses of a micro-batch.
+        first = check.first(self.losses, divisor)
+        if session.first_divisor is not None and not self.losses:
+            first = session.first_divisor
+        check.note(self.losses, divisor, first)
+        times = divisor / first
+        return loss * (times.to(loss) if isinstance(times, Tensor) else times) if check.is_corrected else loss
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> Any:
+        """``accelerator.backward`` with the weighted loss instead of the trainer's."""
+        session, accelerator = self.session, self.session.trainer.accelerator
+        if self._inside:
+            session.not_exact(
+                "second backward", "calls accelerator.backward inside compute_loss, with a loss unweighted"
+            )
+            return self._backward(loss, **kwargs)
+        with self._refusing():
+            if self._captured is not None:
+                self._weigh(loss, self._captured)
+            if self.weighed is not None:
+                # The engine may divide by another number than in other micro-batches.
+                divided = engine_divisor(accelerator, **kwargs) / self.part.normalizer.engine_divisor
+                loss = self._passed_on(self.weighed, loss)
+                loss = loss if divided == 1 else loss * divided
+            set_last_micro_batch(accelerator, self.is_last)
+            return self._backward(loss, **kwargs)
+
+    def _passed_on(self, weighed: Weighed, stock: Tensor) -> Tensor:
+        """The loss for the engine, whose value is logged; ``stock``: what the step passes."""
+        session, window = self.session, self.window
+        if self.value is not None:
+            session.not_exact("two losses", "passes two losses of one micro-batch to accelerator.backward")
+        is_news, keeps_scale = window.done == 0 and not session.state.recorded, weighed.keeps_scale
+        factor = factor_over(stock, self._node) if is_news or keeps_scale else 1.0
+        loss, self.value = weighed.loss, weighed.value
+        if keeps_scale:
+            loss, self.value = weighed.scaled(factor, len(window.batches))
+        if is_news:
+            announce(session, window, self.part, factor * len(window.batches))
+        return loss
+
+    def end(self) -> Tensor | None:
+        """End it after its step, and with the last one the window.
+
+        Returns:
+            The loss to log; None: the step passed none to the engine.
+
+        Raises:
+            SeamError: if a loss was computed that never reached ``accelerator.backward``.
+        """
+        session, window, loss = self.session, self.window, self.value
+        name, model = type(session.trainer).__name__, session.trainer.model_wrapped
+        if loss is None and self.weighed is not None:
+            raise SeamError(
+                f"got a step of {name} that did not pass its loss to accelerator.backward; expected that, since "
+                "otherwise the gradient is not corrected; use accelerator.backward, or revert()"
+            )
+        if loss is not None:
+            window.add(loss)
+        elif session.own_step is not None and session.is_split:
+            session.not_exact("no loss", "passed no loss of a micro-batch to accelerator.backward")
+        window.done += 1
+        if window.done < len(window.batches):
+            window.gradients = gradient_versions(model) if self._looks else None
+        elif window.done == len(window.batches):
+            summed, times = window.value, window.close(model)
+            if times is not None and loss is not None and summed is not None:
+                # The last micro-batch corrects the window's logged loss.
+                loss = loss + (times - 1) * summed
+        return loss
+
+    def _capture(self) -> AbstractContextManager[Captured]:
+        return capture(self.part.contract, self.session.bare())
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Keep an error of ours, which a custom step may catch."""
+        try:
+            yield
+        except AccumFixError as error:
+            self.session.refused = error
+            raise
+
+    def _check_gradients(self, before: int | None) -> None:
+        """Warn if gradients have changed since they had these versions; None: not checked."""
+        if before is not None and before != gradient_versions(self.session.trainer.model_wrapped):
+            self.session.not_exact(
+                "gradients",
+                "changes gradients outside the backward of a micro-batch (by clipping, or a backward in compute_loss?)",
+            )
+
+    def _reduced_in_the_last(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Reduce over ranks in the last micro-batch of a window only; 4.46.2 reduces in all but that one."""
+        if not _LAST_NOT_REDUCED or self.session.world_size == 1:
+            return nullcontext()
+        if not isinstance(model, DistributedDataParallel):
+            raise UnsupportedSetupError(
+                f"got transformers {transformers.__version__}, which does not reduce the last micro-batch's gradients, "
+                f"under {type(model).__name__}; expected DistributedDataParallel, where it can be corrected; install "
+                "4.46.3"
+            )
+        return overridden(model, "require_backward_grad_sync", self.is_last)
+
+
+def _divides_by(loss: Tensor, steps: set[int]) -> bool:
+    """Whether a loss has a factor 1/G: then the trainer may have divided by the accumulation steps already."""
+    numbers = {float(each) for each in steps if each > 1}
+    return any(
+        float(each.value) in numbers or (each.value and 1 / float(each.value) in numbers)
+        for term in read(loss)
+        for each in (term.factors[:-1] if term.divides else term.factors)
+        if not each.learnt
+    )
