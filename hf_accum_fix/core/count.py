@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How
 from hf_accum_fix.accumulation.scaling import Normalizer
 from hf_accum_fix.accumulation.tasks import describe, task_of
 from hf_accum_fix.accumulation.weigh import Part, WindowCheck
-from hf_accum_fix.accumulation.window import Counts, Items, ZeroWeightBatch, count_by_rules, count_dtype
+from hf_accum_fix.accumulation.window import Counts, Items, count_by_rules, count_dtype
 from hf_accum_fix.core.counting_pass import count_by_forwards
 from hf_accum_fix.core.host import Host
+from hf_accum_fix.core.state import LossState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import engine_divisor, is_deepspeed
 from hf_accum_fix.router.router_loss import Convention, Form, one_form
@@ -95,11 +96,6 @@ def count_window(
     except Exception as caught:
         error = error or caught
     upstream = zero if number is None else torch.as_tensor(number).to(zero)
-    rule = state.contracts[0].items
-    for batch in batches if number is not None else ():
-        if isinstance(batch, ZeroWeightBatch) and rule is not None:
-            # Upstream has counted it.
-            upstream = upstream - rule.count(dict(batch), host.device)
     sums = Sums(totals, upstream, (asks, state.differs, state.unreported), routing)
     if several:
         sums = sums.over_ranks(host, len(batches), error)
@@ -148,8 +144,12 @@ def _count(
 def _set_parts(host: Host, counts: WindowCounts, totals: Sequence[Totals], batches: Sequence[Any]) -> None:
     """Set the part of each loss in the window, and whether its gradient is corrected."""
     state, zero = host.state, torch.zeros((), dtype=count_dtype(host.device), device=host.device)
+    losses = [each for each in state.losses if each.contract is not None]
     # Reading would wait for another device.
-    differ = host.on_cpu and any(map(_rules_differ, state.contracts, totals))
+    differs = [
+        host.on_cpu and _rules_differ(host, loss, by_rule, counts.number)
+        for loss, by_rule in zip(losses, totals, strict=True)
+    ]
     in_use = [
         [by_rule[rule] for rule in contract.rules] or [zero]
         for contract, by_rule in zip(state.contracts, totals, strict=True)
@@ -175,13 +175,24 @@ def _set_parts(host: Host, counts: WindowCounts, totals: Sequence[Totals], batch
         for each in state.losses
         if each.contract is not None
     )
-    if not counts.parts[0].normalizer.is_whole and (differ or any(unpredicted)):
+    if not counts.parts[0].normalizer.is_whole and (any(differs) or any(unpredicted)):
         _count_by_forwards(host, counts, totals, batches)
 
 
-def _rules_differ(contract: LossContract, by_rule: Totals) -> bool:
-    """Whether rules that fit one of its terms count the window differently; reads the counts."""
-    return len(by_rule) > 1 and contract.is_ambiguous(_values(by_rule))
+def _rules_differ(host: Host, loss: LossState, by_rule: Totals, number: Tensor | None) -> bool:
+    """Whether rules that fit a mean count the window differently; of num_items_in_batch, upstream's is right."""
+    contract = loss.contract
+    if contract is None or len(by_rule) < 2:
+        return False
+    totals = _values(by_rule)
+    differ = contract.ambiguous(totals)
+    if How.NUMBER in differ:
+        upstreams = tuple(rule for rule, n in totals.items() if number is not None and n == float(number))
+        if upstreams:
+            loss.contract = contract.with_rules_of_number(upstreams)
+        else:
+            host.report_inexact("several rules fit its num_items_in_batch, and count a window differently")
+    return How.MEAN in differ
 
 
 def _values(by_rule: Totals) -> dict[Items, float]:

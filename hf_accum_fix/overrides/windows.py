@@ -65,17 +65,17 @@ def count_returned_batches(session: Session) -> Iterator[None]:
 
 def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> Any:
     """num_items_in_batch for a ``compute_loss``."""
-    counts, part, summed = window.counts, window.counts.parts[0], window.counts.number
-    contract = part.contract
-    if summed is None:
-        return upstream_number
-    if contract.items is not None and not contract.custom:
+    counts, part = window.counts, window.counts.parts[0]
+    contract, number = part.contract, counts.number
+    if number is not None and contract.items is not None and not contract.custom:
         return counts.total.long()
-    if part.normalizer.is_whole or not contract.depends_on_number:
+    if number is None or part.normalizer.is_whole or not contract.depends_on_number:
         return upstream_number
+    if contract.by_number:
+        number = counts.total
     # A custom loss may multiply by W; if that is unknown, assume it where tokens are averaged across devices.
     multiplies = averages_tokens(trainer) if contract.takes_world_size is None else contract.takes_world_size
-    return summed.long() if multiplies else summed / part.normalizer.world_size
+    return number.long() if multiplies else number / part.normalizer.world_size
 
 
 def open_in(session: Session, batches: list[Any], number: Any = None, error: Exception | None = None) -> Window:
