@@ -145,15 +145,6 @@ def run_by_rule(
     return scale.apply(loss, None if router is None else router.to(loss.device)), outputs
 
 
-def of_window(scale: Tensor, micro_batches: int, divided: int = 1) -> Tensor:
-    """A scaled loss divided by G, in a new tensor.
-
-    ``divided``: the part of G by which it was divided already, or the engine divides; if that is G, no bit changes.
-    """
-    # A new tensor: DeepSpeed (stage 0) hangs hooks that divide once more on the model's output itself.
-    return scale * 1.0 if divided == micro_batches else scale * divided / micro_batches
-
-
 def loss_among(outputs: Any, inputs: Mapping[str, Any], model: object) -> Tensor:
     """The loss that a model returned: its output ``loss``, or the first.
 
