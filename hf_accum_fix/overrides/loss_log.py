@@ -68,12 +68,7 @@ class LossLog:
     def installed(self) -> Iterator[None]:
         """While the trainer trains."""
         trainer = self._trainer
-        original_log, original_turn = trainer.log, trainer._maybe_log_save_evaluate
-        original_count = trainer.floating_point_ops
-
-        def log(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            self._add_filtered(logs)
-            return original_log(logs, *args, **kwargs)
+        original_turn, original_count = trainer._maybe_log_save_evaluate, trainer.floating_point_ops
 
         def turn(tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
             self._logged = False
@@ -90,13 +85,12 @@ class LossLog:
 
         with (
             overridden(trainer.args, _SWITCH, True),
-            overridden(trainer, "log", log),
             overridden(trainer, "floating_point_ops", count),
             overridden(trainer, "_maybe_log_save_evaluate", turn),
         ):
             yield
 
-    def _add_filtered(self, logs: dict[str, Any]) -> None:
+    def add_filtered(self, logs: dict[str, Any]) -> None:
         """Add upstream's value to the log of a loss that is not finite."""
         state = self._trainer.state
         if "train_loss" in logs and not math.isfinite(logs["train_loss"]):

@@ -134,8 +134,8 @@ class MicroBatch:
     def __init__(self, session: Session, window: Window, inputs: Any) -> None:
         self.session, self.window = session, window
         # If the step gets another object, take the batch at its place.
-        at_its_place = (window.batches[window.done :] or window.batches[-1:])[0]
-        self.batch = inputs if any(batch is inputs for batch in window.batches) else at_its_place
+        at_its_place = window.batches[min(window.done, len(window.batches) - 1)]
+        self.batch = next((batch for batch in window.batches if batch is inputs), at_its_place)
         self.inputs = dict(inputs) if isinstance(inputs, Mapping) else {}
         self.zero_weight = isinstance(inputs, ZeroWeightBatch)
         self.losses = 0
@@ -275,9 +275,8 @@ class MicroBatch:
         terms = read(loss)
         divisor: Tensor | float | None = None
         if len(terms) == 1 and terms[0].readable:
-            divisor = math.prod(
-                (each.value for each in terms[0].factors if each.divides and not each.learnt), start=1.0
-            )
+            divides = (each.value for each in terms[0].factors if each.divides and not each.learnt)
+            divisor = math.prod(divides, start=1.0)
         if check.is_corrected and session.data_ranks > 1 and session.first_divisor is None:
             # The mean over the ranks that have one: a collective.
             zero = torch.zeros((), dtype=count_dtype(session.device), device=session.device)
@@ -299,34 +298,30 @@ class MicroBatch:
     def backward(self, loss: Tensor, **kwargs: Any) -> Any:
         """``accelerator.backward`` with the weighted loss instead of the trainer's."""
         session, accelerator = self.session, self.session.trainer.accelerator
+        if self._inside or self.value is not None:
+            session.not_exact("second backward", "calls accelerator.backward more than once in a micro-batch")
         if self._inside:
-            session.not_exact(
-                "second backward", "calls accelerator.backward inside compute_loss, with a loss unweighted"
-            )
             return self._backward(loss, **kwargs)
         with self._refusing():
             if self._captured is not None:
                 self._weigh(loss, self._captured)
             if self.weighed is not None:
+                loss = self._scaled(self.weighed, loss)
                 # The engine may divide by another number than in other micro-batches.
                 divided = engine_divisor(accelerator, **kwargs) / self.part.normalizer.engine_divisor
-                loss = self._passed_on(self.weighed, loss)
                 loss = loss if divided == 1 else loss * divided
             set_last_micro_batch(accelerator, self.is_last)
             return self._backward(loss, **kwargs)
 
-    def _passed_on(self, weighed: Weighed, stock: Tensor) -> Tensor:
-        """The loss for the engine, whose value is logged; ``stock``: what the step passes."""
-        session, window = self.session, self.window
-        if self.value is not None:
-            session.not_exact("two losses", "passes two losses of one micro-batch to accelerator.backward")
+    def _scaled(self, weighed: Weighed, passed: Tensor) -> Tensor:
+        """The loss for the engine, whose value is logged; ``passed``: the step's."""
+        session, window, steps = self.session, self.window, len(self.window.batches)
         is_news, keeps_scale = window.done == 0 and not session.state.recorded, weighed.as_stock is not None
-        factor = factor_over(stock, self._node) if is_news or keeps_scale else 1.0
-        loss, self.value = weighed.loss, weighed.value
-        if keeps_scale:
-            loss, self.value = weighed.scaled(factor, len(window.batches))
+        factor = factor_over(passed, self._node) if is_news or keeps_scale else 1.0
         if is_news:
-            announce(session, window, self.part, factor * len(window.batches))
+            announce(session, window, self.part, factor * steps)
+        # Some terms may keep the stock Trainer's scale.
+        loss, self.value = weighed.scaled(factor, steps) if keeps_scale else (weighed.loss, weighed.value)
         return loss
 
     def end(self) -> Tensor | None:

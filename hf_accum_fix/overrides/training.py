@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
@@ -47,7 +47,7 @@ def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *
             hide_state_marker(trainer),
             _stepping(session),
             nullcontext() if session.loss_log is None else session.loss_log.installed(),
-            overridden(trainer, "log", _log_exact_windows(session)),
+            _logging(session),
         ):
             result = wrapped(*args, **kwargs)
     finally:
@@ -68,19 +68,21 @@ def hand_back(options: Options) -> None:
             session.gradient.finish()
 
 
-def _log_exact_windows(session: Session) -> Callable[..., Any]:
-    """``Trainer.log``, with the number of exact windows once one was not."""
+def _logging(session: Session) -> AbstractContextManager[None]:
+    """Log what the training loss hides: losses that are not finite, and windows that were not exact."""
     original, state = session.trainer.log, session.state
 
     def log(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if is_loss(logs) or "train_loss" in logs:
+            if session.loss_log is not None:
+                session.loss_log.add_filtered(logs)
             # The loss was just read, so this does not wait.
             session.read()
             if state.inexact and session.is_split:
                 logs[EXACT_WINDOWS] = state.opened - state.inexact
         return original(logs, *args, **kwargs)
 
-    return log
+    return overridden(session.trainer, "log", log)
 
 
 @contextmanager
