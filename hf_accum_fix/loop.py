@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -31,7 +31,7 @@ from accelerate.data_loader import DataLoaderStateMixin
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.conclude import Setting
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract
+from hf_accum_fix.accumulation.contract import LossContract
 from hf_accum_fix.accumulation.declared import (
     inside_ddp,
     is_compiled,
@@ -43,7 +43,7 @@ from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.accumulation.reading import LossRun
 from hf_accum_fix.accumulation.scaling import loss_among, run_by_rule, scale_of
 from hf_accum_fix.accumulation.values import capture
-from hf_accum_fix.accumulation.weigh import Weighed, unlike_declared
+from hf_accum_fix.accumulation.weigh import unlike_declared
 from hf_accum_fix.accumulation.window import ZeroWeightBatch, count_dtype
 from hf_accum_fix.core.contracts import remarks
 from hf_accum_fix.core.host import Host
@@ -53,7 +53,6 @@ from hf_accum_fix.engines.engine import inputs_are_rounded, reduced_in, reducing
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, options_from, shows_options
-from hf_accum_fix.router.router_loss import Forward
 from hf_accum_fix.upstream.presence import require_accelerator
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
@@ -95,7 +94,7 @@ class LoopHost(Host):
     @property
     def readable(self) -> bool:
         # A loss of one term is corrected without reading.
-        return super().readable and any(len(each.terms) > 1 for each in self.state.contracts)
+        return self.on_cpu and any(len(each.terms) > 1 for each in self.state.contracts)
 
     @property
     def corrects_alone(self) -> bool:
@@ -124,47 +123,57 @@ class LoopHost(Host):
 
     def look(self, batches: Sequence[Batch]) -> None:
         model, given = self.model, self.options.contract
-        if model is None and batches and not self.state.first.is_settled:
-            raise ContractError(
-                "got a custom loss, which cannot be observed; expected its contract; pass accumulation_windows(..., "
-                "contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
-            )
         if model is None:
-            return
-        self.head = type(self.bare(model)).__name__
-        if given is not None:
-            self.passes_number = given.by_number
-            if given.by_number and not wants_number(self.bare(model)):
+            if batches and not self.state.first.is_settled:
                 raise ContractError(
-                    f"got a contract by which the loss {given.reduction.words}, but {self.head} takes no "
-                    "num_items_in_batch; expected Reduction.MEAN"
+                    "got a custom loss, which cannot be observed; expected its contract; pass accumulation_windows("
+                    "..., contract=LossContract(Reduction.MEAN, Items(('labels',), shift=True)))"
                 )
+            return
+        bare = self.bare(model)
+        self.head, wants = type(bare).__name__, wants_number(bare)
+        self.passes_number = wants if given is None else given.by_number
+        if given is not None and self.passes_number and not wants:
+            raise ContractError(
+                f"got a contract by which the loss {given.reduction.words}, but {self.head} takes no "
+                "num_items_in_batch; expected Reduction.MEAN"
+            )
 
     def observe(self, batches: Sequence[Batch], number: Any) -> LossContract | None:
         model = self.model
         if model is None or not batches:
             return None
-        module, bare = inside_ddp(model) or model, self.bare(model)
-        self.passes_number = wants_number(bare)
-        required = self.passes_number and requires_number(bare)
+        required = self.passes_number and requires_number(self.bare(model))
         setting = Setting(
             hands_number=required,
             only_shows=self.passes_number and not required,
             steps=self.steps,
             world_size=self.world_size,
-            rounded=products_are_rounded(module) or getattr(self.accelerator, "mixed_precision", "no") != "no",
+            rounded=products_are_rounded(model) or getattr(self.accelerator, "mixed_precision", "no") != "no",
         )
         with self.loss_run(batches) as loss:
             # Every forward of a sharded model is a collective.
             found = observe(loss, batches, setting, self.gather if self.shards else None)
-        return found.by_rule() if is_compiled(module) else found
+        return found.by_rule() if is_compiled(model) else found
 
     @contextmanager
     def loss_run(self, batches: Sequence[Batch]) -> Iterator[LossRun]:
-        model = self.model
-        assert model is not None
-        module = inside_ddp(model) or model
-        yield LossRun(partial(self._loss, module), module, self.device, self.bare(model))
+        assert self.model is not None
+        module = inside_ddp(self.model) or self.model
+
+        def forward(inputs: Batch, number: Tensor | None) -> Tensor:
+            tensors = {key: each.to(self.device) for key, each in inputs.items() if isinstance(each, Tensor)}
+            return self.forward(module, {**inputs, **tensors}, number)[0]
+
+        yield LossRun(forward, module, self.device, self.bare(module))
+
+    def routing(self, batches: Sequence[Batch]) -> AbstractContextManager[LossRun]:
+        if self.model is None:
+            raise ContractError(
+                f"got router_loss={self.router.convention.value!r} and window.scale(); expected window.loss(model, "
+                "batch), since a custom loss only has the mean over micro-batches"
+            )
+        return self.loss_run(batches)
 
     def settled(self, contract: LossContract, micro_batches: int) -> None:
         model, first = self.model, self.state.first
@@ -175,30 +184,9 @@ class LoopHost(Host):
             made_by = {"trainer": "accumulation_windows", "stock_gradient_factor": None}
             self.record(contract, micro_batches, reduced_in=reduced, **made_by)
             logger.info("%s: the loss %s; G=%d, W=%d.", self.head, contract, micro_batches, self.world_size)
-        if first.is_settled or contract.reason != NO_TARGET_SEEN:
+        if first.is_settled or first.has_target:
             for name, message in remarks(self.head, contract, first.attempts):
                 self.warn_once(name, message)
-
-    @contextmanager
-    def routing(self, batches: Sequence[Batch]) -> Iterator[tuple[Forward, nn.Module | None]]:
-        model, contract = self.model, self.contract
-        if model is None and batches:
-            raise ContractError(
-                f"got router_loss={self.router.convention.value!r} and window.scale(); expected window.loss(model, "
-                "batch), since a custom loss only has the mean over micro-batches"
-            )
-
-        def forward(inputs: Batch) -> Tensor:
-            assert model is not None and contract is not None
-            number = contract.as_number(torch.ones((), dtype=count_dtype(self.device), device=self.device))
-            return self._loss(inside_ddp(model) or model, inputs, number)
-
-        yield forward, model
-
-    def _loss(self, model: nn.Module, inputs: Batch, number: Tensor | None) -> Tensor:
-        """The loss of a batch on any device."""
-        inputs = {key: value.to(self.device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
-        return self.forward(model, inputs, number)[0]
 
     def forward(self, model: nn.Module, inputs: Batch, number: Tensor | None) -> tuple[Tensor, Any]:
         """Loss and outputs of a forward; a model that takes num_items_in_batch gets the number."""
@@ -206,12 +194,6 @@ class LoopHost(Host):
         with own_counts(inputs):
             outputs = model(**{**inputs, **given})
         return loss_among(outputs, inputs, model), outputs
-
-    def warn_repeated(self, samples: int) -> None:
-        """Warn once that the dataloader repeats samples."""
-        if self.note_repeated(samples) and not self.options.drop_duplicates:
-            words = f"repeat {samples} samples to even out the ranks, which count twice"
-            self.warn_once("repeated", f"an epoch's last micro-batches {words}; drop_duplicates=True drops them")
 
 
 class AccumulationWindow:
@@ -226,7 +208,7 @@ class AccumulationWindow:
         self.batches = batches
         self._host = host
         self._begun = 0
-        self._counted: Window | None = None
+        self._window: Window | None = None
 
     def __len__(self) -> int:
         """G, the micro-batches of this window."""
@@ -255,10 +237,10 @@ class AccumulationWindow:
         last = self._begun == len(self)
         with reducing(host.accelerator, model, last=last), host.adding(model, len(self), self._begun):
             yield
-        if self._counted is not None:
-            self._counted.done = self._begun
+        if self._window is not None:
+            self._window.done = self._begun
             if last:
-                self._counted.close(model)
+                self._window.close(model)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of one micro-batch by the model's own head, for ``backward``.
@@ -274,17 +256,20 @@ class AccumulationWindow:
             ContractError: if the model returned no loss, or its reduction could not be settled.
             RankError: if the ranks' dataloaders ended at different times, or another rank failed.
         """
-        host, window = self._host, self._window(model, next(iter(model.parameters())).device)
+        host, window = self._host, self._counted(model, next(iter(model.parameters())).device)
         part, batch = window.part_of(batch), self._as_its_own(batch)
         contract, normalizer = part.contract, part.normalizer
         with host.router.micro_batch(max(self._begun - 1, 0)):
-            if not contract.is_read:
+            if contract.is_read:
+                with capture(contract, host.bare(model)) as captured:
+                    loss, _ = host.forward(model, batch, normalizer.number if contract.hands_number else None)
+                weighed = window.weigh(loss, batch, captured, zero_weight=isinstance(batch, ZeroWeightBatch))
+            else:
                 forward, rounded = partial(host.forward, model), inputs_are_rounded(host.accelerator)
                 loss, _ = run_by_rule(contract, batch, window.count_of(batch), normalizer, forward, rounded=rounded)
-                return self._added(window.average(loss))
-            with capture(contract, host.bare(model)) as captured:
-                loss, _ = host.forward(model, batch, normalizer.number if contract.hands_number else None)
-        return self._added(window.weigh(loss, batch, captured, zero_weight=isinstance(batch, ZeroWeightBatch)))
+                weighed = window.average(loss)
+        window.add(weighed.value)
+        return weighed.loss
 
     def scale(self, loss: Tensor, batch: Batch) -> Tensor:
         """Scale a custom loss, reduced as in the given contract, for ``backward``.
@@ -299,19 +284,20 @@ class AccumulationWindow:
         Raises:
             ContractError: if no contract was given.
         """
-        window, batch = self._window(None, loss.device), self._as_its_own(batch)
-        part = window.part_of(batch)
-        contract, items = part.contract, window.count_of(batch)
-        if unlike := unlike_declared(loss, contract, items, part.normalizer):
-            self._host.warn_once(
+        host, window, batch = self._host, self._counted(None, loss.device), self._as_its_own(batch)
+        part, items = window.part_of(batch), window.count_of(batch)
+        if unlike := unlike_declared(loss, part.contract, items, part.normalizer):
+            host.warn_once(
                 "declared",
-                f"scale(): got a loss that {unlike}, by its graph; expected one that {contract}; pass its true "
+                f"scale(): got a loss that {unlike}, by its graph; expected one that {part.contract}; pass its true "
                 "contract; until then it gets the plain mean over micro-batches, and is not exact",
             )
-            return self._added(window.average(loss))
-        rounded = inputs_are_rounded(self._host.accelerator)
-        scale = scale_of(contract, batch, items, part.normalizer, own_loss=True, rounded=rounded)
-        return self._added(window.average(scale.apply(loss)))
+        else:
+            rounded = inputs_are_rounded(host.accelerator)
+            loss = scale_of(part.contract, batch, items, part.normalizer, own_loss=True, rounded=rounded).apply(loss)
+        weighed = window.average(loss)
+        window.add(weighed.value)
+        return weighed.loss
 
     @property
     def mean_items(self) -> Tensor:
@@ -320,7 +306,7 @@ class AccumulationWindow:
         Raises:
             ContractError: if the window has not been counted: no loss was requested, and no contract given.
         """
-        return self._window(None, None).counts.parts[0].normalizer.mean
+        return self._counted(None, None).counts.parts[0].normalizer.mean
 
     def mean_loss(self) -> Tensor:
         """The loss of the global batch: the mean over the items of all its micro-batches and ranks.
@@ -333,35 +319,23 @@ class AccumulationWindow:
         Raises:
             SeamError: if no loss of this window has been computed.
         """
-        if self._counted is None or self._counted.value is None:
+        if self._window is None or self._window.value is None:
             raise SeamError("got mean_loss() before any loss of this window; call it after loss() or scale()")
-        loss = self._counted.value
+        loss = self._window.value
         return self._host.summed(loss.to(count_dtype(loss.device))) / self._host.world_size
 
-    def _window(self, model: nn.Module | None, device: torch.device | None) -> Window:
+    def _counted(self, model: nn.Module | None, device: torch.device | None) -> Window:
         """The window, counted over all ranks at its first use."""
         self._host.model = model
-        if self._counted is None:
-            self._counted = self._host.open(self.batches, device)
-        return self._counted
+        if self._window is None:
+            self._window = self._host.open(self.batches, device)
+        return self._window
 
     def _as_its_own(self, batch: Batch) -> Batch:
         """The micro-batch to run; a copy of one without weight, perhaps on another device, has none either."""
         now = self.batches[self._begun - 1] if self._begun else None
         is_copy = all(batch is not each for each in self.batches)
         return ZeroWeightBatch(batch) if is_copy and isinstance(now, ZeroWeightBatch) else batch
-
-    def _added(self, weighed: Weighed) -> Tensor:
-        assert self._counted is not None
-        self._counted.add(weighed.value)
-        return weighed.loss
-
-    def _check_run(self) -> None:
-        if self._begun < len(self):
-            raise SeamError(
-                f"got {self._begun} of the {len(self)} micro-batches of a window inside micro_batch(); "
-                "expected all of them, since the ranks reduce their gradients in the last; do not break out of a window"
-            )
 
 
 class AccumulationWindows:
@@ -426,7 +400,11 @@ class AccumulationWindows:
                 yield window
             finally:
                 host.gradient.drop()
-            window._check_run()
+            if window._begun < len(window):
+                raise SeamError(
+                    f"got {window._begun} of the {len(window)} micro-batches of a window inside micro_batch(); "
+                    "expected all, since the ranks reduce their gradients in the last; do not break out of a window"
+                )
         host.read()
         host.model = None
         if self.world_size > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -239,29 +240,35 @@ def count_routing(host: Host, batches: Sequence[Any], error: Exception | None) -
 
     The model's load-balancing loss is recognised first, on every rank.
     """
-    router, contract = host.router, host.state.first.contract
+    router, contract, device = host.router, host.state.first.contract, host.device
     if router.convention is Convention.MEAN:
-        return router.nothing(host.device), error
+        return router.nothing(device), error
     assert contract is not None
-    with host.routing(batches) as (forward, model):
+    number = contract.as_number(torch.ones((), dtype=count_dtype(device), device=device))
+    with host.routing(batches) if batches else nullcontext() as run:
         if router.runs_forwards and host.shards:
             lengths = host.all_of(len(batches), error)
             if len(set(lengths)) > 1:
                 raise ranks.uneven(dict(enumerate(lengths)))
+
+        def forward(inputs: Any) -> Tensor:
+            assert run is not None
+            return run.forward(inputs, number)
+
         if router.form is None or not router.form.settled:
             seen = Form(settled=False)
             try:
-                if model is not None:
-                    seen = router.recognise_among(forward, batches, contract.items, model, host.device)
+                if run is not None:
+                    seen = router.recognise_among(forward, batches, contract.items, run.model, device)
             except Exception as caught:
                 error = error or caught
             router.form = one_form(host.all_of(seen, error))
             if why := router.why_mean(contract.has_router_loss):
                 host.warn_once("router", f"{host.head}: {why}")
         try:
-            if model is not None:
-                return router.count(forward, batches, model, host.device, host.data_ranks), error
+            if run is not None:
+                return router.count(forward, batches, run.model, device, host.data_ranks), error
         except Exception as caught:
             # Raised once the other ranks have it.
             error = error or caught
-        return router.nothing(host.device), error
+        return router.nothing(device), error

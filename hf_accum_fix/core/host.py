@@ -21,7 +21,7 @@ from hf_accum_fix.core.state import TrainingState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import check_engine_adds, narrow_leaves
 from hf_accum_fix.options import Options
-from hf_accum_fix.router.router_loss import Convention, Forward, RouterLoss
+from hf_accum_fix.router.router_loss import Convention, RouterLoss
 from hf_accum_fix.upstream.protocols import AcceleratorLike
 
 logger = logging.getLogger("hf_accum_fix")
@@ -105,11 +105,6 @@ class Host(ABC):
         """Whether a global batch has more than one micro-batch."""
         return self.steps * self.data_ranks > 1
 
-    @property
-    def shows(self) -> bool:
-        """Whether to warn of an inexact window."""
-        return self.is_split
-
     def bare(self, model: nn.Module) -> nn.Module:
         """The model without the engine's wrappers."""
         model = model if self.accelerator is None else self.accelerator.unwrap_model(model)
@@ -140,11 +135,8 @@ class Host(ABC):
         """Warn of a new contract of the first loss, unless it is exact."""
 
     @abstractmethod
-    def routing(self, batches: Sequence[Any]) -> AbstractContextManager[tuple[Forward, nn.Module | None]]:
-        """Around counting the routing of a window: (inputs) -> loss, as in training, and its model inside DDP.
-
-        None: this rank has no micro-batch.
-        """
+    def routing(self, batches: Sequence[Any]) -> AbstractContextManager[LossRun]:
+        """Like `loss_run`, around counting the routing of a window."""
 
     def outside_micro_batch(self) -> AbstractContextManager[Any]:
         """Around forwards in the midst of a micro-batch that do not belong to it."""
@@ -173,7 +165,8 @@ class Host(ABC):
     def report_inexact(self, why: str, windows: int = 1) -> None:
         """Warn that this window, or several since the last log, are not exact."""
         self.state.note_inexact(windows=windows)
-        if self.shows:
+        # The mean of a single micro-batch is exact over any items.
+        if self.is_split or (self.contract is not None and self.contract.depends_on_number):
             words = f"{self.where} is not exact: {why}. Every window is checked; report() has how many were not."
             self.warn_once("inexact window", f"{self.head}: {words}")
 
@@ -194,13 +187,17 @@ class Host(ABC):
         for name, message in self.router.remarks():
             self.warn_once(name, f"{self.head}: {message}")
 
-    def note_repeated(self, samples: int) -> bool:
-        """Note samples that the dataloader repeats; returns whether that is new."""
+    def warn_repeated(self, samples: int) -> None:
+        """Note and log once that the dataloader repeats samples."""
         if self.repeated:
-            return False
-        self.repeated = {"repeated_samples": samples, "repeated_samples_dropped": self.options.drop_duplicates}
+            return
+        drops = self.options.drop_duplicates
+        self.repeated = {"repeated_samples": samples, "repeated_samples_dropped": drops}
         self.state.amend(**self.repeated)
-        return True
+        if self.rank == 0:
+            outcome = "; they are dropped" if drops else ", which count twice; drop_duplicates=True drops them"
+            words = "an epoch's last micro-batches repeat %d samples to even out the ranks%s"
+            logger.log(logging.INFO if drops else logging.WARNING, words, samples, outcome)
 
     def record(self, contract: LossContract, micro_batches: int, **more: Any) -> None:
         """Keep a contract for report(); ``more``: facts that only this host has."""

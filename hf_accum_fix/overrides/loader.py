@@ -43,7 +43,7 @@ def get_train_dataloader(session: Session, original: Original, *args: Any, **kwa
     loader = _balanced(session, loader)
     # A loader that accelerate did not prepare repeats nothing.
     if trainer.args.world_size > 1 and isinstance(loader, DataLoaderStateMixin):
-        loader = WithoutDuplicates(loader, options.drop_duplicates, partial(_warn_repeated, session))
+        loader = WithoutDuplicates(loader, options.drop_duplicates, session.warn_repeated)
         loader.check()
     loses_the_rest = is_present("epoch-tail-not-trained", transformers.__version__) or not counts_windows
     if not (loses_the_rest or _is_endless(loader)):
@@ -58,18 +58,6 @@ def skip_first_batches(session: Session, original: Original, dataloader: Any, *a
     if not isinstance(dataloader, _WRAPPED):
         return original(dataloader, *args, **kwargs)
     return dataloader.around(skip_first_batches(session, original, dataloader.__wrapped__, *args, **kwargs))
-
-
-def _warn_repeated(session: Session, samples: int) -> None:
-    if not session.note_repeated(samples) or session.rank > 0:
-        return
-    words = f"an epoch's last micro-batches repeat {samples} samples to even out the ranks"
-    if session.options.drop_duplicates:
-        logger.info("%s; they are dropped", words)
-    else:
-        logger.warning(
-            "%s, which count twice; apply(drop_duplicates=True), or Options(drop_duplicates=True), drops them", words
-        )
 
 
 def _let_epochs_through(loader: Any) -> None:

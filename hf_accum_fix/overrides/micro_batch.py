@@ -145,8 +145,9 @@ class MicroBatch:
         self._inside = False
         self._captured: Captured | None = None
         trainer = session.trainer
-        # Gradients are looked at in the first windows of trainers that override a step.
-        self._looks = session.state.opened <= ATTEMPTS and is_custom(trainer, *_BETWEEN)
+        # At gradients, in the first windows of trainers that override a step; engines that shard, and sums, swap them.
+        stay = not session.shards and session.options.accumulate_in == "parameter"
+        self._looks = stay and session.state.opened <= ATTEMPTS and is_custom(trainer, *_BETWEEN)
         self._compute_loss, self._backward = trainer.compute_loss, trainer.accelerator.backward
         self._overrides = (
             overridden(session, "base_loss", self.base_loss),
@@ -169,7 +170,8 @@ class MicroBatch:
     def running(self, model: nn.Module) -> Iterator[None]:
         """Around the trainer's step."""
         session, window = self.session, self.window
-        self._check_gradients(window.gradients)
+        if self._looks and window.gradients is None:
+            window.gradients = gradient_versions(session.trainer.model_wrapped)
         with ExitStack() as stack:
             if session.own_step is not None:
                 self._captured = stack.enter_context(self._capture())
@@ -198,8 +200,6 @@ class MicroBatch:
         # A copy, since a ``compute_loss`` may remove the labels.
         self.inputs = dict(given) if isinstance(given, Mapping) else {}
         captures = self._capture() if session.own_step is None else nullcontext()
-        # An engine that shards swaps gradients in every forward.
-        before = gradient_versions(session.trainer.model_wrapped) if self._looks and not session.shards else None
         with self._refusing():
             try:
                 self._inside = True
@@ -207,7 +207,8 @@ class MicroBatch:
                     result = self._compute_loss(*args, **kwargs)
             finally:
                 self._inside = False
-            self._check_gradients(before)
+            if self._looks and self.window.gradients != gradient_versions(session.trainer.model_wrapped):
+                session.not_exact("gradients", "changes gradients before a micro-batch's backward (clipping?)")
             if captured is not None:
                 # Now, since 4.46.0 scales the loss in place; and in a new tensor, since DeepSpeed (stage 0) sets hooks
                 # on the model's output that divide once more.
@@ -365,14 +366,6 @@ class MicroBatch:
         except AccumFixError as error:
             self.session.refused = error
             raise
-
-    def _check_gradients(self, before: int | None) -> None:
-        """Warn if gradients have changed since they had these versions; None: not checked."""
-        if before is not None and before != gradient_versions(self.session.trainer.model_wrapped):
-            self.session.not_exact(
-                "gradients",
-                "changes gradients outside the backward of a micro-batch (by clipping, or a backward in compute_loss?)",
-            )
 
     def _reduced_in_the_last(self, model: nn.Module) -> AbstractContextManager[None]:
         """Reduce over ranks in the last micro-batch of a window only; 4.46.2 reduces in all but that one."""

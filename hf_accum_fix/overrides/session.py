@@ -34,7 +34,6 @@ from hf_accum_fix.options import Options
 from hf_accum_fix.overrides import live
 from hf_accum_fix.overrides.loss_log import LossLog
 from hf_accum_fix.router.load_balancing import LENDER
-from hf_accum_fix.router.router_loss import Forward
 from hf_accum_fix.upstream.protocols import AcceleratorLike, TrainerLike
 from hf_accum_fix.upstream.seams import VERIFY
 
@@ -99,11 +98,6 @@ class Session(Host):
     @property
     def steps(self) -> int:
         return int(self.trainer.args.gradient_accumulation_steps)
-
-    @property
-    def shows(self) -> bool:
-        # The mean of a single micro-batch is exact over any items.
-        return self.is_split or (self.contract is not None and self.contract.depends_on_number)
 
     def bare(self, model: nn.Module | None = None) -> nn.Module:
         # DeepSpeed's wrapper has its own config.
@@ -255,8 +249,8 @@ class Session(Host):
             yield LossRun(forward, model, self.device, head, others=(trainer,), leave=leave, more_steps=more_steps)
 
     @contextmanager
-    def routing(self, batches: Sequence[Any]) -> Iterator[tuple[Forward, nn.Module | None]]:
-        trainer, number = self.trainer, torch.ones((), device=self.device)
+    def routing(self, batches: Sequence[Any]) -> Iterator[LossRun]:
+        trainer = self.trainer
         # Other libraries bind its name only once it is imported.
         import_module(LENDER)
         # A schedule-free optimizer evaluates at other weights than it trains at.
@@ -265,7 +259,7 @@ class Session(Host):
         with self.loss_run(batches) as run:
             run.model.train()
             with nullcontext() if self.custom_loss is None else python_state_kept(trainer, leave=run.leave):
-                yield lambda inputs: run.forward(inputs, number), run.model
+                yield run
 
     @contextmanager
     def _more_steps(self, ranks: int) -> Iterator[None]:
