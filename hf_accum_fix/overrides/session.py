@@ -233,7 +233,6 @@ class Session(Host):
     @contextmanager
     def loss_run(self, batches: Sequence[Any]) -> Iterator[LossRun]:
         trainer = self.trainer
-
         leave = (trainer.train_dataset, trainer.eval_dataset, trainer.data_collator)
         model, head, more_steps = self.model, self.bare(), self._more_steps
 
@@ -245,7 +244,7 @@ class Session(Host):
 
         # The loop sets the length of a window, which a custom loss may divide by, only after fetching it.
         with (
-            overridden(trainer, "log", _silent),
+            overridden(trainer, "log", lambda *_, **__: None),
             overridden(trainer, "current_gradient_accumulation_steps", len(batches)),
         ):
             yield LossRun(forward, model, self.device, head, others=(trainer,), leave=leave, more_steps=more_steps)
@@ -405,10 +404,6 @@ class Session(Host):
                 return loss_among(model(**trainer._prepare_inputs(inputs)), inputs, model)
 
         self.shift = shift_of(call, batches, model, sharded=declared.holds_shards(model))
-
-
-def _silent(*_: Any, **__: Any) -> None:
-    """Log nothing."""
 
 
 def settled_contract(trainer: TrainerLike, window: list[Any], options: Options) -> LossContract:
