@@ -49,7 +49,7 @@ from hf_accum_fix.core.contracts import remarks
 from hf_accum_fix.core.host import Host
 from hf_accum_fix.core.window import Window, open_window
 from hf_accum_fix.data.duplicates import WithoutDuplicates
-from hf_accum_fix.engines.engine import inputs_are_rounded, reduced_in, reducing, waits_every_micro_batch
+from hf_accum_fix.engines.engine import reduced_in, reducing, waits_every_micro_batch
 from hf_accum_fix.engines.own_counts import own_counts
 from hf_accum_fix.errors import ContractError, OptionsError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, options_from, shows_options
@@ -146,7 +146,7 @@ class LoopHost(Host):
         required = self.passes_number and requires_number(self.bare(model))
         setting = Setting(
             hands_number=required,
-            only_shows=self.passes_number and not required,
+            handed="all" if required else "last" if self.passes_number else "none",
             steps=self.steps,
             world_size=self.world_size,
             rounded=products_are_rounded(model) or getattr(self.accelerator, "mixed_precision", "no") != "no",
@@ -265,8 +265,7 @@ class AccumulationWindow:
                     loss, _ = host.forward(model, batch, normalizer.number if contract.hands_number else None)
                 weighed = window.weigh(loss, batch, captured, zero_weight=isinstance(batch, ZeroWeightBatch))
             else:
-                forward, rounded = partial(host.forward, model), inputs_are_rounded(host.accelerator)
-                loss, _ = run_by_rule(contract, batch, window.count_of(batch), normalizer, forward, rounded=rounded)
+                loss, _ = run_by_rule(contract, batch, window.count_of(batch), normalizer, partial(host.forward, model))
                 weighed = window.average(loss)
         window.add(weighed.value)
         return weighed.loss
@@ -293,8 +292,7 @@ class AccumulationWindow:
                 "contract; until then it gets the plain mean over micro-batches, and is not exact",
             )
         else:
-            rounded = inputs_are_rounded(host.accelerator)
-            loss = scale_of(part.contract, batch, items, part.normalizer, own_loss=True, rounded=rounded).apply(loss)
+            loss = scale_of(part.contract, batch, items, part.normalizer, own_loss=True).apply(loss)
         weighed = window.average(loss)
         window.add(weighed.value)
         return weighed.loss
@@ -341,18 +339,11 @@ class AccumulationWindow:
 class AccumulationWindows:
     """A dataloader's epochs as accumulation windows; made by `accumulation_windows`."""
 
-    def __init__(
-        self,
-        dataloader: Iterable[Batch],
-        accelerator: AcceleratorLike | None,
-        steps: int | None,
-        options: Options,
-    ) -> None:
+    def __init__(self, dataloader: Iterable[Batch], host: LoopHost) -> None:
         """Made by `accumulation_windows` alone."""
-        self._host = LoopHost(accelerator, steps, options)
-        self._dataloader = dataloader
-        if self.world_size > 1 and isinstance(dataloader, DataLoaderStateMixin):
-            self._dataloader = WithoutDuplicates(dataloader, options.drop_duplicates, self._host.warn_repeated)
+        self._dataloader, self._host = dataloader, host
+        if host.world_size > 1 and isinstance(dataloader, DataLoaderStateMixin):
+            self._dataloader = WithoutDuplicates(dataloader, host.options.drop_duplicates, host.warn_repeated)
             self._dataloader.check()
 
     @property
@@ -450,4 +441,4 @@ def accumulation_windows(
     split = {axis: getattr(config, f"{axis}_size", 1) or 1 for axis in ("tp", "cp", "sp")}
     if any(size > 1 for size in split.values()):
         raise UnsupportedSetupError(f"got ranks that split samples {split}; expected data-parallel ranks only")
-    return AccumulationWindows(dataloader, accelerator, steps, options_from(options, of_loops=True))
+    return AccumulationWindows(dataloader, LoopHost(accelerator, steps, options_from(options, of_loops=True)))

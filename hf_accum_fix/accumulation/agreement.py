@@ -66,11 +66,12 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     )
     items = first.items
     counted = next((each.rules[0] for each in terms if each.how is How.MEAN and each.rules), None)
-    if counted is not None and first.terms[0].rules and items in first.terms[0].rules:
+    if counted is not None and items in first.terms[0].rules:
         items = counted
     takes = next((each.takes_world_size for each in pool if each.takes_world_size is not None), None)
     shift = next((each.shift for each in pool if each.shift is not None), None)
-    return replace(first, terms=terms, items=items, doubt=doubt, takes_world_size=takes, shift=shift)
+    keeps = any(each.keeps_scale for each in pool)
+    return replace(first, terms=terms, items=items, doubt=doubt, takes_world_size=takes, shift=shift, keeps_scale=keeps)
 
 
 def _are_one_loss(one: LossContract, other: LossContract) -> bool:

@@ -23,18 +23,12 @@ NO_TARGET_SEEN = "no target was seen yet"
 SHIFT_UNKNOWN = "it is unknown whether label smoothing shifts the labels of this model"
 
 
-class Coupling(str, Enum):
-    """Whether the plain mean of a loss over micro-batches depends on the split."""
-
-    COUPLED = "the samples of a micro-batch are coupled, so the loss depends on the split"
-    UNKNOWN = "it is unknown whether the split changes it"
-
-
 class How(str, Enum):
     """How one term of a loss is reduced over its micro-batch."""
 
     MEAN = "divided by a count"
     SUM = "a sum over items"
+    NUMBER = "divided by num_items_in_batch"
     CONSTANT = "the same for every micro-batch"
     ROUTER = "a router's loss"
     PLAIN = "neither a mean, nor a sum, nor a constant"
@@ -47,14 +41,11 @@ class TermSpec:
     Attributes:
         shape: equal for the same term of another micro-batch (`loss_graph.Term.shape`).
         place: which of the terms of that shape it is; None: all of them, the rows of one mean or sum.
-        counts: the places of the factors whose product is its divisor, for `How.MEAN`.
+        counts: the places of the factors whose product is its divisor.
         own: the places of a trainer's own division by the accumulation steps.
-        number: the places of the number passed to a custom ``compute_loss``, which counts the global batch.
         rules: every rule that predicts the count; the first is in use.
         times: ratio of the count to that of the rules.
         count: in the observed batch.
-        by_number: the loss divides by num_items_in_batch; ``whole``: rounded to an integer.
-        as_stock: a constant may be the trainer's 1/G or 1/W, so the term keeps the stock Trainer's scale.
     """
 
     shape: tuple[Any, ...]
@@ -62,13 +53,9 @@ class TermSpec:
     how: How = How.MEAN
     counts: tuple[int, ...] = ()
     own: tuple[int, ...] = ()
-    number: tuple[int, ...] = ()
     rules: tuple[Items, ...] = ()
     times: float = 1.0
     count: float = 1.0
-    by_number: bool = False
-    whole: bool = False
-    as_stock: bool = False
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -79,12 +66,12 @@ class TermSpec:
     def is_guess(self) -> bool:
         """Whether it was found by values alone: a sum, or a mean over a count that no rule gives for sure."""
         by_chance = self.shape[0].startswith("Sum") and self.times != 1.0 and self.rules[:1] == (Items(),)
-        return self.how is How.SUM or (self.how is How.MEAN and not self.by_number and (not self.rules or by_chance))
+        return self.how is How.SUM or (self.how is How.MEAN and (not self.rules or by_chance))
 
     @property
     def group(self) -> tuple[Any, ...]:
         """Equal for terms that are divided by the same count in every micro-batch."""
-        return (self.how, self.own, self.number, self.as_stock, self.by_number, self.rules[:1] or self.count)
+        return (self.how, self.own, self.rules[:1] or self.count)
 
 
 def router_loss(outputs: Any, name: str) -> Tensor | None:
@@ -113,12 +100,10 @@ class LossContract:
         added: something without a gradient is added to its terms.
         deep: its sums contain factors.
         custom: a Trainer subclass computes or changes the loss in a ``compute_loss``.
-        hands_number: num_items_in_batch is passed to the loss; else it returns the mean over its own items.
-        dtype: of the loss; the number is passed in float64 only to a loss in float64.
-        coupling: whether the split changes a loss that gets the plain mean over micro-batches.
-        is_corrected: the gradient of a window is corrected, so one rule is enough for a loss of one term.
-        hides_number: it depends on num_items_in_batch in a way that cannot be read (tested where one micro-batch is the
-            global batch).
+        hands_number: the model or the compute_loss_func gets num_items_in_batch; else it returns its own mean.
+        dtype: of the loss, in which its weights are computed.
+        coupled: the loss of a batch is no weighted mean over its parts.
+        keeps_scale: the whole loss keeps the stock Trainer's scale, and gets its number, since its own cannot be known.
         takes_world_size: a custom loss that divides by the number multiplies by the number of ranks; None: unknown.
         by_divisor: it was not observed, and each micro-batch is weighted by what it divides by.
         doubt: why it is reported as not exact, although it is weighted; empty: it is exact.
@@ -141,9 +126,8 @@ class LossContract:
     custom: bool = False
     hands_number: bool = True
     dtype: torch.dtype = torch.float32
-    coupling: Coupling = Coupling.UNKNOWN
-    is_corrected: bool = True
-    hides_number: bool = False
+    coupled: bool = False
+    keeps_scale: bool = False
     takes_world_size: bool | None = None
     by_divisor: bool = False
     doubt: str = ""
@@ -179,7 +163,7 @@ class LossContract:
         return sum(weighed[1:], start=weighed[0]) if weighed else None
 
     def as_number(self, value: Tensor) -> Tensor:
-        """A number in the dtype in which it is passed to the loss."""
+        """A number in the dtype of the loss's weights."""
         return value if self.dtype is torch.float64 else value.float()
 
     def by_rule(self) -> LossContract:
@@ -192,48 +176,22 @@ class LossContract:
             return replace(self, reduction=Reduction.PLAIN, items=None, terms=(), reason=reason)
         return replace(self, terms=())
 
+    def with_one_rule(self) -> LossContract:
+        """With the first rule of a loss of one term: enough where it is corrected at the end of a window."""
+        if len(self.terms) != 1:
+            return self
+        return replace(self, terms=(replace(self.terms[0], rules=self.terms[0].rules[:1]),))
+
     @property
     def rules(self) -> tuple[Items, ...]:
         """Every rule that its terms need, ``items`` first."""
-        rules = (self.items, *(rule for each in self.terms for rule in self._rules_of(each)))
+        rules = (self.items, *(rule for each in self.terms if each.how is How.MEAN for rule in each.rules))
         return tuple(dict.fromkeys(rule for rule in rules if rule is not None))
-
-    def _rules_of(self, term: TermSpec) -> tuple[Items, ...]:
-        """Those that may count one term; of a loss of one term, which is corrected, only the first."""
-        # A cross entropy saves the weight of its targets, also where it divides by the number.
-        kept = not term.by_number or (not term.number and term.shape[0].startswith("NllLoss"))
-        corrected = self.is_corrected and len(self.terms) == 1 and kept
-        return term.rules[:1] if corrected or term.how is not How.MEAN else term.rules
-
-    @property
-    def has_rules_to_compare(self) -> bool:
-        """Whether several rules fit a term that one number cannot correct."""
-        return any(len(self._rules_of(each)) > 1 for each in self.terms)
-
-    def gets_number(self, term: TermSpec) -> bool:
-        """Whether a term divides by the number in training; else a head that would returns its own mean."""
-        return term.by_number and (self.hands_number or self.custom)
 
     def is_ambiguous(self, totals: Mapping[Items, float]) -> bool:
         """Whether two rules fit one term so far, and count a window differently; ``totals``: N by each of `rules`."""
-        counted = ([totals[rule] for rule in self._rules_of(each)] for each in self.terms)
+        counted = ([totals[rule] for rule in each.rules] for each in self.terms if each.how is How.MEAN)
         return any(max(each) - min(each) > 1e-6 * max(each) for each in counted if len(each) > 1)
-
-    def counting(self, totals: Mapping[Items, float], number: float) -> LossContract | None:
-        """With the rules that count a window as upstream does, ``number``, for every term that divides by it.
-
-        None: for some term no rule does, or none is dropped.
-        """
-        terms = tuple(
-            replace(each, rules=tuple(rule for rule in each.rules if totals.get(rule) == number))
-            if each.by_number
-            else each
-            for each in self.terms
-        )
-        numbered = [each for each in terms if each.by_number]
-        if terms == self.terms or not numbered or not all(each.rules for each in numbered):
-            return None
-        return replace(self, terms=terms, items=numbered[0].rules[0])
 
     def fitting(self, totals: Mapping[Items, float], counted: Mapping[int, float]) -> LossContract:
         """With the rules that count a window as its forwards did; ``counted``: N of each term, by its place."""
@@ -288,7 +246,7 @@ class LossContract:
     @property
     def depends_on_number(self) -> bool:
         """Whether the loss depends on num_items_in_batch in any way."""
-        return self.by_number or self.hides_number
+        return self.by_number or self.keeps_scale
 
     @property
     def exact(self) -> bool:

@@ -40,8 +40,6 @@ ROWS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("Sum", "Nansum", "Dot"), "sum"),
         **dict.fromkeys(("Stack", "Cat"), "stack"),
         **dict.fromkeys(("Topk", "Kthvalue"), "choose"),
-        # Linear on either side of a bend.
-        **dict.fromkeys(("Abs", "Maximum", "Minimum", "Clamp", "ClampMin", "ClampMax", "Relu"), "bend"),
     }
 )
 #: Losses that divide by rows, not by elements.
@@ -193,6 +191,14 @@ def read(
 def without_nothing(terms: Sequence[Term]) -> list[Term]:
     """Without the terms that are multiplied by zero (a weight that is warmed up), unless all are."""
     return [each for each in terms if not each.is_nothing] or [*terms]
+
+
+def ignored_index(term: Term) -> int | None:
+    """The ignored index of a cross entropy; None: it is none."""
+    if not term.name.startswith("NllLoss"):
+        return None
+    ignored = int(term.leaf._saved_ignore_index)
+    return ignored - 2**64 if ignored >= 2**63 else ignored
 
 
 def on_host(number: Tensor | float) -> bool:
@@ -396,28 +402,6 @@ def holds_layers(node: Any) -> bool:
         seen |= new
         pending.extend(new)
     return False
-
-
-def is_bent_sum(node: Any) -> bool:
-    """Whether a number is piecewise linear in sums that no number above them divides."""
-    found, seen, pending = False, set[Any](), [node]
-    while pending:
-        below = pending.pop()
-        if below in seen:
-            continue
-        seen.add(below)
-        does, name = _does(below), type(below).__name__
-        live = [each for each, _ in below.next_functions if each is not None]
-        if getattr(below, "_saved_reduction", 0) == 2 or does == "sum":
-            found = True
-        elif _shape(below) != () or not (does in ("pass", "add", "neg", "bend") or (does == "mul" and len(live) == 1)):
-            return False
-        elif len(live) == 2 and name.startswith(("Maximum", "Minimum")):
-            # Only the chosen one has a gradient.
-            pending.append(live[bool(below._saved_self < below._saved_other) is name.startswith("Max")])
-        else:
-            pending.extend(live)
-    return found
 
 
 def _is_learnt(node: Any, left: int = _MOST_NODES) -> bool:

@@ -19,13 +19,13 @@ from hf_accum_fix.accumulation.conclude import (
     NUMBERS,
     OF_THE_SPLIT,
     OTHER_TERMS,
+    Comparison,
     Setting,
     conclude,
-    is_understood,
     number_rule,
-    with_rules,
+    without_number,
 )
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, Coupling, How, LossContract, Reduction
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.own_division import RANKS, own_division, step_candidates
@@ -89,30 +89,29 @@ class _Observation:
 
     def contract(self) -> LossContract:
         """How the loss is reduced."""
-        model, window = self.loss.model, self.window
+        model, window, setting = self.loss.model, self.window, self.setting
         norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
         # BatchNorm writes its statistics; shards are not copied.
         self.writes = False if self.sharded or norm is not None else None
-        found = self._with_number_seen(self._with_own_division(self._with_rules(self._compared())))
-        if self.divides and found.reduction is Reduction.PLAIN:
-            # Its kernel divides by the number, so it gets one, as from stock.
-            rule = number_rule(self.whole.batch, window, self.setting)
-            found = replace(found, reduction=Reduction.NUMBER, items=rule, terms=())
-            self.setting = replace(self.setting, hands_number=True)
-        elif self.divides and found.reduction is Reduction.MEAN:
+        found = self._with_number_seen(self._with_own_division(self._compared()))
+        if self.divides and found.reduction is Reduction.MEAN:
             found = replace(found, reduction=Reduction.NUMBER)
+        elif self.divides and found.reduction is Reduction.PLAIN:
+            # Its kernel divides by the number, so it gets one, as from stock.
+            rule = number_rule(self.whole.batch, window, setting)
+            found = replace(found, reduction=Reduction.NUMBER, items=rule, terms=(), hands_number=True)
         doubt = found.doubt
         if self.writes:
             doubt = doubt or "its forward changes state that the loss depends on, so the order of micro-batches matters"
         if found.items is not None and any(targets_padding(found.items, batch) for batch in window):
             padding = "padding is among its targets (labels are not -100 where attention_mask is 0)"
             doubt = doubt or f"{padding}, so the loss depends on the split"
-        found = replace(found, doubt=doubt, custom=self.setting.custom, hands_number=self.setting.hands_number)
+        found = replace(found, doubt=doubt)
         if norm is not None:
             found = _with_batch_norm(found, norm)
         if found.items is None and found.hands_number:
             # Its number counts as upstream's does.
-            found = replace(found, items=number_rule(self.whole.batch, window, self.setting))
+            found = replace(found, items=number_rule(self.whole.batch, window, setting))
         return found
 
     def _compared(self) -> LossContract:
@@ -122,9 +121,9 @@ class _Observation:
         search, settled = splits(self.window), False
         split, of_kind = next(search), dict[str, tuple[LossContract, Reading]]()
         while self.ranks.any(not settled):
-            readings: list[Reading] = []
+            readings, by_number = list[Reading](), False
             try:
-                readings = self._three(split)
+                readings, by_number = self._three(split)
             except Exception as error:
                 failure = failure or error
                 # Running out of memory on an unchanged micro-batch would happen in training, too.
@@ -135,8 +134,9 @@ class _Observation:
             self._note_draws(split, readings)
             self._restore()
             if readings and not settled:
-                setting = replace(self.setting, apart=split.apart, again=found is not None)
-                latest, whole = conclude(readings, self.window, setting), readings[0]
+                again = found is not None
+                compared = Comparison(readings, self.window, self.setting, split.apart, again, by_number)
+                latest, whole = conclude(compared), readings[0]
                 if split.kind:
                     latest, whole = of_kind[split.kind] = _of_one_kind(of_kind.get(split.kind), latest, whole)
                 if split.decides or found is None or not _may_be_the_split(found):
@@ -152,27 +152,26 @@ class _Observation:
             raise failure
         return found
 
-    def _three(self, split: Split) -> list[Reading]:
-        """The forwards of a batch and its two parts."""
-        shows = self.setting.only_shows
-        numbers: tuple[float | None, ...] = (None, None, None)
-        if shows and split.apart:
-            numbers = (None, None, NUMBERS[2])
-        elif not shows and (self.setting.hands_number or self.setting.hands_own):
-            numbers = NUMBERS
-        readings: list[Reading] = []
-        for batch, number in zip(split[:3], numbers, strict=True):
+    def _three(self, split: Split) -> tuple[list[Reading], bool]:
+        """The forwards of a batch and its two parts, and whether the model would divide by the number."""
+        handed, readings = self.setting.handed, list[Reading]()
+        for at, batch in enumerate(split[:3]):
+            number = NUMBERS[at] if handed == "all" or (handed == "last" and at == 2 and split.apart) else None
             if readings:
                 self._restore()
             readings.append(self._run(batch, number))
-        if shows and readings[2].number is not None and self.ranks.any(not is_understood(readings)):
+        if handed != "last" or readings[2].number is None:
+            return readings, False
+        explained = without_number(readings)
+        if self.ranks.any(explained is None):
             # The number hides the divisor.
             by_number = readings[2].loss
             self._restore()
             readings[2] = self._run(split.other, None)
             self.divides = _divides_unseen(readings[2].loss, by_number)
             self.moves = readings[2].loss != by_number
-        return readings
+            return readings, False
+        return explained or (readings, False)
 
     def _note_draws(self, split: Split, readings: list[Reading]) -> None:
         """Test whether random numbers change the loss, if it draws any: it may only print now and then."""
@@ -188,24 +187,12 @@ class _Observation:
             again = self._run(split.other, readings[2].number if readings else None)
             self.writes = bool(self.writes or (readings and again.numbers != readings[2].numbers))
 
-    def _with_rules(self, found: LossContract) -> LossContract:
-        """The contract with a rule for every term that divides by the number."""
-        hidden = any(each.by_number and not each.rules for each in found.terms)
-        alone = None
-        if self.ranks.any(hidden and self.setting.custom and not self.setting.func):
-            try:
-                alone = self._run(self.whole.batch, None)
-            except Exception:
-                logger.debug("a loss needs its number", exc_info=True)
-            self._restore()
-        by_number = found.by_number and any(each.by_number for each in found.terms)
-        return with_rules(found, alone) if by_number else found
-
     def _with_own_division(self, found: LossContract) -> LossContract:
         """The contract with the divisions by steps and ranks that the arguments cause."""
         setting, whole = self.setting, self.whole
         candidates = step_candidates(found, whole, setting) if setting.custom or setting.func else []
-        wider = self.ranks.any(setting.world_size > 1 and any(each.number for each in found.terms))
+        by_number = setting.custom and any(each.how is How.NUMBER for each in found.terms)
+        wider = self.ranks.any(setting.world_size > 1 and by_number)
         if not (wider or self.ranks.any(bool(candidates))):
             return found
         more = self._with_more_ranks() if wider else None
@@ -228,16 +215,14 @@ class _Observation:
         if self.ranks.any(unread and self.whole.number is not None):
             self._restore()
             # A maximum may take the term with the number only where that is as small as in training.
-            number = self.setting.upstream_number or NUMBERS[1]
+            number = int(self.setting.upstream_number or NUMBERS[1])
             self.moves = self._run(self.whole.batch, number).loss != self.whole.loss
         if not (unread and self.moves and self.setting.has_stock) or self.divides:
             return found
-        terms = (replace(each, how=How.PLAIN, as_stock=True, by_number=True, rules=()) for each in found.terms)
         doubt = "it depends on num_items_in_batch in a way that cannot be read"
-        self.setting = replace(self.setting, hands_number=self.setting.hands_number or self.setting.only_shows)
-        return replace(found, terms=tuple(terms), hides_number=True, doubt=doubt, reason=doubt)
+        return replace(found, keeps_scale=True, doubt=doubt, reason=doubt)
 
-    def _run(self, batch: Mapping[str, Any], number: float | None, within: Any = nullcontext, seed: int = 0) -> Reading:
+    def _run(self, batch: Mapping[str, Any], number: int | None, within: Any = nullcontext, seed: int = 0) -> Reading:
         listed = any(next(listed_targets(each), None) is not None for each in self.window)
         run = partial(read_batch, self.loss, batch, number, within, listed=listed, seed=seed)
         try:
@@ -261,7 +246,7 @@ def _is_clear(found: LossContract, split: Split) -> bool:
 
 def _divides_unseen(alone: float, passed: float) -> bool:
     """Whether a loss with a hidden divisor is a mean without the number, and the sum over the number with it."""
-    items = NUMBERS[2] * passed / alone if alone else 0.0
+    items = NUMBERS[2] * passed / alone if alone and passed != alone else 0.0
     return items >= 1 and abs(items - round(items)) <= 1e-3
 
 
@@ -274,7 +259,7 @@ def _of_one_kind(
     """
     if before is not None:
         first, _ = before
-        if first.coupling is Coupling.COUPLED or first.doubt.endswith(OTHER_TERMS):
+        if first.coupled or first.doubt.endswith(OTHER_TERMS):
             return before
         if [(each.shape, each.place) for each in first.terms] != [(each.shape, each.place) for each in latest.terms]:
             doubt = latest.doubt or f"another split of the samples shows other terms {OTHER_TERMS}"
@@ -300,7 +285,7 @@ def _better(found: LossContract | None, latest: LossContract, split: Split) -> L
         # Terms that come and go, and that no rule tells apart, were as many in this split by chance.
         return found
     # In a doubled batch all factors that are no counts look constant.
-    latest = replace(latest, grouped=found.coupling is Coupling.COUPLED)
+    latest = replace(latest, grouped=found.coupled)
     return latest if split.shows_coupling else replace(latest, doubt=latest.doubt or found.doubt)
 
 
@@ -320,7 +305,7 @@ def _with_batch_norm(found: LossContract, norm: str) -> LossContract:
 
 def _may_be_the_split(found: LossContract) -> bool:
     """Whether the split may have separated rows that belong together."""
-    return found.coupling is Coupling.COUPLED or found.doubt.endswith(OF_THE_SPLIT)
+    return found.coupled or found.doubt.endswith(OF_THE_SPLIT)
 
 
 #: Why a guess is not believed.

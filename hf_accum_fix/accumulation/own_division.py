@@ -24,7 +24,7 @@ def step_candidates(found: LossContract, whole: Reading, setting: Setting) -> li
         (at, place)
         for at, (spec, seen) in enumerate(zip(found.terms, terms, strict=True))
         for place, value in enumerate(seen.factors)
-        if place not in (*spec.counts, *spec.number)
+        if place not in spec.counts
         and value
         # A sum over the batch size, which may be 1.
         and (spec.how is How.SUM or not is_near(abs(value), 1.0))
@@ -52,19 +52,20 @@ def own_division(
     steps, ranks = setting.steps, setting.world_size
     telling = {float(number) for number in (steps, ranks, steps * ranks) if number > 1}
     telling |= {1 / number for number in telling}
-    terms, doubt = list(found.terms), found.doubt
+    terms = list(found.terms)
     before, after = _terms_of(found, whole), _terms_of(found, more)
     for at, spec in enumerate(terms):
         times = [
             (a / b if divides else b / a) if a and b else 0.0
             for b, a, (divides, _) in zip(before[at].factors, after[at].factors, spec.shape[2:], strict=True)
         ]
-        by_ranks = {place for place, each in enumerate(times) if spec.number and is_near(each, 1 / RANKS)}
+        numbers = spec.counts if spec.how is How.NUMBER else ()
+        by_ranks = {place for place, each in enumerate(times) if numbers and is_near(each, 1 / RANKS)}
         if by_ranks:
             found = replace(found, takes_world_size=setting.multiplies)
         places = [place for term, place in candidates if term == at and place not in by_ranks]
         # A number that moved is N / G, the mean items per micro-batch: a G after it undoes that.
-        moved = [times[place] for place in spec.number if not is_near(times[place], 1.0)]
+        moved = [times[place] for place in numbers if not is_near(times[place], 1.0)]
         places = [place for place in places if not any(is_near(each * times[place], 1.0) for each in moved)]
         by_size = [place for place in places if any(is_near(times[place], BATCH_SIZE * each) for each in (1, 2, 3))]
         own = [place for place in places if is_near(times[place], 2.0) or is_near(times[place], 3.0)]
@@ -75,23 +76,21 @@ def own_division(
         if by_size and spec.how is How.SUM:
             # With the steps in it as well, it is the size of the global batch.
             with_steps = any(not is_near(times[place], BATCH_SIZE) for place in by_size)
-            spec = replace(spec, how=How.CONSTANT, by_number=with_steps)
+            spec = replace(spec, how=How.NUMBER if with_steps else How.CONSTANT)
         elif by_size:
             unknown = True
         terms[at] = replace(spec, own=(*spec.own, *own))
+        why = ""
         if unknown:
-            terms[at] = replace(spec, as_stock=True)
-            doubt = (
-                doubt or "it is scaled by the accumulation steps or the batch size in an unknown way; the scale is kept"
-            )
-        elif still and either and not own and not (spec.by_number and found.takes_world_size):
-            terms[at] = replace(spec, as_stock=True)
-            doubt = doubt or (
+            why = "it is scaled by the accumulation steps or the batch size in an unknown way; the scale is kept"
+        elif still and either and not own and not (numbers and found.takes_world_size):
+            why = (
                 f"the constant {either[0]:g} may be a coefficient or the trainer's division by the accumulation steps; "
                 "the stock Trainer's scale is kept"
             )
-    found = replace(found, terms=tuple(terms), doubt=doubt)
-    if found.reduction is Reduction.SUM and any(each.how is How.CONSTANT for each in terms):
+        found = replace(found, doubt=found.doubt or why, keeps_scale=found.keeps_scale or bool(why))
+    found = replace(found, terms=tuple(terms))
+    if found.reduction is Reduction.SUM and any(each.how is not How.SUM for each in terms):
         reason = "it is a sum over the batch size in the arguments"
         found = replace(found, reduction=Reduction.MEAN, items=Items(), reason=reason)
     return found

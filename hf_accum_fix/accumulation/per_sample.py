@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract
-from hf_accum_fix.accumulation.loss_graph import read
+from hf_accum_fix.accumulation.loss_graph import ignored_index, read
 from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.errors import ContractError, UnsupportedSetupError
 
@@ -54,8 +54,8 @@ def sum_of_samples(loss: Tensor, rule: Items, inputs: Mapping[str, Any]) -> Tens
             "omit per_sample"
         )
     leaf = terms[0].leaf
-    target, ignored = leaf._saved_target, leaf._saved_ignore_index
-    used = target != (ignored - 2**64 if ignored >= 2**63 else ignored)
+    target = leaf._saved_target
+    used = target != ignored_index(terms[0])
     place = torch.where(used, target, 0)
     losses = -leaf._saved_self.gather(1, place.unsqueeze(1)).squeeze(1)
     if leaf._saved_weight is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_accum_fix.accumulation.loss_graph import Term, holds_layers, is_bent_sum, read, without_nothing
+from hf_accum_fix.accumulation.loss_graph import Term, ignored_index, read, without_nothing
 from hf_accum_fix.accumulation.noise import WithoutNoise
 from hf_accum_fix.accumulation.rules import ways_of_counting
 from hf_accum_fix.accumulation.values import Captured, capture
@@ -29,50 +29,65 @@ Forward = Callable[[Mapping[str, Any], Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class TermReading:
-    """One term in one forward, as numbers; other attributes as in `loss_graph`.
+    """One term in one forward, as numbers.
 
     Attributes:
+        term: in the graph.
+        factors: as numbers.
         value: its part of the loss; None: unknown.
+        router: the name of the router loss that it is.
         named: the rules whose targets the leaf has saved.
         shift: the loss drops position 0 of the labels; None: unknown.
-        total: the weight of a cross entropy's targets; 0.0: unknown.
-        learnt: it is a function of single parameters, and of no data.
-        holds_data: there is a layer of a model below an unreadable leaf, so its gradient depends on the data.
-        bent_sum: an unreadable leaf is piecewise linear in sums.
-        shares_learnt: other terms have the same learnt factor.
+        classes: number of classes of a cross entropy (see `Term.classes`).
     """
 
-    name: str
-    shape: tuple[Any, ...]
+    term: Term
     factors: tuple[float, ...]
     value: float | None
-    readable: bool
-    divides: bool
-    rows: int
     router: str
-    ignored: int | None
     named: tuple[Items, ...]
     shift: bool | None
-    within: bool
-    added: bool
-    total: float
-    learnt: bool
-    outer: int
-    holds_data: bool
-    bent_sum: bool
     classes: int
-    shares_learnt: bool
+
+    @property
+    def name(self) -> str:
+        """Of the leaf."""
+        return self.term.name
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Equal for the same term of another forward."""
+        return self.term.shape
+
+    @property
+    def outer(self) -> int:
+        """Number of factors above the loss that the model returned; all of them, where that is not on the path."""
+        outer = self.term.path.outer
+        return len(self.factors) if outer is None else outer
+
+    @property
+    def total(self) -> float:
+        """The weight of a cross entropy's targets; 0.0: unknown."""
+        return float(getattr(self.term.leaf, "_saved_total_weight", 0.0))
+
+    @property
+    def shares_learnt(self) -> bool:
+        """Whether other terms have the same learnt factor."""
+        return any(each.learnt for each in self.term.factors[: self.term.path.above])
 
     def is_own_count(self, place: int) -> bool:
         """Whether a factor is the loss function's own divisor."""
-        return self.divides and place == len(self.factors) - 1
+        return self.term.divides and place == len(self.factors) - 1
 
     def product(self, places: Iterable[int]) -> float:
         """The product of these factors; nan: one divides by zero."""
         result = 1.0
         for place in places:
-            value, (divides, _) = self.factors[place], self.shape[2 + place]
-            result = result * value if not divides else result / value if value else math.nan
+            value = self.factors[place]
+            if not self.term.factors[place].divides:
+                result *= value
+            else:
+                result = result / value if value else math.nan
         return result
 
 
@@ -89,7 +104,7 @@ class Reading:
     """
 
     batch: Mapping[str, Any]
-    number: float | None
+    number: int | None
     loss: float
     dtype: torch.dtype
     terms: list[TermReading]
@@ -133,7 +148,7 @@ class ForgottenError(ContractError):
 def read_batch(
     loss: LossRun,
     batch: Mapping[str, Any],
-    number: float | None,
+    number: int | None,
     within: Any,
     *,
     listed: bool,
@@ -159,7 +174,7 @@ def read_batch(
 
 
 def run_with_graph(
-    loss: LossRun, batch: Mapping[str, Any], number: float | None, *, keep: bool
+    loss: LossRun, batch: Mapping[str, Any], number: int | None, *, keep: bool
 ) -> tuple[Tensor, Captured]:
     """A loss with its graph, and what was captured of its forward; unless ``keep``, no backward is possible."""
     passed = None if number is None else torch.tensor(number, device=loss.device)
@@ -188,51 +203,25 @@ def unpacked(tensor: Tensor | None) -> Tensor:
 def _term_reading(term: Term, captured: Captured, batch: Mapping[str, Any]) -> TermReading:
     with _disable_current_modes():
         values = [each.value.detach() if isinstance(each.value, Tensor) else each.value for each in term.factors]
-        factors = tuple(map(float, values))
         kept = None if captured.values is None else captured.values.of(term.path.top)
-        of_top = None if kept is None else float(kept)
-        ignored, named = _targets(term, batch)
-        total = float(getattr(term.leaf, "_saved_total_weight", 0.0))
-    seen = TermReading(
-        term.name,
-        term.shape,
-        factors,
-        None,
-        term.readable,
-        term.divides,
-        term.rows,
-        captured.routers.get(term.leaf, ""),
-        ignored,
-        named,
-        is_shifted(term, batch),
-        term.within > 0,
-        term.path.added,
-        total,
-        term.learnt,
-        len(factors) if term.path.outer is None else term.path.outer,
-        not term.readable and holds_layers(term.leaf),
-        not term.readable and is_bent_sum(term.leaf),
-        term.classes,
-        any(each.learnt for each in term.factors[: term.path.above]),
-    )
-    return seen if of_top is None else replace(seen, value=of_top * seen.product(range(term.path.above)))
+        router, named = captured.routers.get(term.leaf, ""), _named(term, batch)
+        seen = TermReading(term, tuple(map(float, values)), None, router, named, is_shifted(term, batch), term.classes)
+        return seen if kept is None else replace(seen, value=float(kept) * seen.product(range(term.path.above)))
 
 
 def _filled(terms: list[TermReading], loss: float) -> list[TermReading]:
     """Assign the rest of a loss to its only term, or to the only one without a value."""
     blank = terms if len(terms) == 1 else [each for each in terms if each.value is None]
-    if len(blank) != 1 or any(each.added for each in terms):
+    if len(blank) != 1 or any(each.term.path.added for each in terms):
         return terms
     rest = loss - math.fsum(each.value or 0.0 for each in terms if each is not blank[0])
     return [replace(each, value=rest) if each is blank[0] else each for each in terms]
 
 
-def _targets(term: Term, batch: Mapping[str, Any]) -> tuple[int | None, tuple[Items, ...]]:
-    """The ignored index of a cross entropy, and the rules whose targets it has saved."""
-    if not term.name.startswith("NllLoss"):
-        return None, ()
-    ignored = int(term.leaf._saved_ignore_index)
-    ignored = ignored - 2**64 if ignored >= 2**63 else ignored
+def _named(term: Term, batch: Mapping[str, Any]) -> tuple[Items, ...]:
+    """The rules whose targets a cross entropy has saved."""
+    if (ignored := ignored_index(term)) is None:
+        return ()
     target = term.leaf._saved_target
     kept = target[target != ignored].cpu()
     named = []
@@ -241,7 +230,7 @@ def _targets(term: Term, batch: Mapping[str, Any]) -> tuple[int | None, tuple[It
         labels = isinstance(value, Tensor) and not value.is_floating_point() and "label" in rule.keys[0]
         if labels and torch.equal(value[rule.targets(batch)].cpu(), kept):  # type: ignore[index]
             named.append(rule)
-    return ignored, tuple(named)
+    return tuple(named)
 
 
 def is_shifted(term: Term, batch: Mapping[str, Any]) -> bool | None:

@@ -20,13 +20,13 @@ class Normalizer:
 
     Attributes:
         mean: n_mean, 0-dim.
-        number: n_mean in the dtype in which it is passed to the loss.
+        number: num_items_in_batch for a loss that cannot do without: N / W, rounded up; a loss that divides by it is
+            multiplied by number / n_mean.
         micro_batches: G, of this rank's window; 1 where it has none.
         is_corrected: the gradient is corrected at the end of the window; else a mean is weighted by its rule's items.
         engine_divisor: the number that the engine divides a loss by.
         means: n_mean times `remaining_divisor`: by rule, and by the place of its `TermSpec` for a term that forwards
             have counted.
-        fraction: of the samples that have this loss (see `tasks`); None: all.
     """
 
     mean: Tensor
@@ -36,7 +36,6 @@ class Normalizer:
     is_corrected: bool = True
     engine_divisor: int = 1
     means: Mapping[Items | int, Tensor] = field(default_factory=dict)
-    fraction: Tensor | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -50,7 +49,6 @@ class Normalizer:
         totals: Sequence[Tensor],
         micro_batches: int,
         world_size: int,
-        fraction: Tensor | None = None,
         *,
         is_corrected: bool = True,
         engine_divisor: int = 1,
@@ -58,21 +56,21 @@ class Normalizer:
         """For a global batch of N items: ``totals`` by each of the contract's rules, its first the one in use."""
         steps = max(micro_batches, 1)
         means = [mean_item_count(each, steps, world_size) for each in totals]
-        means = means if fraction is None else [mean / fraction for mean in means]
         left = steps / engine_divisor
         by_rule: dict[Items | int, Tensor] = {
             rule: contract.as_number(mean if left == 1 else mean * left)
             for rule, mean in zip(contract.rules, means, strict=len(means) > 1)
         }
-        number = contract.as_number(means[0])
-        return cls(means[0], number, steps, world_size, is_corrected, engine_divisor, by_rule, fraction)
+        number = (means[0] * steps).ceil().long() if contract.hands_number else means[0]
+        return cls(means[0], number, steps, world_size, is_corrected, engine_divisor, by_rule)
 
     def counted(self, contract: LossContract, totals: Mapping[int, Tensor]) -> Normalizer:
         """With ``totals``, N of some terms by the place of their `TermSpec`, which may be sums of any weights."""
-        parts = self.micro_batches * self.world_size / self.remaining_divisor
-        means = {place: torch.where(total == 0, 1.0, total) / parts for place, total in totals.items()}
-        means = means if self.fraction is None else {place: mean / self.fraction for place, mean in means.items()}
-        return replace(self, means={**self.means, **{at: contract.as_number(mean) for at, mean in means.items()}})
+        parts = self.engine_divisor * self.world_size
+        means = dict(self.means)
+        for place, total in totals.items():
+            means[place] = contract.as_number(torch.where(total == 0, 1.0, total) / parts)
+        return replace(self, means=means)
 
     @property
     def remaining_divisor(self) -> float:
@@ -106,30 +104,26 @@ def scale_of(
     normalizer: Normalizer,
     *,
     own_loss: bool = False,
-    rounded: bool = False,
 ) -> LossScale:
     """How to run a micro-batch of n ``items``; the scaled loss of a `ZeroWeightBatch` is zero, but for router terms.
 
     ``own_loss``: a compute_loss_func, which may return a constant without a graph where it finds no target, so it gets
-    one; ``rounded``: the engine rounds floating-point inputs to 16 bits, so the number is passed as an integer.
+    one, and n_mean as the number.
     """
     if isinstance(inputs, ZeroWeightBatch):
-        counted = scale_of(contract, dict(inputs), items, normalizer, own_loss=own_loss, rounded=rounded)
+        counted = scale_of(contract, dict(inputs), items, normalizer, own_loss=own_loss)
         return replace(counted, ratio=0.0)
     mean, number = normalizer.mean, normalizer.number
-    if contract.reduction is Reduction.NUMBER and not own_loss:
-        return LossScale(inputs, mean.ceil().long(), mean.ceil() / mean) if rounded else LossScale(inputs, number, None)
+    if contract.by_number and not own_loss:
+        return LossScale(inputs, number, number / mean)
     if contract.reduction is Reduction.PLAIN:
         return LossScale(inputs, number if contract.items else None, None)
     if contract.reduction is Reduction.SUM:
         return LossScale(inputs, number, normalizer.micro_batches * normalizer.world_size)
-    if contract.reduction is Reduction.INTEGER:
-        whole = mean.ceil()
-        return LossScale(inputs, contract.as_number(whole), whole / mean)
     assert contract.items is not None
     items = (contract.items.count(inputs) if items is None else items).to(mean.device)
     ratio = (items > 0) * 1.0 if contract.by_number else contract.items.divisor(items) / mean
-    return LossScale(contract.items.with_target(inputs, items), number, ratio)
+    return LossScale(contract.items.with_target(inputs, items), contract.as_number(mean), ratio)
 
 
 def run_by_rule(
@@ -138,25 +132,17 @@ def run_by_rule(
     items: Tensor | None,
     normalizer: Normalizer,
     run: Callable[[Mapping[str, Any], Tensor | None], tuple[Tensor, Any]],
-    **of_scale: bool,
+    *,
+    own_loss: bool = False,
 ) -> tuple[Tensor, Any]:
     """Run a micro-batch whose loss is not read (a contract given, compiled code), and scale the loss by its rule.
 
     ``run`` is its forward, (inputs, number or None) -> (loss, outputs); the other arguments are those of `scale_of`.
     """
-    scale = scale_of(contract, inputs, items, normalizer, **of_scale)
+    scale = scale_of(contract, inputs, items, normalizer, own_loss=own_loss)
     loss, outputs = run(scale.inputs, scale.number)
     router = contract.weighted_router_loss(outputs) if scale.ratio is not None else None
     return scale.apply(loss, None if router is None else router.to(loss.device)), outputs
-
-
-def of_window(scale: Tensor, micro_batches: int, divided: int = 1) -> Tensor:
-    """A scaled loss divided by G, in a new tensor.
-
-    ``divided``: the part of G by which it was divided already, or the engine divides; if that is G, no bit changes.
-    """
-    # A new tensor: DeepSpeed (stage 0) hangs hooks that divide once more on the model's output itself.
-    return scale * 1.0 if divided == micro_batches else scale * divided / micro_batches
 
 
 def loss_among(outputs: Any, inputs: Mapping[str, Any], model: object) -> Tensor:

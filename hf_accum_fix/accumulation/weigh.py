@@ -142,17 +142,13 @@ class Weighed:
     Attributes:
         loss: for the engine's backward, 0-dim, with gradient.
         value: its part of the window's logged loss, 0-dim.
-        as_stock: the part of ``value`` whose terms keep the stock Trainer's scale; None: none does.
-        by_number: those terms divide by the number of the global batch, not by a count of their own.
-        stock: that scale, for the hooks of those terms; None: the whole loss has it.
+        keeps_scale: it keeps the stock Trainer's scale (see `scaled`).
         hooks: on the nodes of single terms.
     """
 
     loss: Tensor
     value: Tensor
-    as_stock: Tensor | None = None
-    by_number: bool = False
-    stock: list[float] | None = None
+    keeps_scale: bool = False
     hooks: Sequence[RemovableHandle] = ()
 
     def unhook(self) -> None:
@@ -162,12 +158,7 @@ class Weighed:
 
     def scaled(self, stock: float, micro_batches: int) -> tuple[Tensor, Tensor]:
         """Loss and value with the stock Trainer's scale, ``stock``."""
-        assert self.as_stock is not None
-        times = stock if self.by_number else stock * micro_batches
-        if self.stock is None:
-            return self.loss * times, self.value * times
-        self.stock[0] = times
-        return self.loss, self.value + (times - 1) * self.as_stock
+        return self.loss * (stock * micro_batches), self.value * (stock * micro_batches)
 
 
 @dataclass(frozen=True)
@@ -217,64 +208,40 @@ def weigh(loss: Tensor, part: Part, counted: Counted, captured: Captured) -> Wei
         part.check.note(0, count, 0.0 if zero_weight else counted.items.get(rule, count))
         weight = math.inf if zero_weight else normalizer.means[rule]
         return _ready(sum_of_samples(loss, rule, counted.inputs), weight, normalizer)
-    terms = without_nothing(read(loss, captured.routers, inside=contract.inside, deep=contract.deep))
+    left = normalizer.remaining_divisor
     if normalizer.is_whole and not zero_weight and not any(each.own for each in contract.terms):
-        _note_number(terms, part, counted)
-        return _ready(loss, normalizer.remaining_divisor, normalizer)
+        return _ready(loss, left, normalizer)
+    if contract.keeps_scale:
+        return _ready(loss, math.inf if zero_weight else left, normalizer, keeps_scale=True)
+    terms = without_nothing(read(loss, captured.routers, inside=contract.inside, deep=contract.deep))
     matched = _matched(terms, contract.terms)
     if matched is None and terms and all(term.is_nothing for term in terms):
         # As in `logits.sum() * 0`, where there is no target.
         matched = [(spec, []) for spec in contract.terms]
+    if matched is None and zero_weight:
+        return _ready(loss, math.inf, normalizer)
     if matched is None:
-        return _ready(loss, math.inf, normalizer) if zero_weight else _unmatched(loss, terms, part)
+        names = sorted({each.name for each in terms}) or ["none with a gradient"]
+        part.check.other_terms = tuple(each.shape for each in terms)
+        part.check.changed = f"its loss has other terms than the observed one: {', '.join(names)}"
+        # A trainer that scales its loss itself still does.
+        scales = any(each.own or (each.how is How.NUMBER and contract.custom) for each in contract.terms)
+        return _ready(loss, left, normalizer, keeps_scale=scales)
     weighing = _Weighing(loss, part, counted, captured.values, len(terms) == 1 and not contract.added)
     weights: list[tuple[Term, Number, TermSpec]] = []
     for place, (spec, found) in enumerate(matched):
         if found:
             weight = weighing.weight(place, spec, found)
             weights += [(term, weight, spec) for term in found]
-        elif spec.how is How.MEAN and not (spec.number or spec.as_stock):
+        elif spec.how is How.MEAN:
             predicted = None if zero_weight else counted.predicted(place, spec)
             part.check.note(place, 0.0, 0.0 if predicted is None else predicted)
     if not weights:
         return _ready(loss, math.inf, normalizer)
-    # A loss that keeps stock's scale as a whole needs no hooks, which cannot reach parameters.
-    as_stock = all(spec.as_stock for *_, spec in weights)
-    if (contract.groups == 1 and not contract.added) or (
-        as_stock and len({(weight, spec.by_number) for _, weight, spec in weights}) == 1
-    ):
-        return _ready(loss, weights[0][1], normalizer, weights[0][2])
+    if contract.groups == 1 and not contract.added:
+        return _ready(loss, weights[0][1], normalizer)
     part.check.plain_log = part.check.plain_log or captured.values is None
     return _hooked(loss, weights, None if part.check.plain_log else captured.values, normalizer, added=contract.added)
-
-
-def _unmatched(loss: Tensor, terms: Sequence[Term], part: Part) -> Weighed:
-    """A loss with other terms than observed, as the stock Trainer would scale it."""
-    contract, normalizer, check = part.contract, part.normalizer, part.check
-    check.other_terms = tuple(each.shape for each in terms)
-    names = sorted({each.name for each in terms}) or ["none with a gradient"]
-    check.changed = f"its loss has other terms than the observed one: {', '.join(names)}"
-    # A trainer that divides by the accumulation steps still does.
-    scaled = next((replace(each, as_stock=True) for each in contract.terms if each.own or each.as_stock), None)
-    # What divides by the number of the global batch does so whatever its terms.
-    by_number = bool(contract.terms and contract.terms[0].number) or (scaled is not None and scaled.by_number)
-    left = normalizer.remaining_divisor / (normalizer.micro_batches if by_number else 1)
-    return _ready(loss, left, normalizer, scaled)
-
-
-def _note_number(terms: Sequence[Term], part: Part, counted: Counted) -> None:
-    """Check the number of a loss that is not weighted: the only micro-batch of a global batch."""
-    if part.contract.hides_number:
-        part.check.changed = "it depends on num_items_in_batch in a way that cannot be read"
-    matched = _matched(terms, part.contract.terms)
-    if matched is None and part.contract.by_number and part.contract.terms:
-        part.check.changed = "its loss has other terms than the observed one, which divides by num_items_in_batch"
-    for place, (spec, found) in enumerate(matched or ()):
-        for term in found[:1] if spec.by_number and (spec.number or spec.counts) else ():
-            by_rule = counted.items.get(spec.rules[0]) if spec.rules else None
-            total = getattr(term.leaf, "_saved_total_weight", by_rule)
-            if total is not None and not term.divides:
-                part.check.note(place, total, _product(term, spec.number or spec.counts))
 
 
 def unlike_declared(loss: Tensor, contract: LossContract, items: Number | None, normalizer: Normalizer) -> str:
@@ -298,14 +265,12 @@ def unlike_declared(loss: Tensor, contract: LossContract, items: Number | None, 
     return "" if shows else f"divides {term.name} by {', '.join(f'{float(each):g}' for each in divisors)}"
 
 
-def _ready(loss: Tensor, weight: Number, normalizer: Normalizer, spec: TermSpec | None = None) -> Weighed:
+def _ready(loss: Tensor, weight: Number, normalizer: Normalizer, *, keeps_scale: bool = False) -> Weighed:
     """A loss divided by one weight, in a new tensor: DeepSpeed (stage 0) hangs hooks on the model's output."""
     weighed = loss / _cast(weight, loss)
     value = _settled(weighed.detach(), weight == math.inf)
     value = value if normalizer.engine_divisor == 1 else value / normalizer.engine_divisor
-    if spec is None or not spec.as_stock:
-        return Weighed(weighed, value)
-    return Weighed(weighed, value, value, spec.by_number)
+    return Weighed(weighed, value, keeps_scale)
 
 
 def covers(specs: Sequence[TermSpec], shapes: Sequence[Any]) -> bool:
@@ -362,45 +327,46 @@ class _Weighing:
 
     def weight(self, place: int, spec: TermSpec, found: Sequence[Term]) -> Number:
         """What to divide a term, or its rows, by; ``place``: of its `TermSpec`."""
-        check, term = self.part.check, found[0]
-        counts = self._counts(place, spec, found)
-        if counts is not None and (spec.by_number or not spec.as_stock):
-            noted = (0.0, 0.0) if self.counted.zero_weight else (counts.seen, counts.predicted)
+        check, term, zero_weight = self.part.check, found[0], self.counted.zero_weight
+        counts = self._counts(place, spec, found) if spec.how is How.MEAN else None
+        if counts is not None:
+            noted = (0.0, 0.0) if zero_weight else (counts.seen, counts.predicted)
             check.note(place, *(noted if spec.times == 1.0 else (each / spec.times for each in noted)))
             if term.rows and _differ(*noted):
                 check.changed = f"{term.name} is a mean over elements of a sample, not over the samples"
-        if counts is not None and counts.unclear:
-            check.changed = f"{term.name} divides by 1: it has one target, or none and a divisor of at least 1"
+            if counts.unclear:
+                check.changed = f"{term.name} divides by 1: it has one target, or none and a divisor of at least 1"
         if spec.how is How.ROUTER and spec.counts:
             items = spec.rules[0].count(self.counted.inputs) * spec.times
             if _differ(_product(term, spec.counts), items):
                 # In the observed batch it counted padding.
                 check.changed = f"{term.name} is not over every position, as it was in the observed batch"
-        if (constant := _constant(term, spec)) is not None and not self.counted.zero_weight:
+        if (constant := _constant(term, spec)) is not None and not zero_weight:
             check.note_constant(place, term, constant)
         for each in found:
-            if counts is None and spec.how is How.PLAIN and spec.counts:
+            if spec.how is How.PLAIN and spec.counts:
                 _keep_finite(each, _read(_product(each, spec.counts)))
             elif counts is not None and (counts.is_custom or each.path.learnt):
                 _keep_finite(each, counts.divisor)
         return self._divisor(place, spec, term, counts)
+
+    @property
+    def device(self) -> torch.device:
+        """Of counts."""
+        return self.part.normalizer.mean.device
 
     def _rule(self, spec: TermSpec) -> Items | None:
         if spec.rules:
             return spec.rules[0]
         return None if self.part.normalizer.is_corrected else self.part.contract.items
 
-    def _counts(self, place: int, spec: TermSpec, found: Sequence[Term]) -> Counts | None:
-        """The divisor of a term; None: it counts no items."""
-        if spec.how is not How.MEAN or spec.number:
-            return None
+    def _counts(self, place: int, spec: TermSpec, found: Sequence[Term]) -> Counts:
+        """The divisor of a mean."""
         term, rule, counted = found[0], self._rule(spec), self.counted
-        by_rule: Number = spec.count
         items = counted.predicted(place, spec)
         if items is None and rule is not None:
-            items = counted.items[rule] if rule in counted.items else self._count(rule)
-        if items is not None:
-            by_rule = items if spec.times == 1.0 else items * spec.times
+            items = counted.items[rule] if rule in counted.items else rule.count(counted.inputs, self.device)
+        by_rule: Number = spec.count if items is None else items if spec.times == 1.0 else items * spec.times
         divisor = _product(term, spec.counts) if spec.counts else by_rule
         is_function = term.divides and spec.counts == (len(term.factors) - 1,)
         if not is_function and term.divides and _is_nan(divisor) and not _is_nan(term.factors[-1].value):
@@ -411,69 +377,65 @@ class _Weighing:
             divisor = divisor.nan_to_num(0.0)
         elif isinstance(divisor, float) and math.isnan(divisor):
             divisor = 0.0
-        seen, unclear = divisor, False
-        # Without a rule a divisor of at least 1 hides whether there is one item or none.
-        unknown = rule is None and items is None
-        if self.part.contract.gets_number(spec):
-            seen = by_rule if spec.place is None else getattr(term.leaf, "_saved_total_weight", by_rule)
-        if isinstance(seen, Tensor) and seen.dtype.itemsize < 4:
-            # 16 bits round the count.
-            seen = by_rule
+        # 16 bits round the count.
+        seen = by_rule if isinstance(divisor, Tensor) and divisor.dtype.itemsize < 4 else divisor
         if rule is not None and rule.entry is not None:
             # Heads with lists of targets divide by at least 1.
             seen = seen if float(rule.count(counted.inputs)) else 0.0
-        elif not is_function and spec.counts and not spec.by_number:
-            # So do masks with a clamped sum.
-            value = None if len(found) > 1 else _value(term, self.values)
-            hidden = nothing = (self.loss if value is None else value) == 0
-            if rule is not None:
-                items = torch.as_tensor(by_rule, device=self.loss.device)
-                # One item can have a loss of zero.
-                hidden, is_own = nothing & (items > 0), value is not None or (self.alone and not term.path.added)
-                nothing = (nothing & (items != 1)) if is_own else (items == 0) | (nothing & (items != 1))
-            readable = on_host(hidden) and on_host(seen)
-            unclear = readable and float(seen) == 1 and (bool(hidden) or (unknown and not bool(nothing)))
-            dtype = seen.dtype if isinstance(seen, Tensor) else count_dtype(self.loss.device)
-            seen = torch.as_tensor(seen, dtype=dtype, device=self.loss.device)
-            seen = seen * ~(nothing & (seen == 1))
-        return Counts(divisor, seen, by_rule, not is_function, unclear)
+        elif not is_function and spec.counts:
+            return self._clamped(Counts(divisor, seen, by_rule, is_custom=True), found, rule, items)
+        return Counts(divisor, seen, by_rule, not is_function)
 
-    def _count(self, rule: Items) -> Tensor:
-        return rule.count(self.counted.inputs, self.part.normalizer.mean.device)
+    def _clamped(self, counts: Counts, found: Sequence[Term], rule: Items | None, items: Number | None) -> Counts:
+        """The divisor of a custom mean, which may be clamped to at least 1, and then counts 0 where it is 1."""
+        term, seen = found[0], counts.seen
+        value = None if len(found) > 1 else _value(term, self.values)
+        hidden = nothing = (self.loss if value is None else value) == 0
+        if rule is not None:
+            of_rule = torch.as_tensor(counts.predicted, device=self.loss.device)
+            # One item can have a loss of zero.
+            hidden, is_own = nothing & (of_rule > 0), value is not None or (self.alone and not term.path.added)
+            nothing = (nothing & (of_rule != 1)) if is_own else (of_rule == 0) | (nothing & (of_rule != 1))
+        readable = on_host(hidden) and on_host(seen)
+        # Without a rule a divisor of at least 1 hides whether there is one item or none.
+        unknown = rule is None and items is None and not (readable and bool(nothing))
+        unclear = readable and float(seen) == 1 and (bool(hidden) or unknown)
+        dtype = seen.dtype if isinstance(seen, Tensor) else count_dtype(self.loss.device)
+        seen = torch.as_tensor(seen, dtype=dtype, device=self.loss.device)
+        return replace(counts, seen=seen * ~(nothing & (seen == 1)), unclear=unclear)
 
     def _divisor(self, place: int, spec: TermSpec, term: Term, counts: Counts | None) -> Number:
         """What to divide a term by, so that its sum over micro-batches, averaged over ranks, is exact."""
-        normalizer = self.part.normalizer
-        if self.counted.zero_weight and (counts is not None or spec.by_number or spec.how is How.SUM):
+        normalizer, contract = self.part.normalizer, self.part.contract
+        if self.counted.zero_weight and spec.how in (How.MEAN, How.NUMBER, How.SUM):
             return math.inf
         own, left = _product(term, spec.own), normalizer.remaining_divisor
-        if counts is None and spec.by_number:
+        if spec.how is How.NUMBER and contract.custom:
             # Already divided by the items of the global batch; only the engine's mean over ranks follows.
             return left / normalizer.micro_batches / own
-        if counts is None or (spec.as_stock and not spec.by_number):
-            # The stock Trainer's scale includes its own division, if any.
-            steps = 1 if spec.as_stock else normalizer.micro_batches
-            weight: Number = left / (steps * normalizer.world_size if spec.how is How.SUM else 1) / own
+        if spec.how is How.NUMBER:
+            assert contract.items is not None
+            return normalizer.means[contract.items] / _product(term, spec.counts) / own
+        if counts is None:
+            parts = normalizer.micro_batches * normalizer.world_size if spec.how is How.SUM else 1
+            weight: Number = left / parts / own
             empty = _read(_product(term, spec.counts)) == 0 if spec.how is How.PLAIN and spec.counts else False
             return torch.where(empty, math.inf, weight) if isinstance(empty, Tensor) else math.inf if empty else weight
         if self.part.check.is_unpredicted(place):
-            # Undo the division by the global batch's number, for the mean over its own items.
-            relative = counts.seen / counts.divisor if spec.by_number and counts.seen else 1.0
-            return relative * left / own
+            return left / own
         rule = self._rule(spec)
         mean: Number = spec.count * left
         if (n_mean := normalizer.means.get(place, None if rule is None else normalizer.means[rule])) is not None:
             mean = n_mean if spec.times == 1.0 else n_mean * spec.times
         # Without a correction at the end, weights have to use the predicted counts.
-        as_predicted = not normalizer.is_corrected and not spec.by_number
-        count = counts.predicted if as_predicted else counts.divisor
+        count = counts.divisor if normalizer.is_corrected else counts.predicted
         weight = mean / count if isinstance(count, Tensor) or count else math.inf
         return weight / own if spec.own else weight
 
 
 def _constant(term: Term, spec: TermSpec) -> float | None:
     """What a term is multiplied by, apart from counts and learnt factors; None: it is on a device, or zero."""
-    counts = {*spec.counts, *spec.number, *spec.own}
+    counts = {*spec.counts, *spec.own}
     if term.divides:
         # Of a sum over rows each has its own.
         counts.add(len(term.factors) - 1)
@@ -523,12 +485,10 @@ def _hooked(
     added: bool,
 ) -> Weighed:
     """Weight the loss by one base weight, and every term relative to that by a hook on its node."""
-    rest, stock, hooks = loss.detach(), [1.0], list[RemovableHandle]()
+    rest, hooks = loss.detach(), list[RemovableHandle]()
     total, tops = torch.zeros_like(rest), set[Any]()
-    kept: Tensor | None = None
     blank: dict[Any, Number] = {}
     leaves = [term.leaf for term, *_ in weights]
-    by_number = any(spec.as_stock and spec.by_number for *_, spec in weights)
     # A shared node cannot have a hook for one term, so the base is that term's weight.
     base = next((weight for term, weight, _ in weights if _is_shared(term.path.top)), normalizer.remaining_divisor)
     for term, weight, spec in weights:
@@ -537,24 +497,20 @@ def _hooked(
             blank[spec.group] = weight
         else:
             rest = rest - value
-            value = _settled(value / _cast(weight, value), weight == math.inf)
-            total = total + value
-        if spec.as_stock and value is not None:
-            kept = value if kept is None else kept + value
-        is_base = isinstance(weight, float) and isinstance(base, float) and weight == base and not spec.as_stock
+            total = total + _settled(value / _cast(weight, value), weight == math.inf)
+        is_base = isinstance(weight, float) and isinstance(base, float) and weight == base
         # A hook sees the gradients of all terms that share its node.
         top = term.leaf if leaves.count(term.leaf) > 1 else term.path.top
         if top not in tops and not is_base and not _is_shared(top):
             tops.add(top)
             relative = weight if isinstance(base, float) and base == 1 else weight / base
-            hooks.append(top.register_prehook(_scaled(relative, stock if spec.as_stock else None)))
+            hooks.append(top.register_prehook(_scaled(relative)))
     if added or blank:
         # The rest of the loss belongs to the terms without a value.
         [of_rest] = [base] if added else blank.values() if len(blank) == 1 else [normalizer.remaining_divisor]
         total = total + _settled(rest / _cast(of_rest, rest), of_rest == math.inf)
     total = total if normalizer.engine_divisor == 1 else total / normalizer.engine_divisor
-    kept = None if kept is None else kept / normalizer.engine_divisor
-    return Weighed(loss / _cast(base, loss), total, kept, by_number, stock, hooks)
+    return Weighed(loss / _cast(base, loss), total, hooks=hooks)
 
 
 def _is_parameter(node: Any) -> bool:
@@ -576,10 +532,9 @@ def _value(term: Term, values: Values | None) -> Tensor | None:
     return value
 
 
-def _scaled(weight: Number, stock: list[float] | None) -> Any:
+def _scaled(weight: Number) -> Any:
     def scale(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        scaled = [None if grad is None else (grad / _cast(weight, grad)).to(grad.dtype) for grad in grads]
-        return tuple(grad if grad is None or stock is None else grad * stock[0] for grad in scaled)
+        return tuple(None if grad is None else (grad / _cast(weight, grad)).to(grad.dtype) for grad in grads)
 
     return scale
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_accum_fix.accumulation.agreement import agree
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, Coupling, LossContract, Reduction
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, LossContract, Reduction
 from hf_accum_fix.accumulation.observe import out_of_memory
 from hf_accum_fix.accumulation.per_sample import by_sample
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
@@ -60,8 +60,9 @@ def _observe_due(host: Host, batches: Sequence[Any], number: Any, error: Excepti
     new = {task: LossState() for task in tasks if task not in state.tasks}
     if new and not state.tasks:
         new[next(iter(new))] = state.first
-    for loss in dict.fromkeys((*state.losses, *new.values())):
-        its = [batch for batch in batches if new.get(task := task_of(batch), state.loss_of(task)) is loss]
+    losses = {**state.tasks, **new}
+    for loss in dict.fromkeys((state.first, *losses.values())):
+        its = [batch for batch in batches if losses.get(task_of(batch), state.first) is loss]
         if (again or not loss.is_settled) and (its or not alone or loss is state.first):
             _observe(host, loss, its, number)
     if not state.first.has_target:
@@ -90,8 +91,9 @@ def _observe(host: Host, loss: LossState, batches: Sequence[Any], number: Any) -
         return
     if host.options.per_sample:
         found = by_sample(found)
-    # Several ranks correct a window only after one has found a difference.
-    found = replace(found, is_corrected=host.world_size == 1 or not host.readable)
+    if host.world_size == 1 or not host.readable:
+        # Several ranks correct a window only after one has found a difference.
+        found = found.with_one_rule()
     loss.attempts += found.reason != NO_TARGET_SEEN
     host.state.take(found, loss)
 
@@ -173,9 +175,13 @@ def remarks(
     if found.reduction is Reduction.SUM:
         yield "sum", f"{head}: the loss is a sum, so it grows with the global batch."
     if found.reduction is Reduction.PLAIN:
-        coupled = found.coupling is Coupling.COUPLED
-        advice = " Use micro-batches of more than one sample." if coupled else ""
-        yield "inexact", f"{head}: {found.reason}. It {outcome}: {found.coupling.value}.{advice}"
+        why = "it is unknown whether the split changes it."
+        if found.coupled:
+            why = (
+                "the samples of a micro-batch are coupled, so the loss depends on the split. Use micro-batches of more "
+                "than one sample."
+            )
+        yield "inexact", f"{head}: {found.reason}. It {outcome}: {why}"
     elif found.doubt:
         yield "inexact", f"{head}: {found.doubt}. It is reported as not exact."
     elif not found.conclusive:

@@ -62,15 +62,14 @@ def count_by_forwards(
 
 def _counted(contract: LossContract) -> list[int]:
     """The places of the terms that are means over their own items."""
-    means = ((place, each) for place, each in enumerate(contract.terms) if each.how is How.MEAN)
-    return [place for place, each in means if not (each.number or contract.gets_number(each))]
+    return [place for place, each in enumerate(contract.terms) if each.how is How.MEAN]
 
 
 def _divisors(run: LossRun, batch: Any, part: Part) -> Mapping[int, Any]:
     """What the terms of one micro-batch divide by, as `weigh` reads it."""
     contract = part.contract
     as_read = replace(part, normalizer=replace(part.normalizer, is_corrected=True), check=WindowCheck(contract))
-    takes_number = contract.hands_number or contract.hides_number or any(map(contract.gets_number, contract.terms))
+    takes_number = contract.hands_number or contract.depends_on_number
     counted = Counted(dict(batch), {}, isinstance(batch, ZeroWeightBatch))
     # Once more if it takes a gradient inside the forward, or its loss is checkpointed.
     for keep in (False, True):

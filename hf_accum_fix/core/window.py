@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.scaling import of_window
 from hf_accum_fix.accumulation.values import Captured
 from hf_accum_fix.accumulation.weigh import Counted, Part, Weighed, WindowCheck, weigh
 from hf_accum_fix.accumulation.window import Counts, count_by_rules
@@ -94,9 +93,14 @@ class Window:
         return weighed
 
     def average(self, loss: Tensor, divided: int = 1) -> Weighed:
-        """A loss that was scaled by its rule; ``divided``: the part of G by which it was divided already."""
-        steps, divisor = len(self.batches), self.counts.parts[0].normalizer.engine_divisor
-        return Weighed(of_window(loss, steps, divisor * divided), of_window(loss.detach(), steps, divided))
+        """A loss that was scaled by its rule, over G; ``divided``: the part of G by which it was divided already."""
+        steps, by_engine = len(self.batches), divided * self.counts.parts[0].normalizer.engine_divisor
+        # New tensors: DeepSpeed (stage 0) hangs hooks that divide once more on the model's output itself.
+        passed, logged = (
+            each * 1.0 if times == steps else each * times / steps
+            for each, times in ((loss, by_engine), (loss.detach(), divided))
+        )
+        return Weighed(passed, logged)
 
     def add(self, value: Tensor) -> None:
         """Add a micro-batch's part of the logged loss."""

@@ -61,15 +61,6 @@ def waits_every_micro_batch(accelerator: AcceleratorLike) -> bool:
     return is_sharded(accelerator)
 
 
-def inputs_are_rounded(accelerator: AcceleratorLike | None) -> bool:
-    """Whether the engine rounds the floating-point inputs of a forward, the number among them, to 16 bits.
-
-    Source: ``cast_forward_inputs`` of FSDP's mixed precision, ``DeepSpeedEngine._cast_inputs_half``; in float16 a
-    number above 65504 would be infinite.
-    """
-    return accelerator is not None and is_sharded(accelerator) and accelerator.mixed_precision != "no"
-
-
 def narrow_leaves(accelerator: AcceleratorLike | None, model: nn.Module) -> Iterator[Leaf]:
     """The gradients that the engine would add micro-batch by micro-batch in 16 bits, and where they arrive.
 

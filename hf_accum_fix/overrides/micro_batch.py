@@ -25,7 +25,6 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.scaling import run_by_rule
@@ -35,7 +34,7 @@ from hf_accum_fix.accumulation.window import ZeroWeightBatch, count_dtype
 from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
-from hf_accum_fix.engines.engine import engine_divisor, inputs_are_rounded, set_last_micro_batch
+from hf_accum_fix.engines.engine import engine_divisor, set_last_micro_batch
 from hf_accum_fix.errors import AccumFixError, SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.announce import announce, factor_over
@@ -230,16 +229,14 @@ class MicroBatch:
                 normalizer,
                 lambda inputs, number: session.unscaled_loss(model, inputs, number),
                 own_loss=session.func is not None,
-                rounded=inputs_are_rounded(session.accelerator),
             )
-        number = normalizer.number.ceil() if contract.reduction is Reduction.INTEGER else normalizer.number
-        as_given = normalizer.is_whole and (not contract.by_number or counts_itself(trainer))
-        if given is not None and (as_given or contract.hides_number):
-            number = given
-        asks = given is not None if contract.custom else contract.hands_number
-        passed = number if asks or session.func is not None else None
+        # Without a number a model returns its own mean.
+        passed = (given if contract.custom else normalizer.number) if contract.hands_number else None
+        if contract.keeps_scale or (normalizer.is_whole and counts_itself(trainer)):
+            passed = given
         loss, outputs = session.unscaled_loss(model, inputs, passed)
-        if contract.hides_number and passed is not None and session.data_ranks > 1 and averages_tokens(trainer):
+        takes = session.passes_number or session.func is not None
+        if contract.keeps_scale and passed is not None and takes and averages_tokens(trainer):
             # As upstream does before the engine's mean over ranks.
             loss = loss * session.data_ranks
         if loss.requires_grad or contract.items is None:
@@ -317,7 +314,7 @@ class MicroBatch:
     def _scaled(self, weighed: Weighed, passed: Tensor) -> Tensor:
         """The loss for the engine, whose value is logged; ``passed``: the step's."""
         session, window, steps = self.session, self.window, len(self.window.batches)
-        is_news, keeps_scale = window.done == 0 and not session.state.recorded, weighed.as_stock is not None
+        is_news, keeps_scale = window.done == 0 and not session.state.recorded, weighed.keeps_scale
         factor = factor_over(passed, self._node) if is_news or keeps_scale else 1.0
         if is_news:
             announce(session, window, self.part, factor * steps)

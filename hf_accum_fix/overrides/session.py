@@ -10,14 +10,13 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any, TypeAlias
 
-import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation import declared
 from hf_accum_fix.accumulation.agreement import SyncedRanks
-from hf_accum_fix.accumulation.conclude import Setting, own_number
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, LossContract, Reduction, router_loss
+from hf_accum_fix.accumulation.conclude import Setting
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, How, LossContract, Reduction, router_loss
 from hf_accum_fix.accumulation.observe import observe, shift_of
 from hf_accum_fix.accumulation.own_division import BATCH_SIZE
 from hf_accum_fix.accumulation.preserve import overridden, python_state_kept
@@ -63,6 +62,8 @@ class Session(Host):
         computed_by: what computed the loss when it was observed.
         shift: labels are shifted as they are smoothed; None: unknown.
         first_divisor: what the first micro-batch of the training divided by, the mean over ranks, 0-dim; None: unknown.
+        requires_number: the model or the compute_loss_func cannot do without num_items_in_batch.
+        base_numbers: calls of the base's ``compute_loss`` with a number, in the last observed forward of a custom one.
         uncounted: upstream's numbers for a custom ``get_batch_samples``, whose result is counted; None: none runs.
         busy: running overrides, so that a nested call passes through.
         refused: an error of ours in a micro-batch, which a custom training_step may have caught.
@@ -75,6 +76,8 @@ class Session(Host):
     computed_by: tuple[Any, ...] = ()
     shift: bool | None = None
     first_divisor: Tensor | None = None
+    requires_number: bool = False
+    base_numbers: int = 0
     uncounted: list[Any] | None = None
     busy: frozenset[str] = frozenset()
     refused: AccumFixError | None = None
@@ -215,11 +218,11 @@ class Session(Host):
         """
 
         def base(model: nn.Module, inputs: Mapping[str, Any], passed: Any) -> tuple[Tensor, Any]:
-            # A ``compute_loss`` that passes on no number gets none.
-            asks = passed is not None or self.func is not None
-            return self.unscaled_loss(model, inputs, number if asks else None)
+            # Without a number a model returns its own mean.
+            self.base_numbers += passed is not None
+            return self.unscaled_loss(model, inputs, number if self.requires_number else None)
 
-        by_step = compute_loss == self.loss_of_step
+        self.base_numbers, by_step = 0, compute_loss == self.loss_of_step
         with nullcontext() if by_step else self.trainer.compute_loss_context_manager():
             if compute_loss is None:
                 return self.unscaled_loss(model, inputs, number)
@@ -236,8 +239,7 @@ class Session(Host):
         def forward(inputs: Mapping[str, Any], number: Tensor | None) -> Tensor:
             custom, given = self.custom_loss, {}
             if custom is not None and live.hands_number(custom):
-                own = None if number is None else torch.tensor(own_number(float(number)), device=number.device)
-                given["num_items_in_batch"] = own
+                given["num_items_in_batch"] = number
             return self.loss_in_training(custom, model, self.prepared(inputs, custom), number, **given)[0]
 
         # The loop sets the length of a window, which a custom loss may divide by, only after fetching it.
@@ -286,6 +288,8 @@ class Session(Host):
             return
         state.first.contract, state.first.attempts, self.computed_by = None, 0, computed_by
         self.passes_number = accepts and declared.takes_number(trainer.model_wrapped)
+        required = self.passes_number and declared.requires_number(trainer.model_wrapped)
+        self.requires_number, self.base_numbers = required or self.func is not None, 0
         state.corrects, self.router.form = False, None
         if given is not None and given.by_number and not self.passes_number and self.func is None:
             raise ContractError(
@@ -313,7 +317,7 @@ class Session(Host):
         # Even a global batch of one micro-batch may have a wrong number or shift.
         unknown_shift = SHIFT_UNKNOWN in (contract.reason, contract.doubt)
         matters = self.is_split or unknown_shift or (contract.by_number and not contract.conclusive)
-        stays = contract.hides_number or (contract.custom and live.scales_itself(trainer))
+        stays = contract.keeps_scale or (contract.custom and live.scales_itself(trainer))
         outcome = "stays as the trainer scales it" if stays else "gets the plain mean over micro-batches"
         for name, message in remarks(self.head, contract, first.attempts, outcome=outcome):
             if name == "sum" or matters:
@@ -336,6 +340,9 @@ class Session(Host):
             self._settle_shift(batches)
             with self.loss_run(batches) as loss:
                 found = observe(loss, batches, setting, gather)
+                if self._needs_number(found):
+                    self.requires_number = True
+                    found = observe(loss, batches, replace(setting, hands_number=True), gather)
         except Exception:
             logger.error(
                 "%s: the forward that observes the loss failed. If training itself runs, pass the contract: "
@@ -355,16 +362,16 @@ class Session(Host):
 
     def _setting(self, number: Any) -> Setting:
         """Facts about the training that are known beforehand."""
-        trainer, compute_loss, func, passes = self.trainer, self.custom_loss, self.func is not None, self.passes_number
-        custom, required = compute_loss is not None, func or (passes and declared.requires_number(self.model))
+        trainer, compute_loss, passes = self.trainer, self.custom_loss, self.passes_number
         # Where nothing is counted, training passes None.
         counts = number is not None or live.is_custom(trainer, "get_batch_samples") or not trainer.is_in_train
+        handed = compute_loss is not None and live.hands_number(compute_loss) and counts
+        shows = "last" if passes and compute_loss is None else "none"
         return Setting(
-            hands_number=required or (custom and passes),
-            hands_own=compute_loss is not None and live.hands_number(compute_loss) and counts,
-            only_shows=not (custom or required) and passes,
-            custom=custom,
-            func=func,
+            handed="all" if handed or self.requires_number else shows,
+            hands_number=self.requires_number,
+            custom=compute_loss is not None,
+            func=self.func is not None,
             multiplies=live.averages_tokens(trainer),
             has_stock=True,
             steps=self.steps,
@@ -372,6 +379,15 @@ class Session(Host):
             upstream_number=None if number is None else float(number),
             rounded=trainer.accelerator.mixed_precision != "no" or declared.products_are_rounded(self.model),
         )
+
+    def _needs_number(self, found: LossContract) -> bool:
+        """Whether a custom loss passes the base a number that it cannot do without, so that the base has to get it.
+
+        Its own mean is no substitute if it is called for each row, returns a sum without the number, or is inside what
+        cannot be read.
+        """
+        passes = bool(self.base_numbers) and self.passes_number and not self.requires_number
+        return passes and (self.base_numbers > 1 or any(each.how in (How.SUM, How.PLAIN) for each in found.terms))
 
     def _settle_shift(self, batches: Sequence[Any]) -> None:
         """Set whether labels are shifted as they are smoothed, as in the model's own loss."""

@@ -52,17 +52,17 @@ def count_returned_batches(session: Session, custom: Original, *args: Any, **kwa
 
 def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> Any:
     """num_items_in_batch for a ``compute_loss``."""
-    total, part = window.counts.total, window.counts.parts[0]
-    contract, upstream_counts = part.contract, upstream_number is not None
-    if not contract.custom:
-        return total.long() if upstream_counts and contract.items is not None else upstream_number
-    if not contract.depends_on_number or (part.normalizer.is_whole and upstream_counts):
+    counts, part, summed = window.counts, window.counts.parts[0], window.counts.number
+    contract = part.contract
+    if summed is None:
+        return upstream_number
+    if contract.items is not None and not contract.custom:
+        return counts.total.long()
+    if part.normalizer.is_whole or not contract.depends_on_number:
         return upstream_number
     # A custom loss may multiply by W; if that is unknown, assume it where tokens are averaged across devices.
-    multiplies = contract.takes_world_size
-    if multiplies is None:
-        multiplies = averages_tokens(trainer)
-    return total.long() if multiplies else total / part.normalizer.world_size
+    multiplies = averages_tokens(trainer) if contract.takes_world_size is None else contract.takes_world_size
+    return summed.long() if multiplies else summed / part.normalizer.world_size
 
 
 def open_in(session: Session, batches: list[Any], number: Any = None, error: Exception | None = None) -> Window:

@@ -20,7 +20,7 @@ from torch.nn.parallel.distributed import _DDPSink
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from hf_accum_fix.accumulation.loss_graph import ROWS, Term, is_bent_sum, read
+from hf_accum_fix.accumulation.loss_graph import ROWS, Term, read
 
 #: Six rows of four classes; two rows are no target.
 ROWS_, CLASSES = 6, 4
@@ -333,28 +333,6 @@ def test_numbers_inside_of_a_sum(loss: Loss, terms: str, deep: str, within: int)
     assert words(read(loss(Learnt()))) == terms
     (found,) = read(loss(Learnt()), deep=True)
     assert (words([found]), found.within) == (deep, within)
-
-
-SUMS: dict[str, tuple[Loss, bool]] = {
-    "flooding of a sum": (lambda x: (x.each.sum() - 0.1).abs() + 0.1, True),
-    "greatest of two sums": (lambda x: torch.maximum(2 * x.each.sum(), x.each.sum() + 1), True),
-    "flooding of a mean": (lambda x: (x.mean - 0.1).abs(), False),
-    "a sum above a mean": (lambda x: torch.maximum(x.each.sum() + 99, x.mean), True),
-    "a mean above a sum": (lambda x: torch.maximum(x.each.sum() - 99, x.mean), False),
-    "a mean below a sum": (lambda x: torch.minimum(x.each.sum() + 99, x.mean), False),
-    "a sum over a count": (lambda x: (x.each.sum() / COUNT - 0.1).abs(), False),
-    "root of a sum": (lambda x: x.each.sum().sqrt(), False),
-    "product of two sums": (lambda x: (x.each.sum() * x.ce).abs(), False),
-    "log-sum-exp": (lambda x: x.each.logsumexp(0), False),
-}
-
-
-@pytest.mark.parametrize(("loss", "is_sum"), SUMS.values(), ids=SUMS)
-def test_what_bends_a_sum_grows_with_the_batch(loss: Loss, is_sum: bool) -> None:
-    # Before torch 2.5 the loss has to be alive.
-    held = loss(Learnt())
-    (term,) = read(held)
-    assert not term.readable and is_bent_sum(term.leaf) is is_sum
 
 
 def test_the_table_holds_every_node() -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.conclude import Setting
-from hf_accum_fix.accumulation.contract import Coupling, How, LossContract, Reduction
+from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.accumulation.reading import LossRun
 
@@ -79,7 +79,8 @@ def observed(loss: Loss, setting: Setting, batches: list[dict[str, Tensor]]) -> 
 
 MEAN, NUMBER, PLAIN = Reduction.MEAN, Reduction.NUMBER, Reduction.PLAIN
 TARGETS = "'labels' other than -100"
-SHOWN, HANDED, OWN = Setting(only_shows=True), Setting(hands_number=True), Setting(custom=True, hands_own=True)
+SHOWN, HANDED = Setting(handed="last"), Setting(handed="all", hands_number=True)
+OWN = Setting(handed="all", custom=True)
 
 #: The loss, its setting; reduction, rule of the first count, whether it is exact, and the forwards.
 TABLE: dict[str, tuple[Loss, Setting, Reduction, str, bool, int]] = {
@@ -113,7 +114,7 @@ TABLE: dict[str, tuple[Loss, Setting, Reduction, str, bool, int]] = {
     "one that cuts it to an integer": (
         lambda m, b, n: ce(m, b, reduction="sum") / int(n),  # type: ignore[arg-type]
         HANDED,
-        Reduction.INTEGER,
+        NUMBER,
         TARGETS,
         True,
         3,
@@ -173,24 +174,26 @@ def shares(m: Rows, b: Batch, n: Tensor | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("loss", "how"),
+    ("loss", "grows"),
     [
-        (lambda m, b, n: (ce(m, b, reduction="sum") - 0.1).abs() + 0.1, How.SUM),
-        (lambda m, b, n: (ce(m, b) - 0.1).abs() + 0.1, How.PLAIN),
-        (lambda m, b, n: (shares(m, b) - 0.1).abs() + 0.1, How.PLAIN),
-        (lambda m, b, n: (ce(m, b, reduction="sum") * (1 / b["mask"].sum()) - 0.1).abs(), How.PLAIN),
+        (lambda m, b, n: (ce(m, b, reduction="sum") - 0.1).abs() + 0.1, True),
+        (lambda m, b, n: m(b["x"]).square().sum().log1p(), True),
+        (lambda m, b, n: (ce(m, b) - 0.1).abs() + 0.1, False),
+        (lambda m, b, n: (shares(m, b) - 0.1).abs() + 0.1, False),
+        (lambda m, b, n: (ce(m, b, reduction="sum") * (1 / b["mask"].sum()) - 0.1).abs(), False),
     ],
-    ids=["a sum", "a mean", "shares of a mean", "a sum times one over its count"],
+    ids=["a sum", "its logarithm", "a mean", "shares of a mean", "a sum times one over its count"],
 )
-def test_only_a_sum_that_bends_is_scaled_as_a_sum(loss: Loss, how: How) -> None:
-    found, _ = observed(loss, Setting(), window(2, 3))
-    assert [each.how for each in found.terms] == [how] and not found.exact
+def test_what_cannot_be_read_and_grows_with_the_batch_keeps_stocks_scale(loss: Loss, grows: bool) -> None:
+    found, _ = observed(loss, Setting(has_stock=True), window(2, 3))
+    assert [each.how for each in found.terms] == [How.PLAIN] and not found.exact
+    assert found.keeps_scale is grows
 
 
 def test_samples_that_are_coupled_are_named() -> None:
     found, _ = observed(contrastive, Setting(), window(3, 1))
     assert found.reduction is PLAIN and not found.exact
-    assert found.coupling is Coupling.COUPLED and "in-batch negatives" in found.reason
+    assert found.coupled and "in-batch negatives" in found.reason
 
 
 def test_a_window_without_a_target_shows_nothing() -> None:

@@ -84,6 +84,7 @@ class Case:
         whole: of all micro-batches, as one; None: the mean of the micro-batches' losses.
         reduction: of its contract.
         inside: stacked numbers are terms.
+        hands: the number is ours; else the trainer's own.
         handed: what the loss is handed on one rank, of which each of several has its part; None: n_mean.
     """
 
@@ -94,21 +95,25 @@ class Case:
     reduction: Reduction = Reduction.MEAN
     inside: bool = False
     handed: float | None = None
+    hands: bool = True
 
     @property
     def contract(self) -> LossContract:
-        items = next((each.rules[0] for each in self.terms if each.rules), SAMPLES)
+        numbered = any(each.how is How.NUMBER for each in self.terms)
+        items = TARGETS if numbered else next((each.rules[0] for each in self.terms if each.rules), SAMPLES)
         return LossContract(
             self.reduction,
             None if self.reduction in (Reduction.SUM, Reduction.PLAIN) else items,
             terms=self.terms,
             inside=self.inside,
+            hands_number=self.hands,
             dtype=torch.float64,
         )
 
 
 CE = spec("NllLoss", "/", counts=(0,), rules=(TARGETS,))
 SQUARES = spec("MseLoss", "*/", counts=(1,), rules=(SAMPLES,))
+BY_NUMBER = spec("NllLoss", "/", how=How.NUMBER, counts=(0,))
 BY_HAND = spec("Sum", "/", counts=(0,), rules=(MASKED,))
 
 CASES = [
@@ -213,38 +218,39 @@ CASES = [
     Case(
         "the number handed in",
         lambda m, b, n: m.ce(b, "sum") / n,
-        (spec("NllLoss", "/", counts=(0,), rules=(TARGETS,), by_number=True),),
+        (BY_NUMBER,),
         lambda m, b: m.ce(b),
         Reduction.NUMBER,
     ),
     Case(
         "the number handed in, by hand",
         lambda m, b, n: (m.each(b) * b["mask"]).sum() / n,
-        (spec("Sum", "/", counts=(0,), rules=(MASKED,), by_number=True),),
+        (spec("Sum", "/", how=How.NUMBER, counts=(0,)),),
         lambda m, b: m.masked(b),
         Reduction.NUMBER,
     ),
     Case(
         "its integer",
         lambda m, b, n: m.ce(b, "sum") / int(n),
-        (spec("NllLoss", "/", counts=(0,), rules=(TARGETS,), by_number=True, whole=True),),
+        (BY_NUMBER,),
         lambda m, b: m.ce(b),
-        Reduction.INTEGER,
+        Reduction.NUMBER,
     ),
     Case(
         "the number beside a mean of its own",
         lambda m, b, n: m.ce(b, "sum") / n + 0.1 * m.squares(b),
-        (spec("NllLoss", "/", counts=(0,), rules=(TARGETS,), by_number=True), SQUARES),
+        (BY_NUMBER, SQUARES),
         lambda m, b: m.ce(b) + 0.1 * m.squares(b),
         Reduction.NUMBER,
     ),
     Case(
         "the number handed in, by which a trainer scales itself",
         lambda m, b, n: m.ce(b, "sum") / n,
-        (spec("NllLoss", "/", number=(0,), rules=(TARGETS,), by_number=True),),
+        (BY_NUMBER,),
         lambda m, b: m.ce(b),
         Reduction.NUMBER,
         handed=8.0,
+        hands=False,
     ),
     Case(
         "a division by the steps",
@@ -456,7 +462,7 @@ def check_of(case: Case, window: Sequence[Batch] = WINDOW) -> WindowCheck:
         ("elements, of which a rule counts half", 14.0, 14.0),
         ("rows of a stack", 14.0, 14.0),
         ("by hand, which no rule counts", 2.4, 3.6),
-        ("the number handed in", 8.0, 8.0),
+        ("the number handed in", 0.0, 0.0),
         ("two means", 0.0, 0.0),
         ("a sum", 0.0, 0.0),
     ],

@@ -1223,8 +1223,8 @@ OVERRIDES: dict[str, Override] = {
         _override("own", _own(usual), full_usual, levels=KNOWN),
         _override("own-by-hand", _own(by_hand), full_usual, levels=KNOWN),
         _override("own-by-steps", _changed(_own(usual), _by_steps), full_usual, levels=KNOWN, by_steps=True),
-        _override("own-number", _own_number(usual), full_usual, levels=CLASSES),
-        # The number counts labels other than -100, whatever a sum by hand leaves out.
+        # The number counts labels other than -100, whatever a sum leaves out.
+        _override("own-number", _own_number(usual), full_usual, levels=CLASSES, plain=True),
         _override("own-number-by-hand", _own_number(by_hand), full_usual, levels=CLASSES, plain=True),
         _override("r-drop", _r_drop, _full_r_drop),
         _override("masked-in-loss", _masked_in_loss, _full_masked, levels=CLASSES),

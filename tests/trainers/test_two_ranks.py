@@ -178,7 +178,7 @@ def _observed(rounding: float) -> LossContract:
         return summed / number
 
     window = [collate(text()[start : start + 2]) for start in range(0, 8, 2)]
-    setting = Setting(hands_number=True, custom=True)
+    setting = Setting(handed="all", custom=True)
     return observe(LossRun(call, nn.Linear(1, 1), torch.device("cpu")), window, setting)
 
 
