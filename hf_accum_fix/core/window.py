@@ -94,13 +94,13 @@ class Window:
 
     def average(self, loss: Tensor, divided: int = 1) -> Weighed:
         """A loss that was scaled by its rule, over G; ``divided``: the part of G by which it was divided already."""
-        steps, by_engine = len(self.batches), divided * self.counts.parts[0].normalizer.engine_divisor
-        # New tensors: DeepSpeed (stage 0) hangs hooks that divide once more on the model's output itself.
-        passed, logged = (
-            each * 1.0 if times == steps else each * times / steps
-            for each, times in ((loss, by_engine), (loss.detach(), divided))
-        )
-        return Weighed(passed, logged)
+        steps, by_engine = len(self.batches), self.counts.parts[0].normalizer.engine_divisor
+
+        def over_steps(each: Tensor, divided: int) -> Tensor:
+            # A new tensor: DeepSpeed (stage 0) hangs hooks that divide once more on the model's output itself.
+            return each * 1.0 if divided == steps else each * divided / steps
+
+        return Weighed(over_steps(loss, divided * by_engine), over_steps(loss.detach(), divided))
 
     def add(self, value: Tensor) -> None:
         """Add a micro-batch's part of the logged loss."""
