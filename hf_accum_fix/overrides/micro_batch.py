@@ -200,12 +200,8 @@ class MicroBatch:
         self.inputs = dict(given) if isinstance(given, Mapping) else {}
         captures = self._capture() if session.own_step is None else nullcontext()
         with self._refusing():
-            try:
-                self._inside = True
-                with session.router.micro_batch(self.window.done), captures as captured:
-                    result = self._compute_loss(*args, **kwargs)
-            finally:
-                self._inside = False
+            with overridden(self, "_inside", True), session.router.micro_batch(self.window.done), captures as captured:
+                result = self._compute_loss(*args, **kwargs)
             if self._looks and self.window.gradients != gradient_versions(session.trainer.model_wrapped):
                 session.not_exact("gradients", "changes gradients before a micro-batch's backward (clipping?)")
             if captured is not None:
