@@ -170,12 +170,14 @@ class Window:
         if not self.counts.corrects or not (several or any(each.counted for each in checks)):
             return None
         sums = torch.stack([each.counts(host.device) for each in checks]).sum(dim=0)
-        seen, predicted = host.summed(sums) if several else sums
+        sums = host.summed(sums) if several else sums
         # Where a rule counted nothing, the window was weighted by N = 1 (`mean_item_count`).
-        times = torch.where(seen == 0, 1.0, torch.where(predicted == 0, 1.0, predicted) / seen)
         if not host.readable:
-            return times
-        return None if abs(float(times) - 1) <= 1e-12 else float(times)
+            seen, predicted = sums
+            return torch.where(seen == 0, 1.0, torch.where(predicted == 0, 1.0, predicted) / seen)
+        seen, predicted = sums.tolist()
+        times = (predicted or 1.0) / seen if seen else 1.0
+        return None if abs(times - 1) <= 1e-12 else times
 
     def _differs(self, check: WindowCheck) -> Tensor | None:
         """Report a loss that changed, or counts other than predicted; returns what to read later."""
