@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pickle import dumps, loads
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+#: Types of random generators.
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 _DROPOUTS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
@@ -34,6 +38,21 @@ def random_states_kept(devices: Sequence[int] | None = None, device_type: str = 
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+def generator_state(value: Any) -> bytes:
+    """The state of a generator."""
+    if isinstance(value, np.random.Generator):
+        return dumps(value.bit_generator.state)
+    return dumps(value.getstate() if isinstance(value, random.Random) else value.get_state())
+
+
+def set_generator_state(value: Any, state: bytes) -> None:
+    """Restore a state of `generator_state`."""
+    if isinstance(value, np.random.Generator):
+        value.bit_generator.state = loads(state)
+    else:
+        (value.setstate if isinstance(value, random.Random) else value.set_state)(loads(state))
 
 
 class WithoutNoise(TorchFunctionMode):
