@@ -36,7 +36,8 @@ from hf_accum_fix.accumulation.declared import (
 )
 from hf_accum_fix.accumulation.observe import observe, shift_of
 from hf_accum_fix.accumulation.own_division import BATCH_SIZE
-from hf_accum_fix.accumulation.preserve import overridden, python_state_kept
+from hf_accum_fix.accumulation.preserve import overridden
+from hf_accum_fix.accumulation.python_state import PythonState
 from hf_accum_fix.accumulation.reading import LossRun
 from hf_accum_fix.accumulation.scaling import loss_among
 from hf_accum_fix.core.contracts import remarks, settle
@@ -397,7 +398,7 @@ class Session(Host):
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         leave = (trainer.train_dataset, trainer.eval_dataset, trainer.data_collator)
-        kept = nullcontext() if compute_loss is None else python_state_kept(trainer, leave=leave)
+        kept = nullcontext() if compute_loss is None else PythonState(trainer, leave=leave)
         with kept, self._window_of(batches):
             yield lambda inputs: self.loss_in_training(module, compute_loss, inputs, number, number), module
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import products_are_rounded
-from hf_accum_fix.accumulation.preserve import RANDOM_NUMBERS, Preserved, overridden
+from hf_accum_fix.accumulation.preserve import Preserved, overridden
+from hf_accum_fix.accumulation.python_state import RANDOM_NUMBERS
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides.evaluation import loss_alone
 from hf_accum_fix.overrides.live import compute_loss_of, hands_number
@@ -344,7 +345,7 @@ def _refuse_memory(scene: Scene, rows: Sequence[Any]) -> None:
     for number in (1, 2):
         with Preserved(scene.trainer.model, scene.trainer, thorough=True) as state:
             found.append(on_cpu(_of_whole(scene, rows, number=number)))
-            changed = state.changed()
+            changed = state.python.changed()
     if _difference(*found).floor * FLOORS <= WIDEST and changed and RANDOM_NUMBERS not in changed:
         raise UnsupportedSetupError(
             f"got a loss of the same samples that changes from call to call with {', '.join(changed[:5])}; expected a "

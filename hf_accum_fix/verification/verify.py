@@ -112,7 +112,7 @@ def verify(
         with restored(trainer) as state:
             verification = _Verification(trainer, blank, splits, reference, with_apply, step)
             report = verification.run(windows, samples, eval_samples)
-            lost = tuple(f"{each} was read or written and cannot be put back" for each in state.lost())
+            lost = tuple(f"{each} was read or written and cannot be put back" for each in state.python.lost())
             return replace(report, notes=(*report.notes, *lost))
     except OptionsError:
         raise
