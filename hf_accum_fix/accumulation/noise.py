@@ -40,8 +40,24 @@ def random_states_kept(devices: Sequence[int] | None = None, device_type: str = 
         np.random.set_state(numpy_state)
 
 
+def seed(number: int) -> None:
+    """Seed the generators of Python, numpy and torch."""
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def random_state() -> bytes:
+    """The states of the generators of `seed`; unchanged unless something drew a number."""
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    of_torch = [each.numpy() for each in (torch.get_rng_state(), *devices)]
+    return dumps((random.getstate(), np.random.get_state(), of_torch))
+
+
 def generator_state(value: Any) -> bytes:
-    """The state of a generator."""
+    """The state of a generator; the same bytes unless it drew a number."""
+    if isinstance(value, torch.Generator):
+        return dumps(value.get_state().numpy())
     if isinstance(value, np.random.Generator):
         return dumps(value.bit_generator.state)
     return dumps(value.getstate() if isinstance(value, random.Random) else value.get_state())
@@ -49,10 +65,13 @@ def generator_state(value: Any) -> bytes:
 
 def set_generator_state(value: Any, state: bytes) -> None:
     """Restore a state of `generator_state`."""
-    if isinstance(value, np.random.Generator):
-        value.bit_generator.state = loads(state)
+    before = loads(state)
+    if isinstance(value, torch.Generator):
+        value.set_state(torch.from_numpy(before))
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = before
     else:
-        (value.setstate if isinstance(value, random.Random) else value.set_state)(loads(state))
+        (value.setstate if isinstance(value, random.Random) else value.set_state)(before)
 
 
 class WithoutNoise(TorchFunctionMode):

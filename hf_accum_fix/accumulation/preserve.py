@@ -179,17 +179,21 @@ class overridden(AbstractContextManager[None]):
             setattr(self._holder, self._name, self._before)
 
 
+def eagerly() -> AbstractContextManager[object]:
+    """Run compiled modules without compiling them; torch before 2.6 cannot."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    return nullcontext() if stance is None else stance("force_eager")
+
+
 @contextmanager
 def preserved_state(
     model: nn.Module, *others: object, leave: Iterable[object] = (), sharded: bool = False
 ) -> Iterator[Preserved]:
     """Run forwards as in training, without gradient, and restore everything; arguments as `Preserved`'s."""
-    stance = getattr(torch.compiler, "set_stance", None)
-    eager: AbstractContextManager[Any] = stance("force_eager") if stance is not None else nullcontext()
     with (
         random_states_kept(),
         torch.no_grad(),
-        eager,
+        eagerly(),
         warnings.catch_warnings(),
         Preserved(model, *others, leave=leave, sharded=sharded) as state,
     ):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import products_are_rounded
+from hf_accum_fix.accumulation.noise import random_state, seed
 from hf_accum_fix.accumulation.preserve import Preserved, overridden
 from hf_accum_fix.accumulation.python_state import RANDOM_NUMBERS
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
@@ -21,7 +22,6 @@ from hf_accum_fix.overrides.evaluation import loss_alone
 from hf_accum_fix.overrides.live import compute_loss_of, hands_number
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, on_cpu, summed, take
-from hf_accum_fix.verification.restore import random_state, seed
 from hf_accum_fix.verification.sample import Collate, micro_batches
 
 FULL = "full batch in one forward"

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
+from hf_accum_fix.accumulation.noise import seed
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.python_state import reached
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
@@ -26,7 +27,6 @@ from hf_accum_fix.accumulation.window import has_rows
 from hf_accum_fix.data.balancing import Samples
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.verification.restore import seed
 
 logger = logging.getLogger("hf_accum_fix")
 

@@ -23,7 +23,6 @@ from hf_accum_fix.upstream.seams import VERIFY
 from hf_accum_fix.verification.compare import CANNOT, compare, gathered
 from hf_accum_fix.verification.dry_run import copy_for_split
 from hf_accum_fix.verification.evaluate import evaluate
-from hf_accum_fix.verification.modes import active_mode, options_of
 from hf_accum_fix.verification.reference import Reference, Scene, Split, compute, without_outputs
 from hf_accum_fix.verification.report import (
     PATCHED,
@@ -33,7 +32,7 @@ from hf_accum_fix.verification.report import (
     could_not_tell,
     judge_own,
 )
-from hf_accum_fix.verification.restore import restored, without_dropout
+from hf_accum_fix.verification.restore import active_mode, options_of, restored, without_dropout
 from hf_accum_fix.verification.sample import Drawn, draw, micro_batches, splits_of
 
 #: Further global batches in which to look for one whose samples have different numbers of items.
