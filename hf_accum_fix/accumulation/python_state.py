@@ -92,9 +92,9 @@ class PythonState:
         """Restore, also after an error, and put the streams in their places again."""
         self.restore()
         for each in self._kept:
-            for key, value in each.before.items() if each.kind is _ITEMS else ():
-                if isinstance(value, _Stream):
-                    each.holder[key] = value.rewound()
+            if each.kind is _ITEMS:
+                streams = {key: value for key, value in each.before.items() if isinstance(value, _Stream)}
+                _methods(each.holder).update(each.holder, {key: value.rewound() for key, value in streams.items()})
 
 
 # --- what is reachable ------------------------------------------------------------------------------------------------
@@ -120,7 +120,8 @@ def _walk(
         kept = []
         for holder, kind, name in _parts(each, id(each) in rooted, follow_modules, thorough):
             if wrap and kind is _ITEMS and len(holder) <= _MOST_ELEMENTS:
-                holder.update({key: _Stream(value) for key, value in holder.items() if _is_stream(value)})
+                streams = {key: _Stream(value) for key, value in _get_items(holder).items() if _is_stream(value)}
+                _methods(holder).update(holder, streams)
             kept.append(_Kept(holder, kind, name, kind.get(holder)))
         yield each, kept
         for held in (part.before for part in kept):
@@ -145,10 +146,12 @@ def _parts(value: Any, is_root: bool, follow_modules: bool, thorough: bool) -> I
             yield value, _DATA, ""
         if isinstance(value, nn.Parameter) and follow_modules:
             yield value, _GRADIENT, cls.__name__
-    elif isinstance(value, np.ndarray) and value.size > _MOST_NUMBERS:
-        if thorough and value.flags.writeable:
-            yield value, _HUGE, f"an array of {value.size} numbers"
-    elif kind is not None and (followed or cls in _KINDS):
+    elif isinstance(value, np.ndarray):
+        is_huge = value.size > _MOST_NUMBERS
+        if value.flags.writeable and (thorough or (cls is np.ndarray and not is_huge)):
+            yield value, _HUGE if is_huge else _ARRAY, f"an array of {value.size} numbers" if is_huge else ""
+    # Containers of libraries may make their values as these are read.
+    elif kind is not None and (cls in _KINDS or not _is_machinery(cls) or (thorough and kind not in _CONTAINERS)):
         yield value, kind, RANDOM_NUMBERS if isinstance(value, GENERATORS) else ""
     if cls is _Stream:
         return
@@ -207,7 +210,7 @@ class _Kept(NamedTuple):
 def _same(before: Any, now: Any) -> bool:
     """Whether a state is the same: the same objects, or the same numbers."""
     if isinstance(before, dict):
-        return not _differing(before, now)
+        return len(now) == len(before) and all(now.get(name, _ABSENT) is each for name, each in before.items())
     if isinstance(before, list):
         return len(now) == len(before) and all(map(operator.is_, now, before))
     if isinstance(before, Tensor):
@@ -234,11 +237,18 @@ def _matters(before: Any, now: Any) -> bool:
     )
 
 
+def _get_items(value: dict[Any, Any]) -> dict[Any, Any]:
+    return dict(_methods(value).items(value))
+
+
 def _put_items(value: dict[Any, Any], before: Mapping[Any, Any]) -> None:
-    # Bypass the overrides of a subclass.
-    methods: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-    methods.clear(value)
-    methods.update(value, before)
+    _methods(value).clear(value)
+    _methods(value).update(value, before)
+
+
+def _methods(value: dict[Any, Any]) -> Any:
+    """Those of the class that bypass the overrides of a subclass."""
+    return OrderedDict if isinstance(value, OrderedDict) else dict
 
 
 def _put_elements(value: Any, before: Iterable[Any]) -> None:
@@ -324,7 +334,13 @@ def _is_stream(value: object) -> bool:
     return known and isinstance(value, Iterator)
 
 
-_ITEMS = _Kind(dict, _put_items)
+_ITEMS = _Kind(_get_items, _put_items)
+_LIST = _Kind(lambda value: value[:], _put_all)
+_DEQUE = _Kind(list, _put_elements)
+_SET = _Kind(frozenset, _put_elements)
+_TUPLE = _Kind(tuple, None)
+_CONTAINERS = (_ITEMS, _LIST, _DEQUE, _SET, _TUPLE)
+_ARRAY = _Kind(np.copy, lambda value, before: np.copyto(value, before))
 _SLOTS = _named(_slots)
 _GRADIENT = _named(lambda value: {"grad": value.grad, "requires_grad": value.requires_grad})
 _DATA = _Kind(lambda value: value.data, lambda value, before: setattr(value, "data", before))
@@ -332,13 +348,10 @@ _HUGE = _Kind(lambda value: crc32(value.tobytes()), None)
 _IN_C = _Kind(bytes, lambda value, before: ctypes.memmove(ctypes.byref(value), before, len(before)))
 _KINDS: Mapping[type, _Kind] = {
     **dict.fromkeys((dict, defaultdict, OrderedDict, Counter), _ITEMS),
-    **dict.fromkeys((list, bytearray, array), _Kind(lambda value: value[:], _put_all)),
+    **dict.fromkeys((list, bytearray, array), _LIST),
     **dict.fromkeys((ctypes.Array, ctypes._SimpleCData), _IN_C),
     **dict.fromkeys(GENERATORS, _Kind(generator_state, set_generator_state)),
-    deque: _Kind(list, _put_elements),
-    set: _Kind(frozenset, _put_elements),
-    tuple: _Kind(tuple, None),
-    np.ndarray: _Kind(np.copy, lambda value, before: np.copyto(value, before)),
+    **{deque: _DEQUE, set: _SET, tuple: _TUPLE},
     type: _named(lambda cls: dict(vars(cls))),
     types.FunctionType: _Kind(_variables, _put_variables),
     types.MethodType: _Kind(lambda value: (value.__self__, value.__func__), None),
