@@ -6,7 +6,7 @@ import copy
 import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -40,6 +40,10 @@ _ONE_STEP = {
     "optim": "adamw_torch",
     "past_index": -1,
 }
+
+
+#: The attribute of a trainer with the model as the loop has wrapped it.
+_WRAPPED: Final = "_hf_accum_fix_wrapped"
 
 
 class DryRun(NamedTuple):
@@ -124,11 +128,12 @@ def dry_run(trainer: TrainerLike, split: Split, step: int = 0) -> DryRun:
     """Run one window through the trainer's own ``train()``: loop, engine, reduction over ranks.
 
     For a later step, run the window twice, so that code that counts its own calls is past its first window. The model
-    that the loop has wrapped stays with the trainer, for the next run.
+    as the loop has wrapped it stays with the trainer, for the next run.
     """
     parameters = split.scene.parameters
     actor = copy_for_split(trainer, split.per_device, split.steps, step)
     actor.callback_handler.callbacks.append(_StartAtStep(max(step - 1, 0)))
+    actor.model_wrapped = vars(trainer).get(_WRAPPED, trainer.model_wrapped)
     optimizer = KeepGradient(parameters)
     actor.optimizer, actor.lr_scheduler = optimizer, LambdaLR(optimizer, lambda _: 1.0)
     actor.create_optimizer = actor.create_scheduler = actor.create_optimizer_and_scheduler = _nothing
@@ -154,7 +159,7 @@ def dry_run(trainer: TrainerLike, split: Split, step: int = 0) -> DryRun:
     actor.accelerator.clip_grad_norm_ = functools.partial(_unclipped, actor.accelerator)
     actor.train()
     take(parameters)  # Those of micro-batches after the last step.
-    trainer.model_wrapped = actor.model_wrapped
+    vars(trainer)[_WRAPPED] = actor.model_wrapped
     router = getattr(actor.__dict__.get(SESSION), "router", None)
     return DryRun(optimizer.kept, float(sum(losses)), len(losses), router)
 
