@@ -70,12 +70,13 @@ def _judged(blank: SplitResult, split: Split, reference: Reference, run: DryRun)
     norm = math.sqrt(float(products[0, 0])) if products[0, 0] >= 0 else math.nan
     along = float(products[0, 1:].sum())
     error = _worst(scene.world_size, distance(run.gradient, *wanted) / (right or 1.0))
+    logged = _mean(scene.world_size, run.loss)
     result = replace(
         blank,
         norm_ratio=norm / right if right else None,
         error=error,
         cosine=along / (norm * right) if norm * right else None,
-        loss_ratio=_mean(scene.world_size, run.loss) / loss if loss else None,
+        loss_ratio=logged / loss if loss else None,
     )
     least = min(0.3, 1 / count if count > 1 else 0.3)
     if error <= tolerance and (factor := _hidden_factor(reference, least)):
