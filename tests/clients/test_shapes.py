@@ -565,6 +565,16 @@ def test_verify_runs_a_step_of_its_own(tmp_path: Path) -> None:
     trainer = trainer_of(head, tmp_path, SkippingStep)
     report = verify(trainer)
     assert all((each.error <= 1e-14) is (each.mode == "apply()" or each.steps == 1) for each in report.results)
+    assert all(each.loss_ratio == pytest.approx(1) for each in report.results if each.mode == "apply()")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", [MakesInputs, DividesWhatItMade])
+def test_verify_runs_a_step_that_makes_its_inputs(trainer: type[Trainer], tmp_path: Path) -> None:
+    found = trainer_of(PROMPTS, tmp_path, trainer)
+    ours = [each for each in verify(found, splits=[(8, 1), (2, 4), (1, 8)]).results if each.mode == "apply()"]
+    assert len(ours) == 3 and found.made == 0
+    assert all(each.error <= 1e-14 and each.loss_ratio == pytest.approx(1) for each in ours)
 
 
 @pytest.mark.slow
