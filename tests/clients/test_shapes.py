@@ -547,6 +547,12 @@ class LoadsByTorch(Ordered):
         return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
+@splits
+@pytest.mark.parametrize("loads", [LoadsBatches, LoadsByTorch])
+def test_a_loader_that_collates_nothing(loads: type[Trainer], split: tuple[int, int]) -> None:
+    assert_exact(Case("loads", MLM, loads), split)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loads", [LoadsBatches, LoadsByTorch])
 def test_verify_takes_the_batches_of_a_loader_apart_that_collates_nothing(loads: type[Trainer], tmp_path: Path) -> None:
