@@ -42,6 +42,8 @@ logger = logging.getLogger("hf_accum_fix")
 
 #: Cached at import: the look-up costs more than a micro-batch.
 _LAST_NOT_REDUCED = is_present("last-micro-batch-not-reduced", transformers.__version__)
+#: Stock passes no count to heads that would divide by it, so they return their own mean.
+_NUMBER_DROPPED = is_present("item-count-dropped-again", transformers.__version__)
 #: Methods between a micro-batch and the base's loss.
 _BETWEEN = ("compute_loss", "_prepare_inputs", "_prepare_input", "training_step", "get_batch_samples")
 
@@ -474,7 +476,9 @@ def _stock_factors(session: Session, window: Window, part: Part, scale: float) -
     if contract.has_router_loss and contract.by_number:
         # Two terms with different factors.
         return None, of_means
-    if contract.reduction is Reduction.NUMBER and number is not None and float(number):
+    by_number = contract.reduction is Reduction.NUMBER
+    if by_number and not _NUMBER_DROPPED and number is not None and float(number):
         # Unless upstream averages, a rank divides by its own count, about 1/W of the total.
         return undivided / len(window.batches) * float(window.counts.total) / float(number), None
-    return of_means if contract.reduction is Reduction.MEAN else None, None
+    is_mean = contract.reduction is Reduction.MEAN or (by_number and _NUMBER_DROPPED)
+    return of_means if is_mean else None, None
