@@ -74,7 +74,8 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     blocks = [each for each in sorted({blocks for _, blocks in BLOCKS}) if rows % each == 0]
     for number in blocks:
         height = rows // number
-        in_blocks = [each for each in alike if all(_is_plain(v) and len(v) in (rows, height) for v in _sized(each))]
+        flat = [each for each in alike if not any(isinstance(value, Mapping) for value in each.values())]
+        in_blocks = [each for each in flat if all(_is_plain(v) and len(v) in (rows, height) for v in _sized(each))]
         if height > 1 and in_blocks and in_blocks[0] is batch:
             yield from _of_one_kind(f"{number} blocks", _across_blocks(in_blocks, height, number))
     for kind in ("merged", "interleaved") if by_row else ():

@@ -82,15 +82,16 @@ class KeepGradient(torch.optim.Optimizer):
         self.kept = take(self.parameters)
 
 
-class _StartAtStep(TrainerCallback):
-    """Start the training at a later step."""
+class _AtBegin(TrainerCallback):
+    """Start the training at a later step, and call a function once its methods are wrapped."""
 
-    def __init__(self, step: int) -> None:
-        self._step = step
+    def __init__(self, step: int, function: Callable[[], None]) -> None:
+        self._step, self._function = step, function
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the step, because the trainer's own code may read it."""
         state.global_step = self._step
+        self._function()
 
 
 def copy_for_split(trainer: TrainerLike, per_device: int, steps: int, step: int = 0) -> Any:
@@ -132,7 +133,6 @@ def dry_run(trainer: TrainerLike, split: Split, step: int = 0) -> DryRun:
     """
     parameters = split.scene.parameters
     actor = copy_for_split(trainer, split.per_device, split.steps, step)
-    actor.callback_handler.callbacks.append(_StartAtStep(max(step - 1, 0)))
     actor.model_wrapped = vars(trainer).get(_WRAPPED, trainer.model_wrapped)
     optimizer = KeepGradient(parameters)
     actor.optimizer, actor.lr_scheduler = optimizer, LambdaLR(optimizer, lambda _: 1.0)
@@ -142,20 +142,22 @@ def dry_run(trainer: TrainerLike, split: Split, step: int = 0) -> DryRun:
     actor.get_train_dataloader = lambda *_, **__: loader
     losses: list[Tensor] = []
     windows = 0
-    own_step: Callable[..., Tensor] = actor.training_step
 
-    @functools.wraps(own_step)
-    def training_step(*args: Any, **kwargs: Any) -> Tensor:
-        nonlocal windows
-        if optimizer.steps != windows:
-            windows = optimizer.steps
-            losses.clear()
-        loss = own_step(*args, **kwargs)
-        if getattr(actor.__dict__.get(SESSION), "base_loss", None) is None:
+    def listen() -> None:
+        outermost: Callable[..., Tensor] = actor.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Tensor:
+            nonlocal windows
+            if optimizer.steps != windows:
+                windows = optimizer.steps
+                losses.clear()
+            loss = outermost(*args, **kwargs)
             losses.append(loss.detach().double())
-        return loss
+            return loss
 
-    actor.training_step = training_step
+        actor.training_step = training_step
+
+    actor.callback_handler.callbacks.append(_AtBegin(max(step - 1, 0), listen))
     actor.accelerator.clip_grad_norm_ = functools.partial(_unclipped, actor.accelerator)
     actor.train()
     take(parameters)  # Those of micro-batches after the last step.
