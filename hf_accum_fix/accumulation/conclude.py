@@ -123,7 +123,7 @@ class Candidate:
         return not any(self.values) and None not in self.values and self.spec.how is not How.ROUTER
 
     def judged(self, doubt: str = "", *, shows: bool = True, grows: bool = False, **spec: Any) -> Candidate:
-        """With the conclusion from its values; ``grows``: a batch's is larger than both of its parts'."""
+        """With the conclusion from its values; ``grows``: a batch's is nearer to the sum of its parts than to either."""
         return replace(self, spec=replace(self.spec, **spec), doubt=doubt, shows=shows, grows=grows)
 
 
@@ -491,8 +491,9 @@ def _unreadable(candidate: Candidate, compared: Comparison, tolerance: float) ->
             if _adds_up(sums, tolerance):
                 doubt = "" if name.startswith(DECLARED) else doubt
                 return candidate.judged(doubt, how=How.MEAN, counts=(), rules=(rule,), count=n[0])
-    # A weighted mean lies between its parts. A part of zero is inconclusive.
-    grows = None not in values and abs(values[0] or 0.0) > max(abs(values[1] or 0.0), abs(values[2] or 0.0))
+    # A weighted mean lies between its parts; this is nearer to their sum. A part of zero is inconclusive.
+    least, most = sorted(abs(value or 0.0) for value in values[1:])
+    grows = None not in values and abs(values[0] or 0.0) > most + least / 2
     return candidate.judged(doubt, how=How.PLAIN, shows=0.0 not in values, grows=grows)
 
 
