@@ -83,15 +83,16 @@ class KeepGradient(torch.optim.Optimizer):
         self.kept = take(self.parameters)
 
 
-class _StartAtStep(TrainerCallback):
-    """Start the training at a later step."""
+class _Begin(TrainerCallback):
+    """Start the training at a later step, and record its losses."""
 
-    def __init__(self, step: int) -> None:
-        self._step = step
+    def __init__(self, step: int, record: Callable[[], None]) -> None:
+        self._step, self._record = step, record
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the step, because the trainer's own code may read it."""
         state.global_step = self._step
+        self._record()
 
 
 def copy_for_split(trainer: TrainerLike, per_device: int, steps: int, step: int = 0) -> Any:
@@ -148,7 +149,6 @@ def dry_run(
         step: the optimizer step to run, from 0.
     """
     actor = copy_for_split(trainer, split.per_device, split.steps, step)
-    actor.callback_handler.callbacks.append(_StartAtStep(max(step - 1, 0)))
     if wrapped is not None:
         actor.model_wrapped = wrapped
     optimizer = KeepGradient(parameters)
@@ -158,20 +158,23 @@ def dry_run(
     actor.get_train_dataloader = lambda *_, **__: _loader(actor, micro_batches, samples)
     losses: list[Tensor] = []
     windows = 0
-    own_step: Callable[..., Tensor] = actor.training_step
 
-    @functools.wraps(own_step)
-    def training_step(*args: Any, **kwargs: Any) -> Tensor:
-        nonlocal windows
-        if optimizer.steps != windows:
-            windows = optimizer.steps
-            losses.clear()
-        loss = own_step(*args, **kwargs)
-        if getattr(actor.__dict__.get(SESSION), "base_loss", None) is None:
+    def record() -> None:
+        # Only now is the step what the loop calls: apply() wraps a custom one as training begins.
+        step: Callable[..., Tensor] = actor.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Tensor:
+            nonlocal windows
+            if optimizer.steps != windows:
+                windows = optimizer.steps
+                losses.clear()
+            loss = step(*args, **kwargs)
             losses.append(loss.detach().double())
-        return loss
+            return loss
 
-    actor.training_step = training_step
+        actor.training_step = training_step
+
+    actor.callback_handler.callbacks.append(_Begin(max(step - 1, 0), record))
     actor.accelerator.clip_grad_norm_ = functools.partial(_unclipped, actor.accelerator)
     actor.train()
     take(parameters)  # Those of micro-batches after the last step.

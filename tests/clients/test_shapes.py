@@ -532,6 +532,7 @@ def test_verify_runs_a_step_of_its_own(tmp_path: Path) -> None:
     trainer = trainer_of(head, tmp_path, SkippingStep)
     report = verify(trainer)
     assert all((each.error <= 1e-14) is (each.mode == "apply()" or each.steps == 1) for each in report.results)
+    assert all(each.loss_ratio == pytest.approx(1) for each in report.results if each.mode == "apply()")
 
 
 @pytest.mark.slow
