@@ -262,7 +262,7 @@ def _added(candidates: Sequence[Candidate], compared: Comparison) -> How:
 def _nothing_seen(whole: Reading, rules: Sequence[Items]) -> LossContract:
     """The contract of a loss that is constant, zero or not finite: it is observed again in the next window."""
     # Another term may have targets of its own.
-    shows = any(math.isfinite(each.value) for each in whole.terms if each.value)
+    shows = any(math.isfinite(each.value) for each in whole.terms if each.value and not each.router)
     empty = not shows and not min(float(rule.count(whole.batch)) for rule in rules if rule.keys == rules[0].keys)
     reason = NO_TARGET_SEEN if empty else "the loss of samples with targets is zero, not finite or without gradient"
     return LossContract(Reduction.MEAN, rules[0], dtype=whole.dtype, conclusive=False, reason=reason)

@@ -123,6 +123,7 @@ class MicroBatch:
         session: of the trainer.
         window: that contains it.
         batch: as fetched.
+        is_own: the step got it, not another object.
         inputs: of its forward, as a ``compute_loss`` got them.
         zero_weight: it counts nothing.
         losses: of it that were weighted.
@@ -135,6 +136,7 @@ class MicroBatch:
         # If the step gets another object, take the batch at its place.
         at_its_place = window.batches[min(window.done, len(window.batches) - 1)]
         self.batch = next((batch for batch in window.batches if batch is inputs), at_its_place)
+        self.is_own = self.batch is inputs
         self.inputs = dict(inputs) if isinstance(inputs, Mapping) else {}
         self.zero_weight = isinstance(inputs, ZeroWeightBatch)
         self.losses = 0
@@ -221,7 +223,7 @@ class MicroBatch:
             return run_by_rule(
                 contract,
                 ZeroWeightBatch(inputs) if self.zero_weight else inputs,
-                None,
+                self.window.count_of(self.batch) if self.is_own else None,
                 normalizer,
                 lambda inputs, number: session.unscaled_loss(model, inputs, number),
                 own_loss=session.func is not None,

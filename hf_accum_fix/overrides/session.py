@@ -19,7 +19,8 @@ from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, How, LossContract, Reduction, router_loss
 from hf_accum_fix.accumulation.observe import observe, shift_of
 from hf_accum_fix.accumulation.own_division import BATCH_SIZE
-from hf_accum_fix.accumulation.preserve import overridden, python_state_kept
+from hf_accum_fix.accumulation.preserve import overridden
+from hf_accum_fix.accumulation.python_state import PythonState
 from hf_accum_fix.accumulation.reading import LossRun
 from hf_accum_fix.accumulation.scaling import loss_among
 from hf_accum_fix.core.contracts import remarks, settle
@@ -259,7 +260,7 @@ class Session(Host):
             trainer.optimizer.train()
         with self.loss_run(batches) as run:
             run.model.train()
-            with nullcontext() if self.custom_loss is None else python_state_kept(trainer, leave=run.leave):
+            with nullcontext() if self.custom_loss is None else PythonState(trainer, leave=run.leave):
                 yield run
 
     @contextmanager
