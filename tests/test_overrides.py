@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -37,6 +36,7 @@ from tests.numerics.parity import (
     Recorder,
     Step,
     StockRecorder,
+    applied,
     cut,
     reference_step,
     take_step,
@@ -314,7 +314,7 @@ def test_evaluation_is_untouched(tmp_path: Path) -> None:
     def evaluated(path: str) -> float:
         step = take_step(MLM, MLM.samples, 2, 4, path, tmp_path, learning_rate=0.0, per_device_eval_batch_size=3)
         step.trainer.eval_dataset = list(MLM.samples)
-        with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext():
+        with applied(path):
             return float(step.trainer.evaluate()["eval_loss"])
 
     assert evaluated("stock") == evaluated("apply") == evaluated("trainer")

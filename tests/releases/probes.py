@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -39,7 +39,7 @@ from tests.numerics.heads.multimodal import IMAGE_TOKEN
 from tests.numerics.heads.own import func_reference, func_with_mean, func_with_number
 from tests.numerics.heads.samples import images, one_class, speech, text, with_labels
 from tests.numerics.heads.text import prompt_tuning
-from tests.numerics.parity import StockRecorder, cut, reference_step, trainable, training_arguments
+from tests.numerics.parity import StockRecorder, cut, flat, reference_step, relative, train, trainer_of
 
 Gradient = dict[str, Tensor]
 Where = Literal["before", "inside", "after"]
@@ -282,32 +282,20 @@ def run(head: Head, per_device: int = 2, accumulate: int = 4, *, stream: bool = 
     """Train the head on its samples in order, one step of plain SGD at lr 1 unless the arguments say otherwise."""
     if "compute_loss_func" in head.trainer and not _takes("compute_loss_func"):
         raise UnavailableError("this Trainer takes no compute_loss_func")
-    model = head.build()
-    before = trainable(model)
-    trainer = _trainer(head, model, per_device, accumulate, stream=stream, **arguments)
-    trainer.train()
-    steps = [
-        [each for each in trainer.micro_batches if each.after == step] for step in range(trainer.state.global_step)
-    ]
-    change = {name: after - before[name] for name, after in trainable(model).items()}
-    log = next((entry["loss"] for entry in trainer.state.log_history if "loss" in entry), math.nan)
-    return Run(change, log, steps)
+    found = train(lambda: _trainer(head, per_device, accumulate, stream=stream, **arguments))
+    micro_batches, steps = found.trainer.micro_batches, range(found.trainer.state.global_step)
+    by_step = [[each for each in micro_batches if each.after == step] for step in steps]
+    return Run(found.change, next(iter(found.losses), math.nan), by_step)
 
 
-def _trainer(
-    head: Head, model: nn.Module, per_device: int, accumulate: int, *, stream: bool = False, **arguments: Any
-) -> Watched:
+def _trainer(head: Head, per_device: int, accumulate: int, *, stream: bool = False, **arguments: Any) -> Watched:
     if dist.is_initialized():
         arguments["ddp_backend"] = "gloo"
     output = Path(tempfile.gettempdir()) / "hf_accum_fix_probes"
-    return Watched(
-        model=model,
-        args=training_arguments(output, per_device, accumulate, **{**head.arguments, **arguments}),
-        train_dataset=Stream(head.samples) if stream else list(head.samples),
-        eval_dataset=list(head.samples),
-        data_collator=head.batch,
-        **head.trainer,
-    )
+    arguments |= {"per_device": per_device, "accumulate": accumulate, "given": {"eval_dataset": list(head.samples)}}
+    samples = Stream(head.samples) if stream else head.samples
+    made: Watched = trainer_of(head, output, Watched, samples=samples, **arguments)
+    return made
 
 
 def _takes(argument: str) -> bool:
@@ -323,20 +311,16 @@ def averaged() -> dict[str, bool]:
 # --- measures -------------------------------------------------------------------------------------------------------
 
 
-def flat(gradient: Mapping[str, Tensor]) -> Tensor:
-    return torch.cat([gradient[name].flatten() for name in sorted(gradient)])
-
-
 def factor(found: Gradient, wanted: Gradient) -> float:
     """What ``wanted`` has to be multiplied by to give ``found``; nan where no factor does."""
-    a, b = flat(found), flat(wanted)
+    a, b = flat(found, wanted), flat(wanted, wanted)
     times = float(a @ b / (b @ b))
     return times if float((a - times * b).norm()) <= 1e-3 * float(a.norm()) else math.nan
 
 
 def distance(found: Gradient, wrong: Gradient, right: Gradient) -> float:
     """How far ``found`` is from ``wrong``, in units of how far ``right`` is from it: 0 is wrong, 1 is right."""
-    return float((flat(found) - flat(wrong)).norm() / (flat(right) - flat(wrong)).norm())
+    return relative(found, wrong) / relative(right, wrong)
 
 
 def right_step(head: Head, per_device: int) -> tuple[Gradient, float]:
@@ -410,8 +394,9 @@ def router_term(head: Head) -> float:
         own = head.loss(model, dict(batch)) if head.loss is not None else model(**batch)["loss"] - ROUTER * aux
         main.append(own)
         router.append(ROUTER * aux)
-    basis = [flat(descent(model, torch.stack(terms).mean())) for terms in (main, router)]
-    found = flat(run(head).change)
+    change = run(head).change
+    basis = [flat(descent(model, torch.stack(terms).mean()), change) for terms in (main, router)]
+    found = flat(change, change)
     solved = torch.linalg.lstsq(torch.stack(basis, dim=1), found[:, None])
     rest = found - torch.stack(basis, dim=1) @ solved.solution[:, 0]
     return float(solved.solution[1]) if float(rest.norm()) <= 1e-3 * float(found.norm()) else math.nan
@@ -537,7 +522,7 @@ def averaging_without_count() -> float:
 
 def evaluation_loss(build: Callable[[], nn.Module]) -> float:
     head = module(build)
-    trainer = _trainer(head, head.build(), 2, 2, per_device_eval_batch_size=2, **averaged())
+    trainer = _trainer(head, 2, 2, per_device_eval_batch_size=2, **averaged())
     return float(trainer.evaluate()["eval_loss"]) / right_step(head, 2)[1]
 
 
@@ -545,7 +530,7 @@ def drift(samples: int, accumulate: int, steps: int) -> float:
     """1 where the two ranks do not hold the same parameters after these steps."""
     trained = run(module(Divides, ragged(samples)), 1, accumulate, max_steps=steps, learning_rate=0.1)
     assert len(trained.steps) == steps
-    found = flat(trained.change)
+    found = flat(trained.change, trained.change)
     first = found.clone()
     dist.broadcast(first, src=0)
     apart = (found - first).norm() / first.norm()

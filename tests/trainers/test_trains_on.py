@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from hf_accum_fix.errors import AccumFixError, OptionsError
 from tests.numerics.heads import HEADS, Batch, DropsKwargs, Sample, TokenModel, seeded, shifted_cross_entropy
 from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import text
-from tests.numerics.parity import training_arguments
+from tests.numerics.parity import applied, training_arguments
 from tests.trainers.custom import CLASSES, MLM, NUMBER, SumOverTheNumber
 from tests.trainers.runs import FLOOR, PAIRS, SINGLES, WHOLE, Case, Cut, Ordered, full_batch, of_texts, run
 
@@ -494,7 +493,7 @@ def test_a_list_of_data_is_not_copied(tmp_path: Path) -> None:
 
     for path in ("stock", "apply"):
         LooksAtItsData.data, LooksAtItsData.same = samples, ()
-        with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext():
+        with applied(path):
             LooksAtItsData(
                 model=NUMBER.build(), args=training_arguments(tmp_path), train_dataset=samples, data_collator=batch
             ).train()
@@ -549,8 +548,8 @@ def test_no_callback_of_ours_is_missed(tmp_path: Path, caplog: pytest.LogCapture
 
 
 def test_a_contract_that_is_none_is_refused_at_once() -> None:
-    with pytest.raises(OptionsError), contextlib.ExitStack() as stack:
-        stack.enter_context(hf_accum_fix.apply(contract="mean"))  # type: ignore[arg-type]
+    with pytest.raises(OptionsError), hf_accum_fix.apply(contract="mean"):  # type: ignore[arg-type]
+        pass
 
 
 class OwnLoader:
