@@ -10,8 +10,6 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,13 +23,14 @@ from torch.utils.checkpoint import checkpoint
 from hf_accum_fix import Items, LossContract, Reduction
 from tests.losses import models
 from tests.losses.models import bare, model_itself
+from tests.losses.seen import Loss, Seen, around, both, classes, full, func, own, tokens
 from tests.losses.verdicts import FLOAT32, HALVES, PAIRS, RATE, SINGLES, UNEVEN, Verdict
 from tests.numerics.heads import HEADS, Batch, Sample, TokenModel, seeded, shifted_cross_entropy
 from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import LENGTHS, generator
 from tests.numerics.parity import StockRecorder
 from tests.trainers import runs, terms
-from tests.trainings import Case, FullLoss, above, computing
+from tests.trainings import Case, FullLoss, computing
 
 EXACT, GRADIENT, EITHER, INEXACT, NAMED = Verdict
 EVEN, THREE = (PAIRS, SINGLES), (PAIRS, SINGLES, UNEVEN)
@@ -55,88 +54,6 @@ def without_targets(samples: Sequence[Sample], rows: Sequence[int] = range(8)) -
     """These have none: nothing of their text is to be predicted."""
     blank = [{**sample, "labels": torch.full_like(sample["labels"], -100)} for sample in samples]
     return [blank[i] if i in rows else sample for i, sample in enumerate(samples)]
-
-
-# --- terms --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a loss is made from: in a micro-batch, or in the whole global batch."""
-
-    logits: Tensor
-    batch: Batch
-    model: Any = None
-
-    @cached_property
-    def tokens(self) -> Tensor:
-        """The mean over next tokens."""
-        return shifted_cross_entropy(self.logits, self.batch["labels"])
-
-    @cached_property
-    def classes(self) -> Tensor:
-        """The mean over texts."""
-        return F.cross_entropy(self.logits[:, 1, :4], self.batch["kind"])
-
-    @property
-    def stack(self) -> Tensor:
-        return torch.stack([self.tokens, self.classes])
-
-    @property
-    def squares(self) -> Tensor:
-        return 0.01 * models.squares(self.model)
-
-    @property
-    def each_token(self) -> tuple[Tensor, Tensor]:
-        """Of every next token its loss, and whether it is a target [b, L - 1]."""
-        labels = self.batch["labels"][:, 1:]
-        return F.cross_entropy(self.logits[:, :-1].transpose(1, 2), labels, reduction="none"), labels != -100
-
-    @property
-    def each_class(self) -> Tensor:
-        return F.cross_entropy(self.logits[:, 1, :4], self.batch["kind"], reduction="none")
-
-    @property
-    def each_row(self) -> list[Tensor]:
-        """Of each text the mean over its tokens."""
-        return [self.rows(slice(row, row + 1)).tokens for row in range(len(self.logits))]
-
-    @property
-    def guarded(self) -> Tensor:
-        """The mean over next tokens, zero where there is none."""
-        losses, valid = self.each_token
-        return (losses * valid).sum() / valid.sum().clamp(min=1)
-
-    @property
-    def flat(self) -> tuple[Tensor, Tensor]:
-        return self.logits[:, :-1].flatten(0, 1), self.batch["labels"][:, 1:].flatten()
-
-    @property
-    def learnt(self) -> Tensor:
-        learnt: Tensor = self.model.s
-        return learnt
-
-    def by(self, logits: Tensor) -> Seen:
-        return replace(self, logits=logits)
-
-    def rows(self, rows: Any) -> Seen:
-        return Seen(self.logits[rows], {key: value[rows] for key, value in self.batch.items()}, self.model)
-
-
-#: The loss of a micro-batch, or of the whole global batch.
-Loss = Callable[[Seen], Tensor]
-
-
-def tokens(s: Seen) -> Tensor:
-    return s.tokens
-
-
-def classes(s: Seen) -> Tensor:
-    return s.classes
-
-
-def both(s: Seen) -> Tensor:
-    return s.tokens + s.classes
 
 
 # --- models -------------------------------------------------------------------------------------------------------
@@ -206,35 +123,8 @@ def even() -> nn.Module:
 
 # --- where a loss stands ------------------------------------------------------------------------------------------
 
-
-def full(loss: Loss) -> FullLoss:
-    return lambda model, batch, step: loss(Seen(model.logits(batch["input_ids"]), batch, model))
-
-
-def own(loss: Loss) -> type:
-    """A compute_loss that never calls super."""
-
-    def compute(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-        outputs = model(input_ids=inputs["input_ids"])
-        return loss(Seen(outputs["logits"], inputs, bare(model))), outputs
-
-    return computing(compute)
-
-
 #: What is made of super's loss, which is the mean over next tokens.
 Change = Callable[[Tensor, Seen], Tensor]
-
-
-def around(change: Callable[[Tensor, Seen, Any], Tensor]) -> type:
-    """``change(loss, seen, trainer)`` of super's loss."""
-    return above(lambda loss, logits, batch, trainer: change(loss, Seen(logits, batch, bare(trainer.model)), trainer))
-
-
-def func(loss: Loss) -> dict[str, Any]:
-    def compute(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        return loss(Seen(outputs["logits"], {**outputs["inputs"], "labels": labels}, outputs["model"]))
-
-    return {"compute_loss_func": compute}
 
 
 def attack(
@@ -1499,9 +1389,7 @@ EASY = [
     *in_both("easy-fours", EXACT, of_fours, right=EVEN, cuts=THREE, **FOURS),
     in_func("easy-pairs", EXACT, dpo, **PAIRED),
     in_super("easy-squares", EXACT, lambda loss, s: loss + s.squares, cuts=THREE),
-    in_super(
-        "easy-z", EXACT, lambda loss, s: loss + 0.01 * models.z_loss(s.logits, models.attended(s.batch)), cuts=THREE
-    ),
+    in_super("easy-z", EXACT, lambda loss, s: loss + 0.01 * s.z, cuts=THREE),
     by_super("easy-unlabelled", EXACT, Unlabelled, with_consistency(2)),
     by_super("easy-unlabelled-in-turn", EITHER, UnlabelledInTurn, with_consistency(8)),
     *(
