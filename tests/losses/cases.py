@@ -93,11 +93,7 @@ class ByNumber(Texts):
     def forward(
         self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **_: Any
     ) -> dict[str, Any]:  # type: ignore[override]
-        logits = self.logits(input_ids)
-        if labels is None:
-            return {"logits": logits}
-        loss = shifted_cross_entropy(logits, labels, reduction="mean" if num_items_in_batch is None else "sum")
-        return {"loss": loss if num_items_in_batch is None else loss / num_items_in_batch, "logits": logits}
+        return self.mean(input_ids, labels, num_items_in_batch)
 
 
 class ForFunctions(Takes):

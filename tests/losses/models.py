@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.numerics.heads import Batch, Sample, TokenModel, shifted_cross_entropy
+from tests.numerics.heads import Batch, Sample, TokenModel, over_number, shifted_cross_entropy
 from tests.numerics.heads.head import collate
 from tests.numerics.heads.samples import LENGTHS, generator, text
 
@@ -190,9 +190,7 @@ class ByNumber(Mean):
     """Divides by the number, where there is one."""
 
     def loss(self, logits: Tensor, labels: Tensor, *, num_items_in_batch: Any = None, **inputs: Any) -> Tensor:
-        if num_items_in_batch is None:
-            return shifted_cross_entropy(logits, labels)
-        return shifted_cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+        return over_number(logits, labels, num_items_in_batch)
 
 
 def mean_of(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], nn.Module]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.numerics.heads import HEADS, Batch, DropsKwargs, Sample, seeded, shifted_cross_entropy
+from tests.numerics.heads import HEADS, Batch, DropsKwargs, Sample, over_number, seeded
 from tests.numerics.heads.head import collate
 from tests.numerics.heads.samples import text
 from tests.trainers.runs import HALVES, PAIRS, Case, Ordered
@@ -189,10 +189,7 @@ class SumOverTheNumber(Ordered):
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         logits = model(input_ids=inputs["input_ids"], labels=inputs["labels"])["logits"]
-        if num_items_in_batch is None:
-            loss = shifted_cross_entropy(logits, inputs["labels"])
-        else:
-            loss = shifted_cross_entropy(logits, inputs["labels"], reduction="sum") / num_items_in_batch
+        loss = over_number(logits, inputs["labels"], num_items_in_batch)
         return (loss, {"logits": logits}) if return_outputs else loss
 
 

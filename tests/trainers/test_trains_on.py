@@ -18,7 +18,16 @@ from transformers import Trainer, TrainerCallback
 
 import hf_accum_fix
 from hf_accum_fix.errors import AccumFixError, OptionsError
-from tests.numerics.heads import HEADS, Batch, DropsKwargs, Sample, TokenModel, seeded, shifted_cross_entropy
+from tests.numerics.heads import (
+    HEADS,
+    Batch,
+    DropsKwargs,
+    Sample,
+    TokenModel,
+    UsesTensor,
+    seeded,
+    shifted_cross_entropy,
+)
 from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import text
 from tests.numerics.parity import applied, training_arguments
@@ -90,21 +99,17 @@ class Forgiving(Ordered):
             return torch.zeros((), dtype=torch.float64)
 
 
-class Picky(TokenModel):
+class Picky(DropsKwargs):
     """Cannot run what begins with a certain token, but is not asked for gradients of it while it is observed."""
 
-    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+    def logits(self, input_ids: Tensor) -> Tensor:
         if torch.is_grad_enabled() and bool((input_ids[:, 0] == 1).any()):
             raise ValueError("an image that cannot be read")
-        return self.mean(input_ids, labels)
+        return super().logits(input_ids)
 
 
 class PickyByNumber(Picky):
-    def forward(self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        out = super().forward(input_ids, labels)
-        if num_items_in_batch is None:
-            return out
-        return {"loss": shifted_cross_entropy(out["logits"], labels, reduction="sum") / num_items_in_batch}
+    forward = UsesTensor.forward
 
 
 def _with_unreadable(*places: int) -> list[Sample]:
@@ -306,31 +311,25 @@ def test_batches_of_any_shape_train(name: str, cut: Cut) -> None:
         stocks_bits(case, cut)
 
 
-class OneAtATime(TokenModel):
+class OneAtATime(DropsKwargs):
     """Written for one sample: two in a batch raise, as images of any size do."""
 
-    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+    error: Exception = ValueError("one sample at a time")
+
+    def logits(self, input_ids: Tensor) -> Tensor:
         if len(input_ids) > 1:
-            raise ValueError("one sample at a time")
-        return self.mean(input_ids, labels)
+            raise self.error
+        return super().logits(input_ids)
 
 
 class OneAtATimeByNumber(OneAtATime):
-    def forward(self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        out = super().forward(input_ids, labels)
-        if num_items_in_batch is None:
-            return out
-        summed = shifted_cross_entropy(out["logits"], labels, reduction="sum")
-        return {**out, "loss": summed / num_items_in_batch}
+    forward = UsesTensor.forward
 
 
-class MemoryForOne(TokenModel):
+class MemoryForOne(OneAtATime):
     """Two samples do not fit, with or without gradient."""
 
-    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
-        if len(input_ids) > 1:
-            raise RuntimeError("CUDA out of memory.")
-        return self.mean(input_ids, labels)
+    error = RuntimeError("CUDA out of memory.")
 
 
 @pytest.mark.parametrize("model", [OneAtATime, OneAtATimeByNumber, MemoryForOne])
