@@ -101,14 +101,15 @@ def steps(trainer: Any) -> int:
 Loss = Any  # (trainer, model, batch, number) -> the loss
 
 
-def case(name: str, loss: Loss, whole: Loss, count: int = 2, head: type = Mean, **more: Any) -> Case:
-    """``whole``: of the global batch, (model, batch, step)."""
+def case(name: str, loss: Loss, whole: Any = None, count: int = 2, head: type = Mean, **more: Any) -> Case:
+    """``whole``: of the global batch, (model, batch, step); None: the same loss, which needs no trainer or number."""
 
     def computed(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
         return loss(trainer, model, inputs, number), {}
 
     more = {"cuts": ((4, 2), (2, 4), (1, 8)), **more}
-    return Case(name, whole, head, windows(count), computing(computed), collate=collated, **more)
+    full = whole or (lambda model, batch, step: loss(None, model, batch, None))
+    return Case(name, full, head, windows(count), computing(computed), collate=collated, **more)
 
 
 def full_kinds(model: Any, batch: Batch, step: int) -> Tensor:
@@ -132,20 +133,12 @@ EXACT = [
         lambda t, m, b, n: tokens(m, b, "sum") / (n / steps(t)) / steps(t),
         full_by_tokens,
     ),
-    case(
-        "tags-beside-classes",
-        lambda t, m, b, n: tagged(m, b) + kinds(m, b),
-        lambda m, b, s: tagged(m, b) + kinds(m, b),
-    ),
+    case("tags-beside-classes", lambda t, m, b, n: tagged(m, b) + kinds(m, b)),
     case("a-vector-of-one", lambda t, m, b, n: tokens(m, b).unsqueeze(0).mean(), full_by_tokens),
     Case(
-        "few-targets-at-first",
-        full_mean,
-        ByNumber,
-        [few_targets(texts(0)), texts(1), texts(2)],
-        cuts=((4, 2), (1, 8)),
+        "few-targets-at-first", full_mean, ByNumber, [few_targets(texts()), texts(1), texts(2)], cuts=((4, 2), (1, 8))
     ),
-]  # fmt: skip
+]
 
 AS_STOCK = [
     case("number-plus-one", lambda t, m, b, n: tokens(m, b, "sum") / (n + 1),
@@ -186,14 +179,14 @@ SAID = [
         lambda m, b, s: 0.5 * kinds(m, b),
         cuts=((4, 2),),
     ),
-    case("balanced-classes", lambda t, m, b, n: balanced(m, b), lambda m, b, s: balanced(m, b), 3),
+    case("balanced-classes", lambda t, m, b, n: balanced(m, b), count=3),
     case(
         "coupled-later",
         lambda t, m, b, n: tokens(m, b) + min(1.0, t.state.global_step / 2) * alike(m, b),
         lambda m, b, s: tokens(m, b) + min(1.0, s / 2) * alike(m, b),
         3,
     ),
-    case("spike-guard", lambda t, m, b, n: guarded(m, b), lambda m, b, s: guarded(m, b)),
+    case("spike-guard", lambda t, m, b, n: guarded(m, b)),
     case(
         "backward-in-compute-loss",
         lambda t, m, b, n: with_backward(t, m, b),
