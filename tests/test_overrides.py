@@ -30,7 +30,7 @@ from hf_accum_fix.errors import ContractError, ForeignPatchError, RankError, Sea
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchTrainer
-from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, shifted_cross_entropy
+from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, log_likelihoods, shifted_cross_entropy
 from tests.numerics.parity import (
     ClassRecorder,
     Recorder,
@@ -196,9 +196,7 @@ class NeedsTheNumber(TokenModel):
     """Has no branch for a missing number; in training the number always comes."""
 
     def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor, **kwargs: Any) -> Any:
-        logits, labels = self.logits(input_ids)[:, :-1], labels[:, 1:]
-        valid = labels != -100
-        log_p = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        log_p, valid = log_likelihoods(self.logits(input_ids), labels)
         return {"loss": -(log_p * valid).sum() / num_items_in_batch}
 
 

@@ -23,6 +23,12 @@ def over_number(logits: Tensor, labels: Tensor, number: Any = None) -> Tensor:
     return shifted_cross_entropy(logits, labels, reduction="sum") / number
 
 
+def log_likelihoods(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Of every next token, by no loss function of torch, and whether it is a target [b, L - 1]."""
+    logits, labels = logits[:, :-1], labels[:, 1:]
+    return logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0], labels != -100
+
+
 def smoothing_reference(epsilon: float, shift: bool = True) -> Callable[[nn.Module, Batch], Tensor]:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         labels = batch.pop("labels")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.numerics.heads.head import FLOAT64, VOCABULARY, Batch, Head, Sample, seeded
-from tests.numerics.heads.losses import over_number, shifted_cross_entropy
+from tests.numerics.heads.losses import log_likelihoods, over_number, shifted_cross_entropy
 from tests.numerics.heads.samples import first_is_target, text
 from tests.numerics.heads.text import llama
 
@@ -25,9 +25,7 @@ def func_with_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None)
 
 def func_by_hand(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     """No loss function of torch in it, so nothing can be watched."""
-    logits, labels = outputs["logits"][:, :-1].double(), labels[:, 1:]
-    valid = labels != -100
-    log_p = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    log_p, valid = log_likelihoods(outputs["logits"].double(), labels)
     return -(log_p * valid).sum() / num_items_in_batch
 
 
