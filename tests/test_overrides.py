@@ -31,6 +31,7 @@ from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchTrainer
 from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, log_likelihoods, shifted_cross_entropy
+from tests.numerics.heads.samples import without_targets
 from tests.numerics.parity import (
     ClassRecorder,
     Recorder,
@@ -233,10 +234,6 @@ def test_class_weights_are_counted_as_the_loss_is_made(tmp_path: Path, caplog: p
 # --- windows that tell nothing ----------------------------------------------------------------------------------
 
 
-def _blank(samples: Any) -> list[Any]:
-    return [{**sample, "labels": torch.full_like(sample["labels"], -100)} for sample in samples]
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -252,7 +249,7 @@ def test_windows_without_a_target_settle_nothing(name: str, tmp_path: Path) -> N
     head = HEADS[name]
     no_mask = [{k: v for k, v in sample.items() if k != "attention_mask"} for sample in head.samples]
     samples = no_mask if name in ("llama", "uses-tensor") else list(head.samples)
-    data = [*(_blank(samples) * 4), *samples]
+    data = [*(without_targets(samples) * 4), *samples]
     step = take_step(head, data, 2, 4, "apply", tmp_path, steps=5, learning_rate=0.0)
     norms = next(c.norms for c in step.trainer.callback_handler.callbacks if hasattr(c, "norms"))
     reference = reference_step(head, cut(samples, 2))

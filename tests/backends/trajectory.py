@@ -28,7 +28,7 @@ from tests.backends.rows import DEEPSPEED, FSDP1, FSDP2, TENSOR_PARALLEL, Backen
 from tests.numerics.epochs import Stream
 from tests.numerics.heads import Head, Sample
 from tests.numerics.heads.head import of_class
-from tests.numerics.heads.samples import one_class, text, with_labels
+from tests.numerics.heads.samples import one_class, text, with_labels, without_targets
 from tests.numerics.heads.text import DECODER
 from tests.numerics.parity import applied, moved, recorder, relative, trainable, training_arguments
 
@@ -79,11 +79,7 @@ def furthest(found: Sequence[float], wanted: Sequence[float]) -> float:
 
 def samples_of(head: Head) -> list[Sample]:
     """Twenty samples; the second rank has no item in the second window, however it is cut."""
-    samples = [dict(sample) for sample in (list(head.samples) * 3)[:20]]
-    for index in range(8, 16):
-        if index not in WITH_TARGETS:
-            samples[index]["labels"] = torch.full_like(samples[index]["labels"], -100)
-    return samples
+    return without_targets((list(head.samples) * 3)[:20], {*range(8, 16)} - {*WITH_TARGETS})
 
 
 def built(head: Head, backend: Backend) -> nn.Module:

@@ -27,7 +27,7 @@ from tests.losses.seen import Loss, Seen, around, both, classes, full, func, own
 from tests.losses.verdicts import FLOAT32, HALVES, PAIRS, RATE, SINGLES, UNEVEN, Verdict
 from tests.numerics.heads import HEADS, Batch, Sample, TokenModel, seeded, shifted_cross_entropy
 from tests.numerics.heads.head import Head, collate
-from tests.numerics.heads.samples import LENGTHS, generator
+from tests.numerics.heads.samples import LENGTHS, generator, without_targets
 from tests.numerics.parity import StockRecorder
 from tests.trainers import runs, terms
 from tests.trainings import Case, FullLoss, computing
@@ -48,12 +48,6 @@ def texts(window: int = 0) -> list[Sample]:
 
 def several(count: int, make: Callable[[int], list[Sample]] = texts) -> list[list[Sample]]:
     return [make(window) for window in range(count)]
-
-
-def without_targets(samples: Sequence[Sample], rows: Sequence[int] = range(8)) -> list[Sample]:
-    """These have none: nothing of their text is to be predicted."""
-    blank = [{**sample, "labels": torch.full_like(sample["labels"], -100)} for sample in samples]
-    return [blank[i] if i in rows else sample for i, sample in enumerate(samples)]
 
 
 # --- models -------------------------------------------------------------------------------------------------------

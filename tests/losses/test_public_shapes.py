@@ -15,6 +15,7 @@ import hf_accum_fix
 from tests.losses.models import ByNumber, Mean, full_mean, texts
 from tests.numerics.heads import Batch, shifted_cross_entropy
 from tests.numerics.heads.head import Sample
+from tests.numerics.heads.samples import without_targets
 from tests.ranks import on_ranks
 from tests.trainings import Case, Cut, computing, train
 
@@ -35,8 +36,7 @@ def windows(count: int) -> list[list[Sample]]:
 
 def few_targets(window: list[Sample]) -> list[Sample]:
     """Of one sample alone."""
-    return [{**sample, "labels": sample["labels"] if row == 3 else sample["labels"].fill_(-100)}
-            for row, sample in enumerate(window)]  # fmt: skip
+    return without_targets(window, {*range(8)} - {3})
 
 
 def collated(samples: Any) -> Batch:
