@@ -30,6 +30,7 @@ from tests.trainings import (
     above,
     as_fetched,
     as_prepared,
+    cells,
     computing,
     in_loss,
     in_step,
@@ -614,12 +615,7 @@ EXACT_OR_SAID = [
 ]
 
 
-def rows(cases: Sequence[Case]) -> Any:
-    cells = [(case, cut) for case in cases for cut in case.cuts]
-    return pytest.mark.parametrize(("case", "cut"), cells, ids=[f"{c.name}-{b}x{g}" for c, (b, g) in cells])
-
-
-@rows(EXACT_OR_SAID)
+@cells(EXACT_OR_SAID)
 def test_exact_or_said(case: Case, cut: Cut, tmp_path: Path) -> None:
     with hf_accum_fix.apply():
         training = train(case, cut, tmp_path)
@@ -629,7 +625,7 @@ def test_exact_or_said(case: Case, cut: Cut, tmp_path: Path) -> None:
         assert training.errors[0] <= max(case.tolerance, 1.000001 * stock.errors[0])
 
 
-@rows(EXACT)
+@cells(EXACT)
 def test_exact_and_nothing_said(case: Case, cut: Cut, tmp_path: Path) -> None:
     with hf_accum_fix.apply():
         training = train(case, cut, tmp_path)

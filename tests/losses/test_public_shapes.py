@@ -17,7 +17,7 @@ from tests.numerics.heads import Batch, shifted_cross_entropy
 from tests.numerics.heads.head import Sample
 from tests.numerics.heads.samples import without_targets
 from tests.ranks import on_ranks
-from tests.trainings import Case, Cut, computing, train
+from tests.trainings import Case, Cut, cells, computing, train
 
 
 def windows(count: int) -> list[list[Sample]]:
@@ -195,12 +195,7 @@ SAID = [
 ]
 
 
-def rows(cases: list[Case]) -> Any:
-    cells = [(each, cut) for each in cases for cut in each.cuts]
-    return pytest.mark.parametrize(("case", "cut"), cells, ids=[f"{c.name}-{b}x{g}" for c, (b, g) in cells])
-
-
-@rows(EXACT)
+@cells(EXACT)
 def test_exact_and_nothing_said(case: Case, cut: Cut, tmp_path: Path) -> None:
     with hf_accum_fix.apply():
         training = train(case, cut, tmp_path)
@@ -208,7 +203,7 @@ def test_exact_and_nothing_said(case: Case, cut: Cut, tmp_path: Path) -> None:
     assert training.exact and [words for _, words in training.said if "no target" not in words] == []
 
 
-@rows(AS_STOCK)
+@cells(AS_STOCK)
 def test_a_hidden_number_keeps_stocks_scale(case: Case, cut: Cut, tmp_path: Path) -> None:
     stock = train(case, cut, tmp_path)
     with hf_accum_fix.apply():
@@ -233,7 +228,7 @@ def test_a_hidden_number_on_two_ranks_is_as_far_off_as_stock(name: str) -> None:
         assert all(o <= max(1.000001 * s, 1e-12) for o, s in zip(ours, stock, strict=True)) and not exact
 
 
-@rows(SAID)
+@cells(SAID)
 def test_said_and_no_worse_than_stock(case: Case, cut: Cut, tmp_path: Path) -> None:
     stock = train(case, cut, tmp_path)
     with hf_accum_fix.apply():
