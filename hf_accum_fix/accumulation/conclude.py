@@ -22,6 +22,8 @@ NUMBERS = (7919, 3571, 5557)
 DECLARED = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")
 #: Nodes that hide a whole loss: compiled code, another library's kernel.
 OPAQUE = (*DECLARED, "CompiledFunction", "CheckpointFunction")
+#: Nodes that are linear on either side of a bend.
+BENDS = ("Abs", "Maximum", "Minimum", "Clamp", "Relu")
 #: Relative tolerance of two values computed alike, by bytes of their dtype.
 _TOLERANCE = {8: 1e-6, 4: 1e-5}
 
@@ -123,7 +125,7 @@ class Candidate:
         return not any(self.values) and None not in self.values and self.spec.how is not How.ROUTER
 
     def judged(self, doubt: str = "", *, shows: bool = True, grows: bool = False, **spec: Any) -> Candidate:
-        """With the conclusion from its values; ``grows``: a batch's is nearer to the sum of its parts than to either."""
+        """With the conclusion from its values; ``grows``: a batch's is near the sum of its parts'."""
         return replace(self, spec=replace(self.spec, **spec), doubt=doubt, shows=shows, grows=grows)
 
 
@@ -491,9 +493,9 @@ def _unreadable(candidate: Candidate, compared: Comparison, tolerance: float) ->
             if _adds_up(sums, tolerance):
                 doubt = "" if name.startswith(DECLARED) else doubt
                 return candidate.judged(doubt, how=How.MEAN, counts=(), rules=(rule,), count=n[0])
-    # A weighted mean lies between its parts; this is nearer to their sum. A part of zero is inconclusive.
+    # A weighted mean lies between its parts; the absolute value of a sum does not. A part of zero is inconclusive.
     least, most = sorted(abs(value or 0.0) for value in values[1:])
-    grows = None not in values and abs(values[0] or 0.0) > most + least / 2
+    grows = name.startswith(BENDS) and None not in values and abs(values[0] or 0.0) > most + least / 2
     return candidate.judged(doubt, how=How.PLAIN, shows=0.0 not in values, grows=grows)
 
 

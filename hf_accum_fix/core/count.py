@@ -184,7 +184,7 @@ def _set_parts(host: Host, counts: WindowCounts, totals: Sequence[Totals], batch
 
 
 def _rules_differ(host: Host, loss: LossState, by_rule: Totals, number: Tensor | None) -> bool:
-    """Whether rules that fit a mean count the window differently; of num_items_in_batch, upstream's is right."""
+    """Whether rules that fit a mean count the window differently; of num_items_in_batch, upstream's is used."""
     contract = loss.contract
     if contract is None or len(by_rule) < 2:
         return False
@@ -194,8 +194,7 @@ def _rules_differ(host: Host, loss: LossState, by_rule: Totals, number: Tensor |
         upstreams = tuple(rule for rule, n in totals.items() if number is not None and n == float(number))
         if upstreams:
             loss.contract = contract.with_rules_of_number(upstreams)
-        else:
-            host.report_inexact("several rules fit its num_items_in_batch, and count a window differently")
+        host.report_inexact("several rules fit its num_items_in_batch, and count the window differently")
     return How.MEAN in differ
 
 

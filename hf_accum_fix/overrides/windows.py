@@ -56,7 +56,12 @@ def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> An
     contract, number = part.contract, counts.number
     if number is not None and contract.items is not None and not contract.custom:
         return counts.total.long()
-    if number is None or part.normalizer.is_whole or not contract.depends_on_number:
+    if number is None or not contract.depends_on_number:
+        return upstream_number
+    if contract.by_number and part.normalizer.is_whole and window.host.on_cpu and counts.total != number:
+        n, upstreams = float(counts.total), float(number)
+        window.host.report_inexact(f"its loss has {n:g} items, and num_items_in_batch counts {upstreams:g}")
+    if part.normalizer.is_whole:
         return upstream_number
     if contract.by_number:
         number = counts.total

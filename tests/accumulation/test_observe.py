@@ -155,7 +155,7 @@ def shares(m: Rows, b: Batch, n: Tensor | None = None) -> Tensor:
     ("loss", "grows"),
     [
         (lambda m, b, n: (ce(m, b, reduction="sum") - 0.1).abs() + 0.1, True),
-        (lambda m, b, n: m(b["x"]).square().sum().mul(1e3).log1p(), False),
+        (lambda m, b, n: m(b["x"]).square().sum().log1p(), False),
         (lambda m, b, n: (ce(m, b) - 0.1).abs() + 0.1, False),
         (lambda m, b, n: (shares(m, b) - 0.1).abs() + 0.1, False),
         (lambda m, b, n: (ce(m, b, reduction="sum") * (1 / b["mask"].sum()) - 0.1).abs(), False),
