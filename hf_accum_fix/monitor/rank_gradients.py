@@ -95,7 +95,7 @@ class RankGradients(Gathered[RankGradientsReading]):
         self._every, self._step = every, 0
         self._squares: list[Tensor] = []
         self._norms: deque[Tensor] = deque(maxlen=_KEPT)
-        self._shifts, self._first = Shifts(bayes_factor=100), 0.0
+        self._shifts, self._first = Shifts(), 0.0
         self._carried: list[tuple[float, ...]] = []
         self.worst: Deviation | None = None
 
