@@ -54,7 +54,7 @@ def judged(scenario: Scenario, runs: int, count: int, seed: int) -> list[Judged]
             its.rank_gradients += [log] * (gradients.judge(read.gradients) is not None)
             for norm, items in read.norms:
                 norms.update(norm, items)
-            alarms = [trend.judge(read.loss, read.rate) for trend in trends]
+            alarms = [trend.judge(read.loss, read.rate, read.epoch) for trend in trends]
             its.loss_over_time += [log for alarm in alarms if alarm is not None and not alarm.observation]
             its.gradient_norm += [log] * (norms.judge(norms.read()) is not None)
     return found

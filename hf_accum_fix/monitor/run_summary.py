@@ -160,12 +160,12 @@ def _of_missing(not_finite: Sequence[float], zeros: Sequence[float], sentinel: S
 
 def _of_loss(run: Run, loss: Series) -> Iterator[Alarm]:
     """What the monitors find in the losses, log by log; and in a run too short for them, by its tenths."""
-    rates = run.series.get("learning_rate", Series((), ()))
-    rate_at = dict(zip(rates.steps, rates.values, strict=True))
+    schedule = (run.series.get(name, Series((), ())) for name in ("learning_rate", "epoch"))
+    rate_at, epoch_at = (dict(zip(its.steps, its.values, strict=True)) for its in schedule)
     judges, seen = (LossTrend(), LossOscillation(), LossStall()), set()
     for step, value in zip(loss.steps, loss.values, strict=True):
         for judge in judges:
-            alarm = judge.add(value, rate_at.get(step, math.nan))
+            alarm = judge.add(value, rate_at.get(step, math.nan), epoch_at.get(step, math.nan))
             if alarm is not None:
                 seen.add(alarm.kind)
                 yield replace(alarm, message=f"by step {step:.0f}, {alarm.message}")
