@@ -81,20 +81,16 @@ class Spread:
             if block is not None:
                 block = level.add(block, math.sqrt(2.0**number))
 
-    def of(self, place: int, shortest: int = 0) -> tuple[float, float]:
+    def of(self, place: int, shortest: int = 0, longest: int | None = None) -> tuple[float, float]:
         """Factor, at least 1, by which the errors of the rank at this index are too small; its degrees of freedom.
 
         Args:
             place: index of the rank.
             shortest: blocks of at least 2**shortest readings count.
+            longest: and of less than 2**longest; None: all longer ones.
         """
-        return _factor([level.variance(place) for level in self._levels[shortest:]])
-
-
-def _factor(variances: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The root of the largest of these variances, at least 1, and its degrees of freedom."""
-    variance, freedom = max(variances)
-    return (math.sqrt(variance), freedom) if variance > 1 else (1.0, MANY)
+        variance, freedom = max(level.variance(place) for level in self._levels[shortest:longest])
+        return (math.sqrt(variance), freedom) if variance > 1 else (1.0, MANY)
 
 
 #: Levels of blocks, each twice as long as the one before; degrees of freedom of the prior variance of 1, over the ranks
