@@ -200,7 +200,9 @@ class Shifts:
         reading = [replace(each, spread=its, freedom_of_spread=freedom) for each, (its, freedom) in pairs]
         self.worst = max(reading, key=lambda each: abs(each.unusual))
         if len(reading) == 2:
-            return max(reading, key=lambda each: each.difference) if self._two.add(reading[0]) else None
+            its = reading[0]
+            apart = self._two.add(its.deviate, its.error, its.tolerance)
+            return max(reading, key=lambda each: each.difference) if apart else None
         shifted = []
         for place, each in enumerate(reading):
             # Each rank adds its own false alarms.

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy
 from numpy import ndarray
-
-if TYPE_CHECKING:
-    from hf_accum_fix.monitor.deviation import Deviation
 
 #: Believed of two ranks: the chance that their levels do not wander; else, with equal chances, the deviation of the
 #: levels' difference, in errors of a reading, and the correlation of one reading's level with the next one's.
@@ -56,12 +52,18 @@ class ShiftOfTwo:
         self._taken, self._precision, self._pull = numpy.empty((3, 0, len(sigma)))
         self._count, self._alarms, self._first_error = 0, 0, 0.0
 
-    def add(self, reading: Deviation) -> bool:
-        """Whether the two ranks have shifted, with this reading of either; not before the tenth."""
+    def add(self, deviate: float, error: float, tolerance: float = 0.0) -> bool:
+        """Whether the two ranks have shifted, with this reading; not before the tenth.
+
+        Args:
+            deviate: difference of the two, in its errors.
+            error: standard error of the difference, in the unit of the values; 0: no deviation at all was seen.
+            tolerance: absolute difference that counts as none, in the same unit.
+        """
         self._count += 1
-        self._first_error = self._first_error or reading.error
-        value = _compressed(reading.deviate)
-        shift = self._shifts_now(reading.error)
+        self._first_error = self._first_error or error
+        value = _compressed(deviate)
+        shift = self._shifts_now(error)
         variance = self._uncertain + 1
         gain = self._uncertain / variance
         seen, innovation = shift[:, None] - self._taken, value - self._level
@@ -75,7 +77,7 @@ class ShiftOfTwo:
         total = numpy.logaddexp(numpy.logaddexp.reduce(self._weight), self._jumps.weight)
         self._weight, self._jumps.weight = self._weight - total, self._jumps.weight - total
         wanted = math.log(_PER_FALSE_ALARM) * (1 + self._alarms)
-        if self._count < _FEWEST or not self._evidence(reading, shift) > wanted:
+        if self._count < _FEWEST or not self._evidence(shift, tolerance / error if error else 0.0) > wanted:
             return False
         self._alarms += 1
         self._keep(numpy.zeros(len(self._began), dtype=bool))
@@ -95,13 +97,13 @@ class ShiftOfTwo:
         shrunk = self._first_error / error if error else 1.0
         return _SHIFT * numpy.where(self._began == 1, shrunk * risen, 1.0)
 
-    def _evidence(self, reading: Deviation, shift: ndarray) -> float:
+    def _evidence(self, shift: ndarray, tolerance: float) -> float:
         """Log of the sum of the Bayes factors of all possible shifts."""
         age, early = self._count - self._began + 1, self._began == 1
         if not any(judged := numpy.where(early, age <= _EARLY, age >= _FEWEST_SINCE)):
             return -math.inf
         # Shifts that nobody would act upon count as none.
-        most = (reading.tolerance / reading.error / shift if reading.error else 0 * shift)[:, None]
+        most = (tolerance / shift)[:, None]
         small = numpy.clip(self._pull / self._precision, -most, most)
         none = small * (self._pull - small * self._precision / 2)
         shifted = (self._pull**2 / (self._precision + 1) - numpy.log(self._precision + 1)) / 2

@@ -35,7 +35,7 @@ def test_a_fault_from_the_first_log_is_found_within_ten(fault: str) -> None:
 def alarms(differences: list[float], tolerance: float = 0.0) -> list[int]:
     """Readings at which `ShiftOfTwo` finds a shift, of differences in errors."""
     two = ShiftOfTwo()
-    return [at for at, its in enumerate(differences, start=1) if two.add(Deviation(0, its, 1.0, 1e6, tolerance))]
+    return [at for at, its in enumerate(differences, start=1) if two.add(its, 1.0, tolerance)]
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_a_shift_from_the_first_reading_or_a_later_one_is_seen_by_the_tenth() ->
 
 def test_a_shift_of_losses_that_never_vary_is_seen() -> None:
     two = ShiftOfTwo()
-    assert sum(two.add(Deviation(0, 1.0, 0.0, 1e6, 0.1)) for _ in range(15)) == 1
+    assert sum(two.add(Deviation(0, 1.0, 0.0, 1e6, 0.1).deviate, 0.0, 0.1) for _ in range(15)) == 1
     two = ShiftOfTwo()
-    assert not any(two.add(Deviation(0, 0.05, 0.0, 1e6, 0.1)) for _ in range(40))
+    assert not any(two.add(Deviation(0, 0.05, 0.0, 1e6, 0.1).deviate, 0.0, 0.1) for _ in range(40))
 
 
 #: The later, the less a fault differs from the other rank: a network has learned to live with other inputs.
