@@ -18,7 +18,7 @@ _SHIFT, _LARGE, _LARGEST, _RISES = 3.0, 3.0, 30.0, (0.0, 2.0)
 #: Readings up to a false alarm; fewest readings in all, and since a shift; last readings at which one may have begun.
 _PER_FALSE_ALARM, _FEWEST, _FEWEST_SINCE, _LAST = 1_000, 10, 5, 64
 #: How many times as likely a shift is from the first reading as from any other; readings in which it is looked for.
-_FROM_THE_FIRST, _EARLY = 10.0, 24
+_FROM_THE_FIRST, _EARLY = 20.0, 24
 
 
 class ShiftOfTwo:
