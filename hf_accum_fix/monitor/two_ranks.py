@@ -13,12 +13,16 @@ _STEADY, _WANDER, _CORRELATION = 0.97, (2.0, 5.0), (0.0, 0.7, 0.93)
 #: The chance that the level is drawn anew at times instead; how often; with which deviation.
 _JUMPING, _OFTEN, _JUMP = 0.001, 0.15, 6.0
 #: Deviation of a shift, in errors; difference above which its logarithm counts, since large ones vary in proportion;
-#: the largest; readings over which a shift that is there from the first reading rises as the model learns.
-_SHIFT, _LARGE, _LARGEST, _RISES = 3.0, 3.0, 30.0, (0.0, 2.0)
+#: the largest.
+_SHIFT, _LARGE, _LARGEST = 3.0, 3.0, 30.0
+#: How a shift goes on: readings over which it rises as the model learns, and whether it is constant in the unit of the
+#: values, else in errors; where it is there from the first reading, and else.
+_FROM_THE_FIRST, _LATER = ((0.0, True), (2.0, True), (0.0, False)), ((0.0, False),)
 #: Readings up to a false alarm; fewest readings in all, and since a shift; last readings at which one may have begun.
 _PER_FALSE_ALARM, _FEWEST, _FEWEST_SINCE, _LAST = 1_000, 10, 5, 64
-#: How many times as likely a shift is from the first reading as from any other; readings in which it is looked for.
-_FROM_THE_FIRST, _EARLY = 20.0, 24
+#: How many times as likely a shift is from the first reading as from any other; readings in which one that is constant
+#: in the unit of the values is looked for.
+_AT_FIRST, _EARLY = 20.0, 24
 
 
 class ShiftOfTwo:
@@ -29,9 +33,9 @@ class ShiftOfTwo:
         x[t] = w[t] + e[t],        w[t] = rho w[t - 1] + sqrt(1 - rho^2) sigma u[t],        e, u normal with variance 1,
 
     x being the difference in errors; or by a level that is drawn anew now and then. A fault adds a normal shift from
-    some reading on, by more than the tolerance. One that is there from the first reading is constant in the unit of
-    the values, whose error falls as the model learns, or rises meanwhile. The sum over all first readings of the
-    Bayes factors reaches K after K readings in the mean, or later, where two ranks differ as believed (Shiryaev and
+    some reading on, by more than the tolerance. One that is there from the first reading may be constant in the unit of
+    the values, whose error falls as the model learns, or rise meanwhile. The sum over all first readings of the Bayes
+    factors reaches K after K readings in the mean, or later, where two ranks differ as believed (Shiryaev and
     Roberts). Each alarm multiplies the evidence that the next one needs.
 
     Source: Pollak 1985, "Optimal detection of a change in distribution"; Harrison and West 1997, "Bayesian
@@ -46,9 +50,9 @@ class ShiftOfTwo:
         self._weight = numpy.log([_STEADY] + [(1 - _STEADY) / len(wandering)] * len(wandering))
         self._level = numpy.zeros(len(sigma))
         self._jumps = _Jumps()
-        # Of each possible shift: its first reading, how it rises, and per explanation what the filter takes of it for
+        # Of each possible shift: its first reading, how it goes on, and per explanation what the filter takes of it for
         # the level, its precision, and its precision times its mean.
-        self._began, self._rises = numpy.empty((2, 0))
+        self._began, self._rises, self._in_values = numpy.empty((3, 0))
         self._taken, self._precision, self._pull = numpy.empty((3, 0, len(sigma)))
         self._count, self._alarms, self._first_error = 0, 0, 0.0
 
@@ -85,22 +89,23 @@ class ShiftOfTwo:
 
     def _shifts_now(self, error: float) -> ndarray:
         """Size in errors of each possible shift, one that begins now included."""
-        started = _RISES if self._count == 1 else (0.0,)
+        started = _FROM_THE_FIRST if self._count == 1 else _LATER
         self._keep(self._began > self._count - _LAST)
         self._began = numpy.append(self._began, [self._count] * len(started))
-        self._rises = numpy.append(self._rises, started)
+        self._rises = numpy.append(self._rises, [rises for rises, _ in started])
+        self._in_values = numpy.append(self._in_values, [in_values for _, in_values in started])
         new = numpy.zeros((len(started), len(self._rho)))
         of_each = (self._taken, self._precision, self._pull)
         self._taken, self._precision, self._pull = (numpy.concatenate([its, new]) for its in of_each)
         age, rises = self._count - self._began + 1, self._rises
         risen = numpy.where(rises > 0, 1 - numpy.exp(-age / numpy.where(rises > 0, rises, 1.0)), 1.0)
         shrunk = self._first_error / error if error else 1.0
-        return _SHIFT * numpy.where(self._began == 1, shrunk * risen, 1.0)
+        return _SHIFT * risen * numpy.where(self._in_values, shrunk, 1.0)
 
     def _evidence(self, shift: ndarray, tolerance: float) -> float:
         """Log of the sum of the Bayes factors of all possible shifts."""
-        age, early = self._count - self._began + 1, self._began == 1
-        if not any(judged := numpy.where(early, age <= _EARLY, age >= _FEWEST_SINCE)):
+        age = self._count - self._began + 1
+        if not any(judged := numpy.where(self._in_values, age <= _EARLY, age >= _FEWEST_SINCE)):
             return -math.inf
         # Shifts that nobody would act upon count as none.
         most = (tolerance / shift)[:, None]
@@ -109,11 +114,11 @@ class ShiftOfTwo:
         shifted = (self._pull**2 / (self._precision + 1) - numpy.log(self._precision + 1)) / 2
         healthy = numpy.logaddexp(numpy.logaddexp.reduce(self._weight + none, axis=1), self._jumps.weight)
         factors = numpy.logaddexp.reduce(self._weight + shifted, axis=1) - healthy
-        likely = numpy.where(early, math.log(_FROM_THE_FIRST / len(_RISES)), 0.0)
+        likely = numpy.where(self._began == 1, math.log(_AT_FIRST / len(_FROM_THE_FIRST)), 0.0)
         return float(numpy.logaddexp.reduce((factors + likely)[judged]))
 
     def _keep(self, which: ndarray) -> None:
-        self._began, self._rises = self._began[which], self._rises[which]
+        self._began, self._rises, self._in_values = self._began[which], self._rises[which], self._in_values[which]
         self._taken, self._precision, self._pull = self._taken[which], self._precision[which], self._pull[which]
 
 
