@@ -193,16 +193,15 @@ class Shifts:
         if named != self._ranks:
             self._spread, self._two, self._ranks = Spread(len(named)), ShiftOfTwo(), named
             self._past.clear()
+        if len(reading) == 2:
+            its, self.worst = reading[0], max(reading, key=lambda each: each.difference)
+            return self.worst if self._two.add(its.deviate, its.error, its.tolerance) else None
         if all(each.error for each in reading):
             self._past.append([each.deviate for each in reading])
             self._spread.add(self._past[-1])
         pairs = zip(reading, map(self._spread.of, range(len(named))), strict=True)
         reading = [replace(each, spread=its, freedom_of_spread=freedom) for each, (its, freedom) in pairs]
         self.worst = max(reading, key=lambda each: abs(each.unusual))
-        if len(reading) == 2:
-            its = reading[0]
-            apart = self._two.add(its.deviate, its.error, its.tolerance)
-            return max(reading, key=lambda each: each.difference) if apart else None
         shifted = []
         for place, each in enumerate(reading):
             # Each rank adds its own false alarms.

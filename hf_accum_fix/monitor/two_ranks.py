@@ -14,12 +14,12 @@ _STEADY, _WANDER, _CORRELATION = 0.97, (2.0, 5.0), (0.0, 0.7, 0.93)
 _JUMPING, _OFTEN, _JUMP = 0.001, 0.15, 6.0
 #: Deviation of a shift, in errors; difference above which its logarithm counts, since large ones vary in proportion;
 #: the largest.
-_SHIFT, _LARGE, _LARGEST = 3.0, 3.0, 30.0
+_SHIFT, _LARGE, _LARGEST = 3.0, 3.0, 12.0
 #: How a shift goes on: readings over which it rises as the model learns, and whether it is constant in the unit of the
 #: values, else in errors; where it is there from the first reading, and else.
 _FROM_THE_FIRST, _LATER = ((0.0, True), (2.0, True), (0.0, False)), ((0.0, False),)
 #: Readings up to a false alarm; fewest readings in all, and since a shift; last readings at which one may have begun.
-_PER_FALSE_ALARM, _FEWEST, _FEWEST_SINCE, _LAST = 1_000, 10, 5, 64
+_PER_FALSE_ALARM, _FEWEST, _FEWEST_SINCE, _LAST = 1_000, 8, 5, 64
 #: How many times as likely a shift is from the first reading as from any other; readings in which one that is constant
 #: in the unit of the values is looked for.
 _AT_FIRST, _EARLY = 20.0, 24
@@ -57,7 +57,7 @@ class ShiftOfTwo:
         self._count, self._alarms, self._first_error = 0, 0, 0.0
 
     def add(self, deviate: float, error: float, tolerance: float = 0.0) -> bool:
-        """Whether the two ranks have shifted, with this reading; not before the tenth.
+        """Whether the two ranks have shifted, with this reading; not before the eighth.
 
         Args:
             deviate: difference of the two, in its errors.
