@@ -1,8 +1,9 @@
 """Simulated runs for `convergence_monitor.py --audit`: how often the monitors cry wolf, and how late they find a fault.
 
 Every monitor gets the numbers that it would have measured in the trainings of `simulated_runs.py`, and in curves of
-memory, time and loss. The settings of `hf_accum_fix.monitor.deviation` and `pace` were chosen on seeds 11, 12, 22, 31,
-41, 51, 61, 91001 to 91005, 93001 to 93005, 94001, 94002, 7101 to 7106 and 9203; the audit runs on other ones.
+memory, time and loss. The settings of `hf_accum_fix.monitor.deviation`, `two_ranks` and `pace` were chosen on seeds 11,
+12, 22, 31, 41, 51, 61, 7101 to 7106, 9000 to 9015, 9203, 70001, 73001, 73002, 81001 to 81003, 91001 to 91005, 93001 to
+93005, 94001 and 94002; the audit runs on other ones.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def judged(scenario: Scenario, runs: int, count: int, seed: int) -> list[Judged]
             its.rank_gradients += [log] * (gradients.judge(read.gradients) is not None)
             for norm, items in read.norms:
                 norms.update(norm, items)
-            alarms = [trend.judge(read.loss, read.rate) for trend in trends]
+            alarms = [trend.judge(read.loss, read.rate, read.epoch) for trend in trends]
             its.loss_over_time += [log for alarm in alarms if alarm is not None and not alarm.observation]
             its.gradient_norm += [log] * (norms.judge(norms.read()) is not None)
     return found

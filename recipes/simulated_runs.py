@@ -163,12 +163,14 @@ class Log:
         gradients: of `RankGradients`.
         norms: of every step's averaged gradient, with the step's items.
         rate: learning rate.
+        epoch: epochs so far of sorted data; nan: there are none.
     """
 
     loss: LossReading
     gradients: RankGradientsReading
     norms: list[tuple[float, float]]
     rate: float
+    epoch: float = math.nan
 
 
 def logs(scenario: Scenario, runs: int, count: int, seed: int) -> Iterator[list[Log]]:
@@ -234,6 +236,7 @@ def logs(scenario: Scenario, runs: int, count: int, seed: int) -> Iterator[list[
                 RankGradientsReading(tuple(map(tuple, norms[run].tolist()))),
                 list(zip(averaged[run].tolist(), counts[run].tolist(), strict=True)),
                 rate,
+                (log + 1) * LOG_EVERY / _EPOCH if its.order else math.nan,
             )
             for run in range(runs)
         ]

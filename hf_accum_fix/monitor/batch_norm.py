@@ -58,10 +58,12 @@ def check_batch_norm(
     """
     ranks = ranks or TorchRanks()
     layers = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
-    live = {name: layer for name, layer in layers.items() if layer.training}
+    samples = {name: _samples(its, per_device_batch, ranks) for name, its in layers.items() if its.training}
+    small = {name: count for name, count in samples.items() if count < SMALL_BATCH}
+    step = per_device_batch * accumulation_steps * ranks.size
     found = [
-        _accumulation(live, per_device_batch, accumulation_steps, ranks),
-        _small(live, per_device_batch, ranks),
+        _accumulation(samples, step) if samples and accumulation_steps > 1 else None,
+        _small(small) if small else None,
         _stale(model, layers, optimizer),
         _converted_late(model, layers),
         compare_buffers(model, ranks),
@@ -235,30 +237,20 @@ def _is_wrapper(module: nn.Module) -> bool:
     return bool(names & wrappers)
 
 
-def _accumulation(
-    live: dict[str, _BatchNorm], per_device_batch: int, accumulation_steps: int, ranks: Ranks
-) -> Alarm | None:
-    if not live or accumulation_steps == 1:
-        return None
-    samples = {name: _samples(layer, per_device_batch, ranks) for name, layer in live.items()}
-    step = per_device_batch * accumulation_steps * ranks.size
+def _accumulation(samples: dict[str, int], step: int) -> Alarm:
     return Alarm(
         "batch-norm-accumulation",
-        f"{len(live)} BatchNorm layers take their statistics from one micro-batch: {_few(samples.values())} samples, "
+        f"{len(samples)} BatchNorm layers take their statistics from one micro-batch: {_few(samples)} samples, "
         f"while an optimizer step has {step}; no scaling of loss or gradients changes that; use larger micro-batches, "
         "SyncBatchNorm (times the ranks), a normalisation without batch statistics (GroupNorm), or freeze them",
     )
 
 
-def _small(live: dict[str, _BatchNorm], per_device_batch: int, ranks: Ranks) -> Alarm | None:
-    small = {name: _samples(layer, per_device_batch, ranks) for name, layer in live.items()}
-    small = {name: samples for name, samples in small.items() if samples < SMALL_BATCH}
-    if not small:
-        return None
+def _small(small: dict[str, int]) -> Alarm:
     return Alarm(
         "batch-norm-small-batch",
         f"the statistics of {len(small)} BatchNorm layers (first {next(iter(small))}) come from "
-        f"{_few(small.values())} samples; below {SMALL_BATCH} their noise costs accuracy; use SyncBatchNorm where "
+        f"{_few(small)} samples; below {SMALL_BATCH} their noise costs accuracy; use SyncBatchNorm where "
         "there are more ranks, GroupNorm, or frozen statistics",
     )
 
@@ -270,8 +262,8 @@ def _samples(layer: _BatchNorm, per_device_batch: int, ranks: Ranks) -> int:
     return per_device_batch * (ranks.size if group is None else dist.get_world_size(group))
 
 
-def _few(samples: Any) -> str:
-    return " or ".join(map(str, sorted(set(samples))))
+def _few(samples: dict[str, int]) -> str:
+    return " or ".join(map(str, sorted(set(samples.values()))))
 
 
 def _stale(model: nn.Module, layers: dict[str, _BatchNorm], optimizer: Any) -> Alarm | None:

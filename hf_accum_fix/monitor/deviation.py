@@ -12,6 +12,7 @@ import numpy
 from numpy import ndarray
 
 from hf_accum_fix.monitor.robust import Cusum, normal_of_student
+from hf_accum_fix.monitor.two_ranks import ShiftOfTwo
 
 #: Degrees of freedom of what is known exactly.
 MANY = 1e6
@@ -42,6 +43,8 @@ class Deviation:
     @property
     def deviate(self) -> float:
         """The difference in its errors, with variance 1 were its samples independent (Student's is f / (f - 2))."""
+        if not self.error:
+            return math.copysign(math.inf, self.difference) if abs(self.difference) > self.tolerance else 0.0
         return self.difference / self.error * math.sqrt(1 - 2 / max(self.freedom, 3.0))
 
     @property
@@ -78,20 +81,16 @@ class Spread:
             if block is not None:
                 block = level.add(block, math.sqrt(2.0**number))
 
-    def of(self, place: int, shortest: int = 0) -> tuple[float, float]:
+    def of(self, place: int, shortest: int = 0, longest: int | None = None) -> tuple[float, float]:
         """Factor, at least 1, by which the errors of the rank at this index are too small; its degrees of freedom.
 
         Args:
             place: index of the rank.
             shortest: blocks of at least 2**shortest readings count.
+            longest: and of less than 2**longest; None: all longer ones.
         """
-        return _factor([level.variance(place) for level in self._levels[shortest:]])
-
-
-def _factor(variances: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The root of the largest of these variances, at least 1, and its degrees of freedom."""
-    variance, freedom = max(variances)
-    return (math.sqrt(variance), freedom) if variance > 1 else (1.0, MANY)
+        variance, freedom = max(level.variance(place) for level in self._levels[shortest:longest])
+        return (math.sqrt(variance), freedom) if variance > 1 else (1.0, MANY)
 
 
 #: Levels of blocks, each twice as long as the one before; degrees of freedom of the prior variance of 1, over the ranks
@@ -154,86 +153,9 @@ def _of_others(differences: ndarray) -> ndarray:
     return squares.sum() - share * squares  # type: ignore[no-any-return]
 
 
-def _wandered(differences: Sequence[float]) -> tuple[float, float]:
-    """As `Spread.of`, of two ranks that are believed to be alike: from squares of block means, not from changes."""
-    found, size = [(1.0, MANY)], 1
-    while size <= len(differences):
-        starts = range(0, len(differences) - size + 1, size)
-        squares = [sum(differences[start : start + size]) ** 2 / size for start in starts]
-        freedom = _BELIEF + len(squares)
-        found.append(((_BELIEF + sum(squares)) / freedom, freedom))
-        size *= 2
-    return _factor(found)
-
-
-#: Believed of two ranks: the chance that they do not wander; else, with equal chances, a deviation of their levels, in
-#: errors of a reading, and a correlation of one reading's level with the next one's.
-_STEADY, _WANDER, _CORRELATION = 0.97, (2.0, 8.0), (0.0, 0.7, 0.93)
-#: Deviation of a fault, in the first error; readings over which a fault rises as the model learns; the first reading at
-#: which it is judged, and the last.
-_FAULT, _RISES, _FEWEST, _START = 3.0, (0.0, 2.0), 8, 24
-
-
-class FromTheStart:
-    """Bayes factor of two ranks that have differed since the first reading, by more than the tolerance.
-
-    Where a fault is there from the first reading, nothing shows how two ranks usually differ. So two explanations of
-    their differences x[t], in errors, are compared: a level that wanders,
-
-        x[t] = w[t] + e[t],        w[t] = rho w[t - 1] + sqrt(1 - rho^2) sigma u[t],        e, u normal with variance 1,
-
-    and the same with a normal shift added, constant or rising as the model learns. Both are averages over what rho and
-    sigma may be. By Ville's inequality the factor ever reaches K with a chance of 1 / K at most where two ranks differ
-    as believed. A shift is constant in the unit of the values, while errors change.
-
-    Source: Harrison and West 1997, "Bayesian Forecasting and Dynamic Models", ch. 11; Willsky and Jones 1976, "A
-    generalized likelihood ratio approach to the detection of jumps" (how a shift shows in a filter's innovations).
-    """
-
-    def __init__(self) -> None:
-        wandering = [(rho, sigma) for rho in _CORRELATION for sigma in _WANDER]
-        self._rho, sigma = numpy.array([(0.0, 0.0), *wandering]).T
-        self._variance = self._uncertain = sigma**2
-        self._weight = numpy.log([_STEADY] + [(1 - _STEADY) / len(wandering)] * len(wandering))
-        self._level = numpy.zeros(len(sigma))
-        # What the filter takes of a shift for the level, and the shift's precision and its precision times its mean.
-        self._taken, self._precision, self._pull = numpy.zeros((3, len(_RISES), len(sigma)))
-        self._first, self._count = 0.0, 0
-
-    def add(self, reading: Deviation) -> float:
-        """Log of the Bayes factor with this reading of either rank; minus infinity but in the 8th to the 24th."""
-        if self._count >= _START or not reading.error:
-            return -math.inf
-        self._first, self._count = self._first or _FAULT * reading.error, self._count + 1
-        unit = self._first / reading.error
-        shift = numpy.array([unit * (1 - math.exp(-self._count / rise) if rise else 1.0) for rise in _RISES])
-        variance = self._uncertain + 1
-        gain = self._uncertain / variance
-        seen = shift[:, None] - self._taken
-        innovation = reading.deviate - self._level
-        self._precision = self._precision + seen**2 / variance
-        self._pull = self._pull + seen * innovation / variance
-        self._weight = self._weight - (innovation**2 / variance + numpy.log(variance)) / 2
-        self._taken = self._rho * (self._taken + gain * seen)
-        self._level = self._rho * (self._level + gain * innovation)
-        self._uncertain = self._rho**2 * self._uncertain * (1 - gain) + (1 - self._rho**2) * self._variance
-        # Shifts that nobody would act upon count as none.
-        most = reading.tolerance / self._first
-        small = numpy.clip(self._pull[0] / self._precision[0], -most, most)
-        none = small * (self._pull[0] - small * self._precision[0] / 2)
-        shifted = (self._pull**2 / (self._precision + 1) - numpy.log(self._precision + 1)) / 2
-        explained = numpy.logaddexp.reduce(self._weight + shifted, axis=None) - math.log(len(_RISES))
-        if self._count < _FEWEST:
-            return -math.inf
-        return float(explained - numpy.logaddexp.reduce(self._weight + none))
-
-
 #: Readings kept; degrees of freedom of the prior variance of 1 over a stretch of them, where nothing shows that ranks
 #: wander; chance that the stretch of a healthy rank is odd; readings up to a false alarm of any rank.
 _PAST, _BELIEF_IN_STRETCH, _CHANCE, _READINGS_PER_FALSE_ALARM = 256, 48.0, 1.8e-4, 5_000
-#: Of two ranks: fewest readings before a stretch that show how far they wander; without these, fewest in all; fewest in
-#: a stretch.
-_BEFORE, _ALL, _FEWEST_OF_TWO = 3, 24, 5
 
 
 class Shifts:
@@ -243,22 +165,16 @@ class Shifts:
     sum has reached its threshold is named only if it is odd among the others: over the readings that made up the sum,
     its mean is further from theirs than theirs are from one another (Student, Bonferroni over the ranks). How far
     theirs are from one another is believed to follow from their errors as long as `Spread` shows nothing else: where
-    ranks do not wander, a small shift is found soon; where they do, only the ranks themselves show how far. Of two
-    ranks, the readings before the sum began show it, and a shift that was there from the first is found by
-    `FromTheStart`. A rank is named again where it is odd over a stretch twice as long.
-
-    Args:
-        bayes_factor: of `FromTheStart`, at which one of two ranks is named.
+    ranks do not wander, a small shift is found soon; where they do, only the ranks themselves show how far. A rank is
+    named again where it is odd over a stretch twice as long. Two ranks are judged by `ShiftOfTwo`.
 
     Attributes:
         worst: the most unusual rank of the last reading; None before the first.
     """
 
-    def __init__(self, bayes_factor: float = 1_000) -> None:
-        self._bayes_factor = bayes_factor
+    def __init__(self) -> None:
         self._cusums: dict[int, Cusum] = {}
-        self._spread, self._ranks = Spread(0), list[int]()
-        self._start: FromTheStart | None = None
+        self._spread, self._two, self._ranks = Spread(0), ShiftOfTwo(), list[int]()
         self._past = deque[list[float]](maxlen=_PAST)
         self._named: dict[int, int] = {}
         self.worst: Deviation | None = None
@@ -267,7 +183,7 @@ class Shifts:
         """The rank that has shifted, with its numbers in this reading; None while none has.
 
         A rank that is off moves "the others" of every other rank too, so that only the one furthest off is named, and
-        all start again.
+        all start again. Two ranks are equally far from each other: the higher one is named.
 
         Args:
             reading: the ranks that could be compared.
@@ -275,12 +191,15 @@ class Shifts:
         """
         named = [each.rank for each in reading]
         if named != self._ranks:
-            self._spread, self._start, self._ranks = Spread(len(named)), FromTheStart(), named
+            self._spread, self._two, self._ranks = Spread(len(named)), ShiftOfTwo(), named
             self._past.clear()
+        if len(reading) == 2:
+            its, self.worst = reading[0], max(reading, key=lambda each: each.difference)
+            return self.worst if self._two.add(its.deviate, its.error, its.tolerance) else None
         if all(each.error for each in reading):
             self._past.append([each.deviate for each in reading])
             self._spread.add(self._past[-1])
-        pairs = zip(reading, map(self._spread_of, range(len(named))), strict=True)
+        pairs = zip(reading, map(self._spread.of, range(len(named))), strict=True)
         reading = [replace(each, spread=its, freedom_of_spread=freedom) for each, (its, freedom) in pairs]
         self.worst = max(reading, key=lambda each: abs(each.unusual))
         shifted = []
@@ -290,35 +209,19 @@ class Shifts:
                 self._cusums[each.rank] = Cusum(_READINGS_PER_FALSE_ALARM * ranks)
             if self._cusums[each.rank].add(each.unusual) and self._is_odd(place, each):
                 shifted.append(each)
-        if len(reading) == 2 and self._start is not None and self._start.add(reading[0]) > math.log(self._bayes_factor):
-            self._start = None
-            shifted = reading
         if not shifted:
             return None
-        # Two ranks are equally far from each other: name the higher one.
         furthest = max(shifted, key=lambda each: (round(self._cusums[each.rank].level, 6), each.difference))
-        # Of two ranks, each is as far from the other: it is the pair that was named.
-        for rank in self._ranks if len(self._ranks) == 2 else [furthest.rank]:
-            self._named[rank] = min(self._cusums[furthest.rank].length, _PAST // 2)
+        self._named[furthest.rank] = min(self._cusums[furthest.rank].length, _PAST // 2)
         self._cusums.clear()
         return furthest
-
-    def _spread_of(self, place: int) -> tuple[float, float]:
-        """As `Spread.of`; of two ranks, from the readings before the sum of this one began, where there are enough."""
-        cusum = self._cusums.get(self._ranks[place])
-        before = len(self._past) - 1 - (cusum.length if cusum else 0)
-        if len(self._ranks) != 2 or before < _BEFORE:
-            return self._spread.of(place)
-        return _wandered([row[0] for row in list(self._past)[:before]])
 
     def _is_odd(self, place: int, its: Deviation) -> bool:
         """Whether the rank is the odd one over the readings in which its sum grew."""
         rows = list(self._past)[-self._cusums[its.rank].length :]
         if its.error == 0 or not rows:
             return True
-        before = len(self._past) - len(rows)
-        unknown = len(rows) < _FEWEST_OF_TWO or (before < _BEFORE and len(self._past) < _ALL)
-        if (len(rows[0]) == 2 and unknown) or len(rows) < 2 * self._named.get(its.rank, 0):
+        if len(rows) < 2 * self._named.get(its.rank, 0):
             return False
         sums = [sum(column) / math.sqrt(len(rows)) for column in zip(*rows, strict=True)]
         others = sums[:place] + sums[place + 1 :]
@@ -329,8 +232,6 @@ class Shifts:
         squares = sum((each - fmean(others)) ** 2 for each in others) / share
         spread = max(math.sqrt((belief + squares) / freedom), its.spread)
         odd = NormalDist().inv_cdf(1 - _CHANCE / (2 * len(sums)))
-        # Of two ranks the other one shows no spread: it is known from earlier readings alone.
-        freedom = freedom if len(others) > 1 else max(freedom, its.freedom_of_spread)
         return abs(normal_of_student(sums[place] / spread, freedom)) > odd
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.gathered import Gathered
-from hf_accum_fix.monitor.ranks import Ranks, TorchRanks, by_rank
+from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 
 #: Weight of a log in the moving average, over that of the next one.
 _SMOOTHING = 0.9
@@ -142,7 +142,8 @@ class LossMeter(Gathered[LossReading]):
     """Item-weighted mean of the loss of every micro-batch on every rank, kept on the device until it is read.
 
     Args:
-        ranks: the ranks to read over; None: torch.distributed. Every rank reads, also one without a loss.
+        ranks: the ranks to read over; None: torch.distributed. Every rank reads, also one without a loss, and gets the
+            same reading: where only the last pipeline stage has a loss, rank 0 has it now too.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
@@ -172,20 +173,12 @@ class LossMeter(Gathered[LossReading]):
         loss, items = self._on_device(loss, items)
         self._add(torch.where(items == 0, 0.0, loss), items)
 
-    def read(self, *, reset: bool = True) -> LossReading:
-        """The loss since the last reset: one device sync, one collective of nine numbers a rank.
-
-        Every rank gets the same reading: where only the last pipeline stage has a loss, rank 0 has it now too.
-        """
-        return self.reading(by_rank(self._ranks, self.row(reset=reset)))
-
-    def row(self, *, reset: bool = True) -> Tensor:
+    def row(self) -> Tensor:
         """This rank's part of a reading: one device sync, no collective."""
         mine = torch.zeros(9, dtype=torch.float64)
         if self._moments is not None:
             mine.copy_(self._moments.flatten())
-            if reset:
-                self._moments.zero_()
+            self._moments.zero_()
         return mine
 
     def reading(self, table: Tensor) -> LossReading:

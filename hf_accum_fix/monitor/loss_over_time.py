@@ -29,16 +29,17 @@ if TYPE_CHECKING:
 class OfLoss:
     """Base: judged by a `LossMeter`'s reading, or by a logged loss."""
 
-    def judge(self, reading: LossReading, rate: float = math.nan) -> Alarm | None:
+    def judge(self, reading: LossReading, rate: float = math.nan, epoch: float = math.nan) -> Alarm | None:
         """The alarm or observation that this reading completes, if any. Every rank judges alike, without communication.
 
         Args:
             reading: of a `LossMeter`.
             rate: learning rate now; nan where it is not known.
+            epoch: epochs so far, with fractions; nan where they are not known.
         """
-        return self.add(reading.mean, rate)
+        return self.add(reading.mean, rate, epoch)
 
-    def add(self, loss: float, rate: float = math.nan) -> Alarm | None:
+    def add(self, loss: float, rate: float = math.nan, epoch: float = math.nan) -> Alarm | None:
         """The same of a loss that is a number."""
         raise NotImplementedError
 
@@ -62,7 +63,7 @@ class LossTrend(OfLoss):
         self._logs = deque[tuple[float, float]](maxlen=2 * _LOGS)
         self._first, self._best, self._jumped, self._diverged = math.nan, math.inf, math.inf, math.inf
 
-    def add(self, loss: float, rate: float = math.nan) -> Alarm | None:
+    def add(self, loss: float, rate: float = math.nan, epoch: float = math.nan) -> Alarm | None:
         """The alarm or observation that this loss completes, if any."""
         if not math.isfinite(loss):
             return None  # RankLoss reports it.
@@ -107,8 +108,9 @@ class LossTrend(OfLoss):
 #: Logs looked at; logs from one look to the next; fewest periods in them, and so the longest; logs that a slow swing's
 #: look averages.
 _LOOK, _EVERY, _FEWEST, _SWIFT, _SLOW = 64, 32, 5, 13, 4
-#: Share of the power that one frequency and its two neighbours have; relative deviation of the loss that counts.
-_SHARE, _SWING = 0.6, 0.07
+#: Share of the power that one frequency and its two neighbours have; relative deviation of the loss that counts; of a
+#: period from an epoch that are the same.
+_SHARE, _SWING, _OF_EPOCH = 0.6, 0.07, 0.1
 
 
 class LossOscillation(OfLoss):
@@ -117,7 +119,7 @@ class LossOscillation(OfLoss):
     In two looks at 64 logs (at 64 means of 4) each, of the log losses without their linear trend and under Hann's
     window, one frequency and its neighbours hold 60 % of the power, which noise hardly does twice, correlated or not.
     Told once as long as it lasts: an alarm where the learning rate is known not to restart, nothing where it restarts,
-    an observation where it is not known.
+    an observation where it is not known, and where the period is known to be one epoch, as of data in one order.
 
     Source: Fisher 1929, "Tests of significance in harmonic analysis".
     """
@@ -125,9 +127,9 @@ class LossOscillation(OfLoss):
     def __init__(self) -> None:
         self._looks = (_Look(1), _Look(_SLOW))
 
-    def add(self, loss: float, rate: float = math.nan) -> Alarm | None:
+    def add(self, loss: float, rate: float = math.nan, epoch: float = math.nan) -> Alarm | None:
         """The alarm or observation that this loss completes, if any."""
-        found = [look.add(loss, rate) for look in self._looks]
+        found = [look.add(loss, rate, epoch) for look in self._looks]
         return next((alarm for alarm in found if alarm is not None), None)
 
 
@@ -138,15 +140,15 @@ class _Look:
         self._mean = every
         self._part: list[float] = []
         self._logs = deque[float](maxlen=_LOOK)
-        self._rates = deque[float](maxlen=_LOOK * every)
+        self._schedule = deque[tuple[float, float]](maxlen=_LOOK * every)
         self._count, self._before, self._reported = 0, 0, False
 
-    def add(self, loss: float, rate: float) -> Alarm | None:
+    def add(self, loss: float, rate: float, epoch: float) -> Alarm | None:
         if not 0 < loss < math.inf:
             self._logs.clear()  # RankLoss reports a loss that is not finite; the others may swing around zero.
             return None
         self._part.append(math.log(loss))
-        self._rates.append(rate)
+        self._schedule.append((rate, epoch))
         if len(self._part) < self._mean:
             return None
         self._logs.append(fmean(self._part))
@@ -161,17 +163,19 @@ class _Look:
         if not found or abs(found - before) > 1:
             self._reported = self._reported and bool(found)
             return None
-        restarts = _restarts(self._rates)
+        rates, epochs = zip(*self._schedule, strict=True)
+        restarts = _restarts(rates)
         if self._reported or restarts > 1:
             return None
         self._reported = True
-        steady = restarts == 0
+        steady, of_epoch = restarts == 0, abs((epochs[-1] - epochs[0]) / found - 1) < _OF_EPOCH
+        known = f"{', which is one epoch' * of_epoch}{', and the learning rate does not restart' * steady}"
         return Alarm(
             "loss-oscillates",
             f"the loss swings by +- {math.sqrt(2) * swing:.0%} with a period of {self._mean * _LOOK / found:.3g} logs"
-            f"{', and the learning rate does not restart' * steady}; look at the learning rate (lower"
-            f"{', or its restarts' * (not steady)}), the order of the data (shuffled in every epoch) and the momentum",
-            observation=not steady,
+            f"{known}; look at the learning rate (lower{', or its restarts' * (not steady)}), the order of the data "
+            "(shuffled in every epoch) and the momentum",
+            observation=of_epoch or not steady,
         )
 
 
@@ -222,7 +226,7 @@ class LossStall(OfLoss):
         self._logs: list[float] = []
         self._rates: list[float] = []
 
-    def add(self, loss: float, rate: float = math.nan) -> Alarm | None:
+    def add(self, loss: float, rate: float = math.nan, epoch: float = math.nan) -> Alarm | None:
         """The alarm or observation that this loss completes, if any."""
         if math.isnan(loss) or len(self._logs) >= _JUDGED:
             return None

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.gathered import Gathered
-from hf_accum_fix.monitor.memory_trend import MIB, Trend, TrendKind, size_in_words, trend
+from hf_accum_fix.monitor.memory_trend import LOOK_FOR, MIB, Trend, TrendKind, size_in_words, trend
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 
 #: Last samples kept; samples that a median replaces later on, and most of these medians.
@@ -159,11 +159,7 @@ class MemoryMonitor(Gathered[MemoryReading]):
             return None
         first = min(growing, key=lambda rank: reading.ranks[rank].steps_until_full)
         self._room.update((rank, reading.ranks[rank].room) for rank in growing)
-        return Alarm(
-            f"memory-grows-{first}",
-            f"rank {first}: memory {reading.ranks[first]}; look for what is kept from step to step: losses or outputs "
-            "appended without detach().item(), caches, hooks that collect",
-        )
+        return Alarm(f"memory-grows-{first}", f"rank {first}: memory {reading.ranks[first]}; {LOOK_FOR}")
 
     def logged(self, reading: MemoryReading) -> dict[str, float]:
         """Used, reserved and peak memory of the rank that uses most, and how fast the fastest grows [MiB]."""

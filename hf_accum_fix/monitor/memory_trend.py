@@ -12,6 +12,10 @@ from statistics import median
 from hf_accum_fix.monitor.robust import blocks, median_and_sigma, noise_sigma, theil_sen
 
 MIB = 2.0**20
+LOOK_FOR = (
+    "look for what is kept from step to step: losses or outputs appended without detach().item(), caches, hooks that "
+    "collect"
+)
 #: Fewest samples for a decision, and number of blocks behind a trend.
 ENOUGH, _BLOCKS = 30, 24
 #: Total growth that counts as none: this much (the resident set of a healthy process creeps by a few MiB over

@@ -171,11 +171,12 @@ class Monitor:
             ):
                 self._say(alarm)
 
-    def log(self, accuracy: float | None = None) -> dict[str, float]:
+    def log(self, accuracy: float | None = None, epoch: float = math.nan) -> dict[str, float]:
         """Everything since the last log, as numbers for any tracker; raises alarms. Call it on every rank.
 
         Args:
             accuracy: where the model has just been evaluated, between 0 and 1, the same on every rank.
+            epoch: epochs so far, with fractions: a loss that swings with this period is no alarm; nan: not known.
 
         Raises:
             MonitorAlarmError: for an alarm, where ``on_alarm`` is "raise".
@@ -189,7 +190,7 @@ class Monitor:
         rate = float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else math.nan
         self._say(self._rank_loss.judge(reading))
         for judge in self._of_loss:
-            self._say(judge.judge(reading, rate))
+            self._say(judge.judge(reading, rate, epoch))
         self._say(self._first.judge(reading, self._guess))
         if accuracy is not None:
             self._say(self._accuracy.judge(reading.mean, accuracy))

@@ -35,6 +35,8 @@ from hf_accum_fix.monitor.robust import normal_of_student
 _KEPT, _ENOUGH, _LEFT_OUT = 256, 5, 0.2
 #: Last readings that a lag is judged over, and the chance that a healthy rank of these looks late (Bonferroni).
 _READINGS, _CHANCE = (8, 16, 32, 64, 128, 256), 1e-5
+#: Readings before which the ranks' spread is the one from earlier, and how many of those show it.
+_RECENT, _SHOWN = 64, 32
 #: Lag, as a share of the whole step, that nobody would act upon; in seconds: processes of one machine differ by that.
 _TOLERANCE, _TOLERANCE_IN_SECONDS = 0.1, 0.01
 #: In tolerances: most that the lag of one reading counts for, so that one long stall is no lag; how far ranks are
@@ -73,7 +75,8 @@ class Pace(Gathered[PaceReading]):
 
     A rank lags where its mean lag over the last 8, 16 ... 256 readings is surely above what nobody would act upon
     (Student, Bonferroni over the ranks). How far such a mean wanders is learned from blocks of an eighth of its length
-    and longer (`Spread`), so that batches whose length persists are no lag, and one that comes and goes is.
+    and longer (`Spread`), so that batches whose length persists are no lag, and one that comes and goes is. Once the
+    readings before the last 64 show it, means over no more are judged by these, so that a lag does not hide itself.
 
     Args:
         model: the one in training, as it is called in the loop.
@@ -94,7 +97,9 @@ class Pace(Gathered[PaceReading]):
         # Of every rank in tolerances, at most _MOST, and in seconds.
         self._lags = deque[tuple[list[float], list[float]]](maxlen=_READINGS[-1])
         self._fewest = _READINGS[0]
-        self._spread: Spread | None = None
+        self._recent = deque[list[float]](maxlen=_RECENT)
+        self._shown = 0
+        self._spread = self._earlier = Spread(0)
         model.register_forward_hook(self._after_forward)
 
     def step(self) -> None:
@@ -128,8 +133,7 @@ class Pace(Gathered[PaceReading]):
         late = [max(-_MOST, min(_MOST, (own - usual) / tolerance)) for own in reading.own]
         lags = [its - (sum(late) - its) / (ranks - 1) for its in late]
         self._lags.append((lags, [reading.lag(rank) for rank in range(ranks)]))
-        self._spread = self._spread or Spread(ranks)
-        self._spread.add([lag / _WANDER for lag in lags])
+        self._learn([lag / _WANDER for lag in lags])
         far = NormalDist().inv_cdf(1 - _CHANCE / ranks)
         for level, count in enumerate(_READINGS):
             if not self._fewest <= count <= len(self._lags):
@@ -137,7 +141,11 @@ class Pace(Gathered[PaceReading]):
             last = list(self._lags)[-count:]
             means = [fmean(column) for column in zip(*(lags for lags, _ in last), strict=True)]
             rank = means.index(max(means))
-            spread, freedom = self._spread.of(rank, level)
+            if self._shown >= _SHOWN and count <= _RECENT:
+                # Blocks of up to this many readings have been seen.
+                spread, freedom = self._earlier.of(rank, level, count.bit_length())
+            else:
+                spread, freedom = self._spread.of(rank, level)
             beyond = max(means[rank] - 1, 0.0) / (_WANDER * spread / math.sqrt(count))
             if normal_of_student(beyond, freedom) > far:
                 self._lags.clear()
@@ -149,6 +157,16 @@ class Pace(Gathered[PaceReading]):
                     "its data loading, the length of its batches, its processor and who else uses it",
                 )
         return None
+
+    def _learn(self, lags: list[float]) -> None:
+        """How far ranks wander, now and before the last readings."""
+        if not self._recent:
+            self._spread, self._earlier = Spread(len(lags)), Spread(len(lags))
+        if len(self._recent) == _RECENT:
+            self._earlier.add(self._recent[0])
+            self._shown += 1
+        self._recent.append(lags)
+        self._spread.add(lags)
 
     def logged(self, reading: PaceReading) -> dict[str, float]:
         """The rank that is ready last, and how much later than the others [s]."""

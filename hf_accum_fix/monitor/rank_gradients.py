@@ -87,15 +87,13 @@ class RankGradients(Gathered[RankGradientsReading]):
 
     Args:
         ranks: the ranks; None: torch.distributed.
-        every: steps from one measured to the next; a norm reads the whole gradient once.
     """
 
-    def __init__(self, ranks: Ranks | None = None, every: int = 1) -> None:
+    def __init__(self, ranks: Ranks | None = None) -> None:
         self._ranks = ranks or TorchRanks()
-        self._every, self._step = every, 0
         self._squares: list[Tensor] = []
         self._norms: deque[Tensor] = deque(maxlen=_KEPT)
-        self._shifts, self._first = Shifts(bayes_factor=100), 0.0
+        self._shifts, self._first = Shifts(), 0.0
         self._carried: list[tuple[float, ...]] = []
         self.worst: Deviation | None = None
 
@@ -141,15 +139,13 @@ class RankGradients(Gathered[RankGradientsReading]):
 
     def add(self, gradient: Tensor) -> None:
         """A part of this rank's gradient, before its reduction; no device sync."""
-        if self._step % self._every == 0:
-            self._squares.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
+        self._squares.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
 
     def end_of_step(self) -> None:
         """All parts of this step's gradient have been added."""
         if self._squares:
             self._norms.append(torch.linalg.vector_norm(torch.stack(self._squares)))
             self._squares.clear()
-        self._step += 1
 
     def row(self) -> Tensor:
         """As in `Gathered`: one device sync."""

@@ -128,32 +128,33 @@ class Replicas:
 
     def _not_alike(self, layouts: dict[str, str]) -> Alarm:
         """As many tensors on every rank, and not the same: they cannot be compared, and adding them up would abort."""
-        table = by_rank(self._ranks, torch.tensor([fingerprint(each) for each in layouts.items()])).tolist()
-        place = next(place for place, column in enumerate(zip(*table, strict=True)) if len(set(column)) > 1)
-        column = [row[place] for row in table]
-        most = Counter(column).most_common(1)[0][0]
+        (place, *_), _, ranks = self._differing([fingerprint(each) for each in layouts.items()])
+        odd = ", ".join(map(str, ranks))
         here = " ".join(list(layouts.items())[place])
-        odd = ", ".join(str(rank) for rank, value in enumerate(column) if value != most)
         return Alarm(
             "replicas-not-alike",
             f"rank {odd} and the others hold different tensors in the same place (rank {self._ranks.rank}: {here}): "
             f"names, shapes or types differ, and nothing is compared; {_OTHER_PARTS}",
         )
 
-    def _find(self, names: list[str], prints: list[int]) -> Difference:
+    def _differing(self, prints: list[int]) -> tuple[list[int], int, list[int]]:
+        """Places in which ranks differ; in the first of them, a rank that has what most have, and all that have not."""
         table = by_rank(self._ranks, torch.tensor(prints)).tolist()
         places = [place for place, column in enumerate(zip(*table, strict=True)) if len(set(column)) > 1]
-        first = places[0]
-        column = [row[first] for row in table]
+        column = [row[places[0]] for row in table]
         most = Counter(column).most_common(1)[0][0]
+        return places, column.index(most), [rank for rank, value in enumerate(column) if value != most]
+
+    def _find(self, names: list[str], prints: list[int]) -> Difference:
+        places, good, odd = self._differing(prints)
+        first = places[0]
         tensor = dict(self._tensors())[names[first]].detach().cpu().double().flatten()
-        is_reference = self._ranks.rank == column.index(most)
+        is_reference = self._ranks.rank == good
         reference = self._ranks.sum(tensor if is_reference else torch.zeros_like(tensor))
         apart = (tensor - reference).abs()
         differing = (tensor != reference) & ~(tensor.isnan() & reference.isnan())
         mine = torch.stack([apart.max(), differing.sum().double()]) if len(apart) else torch.zeros(2).double()
         amounts = by_rank(self._ranks, mine).tolist()
-        odd = [rank for rank, value in enumerate(column) if value != most]
         return Difference(
             name=names[first],
             ranks=tuple(odd),

@@ -23,7 +23,7 @@ _STEP_KEYS: tuple[str, ...] = ("step", "_step", "Step", "current_steps", "global
 _STEP_KEYS += ("trainer/global_step", "train/global_step", "epoch")
 #: Whole columns in a line of a sweep's results (recipes/llava_sweep.py), and their names here.
 _WHOLE_COLUMNS = {"losses": "loss", "grad_norms": "grad_norm"}
-_IGNORED = {"total_flos", *_STEP_KEYS}
+_IGNORED = {"total_flos", *_STEP_KEYS} - {"epoch"}
 #: Other names of the numbers we read; the first that exists counts.
 _ALIASES = {
     "loss": ("loss_metrics/global_avg_loss", "train_loss_step", "train_loss", "loss_step", "Loss/train", "lm loss"),

@@ -11,7 +11,7 @@ from statistics import fmean, median
 from hf_accum_fix.monitor.alarms import Alarm
 from hf_accum_fix.monitor.gradient_norm import LOOK_AT, GradientNorm
 from hf_accum_fix.monitor.loss_over_time import AccuracyTrend, FirstLoss, LossOscillation, LossStall, LossTrend
-from hf_accum_fix.monitor.memory_trend import MIB, Trend, TrendKind, trend
+from hf_accum_fix.monitor.memory_trend import LOOK_FOR, MIB, Trend, TrendKind, trend
 from hf_accum_fix.monitor.pipeline import Sentinel, without_sentinels
 from hf_accum_fix.monitor.robust import (
     SIGMA_PER_MAD,
@@ -160,12 +160,12 @@ def _of_missing(not_finite: Sequence[float], zeros: Sequence[float], sentinel: S
 
 def _of_loss(run: Run, loss: Series) -> Iterator[Alarm]:
     """What the monitors find in the losses, log by log; and in a run too short for them, by its tenths."""
-    rates = run.series.get("learning_rate", Series((), ()))
-    rate_at = dict(zip(rates.steps, rates.values, strict=True))
+    schedule = (run.series.get(name, Series((), ())) for name in ("learning_rate", "epoch"))
+    rate_at, epoch_at = (dict(zip(its.steps, its.values, strict=True)) for its in schedule)
     judges, seen = (LossTrend(), LossOscillation(), LossStall()), set()
     for step, value in zip(loss.steps, loss.values, strict=True):
         for judge in judges:
-            alarm = judge.add(value, rate_at.get(step, math.nan))
+            alarm = judge.add(value, rate_at.get(step, math.nan), epoch_at.get(step, math.nan))
             if alarm is not None:
                 seen.add(alarm.kind)
                 yield replace(alarm, message=f"by step {step:.0f}, {alarm.message}")
@@ -247,11 +247,7 @@ def _memory(run: Run) -> Iterator[tuple[str, tuple[Trend, int]]]:
 def _of_memory(memory: Mapping[str, tuple[Trend, int]]) -> Iterator[Alarm]:
     for name, (its, logs) in memory.items():
         if its.kind is TrendKind.GROWS and logs >= _LOGS_OF_A_LEAK and its.samples >= _STEPS_OF_A_LEAK:
-            yield Alarm(
-                "memory-grows",
-                f"{name} {its}; look for what is kept from step to step: losses or outputs appended without "
-                "detach().item(), caches, hooks that collect",
-            )
+            yield Alarm("memory-grows", f"{name} {its}; {LOOK_FOR}")
 
 
 def _slope_of_second_half(series: Series) -> Slope | None:

@@ -161,10 +161,6 @@ def _described(its: Summary, full_name: str) -> str:
         rows.append(("trend", f"{in_words(its.slope)} over the second half"))
     if not math.isnan(its.noise):
         rows.append(("noise", f"{its.noise:.1%} of the loss from log to log"))
-    if its.not_finite:
-        rows.append(("not finite", f"{len(its.not_finite)} logged losses, first at step {its.not_finite[0]:.0f}"))
-    if its.sentinel is not None:
-        rows.append(("no loss", str(its.sentinel)))
     if its.gradients is not None:
         got_norms = its.gradients
         words = f"median {got_norms.median:.3g}, MAD {got_norms.mad:.2g}, {len(got_norms.spikes)} spikes"

@@ -33,12 +33,6 @@ def test_the_moving_average_weighs_logs_by_their_items_and_their_age() -> None:
     assert found == pytest.approx([4.0, second, second])
 
 
-def test_reading_without_reset_keeps_on() -> None:
-    meter = LossMeter()
-    meter.update(torch.tensor(1.0), 2)
-    assert meter.read(reset=False).mean == meter.read().mean == 1.0
-
-
 def test_a_loss_over_no_item_is_none_and_a_broken_one_is_seen() -> None:
     meter = LossMeter()
     meter.update(torch.tensor(math.nan), torch.tensor(0))

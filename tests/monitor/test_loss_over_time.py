@@ -180,6 +180,15 @@ def test_a_swing_a_jump_and_divergence_are_told(name: str) -> None:
         assert first[0] <= by and first[2] == observation
 
 
+def test_a_swing_of_one_epoch_is_the_order_of_the_data() -> None:
+    losses = LEARNT * (1 + 0.2 * numpy.sin(2 * math.pi * STEPS / 6))
+    for epoch_in_logs, observation in ((6.0, True), (15.0, False)):
+        judge = LossOscillation()
+        rows = zip(losses.tolist(), (STEPS / epoch_in_logs).tolist(), strict=True)
+        told = [alarm for loss, epoch in rows if (alarm := judge.add(loss, 1e-3, epoch)) is not None]
+        assert told[0].observation == observation and ("which is one epoch" in told[0].message) == observation
+
+
 def test_an_observation_is_logged_and_neither_counted_nor_an_end(caplog: pytest.LogCaptureFixture) -> None:
     alarms = Alarms(on_alarm="raise")
     with caplog.at_level("WARNING", logger="hf_accum_fix.monitor"):

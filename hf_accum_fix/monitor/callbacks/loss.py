@@ -109,7 +109,7 @@ class LossCallback(MonitorCallback):
         self._say_scale(verdict, reading.mean)
         self.say(self._judge.judge(reading))
         for trend in self._trends:
-            self.say(trend.judge(reading, _number(logs.get("learning_rate"))))
+            self.say(trend.judge(reading, _number(logs.get("learning_rate")), _number(self.trainer.state.epoch)))
         self.say(self._first.judge(reading, verdict.guess))
         self._last = reading.mean
         found = self._batch(reading.total.items, logs)

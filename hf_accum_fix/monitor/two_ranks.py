@@ -1,0 +1,159 @@
+"""A lasting shift between two ranks, where no third rank shows how far ranks wander."""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+from numpy import ndarray
+
+#: Believed of two ranks: the chance that their levels do not wander; else, with equal chances, the deviation of the
+#: levels' difference, in errors of a reading, and the correlation of one reading's level with the next one's.
+_STEADY, _WANDER, _CORRELATION = 0.97, (2.0, 5.0), (0.0, 0.7, 0.93)
+#: The chance that the level is drawn anew at times instead; how often; with which deviation.
+_JUMPING, _OFTEN, _JUMP = 0.001, 0.15, 6.0
+#: Deviation of a shift, in errors; difference above which its logarithm counts, since large ones vary in proportion;
+#: the largest.
+_SHIFT, _LARGE, _LARGEST = 3.0, 3.0, 12.0
+#: How a shift goes on: readings over which it rises as the model learns, and whether it is constant in the unit of the
+#: values, else in errors; where it is there from the first reading, and else.
+_FROM_THE_FIRST, _LATER = ((0.0, True), (2.0, True), (0.0, False)), ((0.0, False),)
+#: Readings up to a false alarm; fewest readings in all, and since a shift; last readings at which one may have begun.
+_PER_FALSE_ALARM, _FEWEST, _FEWEST_SINCE, _LAST = 1_000, 8, 5, 64
+#: How many times as likely a shift is from the first reading as from any other; readings in which one that is constant
+#: in the unit of the values is looked for.
+_AT_FIRST, _EARLY = 20.0, 24
+
+
+class ShiftOfTwo:
+    """Decide whether two ranks differ for good, since the first reading or a later one.
+
+    Healthy ranks differ in one of three ways: not at all but for the error of a reading; by a level that wanders,
+
+        x[t] = w[t] + e[t],        w[t] = rho w[t - 1] + sqrt(1 - rho^2) sigma u[t],        e, u normal with variance 1,
+
+    x being the difference in errors; or by a level that is drawn anew now and then. A fault adds a normal shift from
+    some reading on, by more than the tolerance. One that is there from the first reading may be constant in the unit of
+    the values, whose error falls as the model learns, or rise meanwhile. The sum over all first readings of the Bayes
+    factors reaches K after K readings in the mean, or later, where two ranks differ as believed (Shiryaev and
+    Roberts). Each alarm multiplies the evidence that the next one needs.
+
+    Source: Pollak 1985, "Optimal detection of a change in distribution"; Harrison and West 1997, "Bayesian
+    Forecasting and Dynamic Models", ch. 11; Willsky and Jones 1976, "A generalized likelihood ratio approach to the
+    detection of jumps" (how a shift shows in a filter's innovations).
+    """
+
+    def __init__(self) -> None:
+        wandering = [(rho, sigma) for rho in _CORRELATION for sigma in _WANDER]
+        self._rho, sigma = numpy.array([(0.0, 0.0), *wandering]).T
+        self._variance = self._uncertain = sigma**2
+        self._weight = numpy.log([_STEADY] + [(1 - _STEADY) / len(wandering)] * len(wandering))
+        self._level = numpy.zeros(len(sigma))
+        self._jumps = _Jumps()
+        # Of each possible shift: its first reading, how it goes on, and per explanation what the filter takes of it for
+        # the level, its precision, and its precision times its mean.
+        self._began, self._rises, self._in_values = numpy.empty((3, 0))
+        self._taken, self._precision, self._pull = numpy.empty((3, 0, len(sigma)))
+        self._count, self._alarms, self._first_error = 0, 0, 0.0
+
+    def add(self, deviate: float, error: float, tolerance: float = 0.0) -> bool:
+        """Whether the two ranks have shifted, with this reading; not before the eighth.
+
+        Args:
+            deviate: difference of the two, in its errors.
+            error: standard error of the difference, in the unit of the values; 0: no deviation at all was seen.
+            tolerance: absolute difference that counts as none, in the same unit.
+        """
+        self._count += 1
+        self._first_error = self._first_error or error
+        value = _compressed(deviate)
+        shift = self._shifts_now(error)
+        variance = self._uncertain + 1
+        gain = self._uncertain / variance
+        seen, innovation = shift[:, None] - self._taken, value - self._level
+        self._precision = self._precision + seen**2 / variance
+        self._pull = self._pull + seen * innovation / variance
+        self._taken = self._rho * (self._taken + gain * seen)
+        self._level = self._rho * (self._level + gain * innovation)
+        self._uncertain = self._rho**2 * self._uncertain * (1 - gain) + (1 - self._rho**2) * self._variance
+        self._weight = self._weight - (innovation**2 / variance + numpy.log(variance)) / 2
+        self._jumps.add(value)
+        total = numpy.logaddexp(numpy.logaddexp.reduce(self._weight), self._jumps.weight)
+        self._weight, self._jumps.weight = self._weight - total, self._jumps.weight - total
+        wanted = math.log(_PER_FALSE_ALARM) * (1 + self._alarms)
+        if self._count < _FEWEST or not self._evidence(shift, tolerance / error if error else 0.0) > wanted:
+            return False
+        self._alarms += 1
+        self._keep(numpy.zeros(len(self._began), dtype=bool))
+        return True
+
+    def _shifts_now(self, error: float) -> ndarray:
+        """Size in errors of each possible shift, one that begins now included."""
+        started = _FROM_THE_FIRST if self._count == 1 else _LATER
+        self._keep(self._began > self._count - _LAST)
+        self._began = numpy.append(self._began, [self._count] * len(started))
+        self._rises = numpy.append(self._rises, [rises for rises, _ in started])
+        self._in_values = numpy.append(self._in_values, [in_values for _, in_values in started])
+        new = numpy.zeros((len(started), len(self._rho)))
+        of_each = (self._taken, self._precision, self._pull)
+        self._taken, self._precision, self._pull = (numpy.concatenate([its, new]) for its in of_each)
+        age, rises = self._count - self._began + 1, self._rises
+        risen = numpy.where(rises > 0, 1 - numpy.exp(-age / numpy.where(rises > 0, rises, 1.0)), 1.0)
+        shrunk = self._first_error / error if error else 1.0
+        return _SHIFT * risen * numpy.where(self._in_values, shrunk, 1.0)
+
+    def _evidence(self, shift: ndarray, tolerance: float) -> float:
+        """Log of the sum of the Bayes factors of all possible shifts."""
+        age = self._count - self._began + 1
+        if not any(judged := numpy.where(self._in_values, age <= _EARLY, age >= _FEWEST_SINCE)):
+            return -math.inf
+        # Shifts that nobody would act upon count as none.
+        most = (tolerance / shift)[:, None]
+        small = numpy.clip(self._pull / self._precision, -most, most)
+        none = small * (self._pull - small * self._precision / 2)
+        shifted = (self._pull**2 / (self._precision + 1) - numpy.log(self._precision + 1)) / 2
+        healthy = numpy.logaddexp(numpy.logaddexp.reduce(self._weight + none, axis=1), self._jumps.weight)
+        factors = numpy.logaddexp.reduce(self._weight + shifted, axis=1) - healthy
+        likely = numpy.where(self._began == 1, math.log(_AT_FIRST / len(_FROM_THE_FIRST)), 0.0)
+        return float(numpy.logaddexp.reduce((factors + likely)[judged]))
+
+    def _keep(self, which: ndarray) -> None:
+        self._began, self._rises, self._in_values = self._began[which], self._rises[which], self._in_values[which]
+        self._taken, self._precision, self._pull = self._taken[which], self._precision[which], self._pull[which]
+
+
+def _compressed(deviate: float) -> float:
+    size = min(abs(deviate), _LARGEST)
+    return math.copysign(size if size < _LARGE else _LARGE * (1 + math.log(size / _LARGE)), deviate)
+
+
+class _Jumps:
+    """A level that is drawn anew at some readings: a Gaussian for the mixture of both at each.
+
+    Source: Ackerson and Fu 1970, "On state estimation in switching environments".
+    """
+
+    def __init__(self) -> None:
+        self.weight = math.log(_JUMPING)
+        self._level, self._uncertain, self._often = 0.0, _JUMP**2, 0.0
+
+    def add(self, value: float) -> None:
+        """Take a difference into account: `weight` is the log of the chance of this explanation, up to a constant."""
+        chances, means, variances = [], [], []
+        for chance, mean, variance in (
+            (1 - self._often, self._level, self._uncertain),
+            (self._often, 0.0, _JUMP**2),
+        ):
+            gain = variance / (variance + 1)
+            likely = math.exp(-((value - mean) ** 2) / (variance + 1) / 2) / math.sqrt(variance + 1)
+            chances.append(chance * likely)
+            means.append(mean + gain * (value - mean))
+            variances.append(variance * (1 - gain))
+        self.weight += math.log(sum(chances))
+        shares = [chance / sum(chances) for chance in chances]
+        self._level = sum(share * mean for share, mean in zip(shares, means, strict=True))
+        self._uncertain = sum(
+            share * (variance + (mean - self._level) ** 2)
+            for share, mean, variance in zip(shares, means, variances, strict=True)
+        )
+        self._often = _OFTEN
