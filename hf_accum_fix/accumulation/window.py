@@ -124,18 +124,21 @@ class Items:
         """Items of one micro-batch: 0-dim tensor on ``device`` (default: the targets'); no device sync."""
         if self.mix:
             return torch.stack([factor * rule.count(inputs, device) for factor, rule in self.mix]).sum()
-        if self.entry is not None and not isinstance(inputs, ZeroWeightBatch):
-            rows = sum(len(each[self.entry] if self.entry else each) for each in inputs[self.keys[0]])
+        if self.entry is not None or not self.keys or isinstance(inputs, ZeroWeightBatch):
             device = device or torch.device("cpu")
-            return torch.full((), rows, dtype=count_dtype(device), device=device)
-        if not self.keys or isinstance(inputs, ZeroWeightBatch):
-            device = device or torch.device("cpu")
-            samples = 0 if isinstance(inputs, ZeroWeightBatch) else sample_count(inputs)
-            return torch.full((), samples, dtype=count_dtype(device), device=device)
+            return torch.full((), self._rows(inputs), dtype=count_dtype(device), device=device)
         found = self.targets(inputs)
         if self.per_sample:
             found = self._by_sample(inputs, found)[1] > 0
         return found.sum(dtype=count_dtype(device or found.device)).to(device)
+
+    def _rows(self, inputs: Mapping[str, Any]) -> int:
+        """Items that are rows of the inputs: samples, or listed targets."""
+        if isinstance(inputs, ZeroWeightBatch):
+            return 0
+        if self.entry is None:
+            return sample_count(inputs)
+        return sum(len(each[self.entry] if self.entry else each) for each in inputs[self.keys[0]])
 
     def sample_weights(self, inputs: Mapping[str, Any]) -> Tensor:
         """1 / the targets of its sample for each target, else 0; shaped like the counted input."""
