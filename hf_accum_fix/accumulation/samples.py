@@ -25,7 +25,6 @@ class Split(NamedTuple):
 
     Attributes:
         apart: the parts are parts of the whole.
-        shows_coupling: coupled samples would be detected.
         tasks: the parts are micro-batches that may be of two tasks.
         kind: which rows it assumes to belong together; all splits of a kind have to show the same.
         decides: it is the last of its kind.
@@ -35,10 +34,14 @@ class Split(NamedTuple):
     one: Batch
     other: Batch
     apart: bool = True
-    shows_coupling: bool = True
     tasks: bool = False
     kind: str = ""
     decides: bool = True
+
+    @property
+    def shows_coupling(self) -> bool:
+        """Whether coupled samples would be detected: not by a doubled batch."""
+        return self.apart and self.one is not self.other
 
 
 def splits(window: Sequence[Batch]) -> Iterator[Split]:
@@ -55,8 +58,8 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     unseen = _unseen(window, batch)
     others.sort(key=lambda each: -len(unseen & _marks(each)))
     alike = [batch, *(each for each in others if sample_count(each) == rows)]
-    by_rows = [each for each in alike if _has_rows_alone(each, rows)]
-    if by_row := _has_rows_alone(batch, rows):
+    by_rows = [each for each in alike if rows > 1 and _divides(each, rows)]
+    if by_row := bool(by_rows) and by_rows[0] is batch:
         if unseen and (both := _joined(batch, others[0])) is not None:
             yield Split(both, batch, others[0], tasks=True)
         for_all = by_rows if unseen else by_rows[:1]
@@ -72,7 +75,7 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     for number in blocks:
         # A row of every block is a pair (DPO), or a triple (TPO).
         height = rows // number
-        in_blocks = [each for each in alike if all(_is_plain(v) and len(v) in (rows, height) for v in _sized(each))]
+        in_blocks = [each for each in alike if _divides(each, rows, height)]
         if height > 1 and in_blocks and in_blocks[0] is batch:
             divided = _divided(in_blocks, [row % height for row in range(rows)], height)
             yield from _of_one_kind(f"{number} blocks", divided)
@@ -81,10 +84,10 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
             joined = ((_joined(batch, other, interleaved=kind == "interleaved"), other) for other in others[:3])
             yield from _of_one_kind(kind, ((both, batch, other) for both, other in joined if both is not None))
     if (twice := _joined(batch, batch)) is not None and any(twice[key] is not batch[key] for key in batch):
-        yield Split(twice, batch, batch, shows_coupling=False)
+        yield Split(twice, batch, batch)
     one, other, *_ = (*others, batch, batch)
     for together in ((batch, one, other), *((each, each, each) for each in ordered)):
-        yield Split(*together, apart=False, shows_coupling=False)
+        yield Split(*together, apart=False)
 
 
 def _of_one_kind(kind: str, found: Iterable[Parts]) -> Iterator[Split]:
@@ -135,9 +138,9 @@ def _unseen(window: Sequence[Batch], batch: Batch) -> set[tuple[str, int]]:
     return {(key, each) for key, each in marks - _marks(batch) if key in few}
 
 
-def _has_rows_alone(batch: Batch, rows: int) -> bool:
-    """Whether a batch can be split by rows: it has several samples, and every input has as many rows."""
-    return rows > 1 and all(_is_plain(value) and len(value) == rows for value in _sized(batch))
+def _divides(batch: Batch, *heights: int) -> bool:
+    """Whether a batch can be split by rows: every input has one of these numbers of rows."""
+    return all(_is_plain(value) and len(value) in heights for value in _sized(batch))
 
 
 def _is_plain(value: Any) -> bool:
