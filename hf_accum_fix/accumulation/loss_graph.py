@@ -340,12 +340,10 @@ def _factor(node: Any) -> tuple[Edge, Factor] | None:
 def _number_below(node: Any, does: str) -> Edge | None:
     """The single number that a mean or sum reduces, or that a mean has for every element; None: it reduces more."""
     below = _live(node)[0]
-    if does == "loss" or _is_number(below[0]):
-        return None if does == "loss" else below
-    if does == "sum" or type(below[0]).__name__ != "ExpandBackward0":
-        return None
-    expanded = _live(below[0])[0]
-    return expanded if _shape(expanded[0]) == () else None
+    if does == "mean" and type(below[0]).__name__ == "ExpandBackward0":
+        expanded = _live(below[0])[0]
+        return expanded if _shape(expanded[0]) == () else None
+    return below if does != "loss" and _is_number(below[0]) else None
 
 
 def _stacked(node: Any) -> list[Edge]:

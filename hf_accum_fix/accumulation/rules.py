@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,16 +59,16 @@ def matching_rules(
 
 def _mixed(counts: Sequence[float], batches: Sequence[Mapping[str, Any]]) -> Items | None:
     """A rule for weighted classes over listed targets: one weight per target, one per query without a target."""
-    listed, samples = next(listed_targets(batches[0]), None), Items()
+    listed = next(listed_targets(batches[0]), None)
     if listed is None:
         return None
-    (a, b), (c, d) = ([float(rule.count(batch)) for rule in (listed, samples)] for batch in batches[:2])
-    if abs(a * d - b * c) < 1e-9:
+    rules = (listed, Items())
+    counted = [[float(rule.count(batch)) for rule in rules] for batch in batches[:2]]
+    if abs(np.linalg.det(counted)) < 1e-9:
         return None
-    of_target = (counts[0] * d - b * counts[1]) / (a * d - b * c)
-    of_sample = (a * counts[1] - counts[0] * c) / (a * d - b * c)
+    weights = np.linalg.solve(counted, counts[:2])
     # Rounded, so that ranks agree.
-    return Items(mix=((float(f"{of_target:.6g}"), listed), (float(f"{of_sample:.6g}"), samples)))
+    return Items(mix=tuple((float(f"{each:.6g}"), rule) for each, rule in zip(weights, rules, strict=True)))
 
 
 def is_padded(rule: Items, batch: Mapping[str, Any]) -> bool:
