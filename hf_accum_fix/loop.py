@@ -339,18 +339,11 @@ class AccumulationWindow:
 class AccumulationWindows:
     """A dataloader's epochs as accumulation windows; made by `accumulation_windows`."""
 
-    def __init__(
-        self,
-        dataloader: Iterable[Batch],
-        accelerator: AcceleratorLike | None,
-        steps: int | None,
-        options: Options,
-    ) -> None:
+    def __init__(self, dataloader: Iterable[Batch], host: LoopHost) -> None:
         """Made by `accumulation_windows` alone."""
-        self._host = LoopHost(accelerator, steps, options)
-        self._dataloader = dataloader
-        if self.world_size > 1 and isinstance(dataloader, DataLoaderStateMixin):
-            self._dataloader = WithoutDuplicates(dataloader, options.drop_duplicates, self._host.warn_repeated)
+        self._dataloader, self._host = dataloader, host
+        if host.world_size > 1 and isinstance(dataloader, DataLoaderStateMixin):
+            self._dataloader = WithoutDuplicates(dataloader, host.options.drop_duplicates, host.warn_repeated)
             self._dataloader.check()
 
     @property
@@ -448,4 +441,4 @@ def accumulation_windows(
     split = {axis: getattr(config, f"{axis}_size", 1) or 1 for axis in ("tp", "cp", "sp")}
     if any(size > 1 for size in split.values()):
         raise UnsupportedSetupError(f"got ranks that split samples {split}; expected data-parallel ranks only")
-    return AccumulationWindows(dataloader, accelerator, steps, options_from(options, of_loops=True))
+    return AccumulationWindows(dataloader, LoopHost(accelerator, steps, options_from(options, of_loops=True)))

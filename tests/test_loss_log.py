@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from pathlib import Path
@@ -13,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-import hf_accum_fix
 from hf_accum_fix import GlobalBatchTrainer
 from hf_accum_fix.overrides.loss_log import FILTERED
-from tests.numerics.parity import training_arguments
+from tests.numerics.parity import applied, training_arguments
 
 #: Loss of each sample; a micro-batch is one of them, a window two, a log entry two windows.
 LOSSES = (1.0, 2.0, 3.0, math.nan, 5.0, 6.0, 7.0, 8.0, math.inf, 1.0, 1.0, 1.0)
@@ -50,7 +48,7 @@ def train(path: str, output: Path, losses: tuple[float, ...] = LOSSES, **argumen
     args = training_arguments(output, 1, 2, **{"max_steps": 6, "learning_rate": 0.0, "logging_steps": 2, **arguments})
     samples = [{"labels": torch.tensor(loss)} for loss in losses]
     arguments_seen = Arguments()
-    with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext():
+    with applied(path):
         trainer = (GlobalBatchTrainer if path == "trainer" else Trainer)(
             model=Given(), args=args, train_dataset=samples, callbacks=[arguments_seen]
         )

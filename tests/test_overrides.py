@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -31,12 +30,14 @@ from hf_accum_fix.errors import ContractError, ForeignPatchError, RankError, Sea
 from hf_accum_fix.options import Options
 from hf_accum_fix.overrides.session import Session
 from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchTrainer
-from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, shifted_cross_entropy
+from tests.numerics.heads import HEADS, DropsKwargs, TokenModel, bert, log_likelihoods, shifted_cross_entropy
+from tests.numerics.heads.samples import without_targets
 from tests.numerics.parity import (
     ClassRecorder,
     Recorder,
     Step,
     StockRecorder,
+    applied,
     cut,
     reference_step,
     take_step,
@@ -196,9 +197,7 @@ class NeedsTheNumber(TokenModel):
     """Has no branch for a missing number; in training the number always comes."""
 
     def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: Tensor, **kwargs: Any) -> Any:
-        logits, labels = self.logits(input_ids)[:, :-1], labels[:, 1:]
-        valid = labels != -100
-        log_p = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        log_p, valid = log_likelihoods(self.logits(input_ids), labels)
         return {"loss": -(log_p * valid).sum() / num_items_in_batch}
 
 
@@ -235,10 +234,6 @@ def test_class_weights_are_counted_as_the_loss_is_made(tmp_path: Path, caplog: p
 # --- windows that tell nothing ----------------------------------------------------------------------------------
 
 
-def _blank(samples: Any) -> list[Any]:
-    return [{**sample, "labels": torch.full_like(sample["labels"], -100)} for sample in samples]
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -254,7 +249,7 @@ def test_windows_without_a_target_settle_nothing(name: str, tmp_path: Path) -> N
     head = HEADS[name]
     no_mask = [{k: v for k, v in sample.items() if k != "attention_mask"} for sample in head.samples]
     samples = no_mask if name in ("llama", "uses-tensor") else list(head.samples)
-    data = [*(_blank(samples) * 4), *samples]
+    data = [*(without_targets(samples) * 4), *samples]
     step = take_step(head, data, 2, 4, "apply", tmp_path, steps=5, learning_rate=0.0)
     norms = next(c.norms for c in step.trainer.callback_handler.callbacks if hasattr(c, "norms"))
     reference = reference_step(head, cut(samples, 2))
@@ -314,7 +309,7 @@ def test_evaluation_is_untouched(tmp_path: Path) -> None:
     def evaluated(path: str) -> float:
         step = take_step(MLM, MLM.samples, 2, 4, path, tmp_path, learning_rate=0.0, per_device_eval_batch_size=3)
         step.trainer.eval_dataset = list(MLM.samples)
-        with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext():
+        with applied(path):
             return float(step.trainer.evaluate()["eval_loss"])
 
     assert evaluated("stock") == evaluated("apply") == evaluated("trainer")

@@ -22,6 +22,8 @@ NUMBERS = (7919, 3571, 5557)
 DECLARED = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")
 #: Nodes that hide a whole loss: compiled code, another library's kernel.
 OPAQUE = (*DECLARED, "CompiledFunction", "CheckpointFunction")
+#: Nodes that are linear on either side of a bend.
+BENDS = ("Abs", "Maximum", "Minimum", "Clamp", "Relu")
 #: Relative tolerance of two values computed alike, by bytes of their dtype.
 _TOLERANCE = {8: 1e-6, 4: 1e-5}
 
@@ -123,7 +125,7 @@ class Candidate:
         return not any(self.values) and None not in self.values and self.spec.how is not How.ROUTER
 
     def judged(self, doubt: str = "", *, shows: bool = True, grows: bool = False, **spec: Any) -> Candidate:
-        """With the conclusion from its values; ``grows``: a batch's is larger than both of its parts'."""
+        """With the conclusion from its values; ``grows``: a batch's is near the sum of its parts'."""
         return replace(self, spec=replace(self.spec, **spec), doubt=doubt, shows=shows, grows=grows)
 
 
@@ -179,13 +181,9 @@ def _concluded(compared: Comparison, rules: Sequence[Items], *, inside: bool) ->
         if setting.custom and setting.world_size > 1:
             factors = [value for each in numbered for value in each.seen[0].factors]
             takes = setting.multiplies and any(is_near(value, setting.world_size) for value in factors)
-        return replace(
-            found,
-            reduction=Reduction.NUMBER,
-            items=_rule_of_number(numbered, means, compared),
-            takes_world_size=takes,
-            reason="its graph divides by num_items_in_batch",
-        )
+        reason, rules = "its graph divides by num_items_in_batch", _rules_of_number(numbered, means, compared)
+        found = replace(found, items=rules[0], reduction=Reduction.NUMBER, takes_world_size=takes, reason=reason)
+        return found.with_rules_of_number(rules)
     if means and found.coupled:
         return replace(found, reason=_COUPLED)
     if means:
@@ -231,14 +229,14 @@ def _specs(
     return specs, next(filter(None, doubts), "")
 
 
-def _rule_of_number(numbered: Sequence[Candidate], means: Sequence[TermSpec], compared: Comparison) -> Items:
-    """The rule that counts the number: upstream's, unless the model gets ours, for the targets that it has saved."""
-    found: tuple[Items, ...] = ()
-    if compared.setting.hands_number:
-        by_total = (([seen.total for seen in each.seen], each.seen) for each in numbered)
-        of_terms = [_rules_of(totals, seen, compared)[0] for totals, seen in by_total if totals[0]]
-        found = next(filter(None, (*of_terms, *(each.rules for each in means))), ())
-    return found[0] if found else number_rule(compared.whole.batch, compared.window, compared.setting)
+def _rules_of_number(
+    numbered: Sequence[Candidate], means: Sequence[TermSpec], compared: Comparison
+) -> tuple[Items, ...]:
+    """The rules that count the number: of targets that a term has saved, of another term, or upstream's."""
+    by_total = (([seen.total for seen in each.seen], each.seen) for each in numbered)
+    of_terms = [_rules_of(totals, seen, compared)[0] for totals, seen in by_total if totals[0]]
+    fitting = next(filter(None, (*of_terms, *(each.rules for each in means))), ())
+    return upstream_first(fitting, compared.whole.batch, compared.window, compared.setting)
 
 
 def _rests(candidates: Sequence[Candidate], readings: Sequence[Reading]) -> tuple[float, ...]:
@@ -266,7 +264,7 @@ def _added(candidates: Sequence[Candidate], compared: Comparison) -> How:
 def _nothing_seen(whole: Reading, rules: Sequence[Items]) -> LossContract:
     """The contract of a loss that is constant, zero or not finite: it is observed again in the next window."""
     # Another term may have targets of its own.
-    shows = any(math.isfinite(each.value) for each in whole.terms if each.value)
+    shows = any(math.isfinite(each.value) for each in whole.terms if each.value and not each.router)
     empty = not shows and not min(float(rule.count(whole.batch)) for rule in rules if rule.keys == rules[0].keys)
     reason = NO_TARGET_SEEN if empty else "the loss of samples with targets is zero, not finite or without gradient"
     return LossContract(Reduction.MEAN, rules[0], dtype=whole.dtype, conclusive=False, reason=reason)
@@ -439,11 +437,11 @@ def _tested_mean(
     candidate: Candidate, compared: Comparison, known: Sequence[Items], tolerance: float, *, alone: bool
 ) -> Candidate:
     """`_tested` for a term with a factor that is not constant."""
-    spec, values, n, batches = candidate.spec, candidate.values, candidate.counts, compared.batches
+    values, n, batches = candidate.values, candidate.counts, compared.batches
     whole, has_values = candidate.seen[0], None not in values
     rules, times = _rules_of(n, candidate.seen, compared, known)
-    if whole.name.startswith("NllLoss") and spec.counts == (len(whole.factors) - 1,) and not is_near(times, 1.0):
-        # It divides by weights of classes, which are alike in this batch.
+    if whole.is_weighted and not (rules and rules[0].mix):
+        # The classes of this batch may weigh alike.
         rules, times = (), 1.0
     if rules and all(is_padded(rule, batches[0]) for rule in rules) and not alone:
         others, by_class = matching_rules(n, batches, (), known, given=True)
@@ -495,8 +493,9 @@ def _unreadable(candidate: Candidate, compared: Comparison, tolerance: float) ->
             if _adds_up(sums, tolerance):
                 doubt = "" if name.startswith(DECLARED) else doubt
                 return candidate.judged(doubt, how=How.MEAN, counts=(), rules=(rule,), count=n[0])
-    # A weighted mean lies between its parts. A part of zero is inconclusive.
-    grows = None not in values and abs(values[0] or 0.0) > max(abs(values[1] or 0.0), abs(values[2] or 0.0))
+    # A weighted mean lies between its parts; the absolute value of a sum does not. A part of zero is inconclusive.
+    least, most = sorted(abs(value or 0.0) for value in values[1:])
+    grows = name.startswith(BENDS) and None not in values and abs(values[0] or 0.0) > most + least / 2
     return candidate.judged(doubt, how=How.PLAIN, shows=0.0 not in values, grows=grows)
 
 
@@ -524,6 +523,14 @@ def _coefficient(candidates: Sequence[Candidate], name: str) -> float:
     """The coefficient of a router loss in the loss."""
     seen = next((each.seen[0] for each in candidates if each.seen[0].router == name), None)
     return 0.0 if seen is None else seen.product(range(len(seen.factors)))
+
+
+def upstream_first(
+    fitting: Sequence[Items], batch: Mapping[str, Any], window: Sequence[Mapping[str, Any]], setting: Setting
+) -> tuple[Items, ...]:
+    """The ``fitting`` rules, upstream's first, if it is among them; upstream's alone if there are none."""
+    upstream = number_rule(batch, window, setting)
+    return tuple(dict.fromkeys((upstream, *fitting))) if upstream in fitting or not fitting else tuple(fitting)
 
 
 def number_rule(batch: Mapping[str, Any], window: Sequence[Mapping[str, Any]], setting: Setting) -> Items:

@@ -71,7 +71,8 @@ class TermSpec:
     @property
     def group(self) -> tuple[Any, ...]:
         """Equal for terms that are divided by the same count in every micro-batch."""
-        return (self.how, self.own, self.rules[:1] or self.count)
+        counted_by = self.rules[:1] if self.how is not How.NUMBER else ()
+        return (self.how, self.own, counted_by or self.count)
 
 
 def router_loss(outputs: Any, name: str) -> Tensor | None:
@@ -178,20 +179,27 @@ class LossContract:
 
     def with_one_rule(self) -> LossContract:
         """With the first rule of a loss of one term: enough where it is corrected at the end of a window."""
-        if len(self.terms) != 1:
+        if len(self.terms) != 1 or self.terms[0].how is not How.MEAN:
             return self
         return replace(self, terms=(replace(self.terms[0], rules=self.terms[0].rules[:1]),))
 
     @property
     def rules(self) -> tuple[Items, ...]:
         """Every rule that its terms need, ``items`` first."""
-        rules = (self.items, *(rule for each in self.terms if each.how is How.MEAN for rule in each.rules))
+        counted = (each for each in self.terms if each.how in (How.MEAN, How.NUMBER))
+        rules = (self.items, *(rule for each in counted for rule in each.rules))
         return tuple(dict.fromkeys(rule for rule in rules if rule is not None))
 
-    def is_ambiguous(self, totals: Mapping[Items, float]) -> bool:
-        """Whether two rules fit one term so far, and count a window differently; ``totals``: N by each of `rules`."""
-        counted = ([totals[rule] for rule in each.rules] for each in self.terms if each.how is How.MEAN)
-        return any(max(each) - min(each) > 1e-6 * max(each) for each in counted if len(each) > 1)
+    def ambiguous(self, totals: Mapping[Items, float]) -> set[How]:
+        """The kinds of terms that two rules fit so far, which count a window differently; ``totals``: N by `rules`."""
+        counted = [(each.how, [totals[rule] for rule in each.rules]) for each in self.terms if len(each.rules) > 1]
+        kinds = (How.MEAN, How.NUMBER)
+        return {how for how, n in counted if how in kinds and max(n) - min(n) > 1e-6 * max(n)}
+
+    def with_rules_of_number(self, rules: tuple[Items, ...]) -> LossContract:
+        """With the rules that count num_items_in_batch."""
+        terms = (replace(each, rules=rules) if each.how is How.NUMBER else each for each in self.terms)
+        return replace(self, items=rules[0], terms=tuple(terms))
 
     def fitting(self, totals: Mapping[Items, float], counted: Mapping[int, float]) -> LossContract:
         """With the rules that count a window as its forwards did; ``counted``: N of each term, by its place."""

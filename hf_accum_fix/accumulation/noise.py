@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pickle import dumps, loads
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+#: Types of random generators.
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 _DROPOUTS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
@@ -34,6 +38,40 @@ def random_states_kept(devices: Sequence[int] | None = None, device_type: str = 
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+def seed(number: int) -> None:
+    """Seed the generators of Python, numpy and torch."""
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def random_state() -> bytes:
+    """The states of the generators of `seed`; unchanged unless something drew a number."""
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    of_torch = [each.numpy() for each in (torch.get_rng_state(), *devices)]
+    return dumps((random.getstate(), np.random.get_state(), of_torch))
+
+
+def generator_state(value: Any) -> bytes:
+    """The state of a generator; the same bytes unless it drew a number."""
+    if isinstance(value, torch.Generator):
+        return dumps(value.get_state().numpy())
+    if isinstance(value, np.random.Generator):
+        return dumps(value.bit_generator.state)
+    return dumps(value.getstate() if isinstance(value, random.Random) else value.get_state())
+
+
+def set_generator_state(value: Any, state: bytes) -> None:
+    """Restore a state of `generator_state`."""
+    before = loads(state)
+    if isinstance(value, torch.Generator):
+        value.set_state(torch.from_numpy(before))
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = before
+    else:
+        (value.setstate if isinstance(value, random.Random) else value.set_state)(before)
 
 
 class WithoutNoise(TorchFunctionMode):

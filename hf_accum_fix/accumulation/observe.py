@@ -23,12 +23,13 @@ from hf_accum_fix.accumulation.conclude import (
     Setting,
     conclude,
     number_rule,
+    upstream_first,
     without_number,
 )
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import holds_shards
 from hf_accum_fix.accumulation.loss_graph import read
-from hf_accum_fix.accumulation.own_division import RANKS, own_division, step_candidates
+from hf_accum_fix.accumulation.own_division import RANKS, own_division, step_candidates, terms_of
 from hf_accum_fix.accumulation.preserve import Preserved, preserved_state
 from hf_accum_fix.accumulation.reading import (
     ForgottenError,
@@ -93,7 +94,7 @@ class _Observation:
         norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
         # BatchNorm writes its statistics; shards are not copied.
         self.writes = False if self.sharded or norm is not None else None
-        found = self._with_number_seen(self._with_own_division(self._compared()))
+        found = self._with_number_seen(self._with_own_division(self._with_rule_of_number(self._compared())))
         if self.divides and found.reduction is Reduction.MEAN:
             found = replace(found, reduction=Reduction.NUMBER)
         elif self.divides and found.reduction is Reduction.PLAIN:
@@ -186,6 +187,25 @@ class _Observation:
         if self.ranks.any(self.writes is None and bool(readings) and self.state.wrote()):
             again = self._run(split.other, readings[2].number if readings else None)
             self.writes = bool(self.writes or (readings and again.numbers != readings[2].numbers))
+
+    def _with_rule_of_number(self, found: LossContract) -> LossContract:
+        """The contract with the rule by which a custom loss would divide, if it got no number."""
+        terms = zip(found.terms, terms_of(found, self.whole), strict=True) if found.custom else ()
+        hidden = any(spec.how is How.NUMBER and not seen.total for spec, seen in terms)
+        if not self.ranks.any(hidden and not self.setting.func):
+            return found
+        divisors, batch = set[float](), self.whole.batch
+        try:
+            for term in self._run(batch, None).terms if hidden else ():
+                divisors |= {value for value, each in zip(term.factors, term.term.factors, strict=True) if each.divides}
+        except Exception:
+            logger.debug("a loss needs its number", exc_info=True)
+        self._restore()
+        fitting = [rule for rule in ways_of_counting(batch) if float(rule.count(batch)) in divisors]
+        if divisors and not fitting:
+            return replace(found, doubt=found.doubt or "its divisor cannot be predicted from the inputs")
+        rules = upstream_first(fitting, batch, self.window, self.setting)
+        return found.with_rules_of_number(rules) if fitting else found
 
     def _with_own_division(self, found: LossContract) -> LossContract:
         """The contract with the divisions by steps and ranks that the arguments cause."""

@@ -19,7 +19,7 @@ def step_candidates(found: LossContract, whole: Reading, setting: Setting) -> li
     """Constants that may depend on the accumulation steps: places of terms, and of their factors."""
     if setting.steps * setting.world_size == 1:
         return []
-    terms = _terms_of(found, whole)
+    terms = terms_of(found, whole)
     return [
         (at, place)
         for at, (spec, seen) in enumerate(zip(found.terms, terms, strict=True))
@@ -34,7 +34,7 @@ def step_candidates(found: LossContract, whole: Reading, setting: Setting) -> li
     ]
 
 
-def _terms_of(found: LossContract, reading: Reading) -> list[TermReading]:
+def terms_of(found: LossContract, reading: Reading) -> list[TermReading]:
     """The terms of a forward in the order of a contract's."""
     terms = reading.inside if found.inside else reading.terms
     return [[each for each in terms if each.shape == spec.shape][spec.place or 0] for spec in found.terms]
@@ -52,7 +52,7 @@ def own_division(
     steps, ranks = setting.steps, setting.world_size
     telling = {float(number) for number in (steps, ranks, steps * ranks) if number > 1}
     telling |= {1 / number for number in telling}
-    terms, before, after = list(found.terms), _terms_of(found, whole), _terms_of(found, more)
+    terms, before, after = list(found.terms), terms_of(found, whole), terms_of(found, more)
     for at, spec in enumerate(terms):
         times = [
             (a / b if divides else b / a) if a and b else 0.0

@@ -71,6 +71,11 @@ class TermReading:
         return float(getattr(self.term.leaf, "_saved_total_weight", 0.0))
 
     @property
+    def is_weighted(self) -> bool:
+        """Whether it is a mean over the class weights of its targets."""
+        return self.term.divides and getattr(self.term.leaf, "_saved_weight", None) is not None
+
+    @property
     def shares_learnt(self) -> bool:
         """Whether other terms have the same learnt factor."""
         return any(each.learnt for each in self.term.factors[: self.term.path.above])
@@ -187,8 +192,8 @@ def run_with_graph(
 
 
 def kept_small(tensor: Tensor) -> Tensor | None:
-    """Save counts and labels, and no activations."""
-    return tensor if tensor.numel() <= 1 or not tensor.is_floating_point() else None
+    """Save counts, labels and class weights, and no activations."""
+    return tensor if tensor.ndim <= 1 or tensor.numel() <= 1 or not tensor.is_floating_point() else None
 
 
 def unpacked(tensor: Tensor | None) -> Tensor:

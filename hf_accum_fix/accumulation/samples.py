@@ -75,7 +75,8 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     for number in blocks:
         # A row of every block is a pair (DPO), or a triple (TPO).
         height = rows // number
-        in_blocks = [each for each in alike if _divides(each, rows, height)]
+        flat = [each for each in alike if not any(isinstance(value, Mapping) for value in each.values())]
+        in_blocks = [each for each in flat if _divides(each, rows, height)]
         if height > 1 and in_blocks and in_blocks[0] is batch:
             divided = _divided(in_blocks, [row % height for row in range(rows)], height)
             yield from _of_one_kind(f"{number} blocks", divided)
@@ -175,7 +176,7 @@ def _rows(batch: Batch, rows: Sequence[int], height: int = 0) -> dict[str, Any]:
 
     def taken(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return _rows(value, rows, height)
+            return _rows(value, rows)
         chosen = [row for row in rows if row < height] if has_rows(value) and len(value) == height else [*rows]
         if isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0:
             return value[chosen]

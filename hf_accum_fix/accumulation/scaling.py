@@ -27,7 +27,6 @@ class Normalizer:
         engine_divisor: the number that the engine divides a loss by.
         means: n_mean times `remaining_divisor`: by rule, and by the place of its `TermSpec` for a term that forwards
             have counted.
-        fraction: of the samples that have this loss (see `tasks`); None: all.
     """
 
     mean: Tensor
@@ -37,7 +36,6 @@ class Normalizer:
     is_corrected: bool = True
     engine_divisor: int = 1
     means: Mapping[Items | int, Tensor] = field(default_factory=dict)
-    fraction: Tensor | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -51,7 +49,6 @@ class Normalizer:
         totals: Sequence[Tensor],
         micro_batches: int,
         world_size: int,
-        fraction: Tensor | None = None,
         *,
         is_corrected: bool = True,
         engine_divisor: int = 1,
@@ -59,21 +56,21 @@ class Normalizer:
         """For a global batch of N items: ``totals`` by each of the contract's rules, its first the one in use."""
         steps = max(micro_batches, 1)
         means = [mean_item_count(each, steps, world_size) for each in totals]
-        means = means if fraction is None else [mean / fraction for mean in means]
         left = steps / engine_divisor
         by_rule: dict[Items | int, Tensor] = {
             rule: contract.as_number(mean if left == 1 else mean * left)
             for rule, mean in zip(contract.rules, means, strict=len(means) > 1)
         }
         number = (means[0] * steps).ceil().long() if contract.hands_number else means[0]
-        return cls(means[0], number, steps, world_size, is_corrected, engine_divisor, by_rule, fraction)
+        return cls(means[0], number, steps, world_size, is_corrected, engine_divisor, by_rule)
 
     def counted(self, contract: LossContract, totals: Mapping[int, Tensor]) -> Normalizer:
         """With ``totals``, N of some terms by the place of their `TermSpec`, which may be sums of any weights."""
-        parts = self.micro_batches * self.world_size / self.remaining_divisor
-        means = {place: torch.where(total == 0, 1.0, total) / parts for place, total in totals.items()}
-        means = means if self.fraction is None else {place: mean / self.fraction for place, mean in means.items()}
-        return replace(self, means={**self.means, **{at: contract.as_number(mean) for at, mean in means.items()}})
+        parts = self.engine_divisor * self.world_size
+        means = dict(self.means)
+        for place, total in totals.items():
+            means[place] = contract.as_number(torch.where(total == 0, 1.0, total) / parts)
+        return replace(self, means=means)
 
     @property
     def remaining_divisor(self) -> float:
@@ -146,15 +143,6 @@ def run_by_rule(
     loss, outputs = run(scale.inputs, scale.number)
     router = contract.weighted_router_loss(outputs) if scale.ratio is not None else None
     return scale.apply(loss, None if router is None else router.to(loss.device)), outputs
-
-
-def of_window(scale: Tensor, micro_batches: int, divided: int = 1) -> Tensor:
-    """A scaled loss divided by G, in a new tensor.
-
-    ``divided``: the part of G by which it was divided already, or the engine divides; if that is G, no bit changes.
-    """
-    # A new tensor: DeepSpeed (stage 0) hangs hooks that divide once more on the model's output itself.
-    return scale * 1.0 if divided == micro_batches else scale * divided / micro_batches
 
 
 def loss_among(outputs: Any, inputs: Mapping[str, Any], model: object) -> Tensor:

@@ -60,8 +60,9 @@ def _observe_due(host: Host, batches: Sequence[Any], number: Any, error: Excepti
     new = {task: LossState() for task in tasks if task not in state.tasks}
     if new and not state.tasks:
         new[next(iter(new))] = state.first
-    for loss in dict.fromkeys((*state.losses, *new.values())):
-        its = [batch for batch in batches if new.get(task := task_of(batch), state.loss_of(task)) is loss]
+    losses = {**state.tasks, **new}
+    for loss in dict.fromkeys((state.first, *losses.values())):
+        its = [batch for batch in batches if losses.get(task_of(batch), state.first) is loss]
         if (again or not loss.is_settled) and (its or not alone or loss is state.first):
             _observe(host, loss, its, number)
     if not state.first.has_target:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How
 from hf_accum_fix.accumulation.scaling import Normalizer
 from hf_accum_fix.accumulation.tasks import describe, task_of
 from hf_accum_fix.accumulation.weigh import Part, WindowCheck
-from hf_accum_fix.accumulation.window import Counts, Items, ZeroWeightBatch, count_by_rules, count_dtype
+from hf_accum_fix.accumulation.window import Counts, Items, count_by_rules, count_dtype
 from hf_accum_fix.core.counting_pass import count_by_forwards
 from hf_accum_fix.core.host import Host
+from hf_accum_fix.core.state import LossState
 from hf_accum_fix.engines import ranks
 from hf_accum_fix.engines.engine import engine_divisor, is_deepspeed
 from hf_accum_fix.router.router_loss import Convention, Form, one_form
@@ -30,16 +31,16 @@ class WindowCounts:
     """Items of a window.
 
     Attributes:
+        total: N over all ranks and tasks, 0-dim.
         each: of each micro-batch of this rank, by each rule of its loss, and by place (see `Counts`).
         number: as upstream counts over all ranks, 0-dim; None: upstream does not.
-        total: N over all ranks and tasks, 0-dim.
         parts: one for each loss, the first task's first.
         corrects: the gradient is corrected at the end of the window.
     """
 
+    total: Tensor = field(default_factory=lambda: torch.zeros(()))
     each: list[Counts] = field(default_factory=list)
     number: Tensor | None = None
-    total: Tensor = field(init=False)
     parts: list[Part] = field(default_factory=list)
     corrects: bool = False
 
@@ -95,11 +96,6 @@ def count_window(
     except Exception as caught:
         error = error or caught
     upstream = zero if number is None else torch.as_tensor(number).to(zero)
-    rule = state.contracts[0].items
-    for batch in batches if number is not None else ():
-        if isinstance(batch, ZeroWeightBatch) and rule is not None:
-            # Upstream has counted it.
-            upstream = upstream - rule.count(dict(batch), host.device)
     sums = Sums(totals, upstream, (asks, state.differs, state.unreported), routing)
     if several:
         sums = sums.over_ranks(host, len(batches), error)
@@ -115,7 +111,7 @@ def count_window(
     if inexact and not state.unreported:
         state.note_inexact(state.opened - bool(batches))
     state.unreported = False
-    counts, by_rule = WindowCounts(each, None if number is None else sums.number), iter(sums.totals)
+    counts, by_rule = WindowCounts(zero, each, None if number is None else sums.number), iter(sums.totals)
     _set_parts(host, counts, [{rule: next(by_rule) for rule in its} for its in rules], batches)
     _note_inexact(host, counts, batches)
     host.router.settle(sums.routing, max(len(batches), 1), host.data_ranks)
@@ -147,59 +143,64 @@ def _count(
 
 def _set_parts(host: Host, counts: WindowCounts, totals: Sequence[Totals], batches: Sequence[Any]) -> None:
     """Set the part of each loss in the window, and whether its gradient is corrected."""
-    state, zero = host.state, torch.zeros((), dtype=count_dtype(host.device), device=host.device)
-    # Reading would wait for another device.
-    differ = host.on_cpu and any(map(_rules_differ, state.contracts, totals))
-    in_use = [
-        [by_rule[rule] for rule in contract.rules] or [zero]
-        for contract, by_rule in zip(state.contracts, totals, strict=True)
+    state = host.state
+    losses = [each for each in state.losses if each.contract is not None]
+    # Reading would wait for another device. First, since the contracts may change.
+    differs = [
+        host.on_cpu and _rules_differ(host, loss, by_rule, counts.number)
+        for loss, by_rule in zip(losses, totals, strict=True)
     ]
-    counts.total = in_use[0][0] if len(in_use) == 1 else torch.stack([each[0] for each in in_use]).sum()
-    samples = [by_rule[Items()] for by_rule in totals if len(totals) > 1]
-    fractions: Sequence[Tensor | None] = [
-        each.clamp(min=1) / torch.stack(samples).sum().clamp(min=1) for each in samples
-    ] or [None]
+    samples = torch.stack([by_rule[Items()] for by_rule in totals]) if len(totals) > 1 else None
     # One number cannot correct several losses; where samples are not read, a window may have all of them.
-    several_losses = sum(not host.on_cpu or bool(each) for each in samples) > 1
+    several_losses = samples is not None and (not host.on_cpu or int((samples > 0).sum()) > 1)
     corrects = state.corrects or (host.data_ranks == 1 and host.corrects_alone)
     counts.corrects = corrects and not (several_losses or is_deepspeed(host.accelerator))
-    engine = engine_divisor(host.accelerator)
-    for contract, by_rule, fraction in zip(state.contracts, in_use, fractions, strict=True):
-        split = (len(batches), host.data_ranks)
+    # Of the samples that have each loss (see `tasks`).
+    shares = [1.0] if samples is None else [*(samples.clamp(min=1) / samples.sum().clamp(min=1))]
+    for contract, by_rule, share in zip(state.contracts, totals, shares, strict=True):
+        n = [by_rule[rule] for rule in contract.rules] or [torch.zeros_like(counts.total)]
+        counts.total = counts.total + n[0]
         normalizer = Normalizer.of(
-            contract, by_rule, *split, fraction, is_corrected=counts.corrects, engine_divisor=engine
+            contract,
+            [each / share for each in n],
+            len(batches),
+            host.data_ranks,
+            is_corrected=counts.corrects,
+            engine_divisor=engine_divisor(host.accelerator),
         )
         counts.parts.append(Part(contract, normalizer, WindowCheck(contract, counts.corrects)))
-    unpredicted = (
-        each.contract.needs_forwards or (each.counts_by_forwards and each.contract.groups > 1)
-        for each in state.losses
-        if each.contract is not None
-    )
-    if not counts.parts[0].normalizer.is_whole and (differ or any(unpredicted)):
-        _count_by_forwards(host, counts, totals, batches)
+    if counts.parts[0].normalizer.is_whole:
+        return
+    if any(differs) or any(loss.needs_forwards for loss in losses):
+        counted = count_by_forwards(host, batches, counts.parts, counts.each)
+        for at, (loss, by_rule, by_place) in enumerate(zip(losses, totals, counted, strict=True)):
+            contract = counts.parts[at].contract
+            if host.readable and len(contract.rules) > 1:
+                places = {place: float(n) for place, n in by_place.items()}
+                contract = loss.contract = contract.fitting(_values(by_rule), places)
+            n_of_terms = {place: n / shares[at] for place, n in by_place.items()}
+            normalizer = counts.parts[at].normalizer.counted(contract, n_of_terms)
+            counts.parts[at] = Part(contract, normalizer, WindowCheck(contract, counts.corrects))
 
 
-def _rules_differ(contract: LossContract, by_rule: Totals) -> bool:
-    """Whether rules that fit one of its terms count the window differently; reads the counts."""
-    return len(by_rule) > 1 and contract.is_ambiguous(_values(by_rule))
+def _rules_differ(host: Host, loss: LossState, by_rule: Totals, number: Tensor | None) -> bool:
+    """Whether rules that fit a mean count the window differently; of num_items_in_batch, upstream's is used."""
+    contract = loss.contract
+    if contract is None or len(by_rule) < 2:
+        return False
+    totals = _values(by_rule)
+    differ = contract.ambiguous(totals)
+    if How.NUMBER in differ:
+        upstreams = tuple(rule for rule, n in totals.items() if number is not None and n == float(number))
+        if upstreams:
+            loss.contract = contract.with_rules_of_number(upstreams)
+        host.report_inexact("several rules fit its num_items_in_batch, and count the window differently")
+    return How.MEAN in differ
 
 
 def _values(by_rule: Totals) -> dict[Items, float]:
     """Read at once."""
     return dict(zip(by_rule, torch.stack([*by_rule.values()]).tolist(), strict=True))
-
-
-def _count_by_forwards(host: Host, counts: WindowCounts, totals: Sequence[Totals], batches: Sequence[Any]) -> None:
-    """Count a window by its own forwards, where no rule predicts its items, or two rules differ."""
-    counted = count_by_forwards(host, batches, counts.parts, counts.each)
-    for at, (loss, by_rule, by_place) in enumerate(zip(host.state.losses, totals, counted, strict=True)):
-        part = counts.parts[at]
-        contract = part.contract
-        if host.readable and len(contract.rules) > 1:
-            places = {place: float(each) for place, each in by_place.items()}
-            contract = loss.contract = contract.fitting(_values(by_rule), places)
-        normalizer = part.normalizer.counted(contract, by_place)
-        counts.parts[at] = Part(contract, normalizer, WindowCheck(contract, counts.corrects))
 
 
 def _note_inexact(host: Host, counts: WindowCounts, batches: Sequence[Any]) -> None:

@@ -45,6 +45,12 @@ class LossState:
         """Whether it is not observed again."""
         return self.contract is not None and (self.contract.conclusive or self.attempts >= ATTEMPTS)
 
+    @property
+    def needs_forwards(self) -> bool:
+        """Whether no rule predicts what its terms divide by, and no one number can correct them."""
+        contract = self.contract
+        return contract is not None and (contract.needs_forwards or (self.counts_by_forwards and contract.groups > 1))
+
 
 @dataclass(eq=False)
 class TrainingState:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_accum_fix.accumulation.scaling import of_window
 from hf_accum_fix.accumulation.values import Captured
 from hf_accum_fix.accumulation.weigh import Counted, Part, Weighed, WindowCheck, weigh
 from hf_accum_fix.accumulation.window import Counts, count_by_rules
@@ -94,9 +93,14 @@ class Window:
         return weighed
 
     def average(self, loss: Tensor, divided: int = 1) -> Weighed:
-        """A loss that was scaled by its rule; ``divided``: the part of G by which it was divided already."""
-        steps, divisor = len(self.batches), self.counts.parts[0].normalizer.engine_divisor
-        return Weighed(of_window(loss, steps, divisor * divided), of_window(loss.detach(), steps, divided))
+        """A loss that was scaled by its rule, over G; ``divided``: the part of G by which it was divided already."""
+        steps, by_engine = len(self.batches), self.counts.parts[0].normalizer.engine_divisor
+
+        def over_steps(each: Tensor, divided: int) -> Tensor:
+            # A new tensor: DeepSpeed (stage 0) hangs hooks that divide once more on the model's output itself.
+            return each * 1.0 if divided == steps else each * divided / steps
+
+        return Weighed(over_steps(loss, divided * by_engine), over_steps(loss.detach(), divided))
 
     def add(self, value: Tensor) -> None:
         """Add a micro-batch's part of the logged loss."""
@@ -166,12 +170,14 @@ class Window:
         if not self.counts.corrects or not (several or any(each.counted for each in checks)):
             return None
         sums = torch.stack([each.counts(host.device) for each in checks]).sum(dim=0)
-        seen, predicted = host.summed(sums) if several else sums
+        sums = host.summed(sums) if several else sums
         # Where a rule counted nothing, the window was weighted by N = 1 (`mean_item_count`).
-        times = torch.where(seen == 0, 1.0, torch.where(predicted == 0, 1.0, predicted) / seen)
         if not host.readable:
-            return times
-        return None if abs(float(times) - 1) <= 1e-12 else float(times)
+            seen, predicted = sums
+            return torch.where(seen == 0, 1.0, torch.where(predicted == 0, 1.0, predicted) / seen)
+        seen, predicted = sums.tolist()
+        times = (predicted or 1.0) / seen if seen else 1.0
+        return None if abs(times - 1) <= 1e-12 else times
 
     def _differs(self, check: WindowCheck) -> Tensor | None:
         """Report a loss that changed, or counts other than predicted; returns what to read later."""

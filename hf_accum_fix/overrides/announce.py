@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import transformers
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import Reduction
@@ -14,8 +15,12 @@ from hf_accum_fix.core.window import Window
 from hf_accum_fix.engines.engine import reduced_in
 from hf_accum_fix.overrides.live import averages_tokens
 from hf_accum_fix.overrides.session import Session
+from hf_accum_fix.upstream.defects import is_present
 
 logger = logging.getLogger("hf_accum_fix")
+
+#: Stock passes no count to heads that would divide by it, so they return their own mean.
+_NUMBER_DROPPED = is_present("item-count-dropped-again", transformers.__version__)
 
 
 def factor_over(loss: Tensor, node: Any) -> float:
@@ -72,7 +77,9 @@ def _stock_factors(session: Session, window: Window, part: Part, scale: float) -
     if contract.has_router_loss and contract.by_number:
         # Two terms with different factors.
         return None, of_means
-    if contract.reduction is Reduction.NUMBER and number is not None and float(number):
+    by_number = contract.reduction is Reduction.NUMBER and not _NUMBER_DROPPED
+    if by_number and number is not None and float(number):
         # Unless upstream averages, a rank divides by its own count, about 1/W of the total.
         return undivided / len(window.batches) * float(window.counts.total) / float(number), None
-    return of_means if contract.reduction is Reduction.MEAN else None, None
+    is_mean = contract.reduction in (Reduction.MEAN, Reduction.NUMBER) and not by_number
+    return of_means if is_mean else None, None

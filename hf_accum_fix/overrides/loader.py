@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import length_hint
 from typing import Any
@@ -13,7 +11,6 @@ from typing import Any
 import transformers
 from accelerate.data_loader import DataLoaderStateMixin
 from torch.utils.data import IterableDataset
-from transformers import Trainer
 
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.data.balancing import BalancedStream, Dealer
@@ -22,7 +19,7 @@ from hf_accum_fix.data.whole_windows import WholeWindows
 from hf_accum_fix.engines.engine import waits_every_micro_batch
 from hf_accum_fix.options import BalanceOptions
 from hf_accum_fix.overrides.live import release_counts_windows
-from hf_accum_fix.overrides.session import Session
+from hf_accum_fix.overrides.session import Original, Session
 from hf_accum_fix.overrides.windows import open_in
 from hf_accum_fix.upstream.defects import is_present
 from hf_accum_fix.upstream.protocols import TrainerLike
@@ -35,41 +32,32 @@ _ABSENT = object()
 _WRAPPED = (WholeWindows, WithoutDuplicates, BalancedStream)
 
 
-@contextmanager
-def whole_windows(session: Session) -> Iterator[None]:
+def get_train_dataloader(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
     """Give the loop whole windows, if its release or a stream would lose the end of an epoch or carry it over."""
-    trainer, options, module = session.trainer, session.options, sys.modules[Trainer.__module__]
-    original_loader, original_skip = trainer.get_train_dataloader, module.skip_first_batches
-    counts_windows = release_counts_windows()
+    trainer, options, counts_windows = session.trainer, session.options, release_counts_windows()
+    with _not_dispatching(session):
+        loader = original(*args, **kwargs)
+    if isinstance(loader, _WRAPPED):
+        return loader
+    _let_epochs_through(loader)
+    loader = _balanced(session, loader)
+    # A loader that accelerate did not prepare repeats nothing.
+    if trainer.args.world_size > 1 and isinstance(loader, DataLoaderStateMixin):
+        loader = WithoutDuplicates(loader, options.drop_duplicates, session.warn_repeated)
+        loader.check()
     loses_the_rest = is_present("epoch-tail-not-trained", transformers.__version__) or not counts_windows
+    if not (loses_the_rest or _is_endless(loader)):
+        return loader
+    # A release that fetches no windows counts each before its first micro-batch is run.
+    opened = None if counts_windows else partial(open_in, session)
+    return WholeWindows(loader, trainer.args.gradient_accumulation_steps, opened)
 
-    def get_train_dataloader(*args: Any, **kwargs: Any) -> Any:
-        with _not_dispatching(session):
-            loader = original_loader(*args, **kwargs)
-        if isinstance(loader, _WRAPPED):
-            return loader
-        _let_epochs_through(loader)
-        loader = _balanced(session, loader)
-        # A loader that accelerate did not prepare repeats nothing.
-        if trainer.args.world_size > 1 and isinstance(loader, DataLoaderStateMixin):
-            loader = WithoutDuplicates(loader, options.drop_duplicates, session.warn_repeated)
-            loader.check()
-        if not (loses_the_rest or _is_endless(loader)):
-            return loader
-        # A release that fetches no windows counts each before its first micro-batch is run.
-        opened = None if counts_windows else partial(open_in, session)
-        return WholeWindows(loader, trainer.args.gradient_accumulation_steps, opened)
 
-    def skip_first_batches(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(dataloader, _WRAPPED):
-            return original_skip(dataloader, *args, **kwargs)
-        return dataloader.around(skip_first_batches(dataloader.__wrapped__, *args, **kwargs))
-
-    with (
-        overridden(trainer, "get_train_dataloader", get_train_dataloader),
-        overridden(module, "skip_first_batches", skip_first_batches),
-    ):
-        yield
+def skip_first_batches(session: Session, original: Original, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    """Resume inside of what wraps a dataloader."""
+    if not isinstance(dataloader, _WRAPPED):
+        return original(dataloader, *args, **kwargs)
+    return dataloader.around(skip_first_batches(session, original, dataloader.__wrapped__, *args, **kwargs))
 
 
 def _let_epochs_through(loader: Any) -> None:

@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.upstream.protocols import TrainerLike
 
 logger = logging.getLogger("hf_accum_fix")
 
 #: Names in the log of upstream's filtered ``loss`` and ``train_loss``.
 FILTERED = {"loss": "loss_nan_inf_filtered", "train_loss": "train_loss_nan_inf_filtered"}
-_SWITCH = "logging_nan_inf_filter"
+#: The argument that switches upstream's filter on.
+SWITCH = "logging_nan_inf_filter"
 
 #: Most losses that are kept between two logs.
 _MOST_LOSSES = 30_000
@@ -35,7 +34,10 @@ def is_loss(logs: dict[str, Any]) -> bool:
 
 
 class LossLog:
-    """The logged loss of one training run, whose arguments have the filter on."""
+    """The logged loss of one training run, whose arguments have the filter on.
+
+    It has to have the log, and two calls of the loop: `add_filtered`, `end_micro_batch`, `end_step`.
+    """
 
     def __init__(self, trainer: TrainerLike) -> None:
         self._trainer = trainer
@@ -51,7 +53,7 @@ class LossLog:
         if self._first_step is None:
             self._first_step = self._logged_at = step
         # Not earlier: whoever reads the arguments as training begins has to see the user's.
-        setattr(self._trainer.args, _SWITCH, False)
+        setattr(self._trainer.args, SWITCH, False)
         self._losses.append((step + 1 - self._logged_at, loss.detach()))
         if len(self._losses) >= _MOST_LOSSES:
             self._filter()
@@ -64,39 +66,20 @@ class LossLog:
             self._filtered += loss if math.isfinite(loss) else self._filtered / step
         self._losses.clear()
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """While the trainer trains."""
-        trainer = self._trainer
-        original_log, original_turn = trainer.log, trainer._maybe_log_save_evaluate
-        original_count = trainer.floating_point_ops
+    def end_micro_batch(self, count: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``floating_point_ops``, by whose call the loop has added the loss: the arguments are the user's again."""
+        setattr(self._trainer.args, SWITCH, True)
+        return count(*args, **kwargs)
 
-        def log(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            self._add_filtered(logs)
-            return original_log(logs, *args, **kwargs)
+    def end_step(self, turn: Callable[..., Any], tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """``_maybe_log_save_evaluate``; upstream subtracts a logged loss from itself, which leaves a nan as it is."""
+        self._logged = False
+        result = turn(tr_loss, *args, **kwargs)
+        if self._logged:
+            tr_loss.zero_()
+        return result
 
-        def turn(tr_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._logged = False
-            result = original_turn(tr_loss, *args, **kwargs)
-            if self._logged:
-                # Upstream subtracts it from itself, which leaves a nan as it is.
-                tr_loss.zero_()
-            return result
-
-        def count(*args: Any, **kwargs: Any) -> Any:
-            # The loop calls this once it has added the loss; from here on the arguments are the user's again.
-            setattr(trainer.args, _SWITCH, True)
-            return original_count(*args, **kwargs)
-
-        with (
-            overridden(trainer.args, _SWITCH, True),
-            overridden(trainer, "log", log),
-            overridden(trainer, "floating_point_ops", count),
-            overridden(trainer, "_maybe_log_save_evaluate", turn),
-        ):
-            yield
-
-    def _add_filtered(self, logs: dict[str, Any]) -> None:
+    def add_filtered(self, logs: dict[str, Any]) -> None:
         """Add upstream's value to the log of a loss that is not finite."""
         state = self._trainer.state
         if "train_loss" in logs and not math.isfinite(logs["train_loss"]):
@@ -116,7 +99,7 @@ class LossLog:
                 logger.warning(
                     "step %d: the loss of a micro-batch is not finite, and is logged as it is; upstream's %s would "
                     "have logged %r",
-                    *(state.global_step, _SWITCH, mean),
+                    *(state.global_step, SWITCH, mean),
                 )
             self._warned = True
         self._filtered_total += mean * steps

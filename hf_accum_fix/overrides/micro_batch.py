@@ -123,6 +123,7 @@ class MicroBatch:
         session: of the trainer.
         window: that contains it.
         batch: as fetched.
+        is_own: the step got it, not another object.
         inputs: of its forward, as a ``compute_loss`` got them.
         zero_weight: it counts nothing.
         losses: of it that were weighted.
@@ -133,8 +134,9 @@ class MicroBatch:
     def __init__(self, session: Session, window: Window, inputs: Any) -> None:
         self.session, self.window = session, window
         # If the step gets another object, take the batch at its place.
-        at_its_place = (window.batches[window.done :] or window.batches[-1:])[0]
-        self.batch = inputs if any(batch is inputs for batch in window.batches) else at_its_place
+        at_its_place = window.batches[min(window.done, len(window.batches) - 1)]
+        self.batch = next((batch for batch in window.batches if batch is inputs), at_its_place)
+        self.is_own = self.batch is inputs
         self.inputs = dict(inputs) if isinstance(inputs, Mapping) else {}
         self.zero_weight = isinstance(inputs, ZeroWeightBatch)
         self.losses = 0
@@ -144,8 +146,9 @@ class MicroBatch:
         self._inside = False
         self._captured: Captured | None = None
         trainer = session.trainer
-        # Gradients are looked at in the first windows of trainers that override a step.
-        self._looks = session.state.opened <= ATTEMPTS and is_custom(trainer, *_BETWEEN)
+        # At gradients, in the first windows of trainers that override a step; engines that shard, and sums, swap them.
+        stay = not session.shards and session.options.accumulate_in == "parameter"
+        self._looks = stay and session.state.opened <= ATTEMPTS and is_custom(trainer, *_BETWEEN)
         self._compute_loss, self._backward = trainer.compute_loss, trainer.accelerator.backward
         self._overrides = (
             overridden(session, "base_loss", self.base_loss),
@@ -168,7 +171,8 @@ class MicroBatch:
     def running(self, model: nn.Module) -> Iterator[None]:
         """Around the trainer's step."""
         session, window = self.session, self.window
-        self._check_gradients(window.gradients)
+        if self._looks and window.gradients is None:
+            window.gradients = gradient_versions(session.trainer.model_wrapped)
         with ExitStack() as stack:
             if session.own_step is not None:
                 self._captured = stack.enter_context(self._capture())
@@ -197,16 +201,11 @@ class MicroBatch:
         # A copy, since a ``compute_loss`` may remove the labels.
         self.inputs = dict(given) if isinstance(given, Mapping) else {}
         captures = self._capture() if session.own_step is None else nullcontext()
-        # An engine that shards swaps gradients in every forward.
-        before = gradient_versions(session.trainer.model_wrapped) if self._looks and not session.shards else None
         with self._refusing():
-            try:
-                self._inside = True
-                with session.router.micro_batch(self.window.done), captures as captured:
-                    result = self._compute_loss(*args, **kwargs)
-            finally:
-                self._inside = False
-            self._check_gradients(before)
+            with overridden(self, "_inside", True), session.router.micro_batch(self.window.done), captures as captured:
+                result = self._compute_loss(*args, **kwargs)
+            if self._looks and self.window.gradients != gradient_versions(session.trainer.model_wrapped):
+                session.not_exact("gradients", "changes gradients before a micro-batch's backward (clipping?)")
             if captured is not None:
                 # Now, since 4.46.0 scales the loss in place; and in a new tensor, since DeepSpeed (stage 0) sets hooks
                 # on the model's output that divide once more.
@@ -224,7 +223,7 @@ class MicroBatch:
             return run_by_rule(
                 contract,
                 ZeroWeightBatch(inputs) if self.zero_weight else inputs,
-                None,
+                self.window.count_of(self.batch) if self.is_own else None,
                 normalizer,
                 lambda inputs, number: session.unscaled_loss(model, inputs, number),
                 own_loss=session.func is not None,
@@ -272,9 +271,8 @@ class MicroBatch:
         terms = read(loss)
         divisor: Tensor | float | None = None
         if len(terms) == 1 and terms[0].readable:
-            divisor = math.prod(
-                (each.value for each in terms[0].factors if each.divides and not each.learnt), start=1.0
-            )
+            divides = (each.value for each in terms[0].factors if each.divides and not each.learnt)
+            divisor = math.prod(divides, start=1.0)
         if check.is_corrected and session.data_ranks > 1 and session.first_divisor is None:
             # The mean over the ranks that have one: a collective.
             zero = torch.zeros((), dtype=count_dtype(session.device), device=session.device)
@@ -296,34 +294,30 @@ class MicroBatch:
     def backward(self, loss: Tensor, **kwargs: Any) -> Any:
         """``accelerator.backward`` with the weighted loss instead of the trainer's."""
         session, accelerator = self.session, self.session.trainer.accelerator
+        if self._inside or self.value is not None:
+            session.not_exact("second backward", "calls accelerator.backward more than once in a micro-batch")
         if self._inside:
-            session.not_exact(
-                "second backward", "calls accelerator.backward inside compute_loss, with a loss unweighted"
-            )
             return self._backward(loss, **kwargs)
         with self._refusing():
             if self._captured is not None:
                 self._weigh(loss, self._captured)
             if self.weighed is not None:
+                loss = self._scaled(self.weighed, loss)
                 # The engine may divide by another number than in other micro-batches.
                 divided = engine_divisor(accelerator, **kwargs) / self.part.normalizer.engine_divisor
-                loss = self._passed_on(self.weighed, loss)
                 loss = loss if divided == 1 else loss * divided
             set_last_micro_batch(accelerator, self.is_last)
             return self._backward(loss, **kwargs)
 
-    def _passed_on(self, weighed: Weighed, stock: Tensor) -> Tensor:
-        """The loss for the engine, whose value is logged; ``stock``: what the step passes."""
-        session, window = self.session, self.window
-        if self.value is not None:
-            session.not_exact("two losses", "passes two losses of one micro-batch to accelerator.backward")
+    def _scaled(self, weighed: Weighed, passed: Tensor) -> Tensor:
+        """The loss for the engine, whose value is logged; ``passed``: the step's."""
+        session, window, steps = self.session, self.window, len(self.window.batches)
         is_news, keeps_scale = window.done == 0 and not session.state.recorded, weighed.keeps_scale
-        factor = factor_over(stock, self._node) if is_news or keeps_scale else 1.0
-        loss, self.value = weighed.loss, weighed.value
-        if keeps_scale:
-            loss, self.value = weighed.scaled(factor, len(window.batches))
+        factor = factor_over(passed, self._node) if is_news or keeps_scale else 1.0
         if is_news:
-            announce(session, window, self.part, factor * len(window.batches))
+            announce(session, window, self.part, factor * steps)
+        # Some terms may keep the stock Trainer's scale.
+        loss, self.value = weighed.scaled(factor, steps) if keeps_scale else (weighed.loss, weighed.value)
         return loss
 
     def end(self) -> Tensor | None:
@@ -367,14 +361,6 @@ class MicroBatch:
         except AccumFixError as error:
             self.session.refused = error
             raise
-
-    def _check_gradients(self, before: int | None) -> None:
-        """Warn if gradients have changed since they had these versions; None: not checked."""
-        if before is not None and before != gradient_versions(self.session.trainer.model_wrapped):
-            self.session.not_exact(
-                "gradients",
-                "changes gradients outside the backward of a micro-batch (by clipping, or a backward in compute_loss?)",
-            )
 
     def _reduced_in_the_last(self, model: nn.Module) -> AbstractContextManager[None]:
         """Reduce over ranks in the last micro-batch of a window only; 4.46.2 reduces in all but that one."""

@@ -19,7 +19,8 @@ from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, How, LossContract, Reduction, router_loss
 from hf_accum_fix.accumulation.observe import observe, shift_of
 from hf_accum_fix.accumulation.own_division import BATCH_SIZE
-from hf_accum_fix.accumulation.preserve import overridden, python_state_kept
+from hf_accum_fix.accumulation.preserve import overridden
+from hf_accum_fix.accumulation.python_state import PythonState
 from hf_accum_fix.accumulation.reading import LossRun
 from hf_accum_fix.accumulation.scaling import loss_among
 from hf_accum_fix.core.contracts import remarks, settle
@@ -233,7 +234,6 @@ class Session(Host):
     @contextmanager
     def loss_run(self, batches: Sequence[Any]) -> Iterator[LossRun]:
         trainer = self.trainer
-
         leave = (trainer.train_dataset, trainer.eval_dataset, trainer.data_collator)
         model, head, more_steps = self.model, self.bare(), self._more_steps
 
@@ -245,7 +245,7 @@ class Session(Host):
 
         # The loop sets the length of a window, which a custom loss may divide by, only after fetching it.
         with (
-            overridden(trainer, "log", _silent),
+            overridden(trainer, "log", lambda *_, **__: None),
             overridden(trainer, "current_gradient_accumulation_steps", len(batches)),
         ):
             yield LossRun(forward, model, self.device, head, others=(trainer,), leave=leave, more_steps=more_steps)
@@ -260,7 +260,7 @@ class Session(Host):
             trainer.optimizer.train()
         with self.loss_run(batches) as run:
             run.model.train()
-            with nullcontext() if self.custom_loss is None else python_state_kept(trainer, leave=run.leave):
+            with nullcontext() if self.custom_loss is None else PythonState(trainer, leave=run.leave):
                 yield run
 
     @contextmanager
@@ -405,10 +405,6 @@ class Session(Host):
                 return loss_among(model(**trainer._prepare_inputs(inputs)), inputs, model)
 
         self.shift = shift_of(call, batches, model, sharded=declared.holds_shards(model))
-
-
-def _silent(*_: Any, **__: Any) -> None:
-    """Log nothing."""
 
 
 def settled_contract(trainer: TrainerLike, window: list[Any], options: Options) -> LossContract:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, Final
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import Trainer
 
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.errors import SeamError, UnsupportedSetupError
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.live import parallel_size
-from hf_accum_fix.overrides.loader import log_padding_saved, whole_windows
-from hf_accum_fix.overrides.loss_log import LossLog, is_loss
+from hf_accum_fix.overrides.live import is_custom, parallel_size
+from hf_accum_fix.overrides.loader import get_train_dataloader, log_padding_saved, skip_first_batches
+from hf_accum_fix.overrides.loss_log import SWITCH, LossLog, is_loss
 from hf_accum_fix.overrides.micro_batch import training_step
 from hf_accum_fix.overrides.session import Args, Kwargs, Original, Session, known_session, new_session
-from hf_accum_fix.overrides.windows import count_returned_batches, hide_state_marker
+from hf_accum_fix.overrides.windows import count_returned_batches, load_without_marker
 from hf_accum_fix.upstream.presence import require_trainer
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import LOSS_LOG
@@ -40,15 +43,16 @@ def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *
     session.loss_log = LossLog(trainer) if filtered else None
     _TRAINING.append(session)
     try:
-        with (
-            session.inside("train"),
-            whole_windows(session),
-            count_returned_batches(session),
-            hide_state_marker(trainer),
-            _stepping(session),
-            nullcontext() if session.loss_log is None else session.loss_log.installed(),
-            overridden(trainer, "log", _log_exact_windows(session)),
-        ):
+        with ExitStack() as stack:
+            for holder, name, replacement in _replacements(session):
+                if hasattr(holder, name):
+                    stack.enter_context(overridden(holder, name, partial(replacement, getattr(holder, name))))
+            if session.loss_log is not None:
+                # The user's again, whatever ends the training.
+                stack.enter_context(overridden(trainer.args, SWITCH, True))
+            # torch calls this in every optimizer step, whatever engine, scaler or wrapper runs it.
+            stack.enter_context(register_optimizer_step_pre_hook(lambda each, *_: _check_step(session, each)))
+            stack.enter_context(session.inside("train"))
             result = wrapped(*args, **kwargs)
     finally:
         _TRAINING.remove(session)
@@ -61,6 +65,24 @@ def train(wrapped: Original, trainer: TrainerLike, args: Args, kwargs: Kwargs, *
     return result
 
 
+def _replacements(session: Session) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """What a training replaces while it runs, where it exists; each function gets the original first."""
+    trainer, accelerator, loss_log = session.trainer, session.trainer.accelerator, session.loss_log
+    yield trainer, "get_train_dataloader", partial(get_train_dataloader, session)
+    yield sys.modules[Trainer.__module__], "skip_first_batches", partial(skip_first_batches, session)
+    if is_custom(trainer, "get_batch_samples"):
+        yield trainer, "get_batch_samples", partial(count_returned_batches, session)
+    if session.own_step is not None:
+        yield trainer, "training_step", partial(_own_step, session)
+    yield accelerator, "backward", partial(_backward, session)
+    yield accelerator, "clip_grad_norm_", partial(_clip, session)
+    yield trainer, "log", partial(_log, session)
+    yield trainer, "_load_callback_state", partial(load_without_marker, session)
+    if loss_log is not None:
+        yield trainer, "floating_point_ops", loss_log.end_micro_batch
+        yield trainer, "_maybe_log_save_evaluate", loss_log.end_step
+
+
 def hand_back(options: Options) -> None:
     """Let trainings with these options continue as stock: put the sum of an open window into ``.grad``."""
     for session in _TRAINING:
@@ -68,56 +90,40 @@ def hand_back(options: Options) -> None:
             session.gradient.finish()
 
 
-def _log_exact_windows(session: Session) -> Callable[..., Any]:
-    """``Trainer.log``, with the number of exact windows once one was not."""
-    original, state = session.trainer.log, session.state
-
-    def log(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if is_loss(logs) or "train_loss" in logs:
-            # The loss was just read, so this does not wait.
-            session.read()
-            if state.inexact and session.is_split:
-                logs[EXACT_WINDOWS] = state.opened - state.inexact
-        return original(logs, *args, **kwargs)
-
-    return log
+def _log(session: Session, original: Original, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Log what the training loss hides: losses that are not finite, and windows that were not exact."""
+    state = session.state
+    if is_loss(logs) or "train_loss" in logs:
+        if session.loss_log is not None:
+            session.loss_log.add_filtered(logs)
+        # The loss was just read, so this does not wait.
+        session.read()
+        if state.inexact and session.is_split:
+            logs[EXACT_WINDOWS] = state.opened - state.inexact
+    return original(logs, *args, **kwargs)
 
 
-@contextmanager
-def _stepping(session: Session) -> Iterator[None]:
-    """Around a training: every gradient of a step comes through a micro-batch, and every window is closed before it."""
-    trainer, accelerator = session.trainer, session.trainer.accelerator
-    step, backward, clip = trainer.training_step, accelerator.backward, accelerator.clip_grad_norm_
+def _own_step(session: Session, step: Original, *args: Any, **kwargs: Any) -> Any:
+    """A custom step that never reaches the class's, as a micro-batch."""
+    return training_step(step, session.trainer, args, kwargs, options=session.options)
 
-    def training_step_of_own(*args: Any, **kwargs: Any) -> Any:
-        return training_step(step, trainer, args, kwargs, options=session.options)
 
-    def backward_or_warn(*args: Any, **kwargs: Any) -> Any:
-        second = session.base_loss is None and session.window is not None
-        if second and accelerator.sync_gradients:
+def _backward(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
+    """``accelerator.backward``, which warns of gradients from outside of a micro-batch."""
+    if session.base_loss is None and session.window is not None:
+        if session.accelerator.sync_gradients:
             # The engine now reduces what is in .grad.
             session.gradient.finish()
-        if second and session.is_split:
-            session.not_exact("second backward", "calls accelerator.backward outside Trainer.training_step, unweighted")
-        return backward(*args, **kwargs)
+        if session.is_split:
+            session.not_exact("second backward", "calls accelerator.backward outside Trainer.training_step")
+    return original(*args, **kwargs)
 
-    def close_and_clip(*args: Any, **kwargs: Any) -> Any:
-        if session.base_loss is None and accelerator.sync_gradients:
-            _close_unfinished(session)
-        return clip(*args, **kwargs)
 
-    own: AbstractContextManager[Any] = nullcontext()
-    if session.own_step is not None:
-        # It never reaches the class's.
-        own = overridden(trainer, "training_step", training_step_of_own)
-    with (
-        own,
-        overridden(accelerator, "backward", backward_or_warn),
-        overridden(accelerator, "clip_grad_norm_", close_and_clip),
-        # torch calls this in every optimizer step, whatever engine, scaler or wrapper runs it.
-        register_optimizer_step_pre_hook(lambda optimizer, *_: _check_step(session, optimizer)),
-    ):
-        yield
+def _clip(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
+    """``accelerator.clip_grad_norm_``, which first closes a window whose last micro-batch was skipped."""
+    if session.base_loss is None and session.accelerator.sync_gradients:
+        _close_unfinished(session)
+    return original(*args, **kwargs)
 
 
 def _check_step(session: Session, optimizer: Optimizer) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.core.window import Window, open_window
 from hf_accum_fix.data.whole_windows import PlaceholderBatch
 from hf_accum_fix.options import Options, enabled
-from hf_accum_fix.overrides.live import averages_tokens, is_custom
+from hf_accum_fix.overrides.live import averages_tokens
 from hf_accum_fix.overrides.session import Args, Kwargs, Original, Session, session_of
 from hf_accum_fix.upstream.protocols import TrainerLike
 
@@ -40,42 +38,36 @@ def get_batch_samples(wrapped: Original, trainer: TrainerLike, args: Args, kwarg
     return fetched, _number_of(trainer, window, upstream_number)
 
 
-@contextmanager
-def count_returned_batches(session: Session) -> Iterator[None]:
+def count_returned_batches(session: Session, custom: Original, *args: Any, **kwargs: Any) -> Any:
     """Count the result of a custom ``get_batch_samples``, which may change the batches, not its input."""
-    trainer = session.trainer
-    if not (hasattr(trainer, "get_batch_samples") and is_custom(trainer, "get_batch_samples")):
-        yield
-        return
-    custom = trainer.get_batch_samples
-
-    def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
-        with overridden(session, "uncounted", []):
-            result, upstream_numbers = custom(*args, **kwargs), session.uncounted
-        if not upstream_numbers or not isinstance(result, tuple) or len(result) != 2:
-            return result
-        (fetched, number), upstream_number = result, upstream_numbers[-1]
-        window = open_in(session, fetched, upstream_number)
-        # A custom number stays.
-        return fetched, _number_of(trainer, window, number) if number is upstream_number else number
-
-    with overridden(trainer, "get_batch_samples", get_batch_samples):
-        yield
+    with overridden(session, "uncounted", []):
+        result, upstream_numbers = custom(*args, **kwargs), session.uncounted
+    if not upstream_numbers or not isinstance(result, tuple) or len(result) != 2:
+        return result
+    (fetched, number), upstream_number = result, upstream_numbers[-1]
+    window = open_in(session, fetched, upstream_number)
+    # A custom number stays.
+    return fetched, _number_of(session.trainer, window, number) if number is upstream_number else number
 
 
 def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> Any:
     """num_items_in_batch for a ``compute_loss``."""
-    counts, part, summed = window.counts, window.counts.parts[0], window.counts.number
-    contract = part.contract
-    if summed is None:
-        return upstream_number
-    if contract.items is not None and not contract.custom:
+    counts, part = window.counts, window.counts.parts[0]
+    contract, number = part.contract, counts.number
+    if number is not None and contract.items is not None and not contract.custom:
         return counts.total.long()
-    if part.normalizer.is_whole or not contract.depends_on_number:
+    if number is None or not contract.depends_on_number:
         return upstream_number
+    if contract.by_number and part.normalizer.is_whole and window.host.on_cpu and counts.total != number:
+        n, upstreams = float(counts.total), float(number)
+        window.host.report_inexact(f"its loss has {n:g} items, and num_items_in_batch counts {upstreams:g}")
+    if part.normalizer.is_whole:
+        return upstream_number
+    if contract.by_number:
+        number = counts.total
     # A custom loss may multiply by W; if that is unknown, assume it where tokens are averaged across devices.
     multiplies = averages_tokens(trainer) if contract.takes_world_size is None else contract.takes_world_size
-    return summed.long() if multiplies else summed / part.normalizer.world_size
+    return number.long() if multiplies else number / part.normalizer.world_size
 
 
 def open_in(session: Session, batches: list[Any], number: Any = None, error: Exception | None = None) -> Window:
@@ -110,18 +102,12 @@ def _mark_state(session: Session) -> None:
     state.stateful_callbacks[_STATE_KEY] = {"active": True}
 
 
-def hide_state_marker(trainer: TrainerLike) -> AbstractContextManager[None]:
+def load_without_marker(session: Session, load: Original) -> None:
     """Hide our marker while the Trainer restores the states of its callbacks."""
-    load = getattr(trainer, "_load_callback_state", None)
-    if load is None:
-        return nullcontext()
-
-    def load_without_marker() -> None:
-        marker = trainer.state.stateful_callbacks.pop(_STATE_KEY, None)
-        try:
-            load()
-        finally:
-            if marker is not None:
-                trainer.state.stateful_callbacks[_STATE_KEY] = marker
-
-    return overridden(trainer, "_load_callback_state", load_without_marker)
+    state = session.trainer.state
+    marker = state.stateful_callbacks.pop(_STATE_KEY, None)
+    try:
+        load()
+    finally:
+        if marker is not None:
+            state.stateful_callbacks[_STATE_KEY] = marker

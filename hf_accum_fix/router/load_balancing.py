@@ -69,24 +69,16 @@ def tally(gates: Sequence[Tensor], top_k: int, mask: Tensor | None, given: str =
     ``gates`` are the logits or probabilities (``given``) of each router, [tokens, E]; ``mask`` is [batch, tokens], zero
     at padding.
     """
-    device, experts = gates[0].device, gates[0].shape[-1]
-    exact = count_dtype(device)
-    counts = torch.zeros(experts, dtype=exact, device=device)
-    tokens = torch.zeros((), dtype=exact, device=device)
-    weight = None if mask is None else mask.reshape(-1).to(device=device, dtype=exact)
-    summed: Tensor | None = None
-    for gate in gates:
-        # In the gate's own dtype, like the library: another dtype would break ties of the top-k differently.
-        probabilities = gate.to(device).softmax(dim=-1) if given == "logits" else gate.to(device)
-        chosen = probabilities.topk(top_k, dim=-1).indices
-        wide = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
-        row = torch.ones(len(gate), dtype=exact, device=device) if weight is None else weight
-        counts = counts.scatter_add(0, chosen.reshape(-1), row.repeat_interleave(top_k))
-        tokens = tokens + row.sum()
-        part = wide.sum(dim=0) if weight is None else (wide * weight.to(wide)[:, None]).sum(dim=0)
-        summed = part if summed is None else summed + part
-    assert summed is not None
-    return Tally(counts, summed, tokens)
+    pooled = torch.cat([gate.to(gates[0].device) for gate in gates])
+    # In the gates' own dtype, like the library: another dtype would break ties of the top-k differently.
+    probabilities = pooled.softmax(dim=-1) if given == "logits" else pooled
+    chosen = probabilities.topk(top_k, dim=-1).indices
+    rows = torch.ones(len(pooled), dtype=count_dtype(pooled.device), device=pooled.device)
+    if mask is not None:
+        rows = mask.reshape(-1).to(rows).repeat(len(gates))
+    counts = rows.new_zeros(pooled.shape[-1]).scatter_add(0, chosen.reshape(-1), rows.repeat_interleave(top_k))
+    wide = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
+    return Tally(counts, (wide * rows.to(wide)[:, None]).sum(dim=0), rows.sum())
 
 
 @dataclass(frozen=True)

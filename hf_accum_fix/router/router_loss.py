@@ -63,14 +63,8 @@ class Convention(str, Enum):
     EXACT = "exact"
 
     def __str__(self) -> str:
-        return _WORDS[self]
-
-
-_WORDS: Final = {
-    Convention.MEAN: "the mean over micro-batches and ranks",
-    Convention.WINDOW: "by the running counts of the window",
-    Convention.EXACT: "of the whole global batch",
-}
+        words = {"mean": "the mean over micro-batches and ranks", "window": "by the running counts of the window"}
+        return words.get(self.value, "of the whole global batch")
 
 
 # --- recognising the loss --------------------------------------------------------------------------------------

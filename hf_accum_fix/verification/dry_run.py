@@ -6,14 +6,12 @@ import copy
 import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from accelerate.data_loader import DataLoaderShard
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import DefaultFlowCallback
 
@@ -22,7 +20,7 @@ from hf_accum_fix.overrides.session import SESSION
 from hf_accum_fix.router.router_loss import Convention, RouterLoss
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.verification.gradients import take
-from hf_accum_fix.verification.sample import Split
+from hf_accum_fix.verification.reference import Split
 
 #: TrainingArguments for one optimizer step without logging, saving, uploading, clipping and evaluation.
 _ONE_STEP = {
@@ -44,23 +42,24 @@ _ONE_STEP = {
 }
 
 
-@dataclass(frozen=True)
-class DryRun:
+#: The attribute of a trainer with the model as the loop has wrapped it.
+_WRAPPED: Final = "_hf_accum_fix_wrapped"
+
+
+class DryRun(NamedTuple):
     """The result of one optimizer step that was not taken.
 
     Attributes:
         gradient: at the optimizer step; None: the step was not called.
         loss: the loss that this rank would log.
         steps_run: number of micro-batches trained.
-        wrapped: the model as the loop wrapped it.
         router: the load-balancing loss in training; None: the model's own, unchanged.
     """
 
     gradient: list[Tensor | None] | None
     loss: float
     steps_run: int
-    wrapped: Any
-    router: RouterLoss | None = None
+    router: RouterLoss | None
 
     @property
     def convention(self) -> Convention:
@@ -83,15 +82,16 @@ class KeepGradient(torch.optim.Optimizer):
         self.kept = take(self.parameters)
 
 
-class _StartAtStep(TrainerCallback):
-    """Start the training at a later step."""
+class _AtBegin(TrainerCallback):
+    """Start the training at a later step, and call a function once its methods are wrapped."""
 
-    def __init__(self, step: int) -> None:
-        self._step = step
+    def __init__(self, step: int, function: Callable[[], None]) -> None:
+        self._step, self._function = step, function
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the step, because the trainer's own code may read it."""
         state.global_step = self._step
+        self._function()
 
 
 def copy_for_split(trainer: TrainerLike, per_device: int, steps: int, step: int = 0) -> Any:
@@ -125,97 +125,62 @@ def copy_for_split(trainer: TrainerLike, per_device: int, steps: int, step: int 
     return copied
 
 
-def dry_run(
-    trainer: TrainerLike,
-    parameters: Sequence[nn.Parameter],
-    micro_batches: Sequence[Any],
-    split: Split,
-    samples: int,
-    wrapped: Any = None,
-    step: int = 0,
-) -> DryRun:
+def dry_run(trainer: TrainerLike, split: Split, step: int = 0) -> DryRun:
     """Run one window through the trainer's own ``train()``: loop, engine, reduction over ranks.
 
-    For a later step, run the window twice, so that code that counts its own calls is past its first window.
-
-    Args:
-        trainer: the trainer to run.
-        parameters: those whose gradient is returned.
-        micro_batches: the window of this rank.
-        split: of the samples.
-        samples: the size of the global batch, the whole data set for the loop.
-        wrapped: the model as an earlier dry run wrapped it.
-        step: the optimizer step to run, from 0.
+    For a later step, run the window twice, so that code that counts its own calls is past its first window. The model
+    as the loop has wrapped it stays with the trainer, for the next run.
     """
+    parameters = split.scene.parameters
     actor = copy_for_split(trainer, split.per_device, split.steps, step)
-    actor.callback_handler.callbacks.append(_StartAtStep(max(step - 1, 0)))
-    if wrapped is not None:
-        actor.model_wrapped = wrapped
+    actor.model_wrapped = vars(trainer).get(_WRAPPED, trainer.model_wrapped)
     optimizer = KeepGradient(parameters)
-    actor.optimizer, actor.lr_scheduler = optimizer, LambdaLR(optimizer, _constant)
+    actor.optimizer, actor.lr_scheduler = optimizer, LambdaLR(optimizer, lambda _: 1.0)
     actor.create_optimizer = actor.create_scheduler = actor.create_optimizer_and_scheduler = _nothing
     vars(actor)[DEALER] = None  # Keep this split: no length-balancing.
-    actor.get_train_dataloader = lambda *_, **__: _loader(actor, micro_batches, samples)
+    loader = _loader(actor, split.micro_batches(), len(split.scene.every))
+    actor.get_train_dataloader = lambda *_, **__: loader
     losses: list[Tensor] = []
     windows = 0
-    own_step: Callable[..., Tensor] = actor.training_step
 
-    @functools.wraps(own_step)
-    def training_step(*args: Any, **kwargs: Any) -> Tensor:
-        nonlocal windows
-        if optimizer.steps != windows:
-            windows = optimizer.steps
-            losses.clear()
-        loss = own_step(*args, **kwargs)
-        if getattr(actor.__dict__.get(SESSION), "base_loss", None) is None:
+    def listen() -> None:
+        outermost: Callable[..., Tensor] = actor.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Tensor:
+            nonlocal windows
+            if optimizer.steps != windows:
+                windows = optimizer.steps
+                losses.clear()
+            loss = outermost(*args, **kwargs)
             losses.append(loss.detach().double())
-        return loss
+            return loss
 
-    actor.training_step = training_step
+        actor.training_step = training_step
+
+    actor.callback_handler.callbacks.append(_AtBegin(max(step - 1, 0), listen))
     actor.accelerator.clip_grad_norm_ = functools.partial(_unclipped, actor.accelerator)
     actor.train()
     take(parameters)  # Those of micro-batches after the last step.
-    session = actor.__dict__.get(SESSION)
-    router = None if session is None else session.router
-    return DryRun(optimizer.kept, float(sum(losses)), len(losses), actor.model_wrapped, router)
-
-
-class _MicroBatches(Dataset[Any]):
-    """Given micro-batches as a data set, whose length is the number of their samples."""
-
-    def __init__(self, batches: Sequence[Any], samples: int) -> None:
-        self._batches, self._samples = batches, samples
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def __getitem__(self, index: int) -> Any:
-        return self._batches[index]
+    vars(trainer)[_WRAPPED] = actor.model_wrapped
+    router = getattr(actor.__dict__.get(SESSION), "router", None)
+    return DryRun(optimizer.kept, float(sum(losses)), len(losses), router)
 
 
 def _loader(trainer: TrainerLike, micro_batches: Sequence[Any], samples: int) -> Any:
-    """A loader as accelerate prepares it."""
+    """A loader as accelerate prepares it, of a data set whose length is the number of samples."""
     return DataLoaderShard(
-        _MicroBatches(micro_batches, samples),
+        [*micro_batches, *[None] * (samples - len(micro_batches))],
         device=trainer.accelerator.device,
         sampler=range(len(micro_batches)),
         batch_size=None,
-        collate_fn=_same,
+        collate_fn=lambda batch: batch,
     )
-
-
-def _same(batch: Any) -> Any:
-    return batch
 
 
 def _unclipped(accelerator: Any, *_: Any, **__: Any) -> Tensor:
     """Do not clip: some releases clip to infinity to get the norm, which overflows before the gradients do."""
     accelerator.unscale_gradients()
     return torch.zeros(())
-
-
-def _constant(_: int) -> float:
-    return 1.0
 
 
 def _nothing(*_: Any, **__: Any) -> None:

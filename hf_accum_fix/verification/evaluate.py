@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
 from hf_accum_fix.accumulation.contract import Reduction
 from hf_accum_fix.errors import AccumFixError
@@ -17,9 +16,9 @@ from hf_accum_fix.overrides.evaluation import evaluation_loop
 from hf_accum_fix.upstream.protocols import TrainerLike
 from hf_accum_fix.upstream.seams import EVALUATION
 from hf_accum_fix.verification.dry_run import copy_for_split
-from hf_accum_fix.verification.modes import in_mode
 from hf_accum_fix.verification.reference import Scene
 from hf_accum_fix.verification.report import PATCHED, EvalResult
+from hf_accum_fix.verification.restore import in_mode
 from hf_accum_fix.verification.sample import copied
 
 
@@ -35,7 +34,7 @@ def evaluate(
     if scene.contract.reduction not in (Reduction.NUMBER, Reduction.INTEGER, Reduction.MEAN):
         return (), f"eval_loss was not compared: the loss {scene.contract.reduction.words}"
     first = range(min(count, len(dataset)))
-    rows = dataset.select(first) if hasattr(dataset, "select") else _Fresh([dataset[place] for place in first])
+    rows = dataset.select(first) if hasattr(dataset, "select") else _Fresh(dataset[place] for place in first)
     if not len(rows):
         return (), "eval_loss was not compared: the evaluation set is empty"
     own = trainer.args.per_device_eval_batch_size
@@ -59,17 +58,11 @@ def evaluate(
     return tuple(results), ""
 
 
-class _Fresh(Dataset[Any]):
-    """Hand out copies, so that a collator may change its samples."""
+class _Fresh(list[Any]):
+    """Hands out copies, so that a collator may change its samples."""
 
-    def __init__(self, rows: Sequence[Any]) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Any:
-        return copied(self._rows[index])
+    def __getitem__(self, index: Any) -> Any:
+        return copied(super().__getitem__(index))
 
 
 def _average_over_items(actor: Any, options: Options) -> None:

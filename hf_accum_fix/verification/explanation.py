@@ -1,20 +1,32 @@
-"""Explain a wrong gradient: a factor, a mean of means, a router loss; and name the defect that causes it. Pure."""
+"""Explain a wrong gradient: a factor, a mean of means, a router loss; and name the defect that causes it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
-from hf_accum_fix.upstream.defects import Defect, Factor
+import torch
+import transformers
+from packaging.version import Version
 
-MEANS: Final = "mean-of-micro-batch-means"
-RANK_MEANS: Final = "rank-means-averaged"
-LOST: Final = "epoch-tail-not-trained"
-ANY_HEAD: Final = "head-drops-item-count"
+from hf_accum_fix.accumulation.contract import Reduction
+from hf_accum_fix.upstream.defects import DEFECTS, Factor
+from hf_accum_fix.verification.gradients import Gradient, dots, fit, relative
+from hf_accum_fix.verification.reference import WIDEST, Reference, Split
 
-_MEANS: Final = MappingProxyType({MEANS: "mean of micro-batch means", RANK_MEANS: "mean of rank means"})
+_ANY_HEAD: Final = "head-drops-item-count"
+_MEANS: Final = "mean-of-micro-batch-means"
+_RANK_MEANS: Final = "rank-means-averaged"
+_MEANS_IN_WORDS: Final = MappingProxyType({_MEANS: "mean of micro-batch means", _RANK_MEANS: "mean of rank means"})
+
+#: The defects of the installed release, by name.
+_PRESENT: Final = {defect.name: defect for defect in DEFECTS if defect.is_in(Version(transformers.__version__))}
+
+#: Largest distance of a factor from its symbol, in tolerances; and the smallest such limit, relative.
+NEAR: Final = 8.0
+_NEAREST: Final = 1e-5
 
 #: Measurable factors in words, the simplest first.
 _WORDS: Final[Mapping[Factor, str]] = MappingProxyType(
@@ -33,95 +45,184 @@ _WORDS: Final[Mapping[Factor, str]] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Facts about a split and the trainer that ran it.
-
-    Attributes:
-        world_size: W.
-        factors: values of the measurable factors for this split, without those of 1.
-        present: the defects of the installed release, by name.
-        traits: words of `_CONDITIONS` that hold for the trainer, its model and its data.
-    """
-
-    world_size: int
-    factors: Mapping[Factor, float]
-    present: Mapping[str, Defect]
-    traits: frozenset[str]
-
-    def holds(self, condition: str) -> bool:
-        """Whether the trainer has every trait in a condition, and none of those after a minus."""
-        known = self.traits.union(self.present)
-        return all((word[1:] not in known) if word.startswith("-") else (word in known) for word in condition.split())
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """The cause of a wrong gradient.
-
-    Attributes:
-        words: the factor or the cause, in words.
-        defects: names of the installed release's defects that cause it.
-    """
+class Cause(NamedTuple):
+    """The cause of a wrong gradient, and the defects of the installed release that are."""
 
     words: str
     defects: tuple[str, ...] = ()
 
 
-def of_factor(factor: float, logged: float, facts: Facts, precision: float) -> Explanation:
-    """Explain a multiple of the right gradient; ``logged`` is the logged loss over the right one.
+@dataclass(frozen=True)
+class _Facts:
+    """Facts about a split and the trainer that ran it.
 
-    ``precision`` is the relative difference within which a symbol is recognised.
+    Attributes:
+        split: of the global batch.
+        factors: values of the measurable factors, without those of 1.
+        traits: words of `_CONDITIONS` that hold for the trainer, its model and its data.
+        logged: the logged loss over the right one.
+        precision: relative difference within which a factor is recognised.
     """
-    symbols = _symbols(factor, facts, precision)
+
+    split: Split
+    factors: Mapping[Factor, float]
+    traits: frozenset[str]
+    logged: float
+    precision: float
+
+    def holds(self, condition: str) -> bool:
+        """Whether the trainer has every trait in a condition, and none of those after a minus."""
+        known = self.traits.union(_PRESENT)
+        return all((word[1:] not in known) if word.startswith("-") else (word in known) for word in condition.split())
+
+
+def explain(split: Split, reference: Reference, gradient: Gradient, router: Gradient | None, logged: float) -> Cause:
+    """Try the possible causes, the cheap ones first.
+
+    Args:
+        split: that was run.
+        reference: of its global batch.
+        gradient: of the split.
+        router: the right gradient of the router loss; None: there is none.
+        logged: the logged loss over the right one.
+    """
+    if not torch.isfinite(dots(gradient)).all():
+        if not all(split.items()):
+            return Cause("not finite, as a micro-batch has no target", ("window-without-items-is-nan",))
+        return Cause("not finite, an overflow")
+    if router is None and split.narrow and relative(gradient, split.averaged(split.parts())) <= reference.tolerance:
+        return Cause(rounding(split))
+    precision = min(max(NEAR * reference.tolerance, _NEAREST), WIDEST)
+    facts = _facts(split, logged, precision)
+    inherent = _inherent(split, reference)
+    for name, base in _bases(split, reference):
+        (factor, *aux), rest = fit(gradient, base, *([] if router is None else [router]))
+        if rest <= precision:
+            if not name:
+                return _of_router(factor, aux[0], facts) if aux else _of_factor(factor, facts)
+            cause = _of_means(name, factor, facts)
+            return Cause(f"{cause.words}; {inherent}", cause.defects) if inherent and name == _MEANS else cause
+    return Cause(inherent or "no known cause")
+
+
+def rounding(split: Split) -> str:
+    """The cause of a difference from the same micro-batches, summed in 32 bits."""
+    named = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in split.narrow))
+    return f"rounding, by summing micro-batches in {named}; set accumulate_in='float32' or 'compensated'"
+
+
+def _bases(split: Split, reference: Reference) -> Iterator[tuple[str, Gradient]]:
+    """Gradients of which the wrong one may be a multiple: the right one, and the means of means, by name."""
+    yield "", reference.gradient
+    items = split.items()
+    if split.scene.world_size > 1 and split.scene.contract.by_number:
+        yield _RANK_MEANS, split.averaged(split.parts(sum(each or 0.0 for each in items)))
+    yield _MEANS, split.averaged([0.0 if each == 0 else 1 / split.count for each in items])
+
+
+def _inherent(split: Split, reference: Reference) -> str:
+    """Why no split can equal the full batch; empty if splits can."""
+    contract = split.scene.contract
+    if contract.reduction is Reduction.PLAIN:
+        return f"{contract.reason}, so no split can equal the full batch"
+    return "" if reference.decomposes else "the loss does not decompose, so no split can equal the full batch"
+
+
+def _of_factor(factor: float, facts: _Facts) -> Cause:
+    """Explain a multiple of the right gradient."""
+    symbols = _symbols(factor, facts)
     words = _WORDS[symbols[0]] if symbols else f"{factor:.4g} times"
     if f"{factor:.4g}" == "1":
         words = "right length, wrong direction"
-    if abs(logged - 1) < 10 * precision:
+    if abs(facts.logged - 1) < 10 * facts.precision:
         facts = replace(facts, traits=facts.traits | {"right-log"})
-    return Explanation(words, _defects(symbols, facts))
+    return Cause(words, _defects(symbols, facts))
 
 
-def of_means(name: str, factor: float, logged: float, facts: Facts, precision: float) -> Explanation:
-    """Explain a multiple of the mean of micro-batch means (`MEANS`), or of rank means (`RANK_MEANS`)."""
-    words = _MEANS[name]
-    here = (name,) if name in facts.present else ()
-    if abs(factor - 1) <= precision:
-        return Explanation(words, here)
-    times = of_factor(factor, logged, facts, precision)
-    return Explanation(f"{times.words}, and the {words}", (*times.defects, *here))
+def _of_means(name: str, factor: float, facts: _Facts) -> Cause:
+    """Explain a multiple of a mean of means."""
+    words = _MEANS_IN_WORDS[name]
+    here = (name,) if name in _PRESENT else ()
+    if abs(factor - 1) <= facts.precision:
+        return Cause(words, here)
+    times = _of_factor(factor, facts)
+    return Cause(f"{times.words}, and the {words}", (*times.defects, *here))
 
 
-def of_router(main: float, router: float, facts: Facts, precision: float) -> Explanation:
+def _of_router(main: float, router: float, facts: _Facts) -> Cause:
     """Explain a multiple of the right gradient plus a multiple of the router's gradient."""
-    symbols = _symbols(router, facts, precision)
+    symbols = _symbols(router, facts)
     times = _WORDS[symbols[0]].removesuffix(" times") if symbols else f"{router:.4g}"
     words = f"aux loss times {times}"
-    named = tuple(name for name, defect in facts.present.items() if Factor.ROUTER in defect.factors)
-    if abs(main - 1) > precision:
-        rest = of_factor(main, 0.0, facts, precision)
-        return Explanation(f"{words}, the rest {rest.words}", (*named, *rest.defects))
-    return Explanation(words, named)
+    named = tuple(name for name, defect in _PRESENT.items() if Factor.ROUTER in defect.factors)
+    if abs(main - 1) > facts.precision:
+        rest = _of_factor(main, replace(facts, logged=0.0))
+        return Cause(f"{words}, the rest {rest.words}", (*named, *rest.defects))
+    return Cause(words, named)
 
 
-def _symbols(factor: float, facts: Facts, precision: float) -> list[Factor]:
+def _symbols(factor: float, facts: _Facts) -> list[Factor]:
     """The factors with this value, first those of this release's defects."""
-    found = [symbol for symbol, value in facts.factors.items() if abs(factor - value) <= precision * abs(value)]
-    if facts.world_size == 1:
+    found = [symbol for symbol, value in facts.factors.items() if abs(factor - value) <= facts.precision * abs(value)]
+    if facts.split.scene.world_size == 1:
         return found
-    here = {each for defect in facts.present.values() for each in defect.factors}
+    here = {each for defect in _PRESENT.values() for each in defect.factors}
     return sorted(found, key=lambda symbol: symbol not in here)
 
 
-def _defects(symbols: list[Factor], facts: Facts) -> tuple[str, ...]:
+def _defects(symbols: list[Factor], facts: _Facts) -> tuple[str, ...]:
     """The defects of the installed release with this factor, if their condition holds."""
     found = tuple(
         name
-        for name, defect in facts.present.items()
+        for name, defect in _PRESENT.items()
         if not set(defect.factors).isdisjoint(symbols) and name in _CONDITIONS and facts.holds(_CONDITIONS[name])
     )
-    by_head = {Factor.G, Factor.G_W} & set(symbols) and facts.holds(f"{ANY_HEAD} {_HEAD}")
-    return (ANY_HEAD,) if by_head and not found else found
+    by_head = {Factor.G, Factor.G_W} & set(symbols) and facts.holds(f"{_ANY_HEAD} {_HEAD}")
+    return (_ANY_HEAD,) if by_head and not found else found
+
+
+def _facts(split: Split, logged: float, precision: float) -> _Facts:
+    scene, contract, count, steps = split.scene, split.scene.contract, split.count, split.steps
+    trainer, world_size, items = scene.trainer, scene.world_size, scene.count(scene.every)
+    factors = {
+        Factor.G: float(count),
+        Factor.W: float(world_size),
+        Factor.G_W: float(count * world_size),
+        Factor.PER_G: 1 / steps,
+        Factor.PER_W: 1 / world_size,
+        Factor.PER_G_W: 1 / (steps * world_size),
+        Factor.SHORT: count / steps,
+    }
+    labels = [batch.get("labels") for batch in (scene.collate([row]) for row in scene.every)]
+    if items and all(isinstance(each, torch.Tensor) and each.ndim > 1 for each in labels):
+        counted = sum(int((each != -100).sum()) for each in labels)
+        shifted = sum(int((each[..., 1:] != -100).sum()) for each in labels)
+        ignored = contract.items is not None and contract.items.ignore_index not in (None, -100)
+        if counted > items:
+            factors[Factor.MORE_BY_IGNORED if ignored else Factor.MORE_BY_ROWS] = items / counted
+        if 0 < shifted < items:
+            factors[Factor.LESS_BY_ROWS] = items / shifted
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    head, bases = type(model), [base.__name__ for base in type(model).__mro__]
+    problem = getattr(getattr(model, "config", None), "problem_type", None)
+    reads_text = getattr(model, "main_input_name", "") == "input_ids"
+    traits = {
+        contract.reduction.value: True,
+        "declares": bool(getattr(trainer, "model_accepts_loss_kwargs", False)),
+        "own-loss": getattr(trainer, "compute_loss_func", None) is not None,
+        "smoothing": trainer.label_smoother is not None,
+        "compiled": hasattr(trainer.model, "_orig_mod"),
+        "labels": all(each is not None for each in labels),
+        "library": head.__module__.startswith("transformers."),
+        "generic": any(name.startswith("GenericFor") for name in bases),
+        "other-classes": not reads_text and problem in ("regression", "multi_label_classification"),
+        "llava": "Llava" in head.__name__,
+        "peft": head.__name__.startswith("Peft"),
+        "one-step": steps == 1,
+    }
+    told = {factor: value for factor, value in factors.items() if value != 1.0}
+    holding = frozenset(name for name, holds in traits.items() if holds)
+    return _Facts(split, told, holding, logged, precision)
 
 
 _HEAD: Final = "mean declares -own-loss -smoothing"

@@ -29,29 +29,15 @@ def on_cpu(gradient: Gradient) -> list[Tensor | None]:
     return [None if each is None else each.detach().to("cpu", copy=True) for each in gradient]
 
 
-class Sum:
-    """Sum gradients in at least 32 bits, because a 16-bit ``.grad`` rounds with every micro-batch.
-
-    Args:
-        parameters: the parameters with the gradients.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._wide: list[Tensor | None] = [None] * len(parameters)
-
-    def add(self) -> None:
-        """Add the gradients of a backward; those of 32 bits are summed in ``.grad`` itself."""
-        for place, parameter in enumerate(self._parameters):
-            if parameter.grad is not None and parameter.dtype.itemsize < 4:
-                before, found = self._wide[place], parameter.grad.detach().to_dense().to("cpu", torch.float32)
-                self._wide[place] = found if before is None else before.add_(found)
-                parameter.grad = None
-
-    def take(self) -> list[Tensor | None]:
-        """Move the sums off the parameters."""
-        taken = take(self._parameters)
-        return [own if wide is None else wide for own, wide in zip(taken, self._wide, strict=True)]
+def summed(parameters: Sequence[nn.Parameter], before: Gradient | None) -> list[Tensor | None]:
+    """Move 16-bit gradients to sums in 32 bits, because a 16-bit ``.grad`` rounds with every micro-batch."""
+    sums: list[Tensor | None] = [None] * len(parameters) if before is None else list(before)
+    for place, parameter in enumerate(parameters):
+        if parameter.grad is not None and parameter.dtype.itemsize < 4:
+            found, old = parameter.grad.detach().to_dense().to("cpu", torch.float32), sums[place]
+            sums[place] = found if old is None else old.add_(found)
+            parameter.grad = None
+    return sums
 
 
 def averaged(gradient: Gradient, parameters: Sequence[nn.Parameter], world_size: int) -> list[Tensor | None]:
@@ -84,6 +70,11 @@ def distance(wanted: Gradient, *parts: Gradient, weights: Sequence[float] | None
         if rows is not None:
             total += float((rows[0] - factors @ rows[1:]).square().sum())
     return math.sqrt(total) if total >= 0 else math.nan
+
+
+def relative(one: Gradient, other: Gradient) -> float:
+    """Norm of the difference over that of the second."""
+    return distance(one, other) / (math.sqrt(float(dots(other)[0, 0])) or 1.0)
 
 
 def _rows(tensors: Sequence[Tensor | None]) -> Tensor | None:

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import products_are_rounded
-from hf_accum_fix.accumulation.preserve import RANDOM_NUMBERS, Preserved, overridden
+from hf_accum_fix.accumulation.noise import random_state, seed
+from hf_accum_fix.accumulation.preserve import Preserved, overridden
+from hf_accum_fix.accumulation.python_state import RANDOM_NUMBERS
 from hf_accum_fix.errors import ContractError, OptionsError, UnsupportedSetupError
 from hf_accum_fix.overrides.evaluation import loss_alone
 from hf_accum_fix.overrides.live import compute_loss_of, hands_number
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.verification.gradients import Gradient, Sum, distance, dots, on_cpu, take
-from hf_accum_fix.verification.restore import random_state, seed
-from hf_accum_fix.verification.sample import Collate
+from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, on_cpu, summed, take
+from hf_accum_fix.verification.sample import Collate, micro_batches
 
 FULL = "full batch in one forward"
 STREAMED = "streamed sample by sample, from sums and counts"
@@ -130,6 +131,11 @@ class Scene:
         return float(loss) / float(own) if isinstance(own, Tensor) and own.ndim == 0 and float(own) else None
 
     @property
+    def world_size(self) -> int:
+        """The ranks of the training, W."""
+        return int(self.trainer.args.world_size)
+
+    @property
     def eps(self) -> float:
         """Machine epsilon of the coarsest dtype of loss and parameters."""
         types = {self.contract.dtype, *(parameter.dtype for parameter in self.parameters)}
@@ -165,13 +171,15 @@ class Scene:
 
         ``wide``: sum in at least 32 bits, whatever the dtype of the parameters.
         """
-        total, summed = 0.0, Sum(self.parameters)
+        total, sums = 0.0, None
         for inputs, weight in zip(batches, weights, strict=True):
             if weight:
                 total += weight * self.backward(inputs, weight)
-                if wide:
-                    summed.add()
-        return total, summed.take()
+                sums = summed(self.parameters, sums) if wide else None
+        taken = take(self.parameters)
+        return total, taken if sums is None else [
+            own if more is None else more for own, more in zip(taken, sums, strict=True)
+        ]
 
     def router(
         self, micro_batches: Sequence[Any], share: Callable[[int], AbstractContextManager[object]] = nullcontext
@@ -190,6 +198,46 @@ class Scene:
             torch.autograd.backward(part)
             total += float(part.detach())
         return take(self.parameters), total
+
+
+@dataclass(frozen=True)
+class Split:
+    """A split of this rank's samples: ``per_device`` samples x ``steps`` accumulation steps."""
+
+    scene: Scene
+    per_device: int
+    steps: int
+
+    @property
+    def count(self) -> int:
+        """G, the micro-batches of this rank's window."""
+        return -(-len(self.scene.rows) // self.per_device)
+
+    def micro_batches(self) -> list[Any]:
+        """The samples split and collated; the last micro-batch may be short."""
+        return micro_batches(self.scene.rows, self.per_device, self.scene.collate)
+
+    def items(self) -> list[float | None]:
+        """The items of each micro-batch; None if the loss has no items."""
+        items = self.scene.contract.items
+        return [None if items is None else float(items.count(inputs)) for inputs in self.micro_batches()]
+
+    def parts(self, total: float | None = None) -> list[float]:
+        """The weight of each micro-batch in the mean over all items, times W; or over another total."""
+        if total is None:
+            total = (self.scene.count(self.scene.every) or 0.0) / self.scene.world_size
+        return [counted / total if counted else 0.0 for counted in self.items()]
+
+    def averaged(self, weights: Sequence[float], *, wide: bool = False) -> Gradient:
+        """The sum of this rank's micro-batches, each times its weight; the mean over ranks."""
+        scene = self.scene
+        return averaged(scene.gradient(self.micro_batches(), weights, wide=wide)[1], scene.parameters, scene.world_size)
+
+    @property
+    def narrow(self) -> set[torch.dtype]:
+        """The 16-bit dtypes of the parameters; empty if the micro-batches cannot be summed again."""
+        dtypes = {each.dtype for each in self.scene.parameters if each.dtype.itemsize < 4}
+        return dtypes if self.scene.contract.items is not None else set()
 
 
 def without_outputs(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -344,7 +392,7 @@ def _refuse_memory(scene: Scene, rows: Sequence[Any]) -> None:
     for number in (1, 2):
         with Preserved(scene.trainer.model, scene.trainer, thorough=True) as state:
             found.append(on_cpu(_of_whole(scene, rows, number=number)))
-            changed = state.changed()
+            changed = state.python.changed()
     if _difference(*found).floor * FLOORS <= WIDEST and changed and RANDOM_NUMBERS not in changed:
         raise UnsupportedSetupError(
             f"got a loss of the same samples that changes from call to call with {', '.join(changed[:5])}; expected a "

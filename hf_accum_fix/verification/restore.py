@@ -1,21 +1,22 @@
-"""Run a trainer's model, then restore everything that changed."""
+"""Around a verification: how the trainer trains, stock or patched, and restoring everything that changed."""
 
 from __future__ import annotations
 
 import logging
-import random
+import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager, nullcontext
 
-import numpy as np
-import torch
 from torch import nn
 
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.noise import random_states_kept
-from hf_accum_fix.accumulation.preserve import Preserved
+from hf_accum_fix.accumulation.preserve import Preserved, eagerly, overridden
+from hf_accum_fix.applying import active_handle, apply
+from hf_accum_fix.options import SWITCH, Options, enabled
+from hf_accum_fix.trainer import GlobalBatchMixin
 from hf_accum_fix.upstream.protocols import TrainerLike
+from hf_accum_fix.verification.report import PATCHED, STOCK
 
 #: Loggers that report every training run; silenced during a dry run.
 _LOGGERS = ("transformers.trainer", "accelerate", "hf_accum_fix")
@@ -24,14 +25,14 @@ _LOGGERS = ("transformers.trainer", "accelerate", "hf_accum_fix")
 @contextmanager
 def restored(trainer: TrainerLike) -> Iterator[Preserved]:
     """Restore, also after an error, all state reachable from a trainer and the random states; clear gradients first."""
-    stance = getattr(torch.compiler, "set_stance", None)
-    eager: AbstractContextManager[Any] = stance("force_eager") if stance is not None else nullcontext()
-    with ExitStack() as stack:
-        stack.enter_context(random_states_kept())
-        stack.enter_context(_observations())
-        stack.enter_context(_quiet())
-        stack.enter_context(eager)
-        state = stack.enter_context(Preserved(trainer.model, trainer, thorough=True))
+    with (
+        random_states_kept(),
+        # report() lists training runs only.
+        overridden(observations, "_RUNS", []),
+        _quiet(),
+        eagerly(),
+        Preserved(trainer.model, trainer, thorough=True) as state,
+    ):
         for parameter in trainer.model.parameters():
             parameter.grad = None
         yield state
@@ -54,33 +55,6 @@ def without_dropout(model: nn.Module) -> bool:
     return found
 
 
-def seed(number: int) -> None:
-    """Seed every generator."""
-    random.seed(number)
-    np.random.seed(number)
-    torch.manual_seed(number)
-
-
-def random_state() -> tuple[Any, ...]:
-    """The states of the generators of `seed`; unchanged unless something drew a number."""
-    numpy_state: Any = np.random.get_state(legacy=True)
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    states = tuple(each.numpy().tobytes() for each in (torch.get_rng_state(), *devices))
-    return random.getstate(), numpy_state[1].tobytes(), numpy_state[2:], states
-
-
-@contextmanager
-def _observations() -> Iterator[None]:
-    """Remove the dry run from the recorded runs: report() lists training runs only."""
-    before = observations.recorded()
-    try:
-        yield
-    finally:
-        observations.clear()
-        for run in before:
-            observations.record(run)
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in _LOGGERS]
@@ -92,3 +66,37 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def active_mode(trainer: TrainerLike) -> str:
+    """The mode in which this process trains."""
+    handle = active_handle()
+    patched = isinstance(trainer, GlobalBatchMixin) or (handle is not None and handle.active)
+    return PATCHED if patched and enabled() else STOCK
+
+
+def options_of(trainer: TrainerLike) -> Options:
+    """The options of the trainer's class, or of the active patch; else the defaults."""
+    handle = active_handle()
+    if isinstance(trainer, GlobalBatchMixin):
+        return trainer.global_batch_options
+    return Options() if handle is None else handle.options
+
+
+@contextmanager
+def in_mode(mode: str, trainer: TrainerLike, options: Options) -> Iterator[None]:
+    """Train stock, with patch and subclass switched off, or patched."""
+    if mode == PATCHED:
+        already = active_mode(trainer) == PATCHED
+        with nullcontext() if already else apply(**vars(options), quiet=True):
+            yield
+        return
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SWITCH]
+        else:
+            os.environ[SWITCH] = before

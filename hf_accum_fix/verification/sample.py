@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from hf_accum_fix.accumulation.preserve import overridden, reached
+from hf_accum_fix.accumulation.noise import seed
+from hf_accum_fix.accumulation.preserve import overridden
+from hf_accum_fix.accumulation.python_state import reached
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
 from hf_accum_fix.accumulation.window import has_rows
 from hf_accum_fix.data.balancing import Samples
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.upstream.protocols import TrainerLike
-from hf_accum_fix.verification.restore import seed
 
 logger = logging.getLogger("hf_accum_fix")
 
@@ -44,30 +45,26 @@ class Drawn:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Split:
-    """A split of this rank's samples of a window: ``per_device`` samples x ``steps`` accumulation steps."""
-
-    per_device: int
-    steps: int
-
-    def micro_batches(self, rows: Sequence[Any], collate: Collate) -> list[Any]:
-        """Split and collate the samples; the last micro-batch may be short."""
-        return [collate(list(rows[at : at + self.per_device])) for at in range(0, len(rows), self.per_device)]
+def micro_batches(rows: Sequence[Any], per_device: int, collate: Collate) -> list[Any]:
+    """Split and collate the samples; the last micro-batch may be short."""
+    return [collate(list(rows[at : at + per_device])) for at in range(0, len(rows), per_device)]
 
 
-def splits_of(samples: int, own: int, asked: Sequence[tuple[int, int] | int] | None) -> list[Split]:
-    """The splits of this rank's samples to verify: those asked for, or the two extremes, ``own``, and a ragged one.
+def splits_of(samples: int, own: int, asked: Sequence[tuple[int, int] | int] | None) -> list[tuple[int, int]]:
+    """The splits of this rank's samples to verify, as pairs (samples per micro-batch, accumulation steps).
+
+    They are those asked for, or the two extremes, ``own``, and a ragged one.
 
     Raises:
         OptionsError: if a split does not hold the samples.
     """
     if asked is None:
-        sizes = dict.fromkeys(min(size, samples) for size in (own, samples, 1))
-        found = [Split(size, -(-samples // size)) for size in sizes]
+        found = [
+            (size, -(-samples // size)) for size in dict.fromkeys(min(size, samples) for size in (own, samples, 1))
+        ]
         if samples > 1:
             ragged = next((size for size in range(2, samples) if samples % size), 1)
-            found.append(Split(ragged, -(-samples // ragged) + 1))
+            found.append((ragged, -(-samples // ragged) + 1))
         return found
     pairs = [(each, -(-samples // each)) if isinstance(each, int) and each > 0 else each for each in asked]
     if not pairs:
@@ -79,7 +76,7 @@ def splits_of(samples: int, own: int, asked: Sequence[tuple[int, int] | int] | N
                 f"got {pair!r} in splits; expected pairs (samples per micro-batch, accumulation steps) that hold "
                 f"the {samples} samples of a rank, or only the first, such as splits=[1, (2, {-(-samples // 2)})]"
             )
-    return [Split(*pair) for pair in pairs if isinstance(pair, tuple)]
+    return [pair for pair in pairs if isinstance(pair, tuple)]
 
 
 def draw(trainer: TrainerLike, windows: int, samples: Sequence[Any] | None) -> Drawn:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -20,6 +19,7 @@ import hf_accum_fix
 from tests.backends.rows import BACKENDS
 from tests.backends.trajectory import HEADS, SPLITS, UNCLIPPED, reference, train
 from tests.numerics.heads import Head
+from tests.numerics.heads.samples import without_targets
 from tests.numerics.parity import StockRecorder, pass_over_imports
 from tests.ranks import row_of_each
 from tests.trainers.custom import DividesTheBase
@@ -54,10 +54,8 @@ class BySteps(DividesTheBase, StockRecorder):
 
 def blind_at_first(head: Head, per_device: int) -> Head:
     """Twenty samples, of which the second rank's of the first window have no target."""
-    samples = [dict(sample) for sample in (list(head.samples) * 3)[:20]]
-    for index in range(8):
-        if index // per_device % 2:
-            samples[index]["labels"] = torch.full_like(samples[index]["labels"], -100)
+    blind = [index for index in range(8) if index // per_device % 2]
+    samples = without_targets((list(head.samples) * 3)[:20], blind)
     return replace(head, samples=samples)
 
 

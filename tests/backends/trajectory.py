@@ -24,14 +24,13 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-import hf_accum_fix
 from tests.backends.rows import DEEPSPEED, FSDP1, FSDP2, TENSOR_PARALLEL, Backend
 from tests.numerics.epochs import Stream
 from tests.numerics.heads import Head, Sample
 from tests.numerics.heads.head import of_class
-from tests.numerics.heads.samples import one_class, text, with_labels
+from tests.numerics.heads.samples import one_class, text, with_labels, without_targets
 from tests.numerics.heads.text import DECODER
-from tests.numerics.parity import ClassRecorder, StockRecorder, relative, trainable, training_arguments
+from tests.numerics.parity import applied, moved, recorder, relative, trainable, training_arguments
 
 #: Micro-batch size and accumulation steps on each of two ranks: the same global batches of 8, 8 and 4 samples.
 SPLITS = ((1, 4), (2, 2))
@@ -80,11 +79,7 @@ def furthest(found: Sequence[float], wanted: Sequence[float]) -> float:
 
 def samples_of(head: Head) -> list[Sample]:
     """Twenty samples; the second rank has no item in the second window, however it is cut."""
-    samples = [dict(sample) for sample in (list(head.samples) * 3)[:20]]
-    for index in range(8, 16):
-        if index not in WITH_TARGETS:
-            samples[index]["labels"] = torch.full_like(samples[index]["labels"], -100)
-    return samples
+    return without_targets((list(head.samples) * 3)[:20], {*range(8, 16)} - {*WITH_TARGETS})
 
 
 def built(head: Head, backend: Backend) -> nn.Module:
@@ -132,8 +127,7 @@ def reference(
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter -= RATE * parameter.grad
-    end = trainable(model)
-    return Trajectory({name: end[name] - start[name] for name in start}, losses, norms)
+    return Trajectory(moved(model, start), losses, norms)
 
 
 def items_of(head: Head, samples: Sequence[Sample]) -> int:
@@ -178,7 +172,7 @@ def train(
     with (
         variables(backend.environment),
         offloading_on_a_cpu() if device == "cpu" else contextlib.nullcontext(),
-        hf_accum_fix.apply(**options) if path == "apply" else contextlib.nullcontext(),
+        applied(path, **options),
     ):
         if backend.wrapped == DEEPSPEED:
             without_compiling()
@@ -188,7 +182,7 @@ def train(
             # accelerate shards on devices alone; from here on it is its own code, on the CPU.
             args.device  # noqa: B018 - it is set up when it is asked for
             PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device(device))
-        trainer = (trainer_class or (ClassRecorder if path == "trainer" else StockRecorder))(
+        trainer = (trainer_class or recorder(path))(
             model=model,
             args=args,
             train_dataset=Stream(samples_of(head)) if stream else samples_of(head),

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader, skip_first_batches
 from accelerate.utils import DistributedType
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import hf_accum_fix
 from hf_accum_fix.data.balancing import BalancedBatches, Dealer, Samples
@@ -22,6 +22,7 @@ from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.engines.engine import waits_every_micro_batch
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.options import BalanceOptions
+from tests.numerics.epochs import Stream
 from tests.numerics.heads import HEADS
 
 QUIET = {"progress": False}
@@ -40,14 +41,6 @@ def padded(rows: Sequence[dict[str, list[int]]]) -> torch.Tensor:
 
 def numbers(batch: torch.Tensor) -> list[int]:
     return sorted(batch[:, 0].tolist())
-
-
-class Stream(IterableDataset[Any]):
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.rows)
 
 
 def windows_of(batches: Sequence[Any], steps: int) -> list[list[int]]:

@@ -59,7 +59,7 @@ def trajectory(name: str, kind: str, folder: Path) -> dict[str, Any]:
     more = {"head": name, "world_size": 2, "ddp_backend": "gloo", **TRAJECTORIES[kind]}
     as_they_come, found = train(folder, balance=False, **more), train(folder, balance=True, **more)
     return {
-        "error": found.error(as_they_come),
+        "error": found.error(as_they_come.change),
         "same samples": of_all_ranks(found) == of_all_ranks(as_they_come),
         "windows": len(found.windows),
         "padded": padded(found) / padded(as_they_come),
@@ -73,7 +73,7 @@ def resumed(folder: Path, saved: int, **more: Any) -> dict[str, Any]:
     dist.barrier()
     found = train(folder / f"cut-{saved}", checkpoint=folder / f"uncut-{saved}" / f"checkpoint-{saved}", **more)
     return {
-        "error": found.error(uncut),
+        "error": found.error(uncut.change),
         "same samples": of_all_ranks(found) == of_all_ranks(uncut)[saved:],
         "windows": len(found.windows),
     }
@@ -95,7 +95,7 @@ def sharded(folder: Path) -> dict[str, Any]:
         runs.append(train(folder, balance=balance, **more))
     as_they_come, found = runs
     return {
-        "error": found.error(as_they_come),
+        "error": found.error(as_they_come.change),
         "wrapped": type(found.trainer.model_wrapped).__name__,
         "windows": len(found.windows),
         "in lockstep": waits_every_micro_batch(found.trainer.accelerator),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import Trainer
 
-import hf_accum_fix
 from hf_accum_fix.data.packing import pack
 from hf_accum_fix.options import BalanceOptions
+from tests.numerics import parity
 from tests.numerics.epochs import Stream
 from tests.numerics.heads import HEADS, Head, Sample
 from tests.numerics.heads.samples import text
-from tests.numerics.parity import Returned, relative, trainable, training_arguments
+from tests.numerics.parity import Returned, Trained, training_arguments
 
 #: One head for each way in which a loss is reduced, and for each way in which items are counted.
 KINDS = (
@@ -68,21 +67,16 @@ class Plain(Returned, Trainer):
     """The installed Trainer, in its own order."""
 
 
-class Run:
-    """What became of a training.
+class Run(Trained):
+    """A training.
 
     Attributes:
-        change: of the parameters.
         windows: the samples of this rank's windows, in their order.
         shapes: rows and width of each micro-batch.
-        logged: the losses.
-        trainer: the trainer.
     """
 
-    def __init__(
-        self, change: dict[str, Tensor], batches: Sequence[tuple[list[int], int]], in_epoch: int, trainer: Trainer
-    ) -> None:
-        self.change = change
+    def __init__(self, found: Trained, batches: Sequence[tuple[list[int], int]], in_epoch: int) -> None:
+        super().__init__(found.change, found.trainer)
         self.shapes = [(len(numbers), width) for numbers, width in batches]
         self.windows: list[list[int]] = []
         at = 0
@@ -94,17 +88,6 @@ class Run:
             own = batches[len(batches) - at - size : len(batches) - at]
             self.windows.insert(0, sorted(number for numbers, _ in own for number in numbers))
             at += size
-        self.logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        self.trainer = trainer
-
-    def error(self, other: Run) -> float:
-        """Relative difference of the changes."""
-        return relative(self.change, other.change)
-
-
-def whole(value: Any) -> Tensor:
-    """A parameter that may be sharded, all of it, on every rank."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value  # type: ignore[no-any-return]
 
 
 def train(
@@ -133,14 +116,11 @@ def train(
     given: dict[str, Any] = {"num_train_epochs": 3, "max_steps": 3 * WINDOWS if stream else -1, "learning_rate": 1e-2}
     args = training_arguments(output, rows, STEPS, **{**given, **arguments})
     prepare(args)
-    data: Any = Numbered(count)
-    with hf_accum_fix.apply(balance_windows=balance) if patched else contextlib.nullcontext():
-        model = made.build()
-        start = trainable(model)
-        trainer = Plain(
-            model=model, args=args, train_dataset=Stream(data.rows) if stream else data, data_collator=collate
-        )
-        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-    end = {name: whole(value) for name, value in trainable(model).items()}
-    in_epoch = MICRO_BATCHES - bool(arguments.get("dataloader_drop_last"))
-    return Run({name: end[name] - start[name] for name in start}, batches, in_epoch, trainer)
+    numbered = Numbered(count)
+    data = Stream(numbered.rows) if stream else numbered
+
+    def make() -> Trainer:
+        return Plain(model=made.build(), args=args, train_dataset=data, data_collator=collate)
+
+    found = parity.train(make, "apply" if patched else "stock", checkpoint=checkpoint, balance_windows=balance)
+    return Run(found, batches, MICRO_BATCHES - bool(arguments.get("dataloader_drop_last")))

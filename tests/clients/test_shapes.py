@@ -483,6 +483,39 @@ def test_rows_in_groups_are_trained_right(split: tuple[int, int]) -> None:
     assert not ours.exact and len(ours.warned) == 1
 
 
+class Embedder(nn.Module):
+    """FlagEmbedding's: one query a sample, with several passages and teacher scores, and negatives of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = CLASSES.build()
+        self.config = self.model.config
+
+    def forward(
+        self, queries: Mapping[str, Tensor], passages: Mapping[str, Tensor], teacher_scores: Sequence[float]
+    ) -> dict[str, Tensor]:
+        asked, given = (self.model(**inputs).logits for inputs in (queries, passages))
+        scores = (given.view(len(asked), -1, given.shape[-1]) * asked[:, None]).sum(-1)
+        taught = torch.tensor(teacher_scores, dtype=scores.dtype).view(len(asked), -1).softmax(-1)
+        distilled = -(scores.log_softmax(-1) * taught).sum(-1).mean()
+        return {"loss": distilled + F.cross_entropy(scores, torch.zeros(len(asked), dtype=torch.long))}
+
+
+def of_questions(samples: Sequence[Sample]) -> Batch:
+    passages = of_queries(samples)["pair"]
+    scores = [0.1 * float(row.sum() % 7) for sample in samples for row in sample["ids"]]
+    asked = {key: value[::3] for key, value in passages.items()}  # type: ignore[attr-defined]
+    return {"queries": asked, "passages": passages, "teacher_scores": scores}  # type: ignore[dict-item]
+
+
+@at((8, 1), (4, 2), (2, 4), (1, 8))
+def test_several_rows_of_some_inputs_for_each_sample(split: tuple[int, int]) -> None:
+    head = replace(CLASSES, build=Embedder, samples=passages(), collate=of_questions)
+    assert_exact(
+        Case("embedder", head, Ordered, loss=lambda model, batch: model(**batch)["loss"]), split, stock_wrong=False
+    )
+
+
 # --- a loader without a collate_fn ------------------------------------------------------------------------------------
 
 
@@ -514,6 +547,12 @@ class LoadsByTorch(Ordered):
         return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
+@splits
+@pytest.mark.parametrize("loads", [LoadsBatches, LoadsByTorch])
+def test_a_loader_that_collates_nothing(loads: type[Trainer], split: tuple[int, int]) -> None:
+    assert_exact(Case("loads", MLM, loads), split)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loads", [LoadsBatches, LoadsByTorch])
 def test_verify_takes_the_batches_of_a_loader_apart_that_collates_nothing(loads: type[Trainer], tmp_path: Path) -> None:
@@ -532,6 +571,16 @@ def test_verify_runs_a_step_of_its_own(tmp_path: Path) -> None:
     trainer = trainer_of(head, tmp_path, SkippingStep)
     report = verify(trainer)
     assert all((each.error <= 1e-14) is (each.mode == "apply()" or each.steps == 1) for each in report.results)
+    assert all(each.loss_ratio == pytest.approx(1) for each in report.results if each.mode == "apply()")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", [MakesInputs, DividesWhatItMade])
+def test_verify_runs_a_step_that_makes_its_inputs(trainer: type[Trainer], tmp_path: Path) -> None:
+    found = trainer_of(PROMPTS, tmp_path, trainer)
+    ours = [each for each in verify(found, splits=[(8, 1), (2, 4), (1, 8)]).results if each.mode == "apply()"]
+    assert len(ours) == 3 and found.made == 0
+    assert all(each.error <= 1e-14 and each.loss_ratio == pytest.approx(1) for each in ours)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -13,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-import hf_accum_fix
 from hf_accum_fix import GlobalBatchTrainer, Options
 from hf_accum_fix.accumulation.window import ZeroWeightBatch
+from tests.numerics import parity
 from tests.numerics.epochs import RATE, Stream, plain_sgd
 from tests.numerics.heads import HEADS, Batch, Head, Sample
 from tests.numerics.heads.head import before, collate
 from tests.numerics.heads.samples import masked_tokens, one_class, text, with_labels
-from tests.numerics.parity import trainable, training_arguments
+from tests.numerics.parity import Trained, trainer_of
 
 LENGTHS = (5, 17, 9, 3, 22, 11, 6, 14, 8, 19, 4)
 LONGEST = max(LENGTHS)
@@ -48,23 +47,10 @@ def head_of(name: str) -> Head:
 
 
 @dataclass
-class Run:
-    """A training as it went.
+class Run(Trained):
+    """A training; for each optimizer step the places of the samples that were run, of all ranks."""
 
-    Attributes:
-        windows: for each optimizer step the places of the samples that were run, of all ranks.
-        logged: what the Trainer logged with a loss.
-    """
-
-    start: dict[str, Tensor]
-    change: dict[str, Tensor]
     windows: list[list[int]]
-    logged: list[dict[str, float]]
-    trainer: Any
-
-    @property
-    def losses(self) -> list[float]:
-        return [entry["loss"] for entry in self.logged]
 
 
 class Noting(TrainerCallback):
@@ -128,30 +114,29 @@ def train(
     **arguments: Any,
 ) -> Run:
     """Train a head: "stock", by "apply" or by the subclass ("trainer")."""
-    head = head_of(name)
-    args = training_arguments(output, per_device, accumulate, **{"learning_rate": RATE, **arguments})
     noting = Noting(samples)
     ours = NotedClassWithoutDuplicates if drop_duplicates else NotedClass
-    applied = hf_accum_fix.apply(drop_duplicates=drop_duplicates) if path == "apply" else contextlib.nullcontext()
-    with applied:
-        trainer: Any = (ours if path == "trainer" else NotedTrainer)(
-            model=head.build(),
-            args=args,
-            train_dataset=Stream(samples) if stream else list(samples),
-            data_collator=head.batch,
-            callbacks=[noting, *callbacks],
+    given = {"per_device": per_device, "accumulate": accumulate, "learning_rate": RATE, **arguments}
+
+    def make() -> Any:
+        trainer = trainer_of(
+            head_of(name),
+            output,
+            ours if path == "trainer" else NotedTrainer,
+            samples=Stream(samples) if stream else samples,
+            given={"callbacks": [noting, *callbacks]},
+            **given,
         )
         trainer.noting = noting
-        start = trainable(trainer.model)
-        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-    after = trainable(trainer.model)
+        return trainer
+
+    found = parity.train(make, path, checkpoint=checkpoint, drop_duplicates=drop_duplicates)
     steps = noting.steps[:-1]
     if dist.is_initialized():
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, steps)
         steps = [[*chain.from_iterable(each)] for each in zip(*ranks, strict=True)]
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return Run(start, {key: after[key] - start[key] for key in start}, steps, logged, trainer)
+    return Run(found.change, found.trainer, steps)
 
 
 def reference(

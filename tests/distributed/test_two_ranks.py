@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.numerics.heads import HEADS, Head, Sample
+from tests.numerics.heads.samples import without_targets
 from tests.numerics.parity import Step, cut, pass_over_imports, reference_step, take_step
 from tests.ranks import join, on_ranks, same_on_all_ranks, selected
 
@@ -27,14 +28,7 @@ WITHOUT_ITEMS = (
 
 def blank_on_second_rank(samples: Sequence[Sample]) -> list[Sample]:
     """Every other sample without a target: at b=1 the second rank has no item at all."""
-    blanked = [dict(sample) for sample in samples]
-    for sample in blanked[1::2]:
-        labels = sample["labels"]
-        listed = isinstance(labels, dict)
-        sample["labels"] = (
-            {key: value[:0] for key, value in labels.items()} if listed else torch.full_like(labels, -100)
-        )
-    return blanked
+    return without_targets(samples, range(1, len(samples), 2))
 
 
 def rows_of(cases: Sequence[str]) -> list[dict[str, Any]]:

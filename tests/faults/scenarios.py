@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from tests.numerics.heads import HEADS, Batch, DropsKwargs, Sample
+from tests.numerics.heads import HEADS, Batch, DropsKwargs, Sample, shifted_cross_entropy
 from tests.numerics.parity import ClassRecorder, training_arguments
 
 #: Four windows of three micro-batches of one sample, on each of two ranks.
@@ -98,7 +98,8 @@ class OtherLoss(DropsKwargs):
     """A mean on the first rank, a sum on the second."""
 
     def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> dict[str, Tensor]:
-        return self.mean(input_ids, labels, reduction="sum" if on_second_rank() else "mean")
+        reduction = "sum" if on_second_rank() else "mean"
+        return {"loss": shifted_cross_entropy(self.logits(input_ids), labels, reduction=reduction)}
 
 
 class InForward(DropsKwargs):

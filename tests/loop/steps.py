@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from hf_accum_fix import AccumulationWindows, LossContract, accumulation_windows
 from tests.numerics.heads import Head, Sample
-from tests.numerics.parity import Step, cut, trainable
+from tests.numerics.parity import Step, cut, moved, trainable
 
 OURS = ("windows", "plain")
 
@@ -120,7 +120,7 @@ def take_steps(
     """
     model = head.build()
     model.train()
-    before: dict[str, Tensor] = trainable(model)
+    before = trainable(model)
     trained: Any = model
     optimizer: Any = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=rate)
     live = None
@@ -148,5 +148,4 @@ def take_steps(
             seen += by_count(loader, trained, optimizer, live)
         else:
             seen += by_windows(windows, trained, optimizer, live)
-    after = trainable(model)
-    return Step({name: after[name] - before[name] for name in before}, *seen[0]), seen, windows
+    return Step(moved(model, before), *seen[0]), seen, windows

@@ -17,6 +17,7 @@ import hf_accum_fix
 from hf_accum_fix import ContractError, Items, LossContract, OptionsError, Reduction, SeamError, accumulation_windows
 from tests.loop.steps import OURS, accelerator, by_windows, own_batches, take_steps
 from tests.numerics.heads import HEADS, Head, before
+from tests.numerics.heads.samples import without_targets
 from tests.numerics.parity import Step, cut, reference_step, reference_windows
 
 #: The loss is not the Trainer's here, so heads that need its smoothing or its loss functions are left out.
@@ -222,8 +223,7 @@ def test_a_mean_given_for_a_head_that_would_divide_by_the_number() -> None:
 
 def test_a_window_without_a_target_is_zero_and_said(caplog: pytest.LogCaptureFixture) -> None:
     head = LOOPED["bert-mlm"]
-    blank = [{**sample, "labels": torch.full_like(sample["labels"], -100)} for sample in head.samples]
-    _, seen, _ = take_steps(head, [*head.samples, *blank], 2, 4, "windows", rate=0.0)
+    _, seen, _ = take_steps(head, [*head.samples, *without_targets(head.samples)], 2, 4, "windows", rate=0.0)
     assert seen[1] == (0.0, 0.0) and seen[0][1] > 0
     assert sum("no target" in record.message for record in caplog.records) == 1
 

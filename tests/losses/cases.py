@@ -1,15 +1,15 @@
 """Losses whose gradient their values do not tell, rebuilt as small as they get; each with the verdict that it must get.
 
 Numbers before a name are of the rows of trainings that broke the package; shapes of our own around a row share its
-number. A loss is a function of the logits, the batch and the bare model, so that it can stand in the model, in a
-compute_loss, in a compute_loss_func, beside super()'s, and in a loop.
+number. A loss is a function of what is `Seen` in a forward, so that it can stand in the model, in a compute_loss, in a
+compute_loss_func, beside super()'s, and in a loop.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,19 +23,17 @@ from torch.utils.checkpoint import checkpoint
 from hf_accum_fix import Items, LossContract, Reduction
 from tests.losses import models
 from tests.losses.models import bare, model_itself
+from tests.losses.seen import Loss, Seen, around, both, classes, full, func, own, tokens
 from tests.losses.verdicts import FLOAT32, HALVES, PAIRS, RATE, SINGLES, UNEVEN, Verdict
 from tests.numerics.heads import HEADS, Batch, Sample, TokenModel, seeded, shifted_cross_entropy
 from tests.numerics.heads.head import Head, collate
-from tests.numerics.heads.samples import LENGTHS, generator
+from tests.numerics.heads.samples import LENGTHS, generator, without_targets
 from tests.numerics.parity import StockRecorder
 from tests.trainers import runs, terms
-from tests.trainings import Case, FullLoss, above, computing
+from tests.trainings import Case, FullLoss, computing
 
 EXACT, GRADIENT, EITHER, INEXACT, NAMED = Verdict
-
-#: ``(logits, batch, model)`` -> the loss of a micro-batch, or of the whole global batch.
-Loss = Callable[[Tensor, Batch, Any], Tensor]
-THREE = (PAIRS, SINGLES, UNEVEN)
+EVEN, THREE = (PAIRS, SINGLES), (PAIRS, SINGLES, UNEVEN)
 
 
 # --- samples ------------------------------------------------------------------------------------------------------
@@ -50,72 +48,6 @@ def texts(window: int = 0) -> list[Sample]:
 
 def several(count: int, make: Callable[[int], list[Sample]] = texts) -> list[list[Sample]]:
     return [make(window) for window in range(count)]
-
-
-def without_targets(samples: Sequence[Sample], rows: Sequence[int] = range(8)) -> list[Sample]:
-    """These have none: nothing of their text is to be predicted."""
-    blank = [{**sample, "labels": torch.full_like(sample["labels"], -100)} for sample in samples]
-    return [blank[i] if i in rows else sample for i, sample in enumerate(samples)]
-
-
-# --- terms --------------------------------------------------------------------------------------------------------
-
-
-def tokens(logits: Tensor, batch: Batch, model: Any = None) -> Tensor:
-    """The mean over next tokens."""
-    return shifted_cross_entropy(logits, batch["labels"])
-
-
-def classes(logits: Tensor, batch: Batch, model: Any = None) -> Tensor:
-    """The mean over texts."""
-    return F.cross_entropy(logits[:, 1, :4], batch["kind"])
-
-
-def squares(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    return 0.01 * models.squares(model)
-
-
-def each_token(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Of every next token its loss, and whether it is a target [b, L - 1]."""
-    labels = batch["labels"][:, 1:]
-    return F.cross_entropy(logits[:, :-1].transpose(1, 2), labels, reduction="none"), labels != -100
-
-
-def each_class(logits: Tensor, batch: Batch) -> Tensor:
-    return F.cross_entropy(logits[:, 1, :4], batch["kind"], reduction="none")
-
-
-def guarded(logits: Tensor, batch: Batch, model: Any = None) -> Tensor:
-    """The mean over next tokens, zero where there is none."""
-    losses, valid = each_token(logits, batch)
-    return (losses * valid).sum() / valid.sum().clamp(min=1)
-
-
-def rows_of(batch: Batch) -> Iterator[Batch]:
-    for row in range(len(batch["input_ids"])):
-        yield {key: value[row : row + 1] for key, value in batch.items()}
-
-
-def each_row(logits: Tensor, batch: Batch) -> list[Tensor]:
-    """Of each text the mean over its tokens."""
-    return [tokens(logits[row : row + 1], one) for row, one in enumerate(rows_of(batch))]
-
-
-def both(logits: Tensor, batch: Batch, model: Any = None) -> Tensor:
-    return tokens(logits, batch) + classes(logits, batch)
-
-
-def times(factor: float, loss: Loss = tokens) -> Loss:
-    return lambda logits, batch, model: factor * loss(logits, batch, model)
-
-
-def of_two(combine: Callable[[Tensor, Tensor], Tensor]) -> Loss:
-    """What is made of the mean over tokens and the mean over texts."""
-    return lambda logits, batch, model: combine(tokens(logits, batch), classes(logits, batch))
-
-
-def of_one(change: Callable[[Tensor], Tensor], loss: Loss = tokens) -> Loss:
-    return lambda logits, batch, model: change(loss(logits, batch, model))
 
 
 # --- models -------------------------------------------------------------------------------------------------------
@@ -138,7 +70,7 @@ class Texts(TokenModel):
     def found(self, **inputs: Any) -> dict[str, Any]:
         logits = self.logits(inputs["input_ids"])
         batch = {key: value for key, value in inputs.items() if value is not None}
-        return {"logits": logits, **({"loss": self.of(logits, batch, self)} if "labels" in batch else {})}
+        return {"logits": logits, **({"loss": self.of(Seen(logits, batch, self))} if "labels" in batch else {})}
 
 
 class Takes(Texts):
@@ -155,11 +87,7 @@ class ByNumber(Texts):
     def forward(
         self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **_: Any
     ) -> dict[str, Any]:  # type: ignore[override]
-        logits = self.logits(input_ids)
-        if labels is None:
-            return {"logits": logits}
-        loss = shifted_cross_entropy(logits, labels, reduction="mean" if num_items_in_batch is None else "sum")
-        return {"loss": loss if num_items_in_batch is None else loss / num_items_in_batch, "logits": logits}
+        return self.mean(input_ids, labels, num_items_in_batch)
 
 
 class ForFunctions(Takes):
@@ -174,80 +102,63 @@ def holding(loss: Loss, head: type[Texts] = Texts, **learnt: Any) -> Callable[[]
     return lambda: head(loss, **learnt)
 
 
-def even(model: type[Texts] = Texts, **learnt: Any) -> Callable[[], nn.Module]:
+def even() -> nn.Module:
     """Starts with nearly even probabilities."""
-
-    def made() -> nn.Module:
-        built = model(**learnt)
-        with torch.no_grad():
-            built.head.weight.mul_(0.01)
-            built.head.bias.zero_()
-        return built
-
-    return made
+    built = Texts()
+    with torch.no_grad():
+        built.head.weight.mul_(0.01)
+        built.head.bias.zero_()
+    return built
 
 
 # --- where a loss stands ------------------------------------------------------------------------------------------
 
-
-def full(loss: Loss) -> FullLoss:
-    return lambda model, batch, step: loss(model.logits(batch["input_ids"]), batch, model)
-
-
-def own(loss: Loss) -> type:
-    """A compute_loss that never calls super."""
-
-    def compute(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-        outputs = model(input_ids=inputs["input_ids"])
-        return loss(outputs["logits"], inputs, bare(model)), outputs
-
-    return computing(compute)
-
-
-def plus(term: Loss, *, number: bool = True) -> type:
-    return above(lambda loss, logits, batch, t: loss + term(logits, batch, bare(t.model)), number=number)
-
-
-def func(loss: Loss) -> dict[str, Any]:
-    def compute(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        return loss(outputs["logits"], {**outputs["inputs"], "labels": labels}, outputs["model"])
-
-    return {"compute_loss_func": compute}
+#: What is made of super's loss, which is the mean over next tokens.
+Change = Callable[[Tensor, Seen], Tensor]
 
 
 def attack(
     name: str, verdict: Verdict, loss: FullLoss, model: Any, windows: Any, trainer: Any = StockRecorder, **more: Any
 ) -> Case:
-    given = {"rate": RATE, "cuts": (PAIRS, SINGLES), **more}
+    given = {"rate": RATE, "cuts": EVEN, **more}
     return Case(name, loss, model, windows, trainer, verdict=verdict, **given)
 
 
-def in_own(name: str, verdict: Verdict, loss: Loss, *, head: type[Texts] = Texts, **more: Any) -> Case:
+def in_own(name: str, verdict: Verdict, loss: Loss, *, learnt: Mapping[str, Any] | None = None, **more: Any) -> Case:
     """In a compute_loss of one's own."""
-    learnt = more.pop("learnt", {})
-    model = more.pop("model", lambda: head(**learnt))
     given = {"windows": several(1), "loss": full(loss), **more}
-    return attack(f"{name}-own", verdict, model=model, trainer=own(loss), **given)
+    return attack(f"{name}-own", verdict, model=lambda: Texts(**learnt or {}), trainer=own(loss), **given)
 
 
-def in_model(name: str, verdict: Verdict, loss: Loss, *, head: type[Texts] = Texts, **more: Any) -> Case:
+def in_model(
+    name: str, verdict: Verdict, loss: Loss, *, head: type[Texts] = Texts, learnt: Any = None, **more: Any
+) -> Case:
     """In the model, by the Trainer and by a loop."""
-    learnt = more.pop("learnt", {})
     given = {"windows": several(1), "loss": full(loss), **more}
-    return attack(f"{name}-model", verdict, model=holding(loss, head, **learnt), looped=True, **given)
+    return attack(f"{name}-model", verdict, model=holding(loss, head, **learnt or {}), looped=True, **given)
 
 
-def in_func(name: str, verdict: Verdict, loss: Loss, **more: Any) -> Case:
+def in_func(name: str, verdict: Verdict, loss: Loss, *, learnt: Any = None, **more: Any) -> Case:
     """In a compute_loss_func; stock trains G times what it returns."""
-    learnt = more.pop("learnt", {})
     given = {"windows": several(1), "loss": full(loss), **more}
-    return attack(f"{name}-func", verdict, model=lambda: ForFunctions(**learnt), given=func(loss), **given)
+    return attack(f"{name}-func", verdict, model=lambda: ForFunctions(**learnt or {}), given=func(loss), **given)
 
 
-def in_super(name: str, verdict: Verdict, trainer: type, loss: Loss, *, head: type[Texts] = Texts, **more: Any) -> Case:
-    """Around super's; the whole of it is given as well."""
+def in_both(name: str, verdict: Verdict, loss: Loss, **more: Any) -> list[Case]:
+    """In a compute_loss, and in the model."""
+    return [each(name, verdict, loss, **more) for each in (in_own, in_model)]
+
+
+def by_super(name: str, verdict: Verdict, trainer: type, loss: Loss, *, head: type[Texts] = Texts, **more: Any) -> Case:
+    """By a trainer that calls super; the whole of its loss is given as well."""
     given = {"windows": several(1), "loss": full(loss), **more}
     return attack(f"{name}-super", verdict, model=head, trainer=trainer, **given)
+
+
+def in_super(name: str, verdict: Verdict, change: Change, **more: Any) -> Case:
+    """Around super's."""
+    trainer = around(lambda loss, s, _: change(loss, s))
+    return by_super(name, verdict, trainer, lambda s: change(s.tokens, s), **more)
 
 
 # --- 1: constants that equal 1/G ----------------------------------------------------------------------------------
@@ -255,55 +166,47 @@ def in_super(name: str, verdict: Verdict, trainer: type, loss: Loss, *, head: ty
 _INITIAL: dict[str, Any] = {}
 
 
-def from_initial(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def from_initial(s: Seen) -> Tensor:
     """KL from the model as it was at first: zero there, and so is its gradient."""
     if not _INITIAL:
         _INITIAL["model"] = seeded(Texts)().requires_grad_(False)
-    others = _INITIAL["model"].logits(batch["input_ids"])
-    return models.divergence(logits, others, models.attended(batch))
+    others = _INITIAL["model"].logits(s.batch["input_ids"])
+    return models.divergence(s.logits, others, models.attended(s.batch))
 
 
-def half_and_kl(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    return 0.5 * tokens(logits, batch) + 0.5 * from_initial(logits, batch, model)
+def half(s: Seen) -> Tensor:
+    return 0.5 * s.tokens
 
 
-def two_views(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    """Two readings of a text, and the mean of their losses."""
-    return (tokens(logits, batch) + tokens(logits.tanh(), batch)) / 2
+def quarter(s: Seen) -> Tensor:
+    return 0.25 * s.tokens
 
 
 ONE_OVER_G = [
-    in_own("1-half", NAMED, times(0.5), cuts=(HALVES,)),
-    in_own("1-half-of-classes", NAMED, times(0.5, classes), cuts=(HALVES,), right=(HALVES,)),
-    in_own("1-quarter", NAMED, times(0.25), cuts=(PAIRS,)),
-    in_own("1-quarter-of-classes", NAMED, times(0.25, classes), cuts=(PAIRS,), right=(PAIRS,)),
-    in_own("1-over-eight", NAMED, of_one(lambda loss: loss / 8), cuts=(SINGLES,)),
-    in_own("1-quarter-tensor", NAMED, of_one(lambda loss: loss * torch.tensor(0.25)), cuts=(PAIRS, UNEVEN)),
-    in_own("1-half-of-half", NAMED, times(0.5, times(0.5)), cuts=(PAIRS,)),
-    in_own("1-half-and-kl", NAMED, half_and_kl, cuts=(HALVES,), windows=several(2)),
-    in_own("1-half-of-both", NAMED, times(0.5, both), cuts=(HALVES,)),
-    in_own("1-of-one-term", EITHER, of_two(lambda a, c: a + 0.25 * c), cuts=(PAIRS,)),
-    in_own("1-mean-of-two", EITHER, of_two(lambda a, c: torch.stack([a, c]).mean()), cuts=(HALVES,)),
-    in_own("1-lerp", EITHER, of_two(lambda a, c: torch.lerp(a, c, 0.5)), cuts=(HALVES,)),
-    in_super("1-half", NAMED, above(lambda loss, *_: 0.5 * loss), times(0.5), cuts=(HALVES,)),
-    in_super(
-        "1-half-by-number",
-        NAMED,
-        above(lambda loss, *_: 0.5 * loss),
-        times(0.5),
-        head=ByNumber,
-        cuts=(HALVES,),
-        right=(HALVES,),
-    ),
-    in_func("1-half", NAMED, times(0.5), cuts=(HALVES,)),
+    in_own("1-half", NAMED, half, cuts=(HALVES,)),
+    in_own("1-half-of-classes", NAMED, lambda s: 0.5 * s.classes, cuts=(HALVES,), right=(HALVES,)),
+    in_own("1-quarter", NAMED, quarter, cuts=(PAIRS,)),
+    in_own("1-quarter-of-classes", NAMED, lambda s: 0.25 * s.classes, cuts=(PAIRS,), right=(PAIRS,)),
+    in_own("1-over-eight", NAMED, lambda s: s.tokens / 8, cuts=(SINGLES,)),
+    in_own("1-quarter-tensor", NAMED, lambda s: s.tokens * torch.tensor(0.25), cuts=(PAIRS, UNEVEN)),
+    in_own("1-half-of-half", NAMED, lambda s: 0.5 * half(s), cuts=(PAIRS,)),
+    in_own("1-half-and-kl", NAMED, lambda s: half(s) + 0.5 * from_initial(s), cuts=(HALVES,), windows=several(2)),
+    in_own("1-half-of-both", NAMED, lambda s: 0.5 * both(s), cuts=(HALVES,)),
+    in_own("1-of-one-term", EITHER, lambda s: s.tokens + 0.25 * s.classes, cuts=(PAIRS,)),
+    in_own("1-mean-of-two", EITHER, lambda s: s.stack.mean(), cuts=(HALVES,)),
+    in_own("1-lerp", EITHER, lambda s: torch.lerp(s.tokens, s.classes, 0.5), cuts=(HALVES,)),
+    in_super("1-half", NAMED, lambda loss, s: 0.5 * loss, cuts=(HALVES,)),
+    in_super("1-half-by-number", NAMED, lambda loss, s: 0.5 * loss, head=ByNumber, cuts=(HALVES,), right=(HALVES,)),
+    in_func("1-half", NAMED, half, cuts=(HALVES,)),
     # No 1/G at these cuts.
-    in_own("1-half-elsewhere", EXACT, times(0.5), cuts=(PAIRS, SINGLES)),
-    in_own("1-quarter-elsewhere", EXACT, times(0.25), cuts=(HALVES, SINGLES)),
+    in_own("1-half-elsewhere", EXACT, half, cuts=(PAIRS, SINGLES)),
+    in_own("1-quarter-elsewhere", EXACT, quarter, cuts=(HALVES, SINGLES)),
     # A model knows no G.
-    in_model("1-half", EXACT, times(0.5), cuts=(HALVES,)),
-    in_model("1-half-of-both", EXACT, times(0.5, both), cuts=(HALVES,)),
-    in_model("1-two-views", EXACT, two_views, cuts=(HALVES, PAIRS)),
-    in_model("1-quarter", EXACT, times(0.25), cuts=(PAIRS,)),
+    in_model("1-half", EXACT, half, cuts=(HALVES,)),
+    in_model("1-half-of-both", EXACT, lambda s: 0.5 * both(s), cuts=(HALVES,)),
+    # Two readings of a text, and the mean of their losses.
+    in_model("1-two-views", EXACT, lambda s: (s.tokens + s.by(s.logits.tanh()).tokens) / 2, cuts=(HALVES, PAIRS)),
+    in_model("1-quarter", EXACT, quarter, cuts=(PAIRS,)),
 ]
 
 
@@ -346,7 +249,7 @@ def kept(loss: Loss, base: type = Cached) -> type:
             self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None
         ) -> Any:
             outputs = model(input_ids=inputs["input_ids"])
-            found = self.share(loss(outputs["logits"], inputs, bare(model)))
+            found = self.share(loss(Seen(outputs["logits"], inputs, bare(model))))
             return (found, outputs) if return_outputs else found
 
     return Kept
@@ -408,120 +311,109 @@ def balanced(a: Tensor, c: Tensor) -> Tensor:
     return a + c * (a / c).detach()
 
 
-def each_one(a: Tensor, c: Tensor) -> Tensor:
+def balanced_terms(s: Seen) -> Tensor:
+    return balanced(s.tokens, s.classes)
+
+
+def each_one(s: Seen) -> Tensor:
     """Over its own sum without gradient, which adds up as counts do: this one could be exact."""
-    return a / a.detach() + c / c.detach()
+    return s.tokens / s.tokens.detach() + s.classes / s.classes.detach()
 
 
-def softly(a: Tensor, c: Tensor) -> Tensor:
-    losses = torch.stack([a, c])
+def softly(s: Seen) -> Tensor:
+    losses = s.stack
     return (losses.detach().softmax(0) * losses).sum()
 
 
-def straight_through(a: Tensor, c: Tensor) -> Tensor:
+def over_itself(s: Seen) -> Tensor:
+    return s.tokens / s.tokens.detach()
+
+
+def straight_through(s: Seen) -> Tensor:
     """The value of one, the gradient of both."""
-    return a + c - c.detach()
+    return s.tokens + s.classes - s.classes.detach()
 
 
-def detached_focal(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    losses, valid = each_token(logits, batch)
+def detached_focal(s: Seen) -> Tensor:
+    losses, valid = s.each_token
     return ((1 - (-losses).exp().detach()) ** 2 * losses)[valid].mean()
 
 
-def squared_rows(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def squared_rows(s: Seen) -> Tensor:
     """Each text's by itself."""
-    losses = each_class(logits, batch)
+    losses = s.each_class
     return (losses.detach() * losses).mean()
 
 
-def by_probability(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def by_probability(s: Seen) -> Tensor:
     """DFT: each token by the probability that it has now."""
-    losses, valid = each_token(logits, batch)
+    losses, valid = s.each_token
     return ((-losses).exp().detach() * losses * valid).sum() / valid.sum()
 
 
+def by_norm(s: Seen) -> Tensor:
+    return (s.tokens + s.classes) / s.stack.norm().detach()
+
+
 STOPPED = [
-    in_own("3-balanced", INEXACT, of_two(balanced), cuts=THREE),
-    in_own("3-each-one", EITHER, of_two(each_one)),
-    in_own("3-softly", INEXACT, of_two(softly)),
-    in_own("3-times-itself", INEXACT, of_one(lambda a: a * a.detach())),
-    in_own("3-by-norm", INEXACT, of_two(lambda a, c: (a + c) / torch.stack([a, c]).norm().detach())),
-    in_own("3-by-item", INEXACT, of_two(lambda a, c: a + c * (a.item() / c.item()))),
-    in_model("3-balanced", INEXACT, of_two(balanced)),
-    in_model("3-each-one", EITHER, of_two(each_one)),
-    in_model("3-itself", EITHER, of_one(lambda a: a / a.detach())),
-    in_func("3-balanced", INEXACT, of_two(balanced)),
-    in_func("3-itself", EITHER, of_one(lambda a: a / a.detach())),
-    in_super("3-itself", EITHER, above(lambda loss, *_: loss / loss.detach()), of_one(lambda a: a / a.detach())),
-    in_super(
-        "3-balanced",
-        INEXACT,
-        above(lambda loss, logits, batch, _: balanced(loss, classes(logits, batch))),
-        of_two(balanced),
-    ),
+    in_own("3-balanced", INEXACT, balanced_terms, cuts=THREE),
+    *in_both("3-each-one", EITHER, each_one),
+    in_own("3-softly", INEXACT, softly),
+    in_own("3-times-itself", INEXACT, lambda s: s.tokens * s.tokens.detach()),
+    in_own("3-by-norm", INEXACT, by_norm),
+    in_own("3-by-item", INEXACT, lambda s: s.tokens + s.classes * (s.tokens.item() / s.classes.item())),
+    in_model("3-balanced", INEXACT, balanced_terms),
+    in_model("3-itself", EITHER, over_itself),
+    in_func("3-balanced", INEXACT, balanced_terms),
+    in_func("3-itself", EITHER, over_itself),
+    in_super("3-itself", EITHER, lambda loss, s: loss / loss.detach()),
+    in_super("3-balanced", INEXACT, lambda loss, s: balanced(loss, s.classes)),
     # These are means all the same.
-    in_own("3-straight-through", GRADIENT, of_two(straight_through), cuts=THREE),
-    in_model("3-straight-through", GRADIENT, of_two(straight_through)),
+    in_own("3-straight-through", GRADIENT, straight_through, cuts=THREE),
+    in_model("3-straight-through", GRADIENT, straight_through),
     in_own("3-focal", EXACT, detached_focal),
     in_model("3-by-probability", EXACT, by_probability, cuts=THREE),
     in_own("3-by-probability", EXACT, by_probability),
-    in_own("3-squares-of-rows", EXACT, squared_rows, right=(PAIRS, SINGLES)),
-]  # fmt: skip
+    in_own("3-squares-of-rows", EXACT, squared_rows, right=EVEN),
+]
 
 
 # --- 4: learnt weights --------------------------------------------------------------------------------------------
 
 
-def uncertain(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def uncertain(s: Seen) -> Tensor:
     """Kendall et al. 2018."""
-    one, other = model.s.exp().reciprocal()
-    return one * tokens(logits, batch) + other * classes(logits, batch) + model.s.sum()
+    one, other = s.learnt.exp().reciprocal()
+    return one * s.tokens + other * s.classes + s.learnt.sum()
 
 
-def uncertain_variance(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    a, c = tokens(logits, batch), classes(logits, batch)
-    return a / (2 * model.s[0] ** 2) + c / (2 * model.s[1] ** 2) + torch.log(model.s[0] * model.s[1])
+def uncertain_variance(s: Seen) -> Tensor:
+    terms = s.tokens / (2 * s.learnt[0] ** 2) + s.classes / (2 * s.learnt[1] ** 2)
+    return terms + torch.log(s.learnt[0] * s.learnt[1])
 
 
-def mixed(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    share = torch.sigmoid(model.s)
-    return share * tokens(logits, batch) + (1 - share) * classes(logits, batch)
+def mixed(s: Seen) -> Tensor:
+    share = torch.sigmoid(s.learnt)
+    return share * s.tokens + (1 - share) * s.classes
 
 
-def weighed_softly(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    return model.s.softmax(0) @ torch.stack([tokens(logits, batch), classes(logits, batch)])
-
-
-def weighed_in_a_stack(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    return (F.softplus(model.s) * torch.stack([tokens(logits, batch), classes(logits, batch)])).sum()
-
-
-def tempered(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    return torch.exp(-model.s) * tokens(logits, batch) + model.s
-
-
-def learnt_factor(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    return torch.exp(model.s) * tokens(logits, batch)
-
-
-def learnt_temperature(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    return tokens(logits * model.s.exp(), batch)
+def learnt_factor(s: Seen) -> Tensor:
+    return torch.exp(s.learnt) * s.tokens
 
 
 def _learnt(name: str, verdict: Verdict, loss: Loss, start: Any, **more: Any) -> list[Case]:
-    given = {"learnt": {"s": start}, "alone": ("s",), "windows": several(2), **more}
-    return [each(f"4-{name}", verdict, loss, **given) for each in (in_own, in_model)]
+    return in_both(f"4-{name}", verdict, loss, learnt={"s": start}, alone=("s",), windows=several(2), **more)
 
 
 LEARNT = [
     *_learnt("uncertain", EITHER, uncertain, [0.2, -0.3]),
     *_learnt("variance", EITHER, uncertain_variance, [1.2, 0.7]),
     *_learnt("mixed", EITHER, mixed, 0.4),
-    *_learnt("softmax", EITHER, weighed_softly, [0.1, -0.2]),
-    *_learnt("in-a-stack", EITHER, weighed_in_a_stack, [0.5, 1.0]),
-    *_learnt("tempered", EITHER, tempered, 0.3, cuts=THREE),
+    *_learnt("softmax", EITHER, lambda s: s.learnt.softmax(0) @ s.stack, [0.1, -0.2]),
+    *_learnt("in-a-stack", EITHER, lambda s: (F.softplus(s.learnt) * s.stack).sum(), [0.5, 1.0]),
+    *_learnt("tempered", EITHER, lambda s: torch.exp(-s.learnt) * s.tokens + s.learnt, 0.3, cuts=THREE),
     *_learnt("factor", EXACT, learnt_factor, 0.3),
-    *_learnt("temperature", EXACT, learnt_temperature, 0.3),
+    *_learnt("temperature", EXACT, lambda s: s.by(s.logits * s.learnt.exp()).tokens, 0.3),
     in_func("4-uncertain", EITHER, uncertain, learnt={"s": [0.2, -0.3]}, alone=("s",), windows=several(2)),
     in_func("4-factor", EXACT, learnt_factor, learnt={"s": 0.3}, alone=("s",)),
 ]
@@ -543,38 +435,39 @@ class ReverseInPlace(torch.autograd.Function):
         return -ctx.strength * gradient, None
 
 
-def of_reversed_logits(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    return tokens(logits, batch) + classes(models.Reverse.apply(logits), batch)
+def with_detached(s: Seen) -> Tensor:
+    return s.tokens + s.classes.detach()
 
 
-def with_detached(a: Tensor, c: Tensor) -> Tensor:
-    return a + c.detach()
+def with_reversed(s: Seen) -> Tensor:
+    return s.tokens + models.Reverse.apply(s.classes)
 
 
-def hooked(a: Tensor, c: Tensor) -> Tensor:
-    if c.requires_grad:
-        c.register_hook(lambda gradient: -0.5 * gradient)
-    return a + c
+def of_reversed_logits(s: Seen) -> Tensor:
+    return s.tokens + s.by(models.Reverse.apply(s.logits)).classes
+
+
+def hooked(s: Seen) -> Tensor:
+    if s.tokens.requires_grad:
+        s.classes.register_hook(lambda gradient: -0.5 * gradient)
+    return s.tokens + s.classes
 
 
 SIZES = [
-    in_own("5-detached", GRADIENT, of_two(with_detached), cuts=THREE),
-    in_model("5-detached", GRADIENT, of_two(with_detached), cuts=THREE),
-    in_super("5-detached", GRADIENT, plus(of_one(torch.detach, classes)), of_two(with_detached), cuts=THREE),
-    in_own("5-detached-tokens", GRADIENT, of_two(lambda a, c: a.detach() + c), cuts=(UNEVEN,)),
-    in_own("5-reversed", EITHER, of_two(lambda a, c: a + models.Reverse.apply(c)), cuts=THREE),
-    in_own("5-reversed-alone", EITHER, of_one(models.Reverse.apply), cuts=THREE),
-    in_own("5-reversed-with-strength", EITHER, of_two(lambda a, c: ReverseInPlace.apply(a, 0.3) + c), cuts=THREE),
-    in_model("5-reversed", EITHER, of_two(lambda a, c: a + models.Reverse.apply(c)), cuts=(UNEVEN, PAIRS)),
-    in_own("5-hooked", EITHER, of_two(hooked), cuts=THREE),
-    in_own("5-reversed-logits", EXACT, of_reversed_logits, cuts=THREE),
-    in_model("5-reversed-logits", EXACT, of_reversed_logits, cuts=THREE),
-    in_own("5-both", EXACT, both, cuts=THREE),
-    in_model("5-both", EXACT, both, cuts=THREE),
-    in_super("5-both", EXACT, plus(classes), both, cuts=THREE),
+    *in_both("5-detached", GRADIENT, with_detached, cuts=THREE),
+    in_super("5-detached", GRADIENT, lambda loss, s: loss + s.classes.detach(), cuts=THREE),
+    in_own("5-detached-tokens", GRADIENT, lambda s: s.tokens.detach() + s.classes, cuts=(UNEVEN,)),
+    in_own("5-reversed", EITHER, with_reversed, cuts=THREE),
+    in_own("5-reversed-alone", EITHER, lambda s: models.Reverse.apply(s.tokens), cuts=THREE),
+    in_own("5-reversed-with-strength", EITHER, lambda s: ReverseInPlace.apply(s.tokens, 0.3) + s.classes, cuts=THREE),
+    in_model("5-reversed", EITHER, with_reversed, cuts=(UNEVEN, PAIRS)),
+    in_own("5-hooked", EITHER, hooked, cuts=THREE),
+    *in_both("5-reversed-logits", EXACT, of_reversed_logits, cuts=THREE),
+    *in_both("5-both", EXACT, both, cuts=THREE),
+    in_super("5-both", EXACT, lambda loss, s: loss + s.classes, cuts=THREE),
     in_func("5-both", EXACT, both, cuts=THREE),
     in_own("5-classes", EXACT, classes, cuts=(UNEVEN,)),
-]  # fmt: skip
+]
 
 
 # --- 6: terms without a graph, or with one that nobody sees -------------------------------------------------------
@@ -629,98 +522,81 @@ class EachEntropy(torch.autograd.Function):
         return gradient[:, None] * kept, None
 
 
-def flat(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    return logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
-
-
 def checkpointed(reentrant: bool, loss: Loss = tokens) -> Loss:
-    def found(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-        return checkpoint(lambda each: loss(each, batch, model), logits, use_reentrant=reentrant)
-
-    return found
+    return lambda s: checkpoint(lambda logits: loss(s.by(logits)), s.logits, use_reentrant=reentrant)
 
 
 def beside_classes(loss: Loss) -> Loss:
-    return lambda logits, batch, model: loss(logits, batch, model) + classes(logits, batch)
+    return lambda s: loss(s) + s.classes
 
 
 def by_function(function: Any) -> Loss:
-    return lambda logits, batch, model: function.apply(*flat(logits, batch))
+    return lambda s: function.apply(*s.flat)
 
 
-def each_by_function(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    scores, labels = flat(logits, batch)
-    return EachEntropy.apply(scores, labels).sum() / (labels != -100).sum()
+def each_by_function(s: Seen) -> Tensor:
+    logits, labels = s.flat
+    return EachEntropy.apply(logits, labels).sum() / (labels != -100).sum()
 
 
-def logs_beside(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def logs_beside(s: Seen) -> Tensor:
     """By hand; what torch makes of it is for the log alone."""
     with torch.no_grad():
-        model.seen = float(tokens(logits, batch))
-    return models.mean_by_hand(logits, batch["labels"]) + classes(logits, batch)
+        s.model.seen = float(s.tokens)
+    return models.mean_by_hand(s.logits, s.batch["labels"]) + s.classes
 
 
 UNSEEN = [
-    *(
-        each(f"6-{name}", verdict, loss, cuts=THREE)
-        for name, verdict, loss in [
-            ("reentrant", EITHER, beside_classes(checkpointed(True))),
-            ("reentrant-alone", EITHER, checkpointed(True)),
-            ("checkpoint", EXACT, beside_classes(checkpointed(False))),
-            ("checkpoint-of-both", EXACT, checkpointed(False, both)),
-            ("written-down", EITHER, beside_classes(by_function(Entropy))),
-            ("written-down-alone", EITHER, by_function(Entropy)),
-            ("fused", EITHER, beside_classes(by_function(models.Fused))),
-            ("fused-later", EITHER, beside_classes(by_function(FusedLater))),
-            ("each-token", EXACT, beside_classes(each_by_function)),
-            ("logs-beside", EXACT, logs_beside),
-        ]
-        for each in (in_own, in_model)
-    ),
+    *in_both("6-reentrant", EITHER, beside_classes(checkpointed(True)), cuts=THREE),
+    *in_both("6-reentrant-alone", EITHER, checkpointed(True), cuts=THREE),
+    *in_both("6-checkpoint", EXACT, beside_classes(checkpointed(False)), cuts=THREE),
+    *in_both("6-checkpoint-of-both", EXACT, checkpointed(False, both), cuts=THREE),
+    *in_both("6-written-down", EITHER, beside_classes(by_function(Entropy)), cuts=THREE),
+    *in_both("6-written-down-alone", EITHER, by_function(Entropy), cuts=THREE),
+    *in_both("6-fused", EITHER, beside_classes(by_function(models.Fused)), cuts=THREE),
+    *in_both("6-fused-later", EITHER, beside_classes(by_function(FusedLater)), cuts=THREE),
+    *in_both("6-each-token", EXACT, beside_classes(each_by_function), cuts=THREE),
+    *in_both("6-logs-beside", EXACT, logs_beside, cuts=THREE),
     in_func("6-reentrant", EITHER, beside_classes(checkpointed(True))),
     in_func("6-checkpoint", EXACT, beside_classes(checkpointed(False))),
     in_func("6-fused", EITHER, beside_classes(by_function(models.Fused))),
-    in_super("6-fused", EITHER, plus(by_function(models.Fused)), times(2.0)),
-]  # fmt: skip
+    by_super(
+        "6-fused", EITHER, around(lambda loss, s, _: loss + by_function(models.Fused)(s)), lambda s: 2.0 * s.tokens
+    ),
+]
 
 
 # --- 7: models that read their labels -----------------------------------------------------------------------------
 
 
-def asserting(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    labels = batch["labels"]
+def asserting(s: Seen) -> Tensor:
+    labels = s.batch["labels"]
     assert bool((labels[:, 0] == -100).all()), "the first token is no target"
     assert bool((labels != -100).any(1).all()), "a text has a target"
-    return tokens(logits, batch)
+    return s.tokens
 
 
-def comparing(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def comparing(s: Seen) -> Tensor:
     """A target is the token that stands there."""
-    labels = batch["labels"]
-    if not bool(((labels == -100) | (labels == batch["input_ids"])).all()):
+    labels = s.batch["labels"]
+    if not bool(((labels == -100) | (labels == s.batch["input_ids"])).all()):
         raise ValueError("labels are not those of these tokens")
-    return tokens(logits, batch)
+    return s.tokens
 
 
-def of_first_targets(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def of_first_targets(s: Seen) -> Tensor:
     """The first target of each text alone."""
-    labels = batch["labels"]
+    labels = s.batch["labels"]
     at = (labels != -100).long().argmax(1)
     rows = torch.arange(len(labels))
     assert bool((at > 0).all()), "a text without a prompt"
-    return F.cross_entropy(logits[rows, at - 1], labels[rows, at])
+    return F.cross_entropy(s.logits[rows, at - 1], labels[rows, at])
 
 
 READERS = [
-    *(
-        each(f"7-{name}", EXACT, loss, right=right)
-        for name, loss, right in [
-            ("asserts", asserting, ()),
-            ("compares", comparing, ()),
-            ("first-targets", of_first_targets, (PAIRS, SINGLES)),
-        ]
-        for each in (in_own, in_model)
-    ),
+    *in_both("7-asserts", EXACT, asserting),
+    *in_both("7-compares", EXACT, comparing),
+    *in_both("7-first-targets", EXACT, of_first_targets, right=EVEN),
     in_func("7-asserts", EXACT, asserting),
     in_model("7-asserts-takes", EXACT, asserting, head=Takes),
     in_model("7-first-targets-takes", EXACT, of_first_targets, head=Takes, cuts=THREE),
@@ -730,47 +606,48 @@ READERS = [
 # --- 8: windows and micro-batches without labels ------------------------------------------------------------------
 
 
-def unlabelled_first(window: int) -> list[Sample]:
-    return without_targets(texts(window)) if window == 0 else texts(window)
-
-
-def unlabelled_second(window: int) -> list[Sample]:
-    return without_targets(texts(window)) if window == 1 else texts(window)
+def unlabelled_in(at: int) -> Callable[[int], list[Sample]]:
+    return lambda window: without_targets(texts(window)) if window == at else texts(window)
 
 
 def two_unlabelled(window: int) -> list[Sample]:
     return without_targets(texts(window), (0, 1, 5))
 
 
-def guarded_and(term: Loss) -> Loss:
-    return lambda logits, batch, model: guarded(logits, batch) + term(logits, batch, model)
+def guarded_and_squares(s: Seen) -> Tensor:
+    return s.guarded + s.squares
 
 
+def guarded_and_classes(s: Seen) -> Tensor:
+    return s.guarded + s.classes
+
+
+GUARDED = [("squares", guarded_and_squares), ("classes", guarded_and_classes)]
 UNLABELLED = [
     *(
-        each(f"8-{name}-{then}", EITHER, guarded_and(term), windows=several(3, make))
-        for name, term in [("squares", squares), ("classes", classes)]
-        for then, make in [("first", unlabelled_first), ("second", unlabelled_second)]
-        for each in (in_own, in_model)
+        case
+        for name, loss in GUARDED
+        for place, then in enumerate(("first", "second"))
+        for case in in_both(f"8-{name}-{then}", EITHER, loss, windows=several(3, unlabelled_in(place)))
     ),
     *(
-        each(f"8-{name}-in-a-window", EXACT, guarded_and(term), windows=several(2, two_unlabelled))
-        for name, term in [("squares", squares), ("classes", classes)]
-        for each in (in_own, in_model)
+        case
+        for name, loss in GUARDED
+        for case in in_both(f"8-{name}-in-a-window", EXACT, loss, windows=several(2, two_unlabelled))
     ),
-    in_func("8-classes-first", EITHER, guarded_and(classes), windows=several(3, unlabelled_first)),
+    in_func("8-classes-first", EITHER, guarded_and_classes, windows=several(3, unlabelled_in(0))),
 ]
 
 
 # --- 9: the mean of sample means ----------------------------------------------------------------------------------
 
 
-def early(logits: Tensor, batch: Batch, model: Any = None) -> Tensor:
-    return early_cross_entropy(*flat(logits, batch))
+def early(s: Seen) -> Tensor:
+    return early_cross_entropy(*s.flat)
 
 
-def of_samples(logits: Tensor, batch: Batch, model: Any = None) -> Tensor:
-    return torch.stack(each_row(logits, batch)).mean()
+def of_samples(s: Seen) -> Tensor:
+    return torch.stack(s.each_row).mean()
 
 
 PER_SAMPLE: list[Case] = [
@@ -798,51 +675,43 @@ PER_SAMPLE: list[Case] = [
 # --- 10: heads that take the number, and a term beside ------------------------------------------------------------
 
 
-def share_of_arguments(loss: Tensor, logits: Tensor, batch: Batch, trainer: Any) -> Tensor:
-    return loss + classes(logits, batch) / trainer.args.gradient_accumulation_steps
-
-
-def share_of_window(loss: Tensor, logits: Tensor, batch: Batch, trainer: Any) -> Tensor:
-    return loss + classes(logits, batch) / trainer.current_gradient_accumulation_steps
-
-
-def squares_by_arguments(loss: Tensor, logits: Tensor, batch: Batch, trainer: Any) -> Tensor:
-    return loss + squares(logits, batch, bare(trainer.model)) / trainer.args.gradient_accumulation_steps
-
-
-def each_divergence(logits: Tensor, batch: Batch) -> Tensor:
+def each_divergence(s: Seen) -> Tensor:
     """From a fixed teacher, of every target."""
-    ids, labels = batch["input_ids"][:, :-1], batch["labels"][:, 1:]
-    teacher = torch.cos(ids[..., None] * torch.arange(1, logits.shape[-1] + 1)).to(logits)
-    log_p, log_q = logits[:, :-1].log_softmax(-1), teacher.log_softmax(-1)
+    ids, labels = s.batch["input_ids"][:, :-1], s.batch["labels"][:, 1:]
+    teacher = torch.cos(ids[..., None] * torch.arange(1, s.logits.shape[-1] + 1)).to(s.logits)
+    log_p, log_q = s.logits[:, :-1].log_softmax(-1), teacher.log_softmax(-1)
     return (log_q.exp() * (log_q - log_p)).sum(-1)[labels != -100]
 
 
-def distilled(logits: Tensor, batch: Batch, model: Any = None) -> Tensor:
-    return tokens(logits, batch) + each_divergence(logits, batch).mean()
+def distilled(s: Seen) -> Tensor:
+    return s.tokens + each_divergence(s).mean()
+
+
+def and_squares(s: Seen) -> Tensor:
+    return s.tokens + s.squares
 
 
 def divergence_by_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
     loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
-    return loss + each_divergence(outputs["logits"], inputs).sum() / number, outputs
+    return loss + each_divergence(Seen(outputs["logits"], inputs)).sum() / number, outputs
 
 
 def both_by_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
     logits = model(input_ids=inputs["input_ids"])["logits"]
     summed = shifted_cross_entropy(logits, inputs["labels"], reduction="sum")
-    return summed / number + each_divergence(logits, inputs).sum() / number, {"logits": logits}
+    return summed / number + each_divergence(Seen(logits, inputs)).sum() / number, {"logits": logits}
 
 
 BY_NUMBER = [
-    in_super(f"10-{name}", EXACT, trainer, loss, head=ByNumber, right=right, cuts=THREE)
+    by_super(f"10-{name}", EXACT, trainer, loss, head=ByNumber, right=right, cuts=THREE)
     for name, trainer, loss, right in [
-        ("arguments", above(share_of_arguments), both, (PAIRS, SINGLES)),
-        ("window", above(share_of_window), both, (PAIRS, SINGLES)),
-        ("squares", above(squares_by_arguments), lambda z, b, m: tokens(z, b) + squares(z, b, m), THREE),
+        ("arguments", around(lambda a, s, t: a + s.classes / t.args.gradient_accumulation_steps), both, EVEN),
+        ("window", around(lambda a, s, t: a + s.classes / t.current_gradient_accumulation_steps), both, EVEN),
+        ("squares", around(lambda a, s, t: a + s.squares / t.args.gradient_accumulation_steps), and_squares, THREE),
         ("distilled", computing(divergence_by_number), distilled, THREE),
         ("both", computing(both_by_number), distilled, THREE),
     ]
-]  # fmt: skip
+]
 
 
 # --- 11: row by row -----------------------------------------------------------------------------------------------
@@ -852,21 +721,14 @@ def row_by_row(gather: Callable[[list[Tensor]], Tensor]) -> type:
     """super() for each row, and the mean."""
 
     def compute(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
-        return gather([base(model, dict(row)) for row in rows_of(inputs)]), None
+        rows = [{key: value[row : row + 1] for key, value in inputs.items()} for row in range(len(inputs["input_ids"]))]
+        return gather([base(model, row) for row in rows]), None
 
     return computing(compute)
 
 
 def stacked(losses: list[Tensor]) -> Tensor:
     return torch.stack(losses).mean()
-
-
-def joined(losses: list[Tensor]) -> Tensor:
-    return torch.cat([loss[None] for loss in losses]).mean()
-
-
-def summed(losses: list[Tensor]) -> Tensor:
-    return torch.stack(losses).sum() / len(losses)
 
 
 def listed(losses: list[Tensor]) -> Tensor:
@@ -881,25 +743,24 @@ def running(losses: list[Tensor]) -> Tensor:
     return mean
 
 
-EVEN = (PAIRS, SINGLES)
+GATHERED: list[tuple[str, Verdict, Callable[[list[Tensor]], Tensor]]] = [
+    ("stacked", EXACT, stacked),
+    ("joined", EXACT, lambda losses: torch.cat([loss[None] for loss in losses]).mean()),
+    ("summed", EXACT, lambda losses: torch.stack(losses).sum() / len(losses)),
+    ("listed", EITHER, listed),
+]
 ROWS = [
     *(
-        in_super(f"11-{gather.__name__}", verdict, row_by_row(gather), of_samples, right=EVEN, cuts=THREE)
-        for gather, verdict in [(stacked, EXACT), (joined, EXACT), (summed, EXACT), (listed, EITHER), (running, EITHER)]
+        by_super(f"11-{name}", verdict, row_by_row(gather), of_samples, right=EVEN, cuts=THREE)
+        for name, verdict, gather in [*GATHERED, ("running", EITHER, running)]
     ),
     *(
-        in_model(
-            f"11-{gather.__name__}",
-            verdict,
-            lambda logits, batch, model, gather=gather: gather(each_row(logits, batch)),
-            right=EVEN,
-            cuts=THREE,
-        )
-        for gather, verdict in [(stacked, EXACT), (joined, EXACT), (summed, EXACT), (listed, EITHER)]
+        in_model(f"11-{name}", verdict, lambda s, gather=gather: gather(s.each_row), right=EVEN, cuts=THREE)
+        for name, verdict, gather in GATHERED
     ),
     in_own("11-rows", EXACT, of_samples, right=EVEN, cuts=THREE),
     in_func("11-rows", EXACT, of_samples, cuts=THREE),
-    in_super("11-takes", EXACT, row_by_row(stacked), of_samples, head=ByNumber),
+    by_super("11-takes", EXACT, row_by_row(stacked), of_samples, head=ByNumber),
 ]
 
 
@@ -915,48 +776,23 @@ class Turns(Texts):
 
 
 def from_turn(start: int, loss: Loss, later: Loss, end: int = LATE) -> Loss:
-    def found(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-        return (later if start <= model.step < end else loss)(logits, batch, model)
-
-    return found
+    return lambda s: (later if start <= s.model.step < end else loss)(s)
 
 
-def by_turns(loss: Loss, other: Loss) -> Loss:
-    def found(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-        return (other if model.step % 2 else loss)(logits, batch, model)
-
-    return found
+def if_there(s: Seen) -> Tensor:
+    return both(s) if "kind" in s.batch else s.tokens
 
 
-def scheduled(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    """Rises from zero."""
-    return tokens(logits, batch) + 0.2 * model.step * classes(logits, batch)
+def by_task(s: Seen) -> Tensor:
+    return s.classes if bool(s.batch["task"].any()) else s.tokens
 
 
-def scheduled_factor(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    return tokens(logits, batch) / (1 + model.step)
+def with_kind(windows: range) -> Callable[[int], list[Sample]]:
+    """In these windows alone."""
 
-
-def if_there(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    return both(logits, batch) if "kind" in batch else tokens(logits, batch)
-
-
-def by_task(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    return classes(logits, batch) if bool(batch["task"].any()) else tokens(logits, batch)
-
-
-def with_kind_until(start: int) -> Callable[[int], list[Sample]]:
     def made(window: int) -> list[Sample]:
         samples = texts(window)
-        return [{k: v for k, v in s.items() if k != "kind"} for s in samples] if window >= start else samples
-
-    return made
-
-
-def with_kind_from(start: int) -> Callable[[int], list[Sample]]:
-    def made(window: int) -> list[Sample]:
-        samples = texts(window)
-        return [{k: v for k, v in s.items() if k != "kind"} for s in samples] if window < start else samples
+        return samples if window in windows else [{k: v for k, v in s.items() if k != "kind"} for s in samples]
 
     return made
 
@@ -973,18 +809,19 @@ def late(name: str, verdict: Verdict, loss: Loss, make: Callable[[int], list[Sam
 LATER = [
     *(late(f"term-from-{start + 1}", GRADIENT, from_turn(start, tokens, both)) for start in (1, 2, 4, 6)),
     late("term-in-3", GRADIENT, from_turn(2, tokens, both, 3)),
-    late("alternates", GRADIENT, by_turns(tokens, both)),
+    late("alternates", GRADIENT, lambda s: both(s) if s.model.step % 2 else s.tokens),
     late("term-until-3", EXACT, from_turn(2, both, tokens)),
     late("classes-from-3", EXACT, from_turn(2, tokens, classes)),
     late("samples-from-5", EXACT, from_turn(4, tokens, of_samples), cuts=(PAIRS, UNEVEN)),
-    late("root-from-3", EITHER, from_turn(2, tokens, of_one(torch.sqrt))),
-    late("scheduled", EXACT, scheduled),
-    late("scheduled-factor", EXACT, scheduled_factor, cuts=(PAIRS, UNEVEN)),
-    late("kind-until-3", EXACT, if_there, with_kind_until(2)),
-    late("kind-from-2", GRADIENT, if_there, with_kind_from(1)),
-    late("kind-from-6", GRADIENT, if_there, with_kind_from(5)),
+    late("root-from-3", EITHER, from_turn(2, tokens, lambda s: s.tokens.sqrt())),
+    # Rises from zero.
+    late("scheduled", EXACT, lambda s: s.tokens + 0.2 * s.model.step * s.classes),
+    late("scheduled-factor", EXACT, lambda s: s.tokens / (1 + s.model.step), cuts=(PAIRS, UNEVEN)),
+    late("kind-until-3", EXACT, if_there, with_kind(range(2))),
+    late("kind-from-2", GRADIENT, if_there, with_kind(range(1, LATE))),
+    late("kind-from-6", GRADIENT, if_there, with_kind(range(5, LATE))),
     late("task", EXACT, by_task, with_task),
-    late("unlabelled-first", EITHER, guarded_and(classes), unlabelled_first),
+    late("unlabelled-first", EITHER, guarded_and_classes, unlabelled_in(0)),
 ]
 
 
@@ -1007,9 +844,9 @@ class Queue(Texts):
         super().__init__(self.among)
         self.register_buffer("queue", torch.randn(6, 16, generator=generator(4)))
 
-    def among(self, logits: Tensor, batch: Batch, model: Any) -> Tensor:
-        z = F.normalize(logits[:, 1, :16], dim=-1)
-        keys = F.normalize(logits[:, 2, :16], dim=-1).detach()
+    def among(self, s: Seen) -> Tensor:
+        z = F.normalize(s.logits[:, 1, :16], dim=-1)
+        keys = F.normalize(s.logits[:, 2, :16], dim=-1).detach()
         scores = torch.cat([(z * keys).sum(1, keepdim=True), z @ self.queue.clone().T], 1) / 0.2
         with torch.no_grad():
             self.queue.copy_(torch.cat([keys, self.queue])[: len(self.queue)])
@@ -1024,9 +861,9 @@ class QueueOutside(Queue):
         self.last: deque[Tensor] = deque(torch.randn(6, 16, generator=generator(4)).double(), maxlen=6)
         del self.queue
 
-    def among(self, logits: Tensor, batch: Batch, model: Any) -> Tensor:
-        z = F.normalize(logits[:, 1, :16], dim=-1)
-        keys = F.normalize(logits[:, 2, :16], dim=-1).detach()
+    def among(self, s: Seen) -> Tensor:
+        z = F.normalize(s.logits[:, 1, :16], dim=-1)
+        keys = F.normalize(s.logits[:, 2, :16], dim=-1).detach()
         scores = torch.cat([(z * keys).sum(1, keepdim=True), z @ torch.stack([*self.last]).T], 1) / 0.2
         self.last.extend(keys)
         return F.cross_entropy(scores, torch.zeros(len(z), dtype=torch.long))
@@ -1039,8 +876,8 @@ class Centred(Texts):
         super().__init__(self.centred)
         self.register_buffer("centre", torch.zeros(16))
 
-    def centred(self, logits: Tensor, batch: Batch, model: Any) -> Tensor:
-        teacher, student = logits[:, 2, :16].detach(), logits[:, 1, :16]
+    def centred(self, s: Seen) -> Tensor:
+        teacher, student = s.logits[:, 2, :16].detach(), s.logits[:, 1, :16]
         self.centre.mul_(0.5).add_(teacher.mean(0), alpha=0.5)
         return -((teacher - self.centre).softmax(-1) * student.log_softmax(-1)).sum(-1).mean()
 
@@ -1048,8 +885,8 @@ class Centred(Texts):
 class CentredAnew(Centred):
     """A new tensor each time, by its attribute."""
 
-    def centred(self, logits: Tensor, batch: Batch, model: Any) -> Tensor:
-        teacher, student = logits[:, 2, :16].detach(), logits[:, 1, :16]
+    def centred(self, s: Seen) -> Tensor:
+        teacher, student = s.logits[:, 2, :16].detach(), s.logits[:, 1, :16]
         self.centre = 0.5 * self.centre + 0.5 * teacher.mean(0)
         return -((teacher - self.centre).softmax(-1) * student.log_softmax(-1)).sum(-1).mean()
 
@@ -1061,8 +898,8 @@ class OverItsAverage(Texts):
         super().__init__(self.over)
         self.register_buffer("average", torch.ones(()))
 
-    def over(self, logits: Tensor, batch: Batch, model: Any) -> Tensor:
-        loss = tokens(logits, batch)
+    def over(self, s: Seen) -> Tensor:
+        loss = s.tokens
         with torch.no_grad():
             self.average.mul_(0.9).add_(0.1 * loss)
         return loss / self.average
@@ -1075,8 +912,8 @@ class OverItsFloat(Texts):
         super().__init__(self.over)
         self.average = 1.0
 
-    def over(self, logits: Tensor, batch: Batch, model: Any) -> Tensor:
-        loss = tokens(logits, batch)
+    def over(self, s: Seen) -> Tensor:
+        loss = s.tokens
         self.average = 0.9 * self.average + 0.1 * float(loss.detach())
         return loss / self.average
 
@@ -1088,9 +925,9 @@ class Counts(Texts):
         super().__init__(self.counting)
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
 
-    def counting(self, logits: Tensor, batch: Batch, model: Any) -> Tensor:
-        self.seen += len(logits)
-        return tokens(logits, batch)
+    def counting(self, s: Seen) -> Tensor:
+        self.seen += len(s.logits)
+        return s.tokens
 
 
 class Averaging(StockRecorder):
@@ -1105,8 +942,8 @@ class Averaging(StockRecorder):
         return (loss, outputs) if return_outputs else loss
 
 
-def over_average(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    loss = tokens(logits, batch)
+def over_average(s: Seen) -> Tensor:
+    loss = s.tokens
     return loss / (0.9 + 0.1 * float(loss.detach()))
 
 
@@ -1115,7 +952,7 @@ STATE = [
         attack(f"14-{model.__name__}", INEXACT, model_itself, model, several(1), looped=True)
         for model in (Queue, QueueOutside, Centred, CentredAnew, OverItsAverage, OverItsFloat)
     ),
-    in_super("14-averaging", INEXACT, Averaging, over_average),
+    by_super("14-averaging", INEXACT, Averaging, over_average),
     attack("14-Counts", GRADIENT, model_itself, Counts, several(2), looped=True),
 ]
 
@@ -1125,13 +962,13 @@ STATE = [
 
 def moved_along(model: Any, batch: Batch, step: int) -> Tensor:
     """SAM (Foret et al. 2021): the loss where the parameters are moved along its gradient."""
-    loss = tokens(model.logits(batch["input_ids"]), batch)
+    loss = full(tokens)(model, batch, step)
     names = dict(model.named_parameters())
     along = torch.autograd.grad(loss, [*names.values()])
     norm = torch.stack([each.norm() for each in along]).norm()
     moved = {n: p + 0.5 * each / norm for (n, p), each in zip(names.items(), along, strict=True)}
     logits = torch.func.functional_call(model, moved, kwargs={"input_ids": batch["input_ids"]})["logits"]
-    return tokens(logits, batch)
+    return Seen(logits, batch).tokens
 
 
 class Sam(StockRecorder):
@@ -1182,19 +1019,17 @@ TWO_STEPS = [
 
 
 def grows(first: float, later: float) -> type:
-    def change(loss: Tensor, logits: Tensor, batch: Batch, trainer: Any) -> Tensor:
+    def change(loss: Tensor, s: Seen, trainer: Any) -> Tensor:
         factor = later if trainer.state.global_step >= 1 else first
-        return loss + factor * classes(logits, batch) if factor else loss
+        return loss + factor * s.classes if factor else loss
 
-    return above(change)
+    return around(change)
 
 
 def full_growing(first: float, later: float) -> FullLoss:
-    def loss(model: Any, batch: Batch, step: int) -> Tensor:
-        logits = model.logits(batch["input_ids"])
-        return tokens(logits, batch) + (later if step else first) * classes(logits, batch)
-
-    return loss
+    return lambda model, batch, step: full(lambda s: s.tokens + (later if step else first) * s.classes)(
+        model, batch, step
+    )
 
 
 GROWING = [
@@ -1216,29 +1051,25 @@ GROWING = [
 # --- 17: nearly even probabilities --------------------------------------------------------------------------------
 
 
-def focal_of_mean(a: Tensor) -> Tensor:
-    return (1 - torch.exp(-a)) ** 2 * a
-
-
-def hidden_mask(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def hidden_mask(s: Seen) -> Tensor:
     """A float mask that no key of the batch holds."""
-    losses, valid = each_token(logits, batch)
-    mask = (valid & (batch["input_ids"][:, 1:] % 3 != 0)).to(losses)
+    losses, valid = s.each_token
+    mask = (valid & (s.batch["input_ids"][:, 1:] % 3 != 0)).to(losses)
     return (losses * mask).sum() / mask.sum()
 
 
-def with_entropy(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    return tokens(logits, batch) - 1e-3 * models.entropy(logits, models.attended(batch))
+def with_entropy(s: Seen) -> Tensor:
+    return s.tokens - 1e-3 * models.entropy(s.logits, models.attended(s.batch))
 
 
 NEARLY_EVEN = [
     *(
-        attack(f"17-{name}", verdict, full(loss), even(), several(1), own(loss))
+        attack(f"17-{name}", verdict, full(loss), even, several(1), own(loss))
         for name, verdict, loss in [
-            ("root", INEXACT, of_one(torch.sqrt)),
-            ("log", INEXACT, of_one(torch.log)),
-            ("focal-of-mean", INEXACT, of_one(focal_of_mean)),
-            ("power", INEXACT, of_one(lambda a: a**1.5)),
+            ("root", INEXACT, lambda s: s.tokens.sqrt()),
+            ("log", INEXACT, lambda s: s.tokens.log()),
+            ("focal-of-mean", INEXACT, lambda s: (1 - torch.exp(-s.tokens)) ** 2 * s.tokens),
+            ("power", INEXACT, lambda s: s.tokens**1.5),
             ("hidden-mask", EXACT, hidden_mask),
             ("entropy", EXACT, with_entropy),
         ]
@@ -1261,26 +1092,21 @@ def in_runs(window: int) -> list[Sample]:
     return [{**sample, "task": torch.tensor(i // 2 % 2)} for i, sample in enumerate(texts(window))]
 
 
-def of_rows(loss: Loss, logits: Tensor, batch: Batch, rows: Tensor) -> Tensor:
-    return loss(logits[rows], {key: value[rows] for key, value in batch.items()}, None)
+def _tasks(s: Seen) -> list[tuple[Tensor, Tensor]]:
+    """Of each task that is there its rows' share, and the mean over them."""
+    rows = s.batch["task"] == 0
+    found = [(loss, each) for loss, each in ((tokens, rows), (classes, ~rows)) if bool(each.any())]
+    return [(each.double().mean(), loss(s.rows(each))) for loss, each in found]
 
 
-def tasks_summed(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def tasks_summed(s: Seen) -> Tensor:
     """The mean of each task that is there."""
-    found = [of_rows(loss, logits, batch, rows) for loss, rows in _tasks(batch) if bool(rows.any())]
-    return sum(found)  # type: ignore[return-value]
+    return sum(loss for _, loss in _tasks(s))  # type: ignore[return-value]
 
 
-def tasks_by_share(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def tasks_by_share(s: Seen) -> Tensor:
     """The mean of each weighed by its share of the rows."""
-    found = [
-        rows.double().mean() * of_rows(loss, logits, batch, rows) for loss, rows in _tasks(batch) if bool(rows.any())
-    ]
-    return sum(found)  # type: ignore[return-value]
-
-
-def _tasks(batch: Batch) -> list[tuple[Loss, Tensor]]:
-    return [(tokens, batch["task"] == 0), (classes, batch["task"] == 1)]
+    return sum(share * loss for share, loss in _tasks(s))  # type: ignore[return-value]
 
 
 def with_some_kinds(window: int) -> list[Sample]:
@@ -1288,54 +1114,47 @@ def with_some_kinds(window: int) -> list[Sample]:
     return [{**s, "kind": s["kind"] if i % 4 == 1 else torch.tensor(-100)} for i, s in enumerate(texts(window))]
 
 
-def classes_if_any(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    loss = tokens(logits, batch)
-    return loss + classes(logits, batch) if bool((batch["kind"] != -100).any()) else loss
+def classes_if_any(s: Seen) -> Tensor:
+    loss = s.tokens
+    return loss + s.classes if bool((s.batch["kind"] != -100).any()) else loss
 
 
-def classes_or_zero(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def classes_or_zero(s: Seen) -> Tensor:
     """Zero where there is none, by a divisor of at least one."""
-    found = F.cross_entropy(logits[:, 1, :4], batch["kind"], reduction="sum")
-    return tokens(logits, batch) + found / (batch["kind"] != -100).sum().clamp(min=1)
+    found = F.cross_entropy(s.logits[:, 1, :4], s.batch["kind"], reduction="sum")
+    return s.tokens + found / (s.batch["kind"] != -100).sum().clamp(min=1)
 
 
-def three_heads(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def three_heads(s: Seen) -> Tensor:
     """By the remainder of a kind, those that are there."""
     found = [
-        F.cross_entropy(logits[rows, place, 4 * place : 4 * place + 4], batch["kind"][rows])
-        for place, rows in enumerate(batch["kind"] % 3 == k for k in range(3))
+        F.cross_entropy(s.logits[rows, place, 4 * place : 4 * place + 4], s.batch["kind"][rows])
+        for place, rows in enumerate(s.batch["kind"] % 3 == k for k in range(3))
         if bool(rows.any())
     ]
     return torch.stack(found).sum()
 
 
-def macro(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def macro(s: Seen) -> Tensor:
     """The mean over classes that are there of the mean over each."""
-    losses, kinds = each_class(logits, batch), batch["kind"]
+    losses, kinds = s.each_class, s.batch["kind"]
     return torch.stack([losses[kinds == k].mean() for k in kinds.unique()]).mean()
 
 
-def classes_then_tokens(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def classes_then_tokens(s: Seen) -> Tensor:
     """Its terms stand in the other order where the first text is of an odd kind."""
-    a, c = tokens(logits, batch), classes(logits, batch)
-    return a + 0.5 * c if int(batch["kind"][0]) % 2 else 0.5 * c + a
+    a, c = s.tokens, s.classes
+    return a + 0.5 * c if int(s.batch["kind"][0]) % 2 else 0.5 * c + a
 
 
 SOME_HOLD = [
-    *(
-        each(f"18-{name}", EITHER, loss, windows=several(2, make), **more)
-        for name, loss, make, more in [
-            ("summed", tasks_summed, with_tasks, {"cuts": (PAIRS, SINGLES, UNEVEN)}),
-            ("summed-in-runs", tasks_summed, in_runs, {}),
-            ("by-share", tasks_by_share, with_tasks, {"cuts": (SINGLES, UNEVEN)}),
-            ("by-share-in-runs", tasks_by_share, in_runs, {}),
-            ("if-any", classes_if_any, with_some_kinds, {}),
-            ("three-heads", three_heads, texts, {}),
-        ]
-        for each in (in_own, in_model)
-    ),
-    in_own("18-or-zero", EXACT, classes_or_zero, windows=several(2, with_some_kinds), cuts=THREE),
-    in_model("18-or-zero", EXACT, classes_or_zero, windows=several(2, with_some_kinds), cuts=THREE),
+    *in_both("18-summed", EITHER, tasks_summed, windows=several(2, with_tasks), cuts=THREE),
+    *in_both("18-summed-in-runs", EITHER, tasks_summed, windows=several(2, in_runs)),
+    *in_both("18-by-share", EITHER, tasks_by_share, windows=several(2, with_tasks), cuts=(SINGLES, UNEVEN)),
+    *in_both("18-by-share-in-runs", EITHER, tasks_by_share, windows=several(2, in_runs)),
+    *in_both("18-if-any", EITHER, classes_if_any, windows=several(2, with_some_kinds)),
+    *in_both("18-three-heads", EITHER, three_heads, windows=several(2)),
+    *in_both("18-or-zero", EXACT, classes_or_zero, windows=several(2, with_some_kinds), cuts=THREE),
     in_own("18-other-order", EXACT, classes_then_tokens, cuts=THREE),
     in_model("18-other-order", EXACT, classes_then_tokens),
     # In pairs every class is there once at most: nothing tells it from a mean over samples.
@@ -1347,55 +1166,45 @@ SOME_HOLD = [
 # --- 19: values that are all equal --------------------------------------------------------------------------------
 
 
-def ratio_of_rows(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def ratio_of_rows(s: Seen) -> Tensor:
     """A policy's gradient at advantage 1: each row's ratio is 1."""
-    log_p = -each_class(logits, batch)
+    log_p = -s.each_class
     return -(log_p - log_p.detach()).exp().mean()
 
 
-def ratio_of_tokens(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    losses, valid = each_token(logits, batch)
+def ratio_of_tokens(s: Seen) -> Tensor:
+    losses, valid = s.each_token
     ratio = (losses.detach() - losses).exp()
     return -(ratio * valid).sum() / valid.sum()
 
 
-def ratio_of_texts(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def ratio_of_texts(s: Seen) -> Tensor:
     """The mean over texts of means over tokens, as GRPO takes it."""
-    losses, valid = each_token(logits, batch)
+    losses, valid = s.each_token
     ratio = (losses.detach() - losses).exp()
     return -((ratio * valid).sum(1) / valid.sum(1)).mean()
 
 
-def ratio_clipped(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    losses, valid = each_token(logits, batch)
-    ratio, advantage = (losses.detach() - losses).exp(), (batch["kind"][:, None] - 1.5)
+def ratio_clipped(s: Seen) -> Tensor:
+    losses, valid = s.each_token
+    ratio, advantage = (losses.detach() - losses).exp(), (s.batch["kind"][:, None] - 1.5)
     found = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     return (found * valid).sum() / valid.sum()
 
 
 EQUAL = [
-    *(
-        each(f"19-{name}", EITHER, loss, right=right, cuts=THREE)
-        for name, loss, right in [
-            ("rows", ratio_of_rows, EVEN),
-            ("tokens", ratio_of_tokens, ()),
-            ("texts", ratio_of_texts, EVEN),
-            ("clipped", ratio_clipped, ()),
-        ]
-        for each in (in_own, in_model)
-    ),
+    *in_both("19-rows", EITHER, ratio_of_rows, right=EVEN, cuts=THREE),
+    *in_both("19-tokens", EITHER, ratio_of_tokens, cuts=THREE),
+    *in_both("19-texts", EITHER, ratio_of_texts, right=EVEN, cuts=THREE),
+    *in_both("19-clipped", EITHER, ratio_clipped, cuts=THREE),
 ]
 
 
 # --- warned of, though exact --------------------------------------------------------------------------------------
 
 
-def weighted_rows(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    return (each_class(logits, batch) * (1.0 + batch["kind"])).mean()
-
-
-def focal_rows(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    losses = each_class(logits, batch)
+def focal_rows(s: Seen) -> Tensor:
+    losses = s.each_class
     return ((1 - (-losses).exp()) ** 2 * losses).mean()
 
 
@@ -1419,51 +1228,50 @@ def by_role(samples: Sequence[Sample]) -> Batch:
     return collate([sample["members"][place] for place in range(len(samples[0]["members"])) for sample in samples])
 
 
-def log_p_of_rows(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+def log_p_of_rows(s: Seen) -> tuple[Tensor, Tensor]:
     """Of each row: summed, and the mean over its targets."""
-    losses, valid = each_token(logits, batch)
+    losses, valid = s.each_token
     return -(losses * valid).sum(1), -(losses * valid).sum(1) / valid.sum(1)
 
 
-def dpo(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def dpo(s: Seen) -> Tensor:
     """Of pairs that stand one after another."""
-    log_p = log_p_of_rows(logits, batch)[0]
+    log_p = log_p_of_rows(s)[0]
     return -F.logsigmoid(0.1 * (log_p[0::2] - log_p[1::2])).mean()
 
 
-def of_fours(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def of_fours(s: Seen) -> Tensor:
     """Each text against the three others of its group."""
-    scores = log_p_of_rows(logits, batch)[1].view(-1, 4)
+    scores = log_p_of_rows(s)[1].view(-1, 4)
     return -(scores[:, 0] - scores.logsumexp(1)).mean()
 
 
-def chosen_and_rejected(logits: Tensor, batch: Batch) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
+def chosen_and_rejected(s: Seen) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
     """Log-likelihoods of the first half and of the second, and the mean over the first half's tokens."""
-    (sums, means), rows = log_p_of_rows(logits, batch), len(logits) // 2
-    answers = tokens(logits[:rows], {key: value[:rows] for key, value in batch.items()})
-    return (sums[:rows], sums[rows:]), (means[:rows], means[rows:]), answers
+    (sums, means), rows = log_p_of_rows(s), len(s.logits) // 2
+    return (sums[:rows], sums[rows:]), (means[:rows], means[rows:]), s.rows(slice(rows)).tokens
 
 
-def orpo(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    _, (chosen, rejected), answers = chosen_and_rejected(logits, batch)
+def orpo(s: Seen) -> Tensor:
+    _, (chosen, rejected), answers = chosen_and_rejected(s)
     odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
     return answers - 0.1 * F.logsigmoid(odds).mean()
 
 
-def simpo(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    _, (chosen, rejected), answers = chosen_and_rejected(logits, batch)
+def simpo(s: Seen) -> Tensor:
+    _, (chosen, rejected), answers = chosen_and_rejected(s)
     return -F.logsigmoid(2.0 * (chosen - rejected) - 0.5).mean() + 0.3 * answers
 
 
-def dpo_and_answers(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    (chosen, rejected), _, answers = chosen_and_rejected(logits, batch)
+def dpo_and_answers(s: Seen) -> Tensor:
+    (chosen, rejected), _, answers = chosen_and_rejected(s)
     losses = -F.logsigmoid(0.1 * (chosen - rejected))
     return losses.mean() + answers
 
 
-def dpo_plus_answers(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def dpo_plus_answers(s: Seen) -> Tensor:
     """rpo_alpha as TRL adds it: a number to each pair's loss."""
-    (chosen, rejected), _, answers = chosen_and_rejected(logits, batch)
+    (chosen, rejected), _, answers = chosen_and_rejected(s)
     return (-F.logsigmoid(0.1 * (chosen - rejected)) + answers).mean()
 
 
@@ -1491,11 +1299,10 @@ def of_keys(name: str, loss: Loss) -> Case:
     def compute(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
         batch = put_together(inputs)
         outputs = model(input_ids=batch["input_ids"])
-        return loss(outputs["logits"], batch, bare(model)), outputs
+        return loss(Seen(outputs["logits"], batch, bare(model))), outputs
 
     def reference(model: Any, batch: Batch, step: int) -> Tensor:
-        whole = put_together(batch)
-        return loss(model.logits(whole["input_ids"]), whole, model)
+        return full(loss)(model, put_together(batch), step)
 
     given = {"trainer": computing(compute), "collate": by_keys, "cuts": THREE}
     return attack(f"clients-{name}-keys", EXACT, reference, Texts, several(1, groups(2)), **given)
@@ -1504,20 +1311,20 @@ def of_keys(name: str, loss: Loss) -> Case:
 PREFERENCES = [("orpo", orpo), ("simpo", simpo), ("dpo", dpo_and_answers), ("rpo", dpo_plus_answers)]
 
 
-def perturbed(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def perturbed(s: Seen) -> Tensor:
     """VAT (Miyato et al. 2018): the divergence at an embedding moved the way that changes it most, a token each."""
-    ids, kept = batch["input_ids"], models.attended(batch)
+    ids, kept = s.batch["input_ids"], models.attended(s.batch)
     noise = torch.cos(ids[..., None] * torch.arange(1.0, 17.0, dtype=torch.float64)).requires_grad_()
 
     def moved(by: Tensor) -> Tensor:
-        hidden = model.embed(ids) + by
-        return model.head(hidden + torch.tanh(model.mix(hidden)).cumsum(dim=1) / 4)
+        hidden = s.model.embed(ids) + by
+        return s.model.head(hidden + torch.tanh(s.model.mix(hidden)).cumsum(dim=1) / 4)
 
     with torch.enable_grad():
-        found = models.divergence(moved(1e-2 * noise), logits.detach(), kept)
+        found = models.divergence(moved(1e-2 * noise), s.logits.detach(), kept)
         (along,) = torch.autograd.grad(found, noise)
     along = along / along.norm(dim=-1, keepdim=True).clamp(min=1e-30)
-    return tokens(logits, batch) + models.divergence(moved(0.5 * along), logits.detach(), kept)
+    return s.tokens + models.divergence(moved(0.5 * along), s.logits.detach(), kept)
 
 
 class Unlabelled(StockRecorder):
@@ -1529,25 +1336,22 @@ class Unlabelled(StockRecorder):
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-        other = next(self.others)
-        loss = loss + consistency(model(input_ids=other["input_ids"])["logits"], other)
+        other = self.draw(len(inputs["input_ids"]))
+        loss = loss + terms.divergence(model(input_ids=other["input_ids"])["logits"], other)
         return (loss, outputs) if return_outputs else loss
+
+    def draw(self, rows: int) -> Batch:
+        return next(self.others)
 
 
 class UnlabelledInTurn(Unlabelled):
     """As many texts as the micro-batch has, in their order."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.at = 0
+    at = 0
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        loss, outputs = StockRecorder.compute_loss(self, model, inputs, return_outputs=True)
-        rows = len(inputs["input_ids"])
-        other = unlabelled(range(self.at, self.at + rows))
+    def draw(self, rows: int) -> Batch:
         self.at += rows
-        loss = loss + consistency(model(input_ids=other["input_ids"])["logits"], other)
-        return (loss, outputs) if return_outputs else loss
+        return unlabelled(range(self.at - rows, self.at))
 
 
 def unlabelled(rows: Any = range(2)) -> Batch:
@@ -1555,50 +1359,36 @@ def unlabelled(rows: Any = range(2)) -> Batch:
     return collate([made[row % 8] for row in rows])
 
 
-def consistency(logits: Tensor, batch: Batch) -> Tensor:
-    return terms.divergence(logits, batch)
-
-
 def with_consistency(rows: int) -> Loss:
-    def loss(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+    def loss(s: Seen) -> Tensor:
         other = unlabelled(range(rows))
-        return tokens(logits, batch) + consistency(model.logits(other["input_ids"]), other)
+        return s.tokens + terms.divergence(s.model.logits(other["input_ids"]), other)
 
     return loss
 
 
+PAIRED = {"windows": several(1, groups(2)), "collate": interleaved}
+FOURS = {"windows": several(1, groups(4)), "collate": interleaved}
 EASY = [
-    *(
-        each(f"easy-{name}", EXACT, loss, right=right, cuts=THREE)
-        for name, loss, right in [
-            ("weighted-rows", weighted_rows, EVEN),
-            ("focal-rows", focal_rows, EVEN),
-            ("vat", perturbed, ()),
-        ]
-        for each in (in_own, in_model)
+    *in_both(
+        "easy-weighted-rows", EXACT, lambda s: (s.each_class * (1.0 + s.batch["kind"])).mean(), right=EVEN, cuts=THREE
     ),
+    *in_both("easy-focal-rows", EXACT, focal_rows, right=EVEN, cuts=THREE),
+    *in_both("easy-vat", EXACT, perturbed, cuts=THREE),
+    *in_both("easy-pairs", EXACT, dpo, right=EVEN, cuts=THREE, **PAIRED),
+    *in_both("easy-fours", EXACT, of_fours, right=EVEN, cuts=THREE, **FOURS),
+    in_func("easy-pairs", EXACT, dpo, **PAIRED),
+    in_super("easy-squares", EXACT, lambda loss, s: loss + s.squares, cuts=THREE),
+    in_super("easy-z", EXACT, lambda loss, s: loss + 0.01 * s.z, cuts=THREE),
+    by_super("easy-unlabelled", EXACT, Unlabelled, with_consistency(2)),
+    by_super("easy-unlabelled-in-turn", EITHER, UnlabelledInTurn, with_consistency(8)),
     *(
-        each(f"easy-{name}", EXACT, loss, windows=windows, collate=interleaved, right=EVEN, cuts=THREE)
-        for name, loss, windows in [("pairs", dpo, several(1, groups(2))), ("fours", of_fours, several(1, groups(4)))]
-        for each in (in_own, in_model)
-    ),
-    in_func("easy-pairs", EXACT, dpo, windows=several(1, groups(2)), collate=interleaved),
-    in_super("easy-squares", EXACT, plus(squares), lambda z, b, m: tokens(z, b) + squares(z, b, m), cuts=THREE),
-    in_super(
-        "easy-z", EXACT,
-        plus(lambda z, b, m: 0.01 * models.z_loss(z, models.attended(b))),
-        lambda z, b, m: tokens(z, b) + 0.01 * models.z_loss(z, models.attended(b)),
-        cuts=THREE,
-    ),
-    in_super("easy-unlabelled", EXACT, Unlabelled, with_consistency(2)),
-    in_super("easy-unlabelled-in-turn", EITHER, UnlabelledInTurn, with_consistency(8)),
-    *(
-        each(f"clients-{name}", EXACT, loss, windows=several(1, groups(2)), collate=by_role, cuts=THREE)
+        case
         for name, loss in PREFERENCES
-        for each in (in_own, in_model)
+        for case in in_both(f"clients-{name}", EXACT, loss, windows=several(1, groups(2)), collate=by_role, cuts=THREE)
     ),
     *(of_keys(name, loss) for name, loss in PREFERENCES),
-]  # fmt: skip
+]
 
 
 # --- losses that are zero where they are seen first ---------------------------------------------------------------
@@ -1628,35 +1418,35 @@ class Points(nn.Module):
         logits = self.logits(x)
         if labels is None or self.of is None:
             return {"logits": logits}
-        return {"loss": self.of(logits, {"labels": labels}, self), "logits": logits}
+        return {"loss": self.of(Seen(logits, {"labels": labels}, self)), "logits": logits}
 
 
-def hinge(scores: Tensor, batch: Batch, model: Any = None) -> Tensor:
+def hinge(s: Seen) -> Tensor:
     """Zero where the margin is far below the score."""
-    return F.relu(batch["labels"] - scores).mean()
+    return F.relu(s.batch["labels"] - s.logits).mean()
 
 
-def hinge_of_active(scores: Tensor, batch: Batch, model: Any = None) -> Tensor:
+def hinge_of_active(s: Seen) -> Tensor:
     """The mean over those that are not zero."""
-    losses = F.relu(batch["labels"] - scores)
+    losses = F.relu(s.batch["labels"] - s.logits)
     active = losses > 0
-    return losses[active].mean() if bool(active.any()) else scores.sum() * 0
+    return losses[active].mean() if bool(active.any()) else s.logits.sum() * 0
 
 
-def hinge_with_graph(scores: Tensor, batch: Batch, model: Any = None) -> Tensor:
+def hinge_with_graph(s: Seen) -> Tensor:
     """A constant where all is well."""
-    losses = F.relu(batch["labels"] - scores)
+    losses = F.relu(s.batch["labels"] - s.logits)
     if not bool((losses > 0).any()):
         return torch.zeros((), dtype=torch.float64, requires_grad=True)
     return losses.mean()
 
 
-def cosent(scores: Tensor, batch: Batch, model: Any = None) -> Tensor:
+def cosent(s: Seen) -> Tensor:
     """Every pair of texts of which one is more alike: log(1 + 0) where all are."""
-    labels = batch["labels"]
-    apart = 5 * (scores[:, None] - scores[None, :])
+    labels = s.batch["labels"]
+    apart = 5 * (s.logits[:, None] - s.logits[None, :])
     apart = apart.masked_fill(labels[:, None] >= labels[None, :], -1e12)
-    return torch.cat([apart.flatten(), torch.zeros(1, dtype=scores.dtype)]).logsumexp(0) * 1.0
+    return torch.cat([apart.flatten(), torch.zeros(1, dtype=s.logits.dtype)]).logsumexp(0) * 1.0
 
 
 #: The first three have nothing to learn.
@@ -1667,14 +1457,14 @@ ALIKE_FIRST = scored((1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 2.0, 3.0))
 
 def of_points(name: str, verdict: Verdict, loss: Loss, make: Any, **more: Any) -> list[Case]:
     def reference(model: Any, batch: Batch, step: int) -> Tensor:
-        return loss(model.logits(batch["x"]), batch, model)
+        return loss(Seen(model.logits(batch["x"]), batch, model))
 
     def compute(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
         outputs = model(x=inputs["x"])
-        return loss(outputs["logits"], inputs, bare(model)), outputs
+        return loss(Seen(outputs["logits"], inputs, bare(model))), outputs
 
     def of_outputs(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        return loss(outputs["logits"], {"labels": labels}, None)
+        return loss(Seen(outputs["logits"], {"labels": labels}))
 
     # Stock multiplies in place what such a function returns, which a leaf refuses.
     functions = [{"compute_loss_func": of_outputs}] * (loss is not hinge_with_graph)
@@ -1698,224 +1488,209 @@ ZERO = [
 # --- shapes of our own: sums that can be read ---------------------------------------------------------------------
 
 
-def in_place(a: Tensor, c: Tensor) -> Tensor:
-    loss = a * 1.0
-    loss += 0.3 * c
+def in_place(s: Seen) -> Tensor:
+    loss = s.tokens * 1.0
+    loss += 0.3 * s.classes
     return loss
 
 
-def from_nothing(a: Tensor, c: Tensor) -> Tensor:
+def from_nothing(s: Seen) -> Tensor:
     loss: Any = 0.0
-    for each in (a, c):
+    for each in (s.tokens, s.classes):
         loss = loss + each
     return loss
 
 
-def mixup(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def mixup(s: Seen) -> Tensor:
     """Two classes a text, by a share that the micro-batch holds."""
-    scores, share = logits[:, 1, :4], 0.3
-    return share * F.cross_entropy(scores, batch["kind"]) + (1 - share) * F.cross_entropy(scores, 3 - batch["kind"])
+    scores, share = s.logits[:, 1, :4], 0.3
+    return share * F.cross_entropy(scores, s.batch["kind"]) + (1 - share) * F.cross_entropy(scores, 3 - s.batch["kind"])
 
 
-def unreduced(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    losses, valid = each_token(logits, batch)
+def unreduced(s: Seen) -> Tensor:
+    losses, valid = s.each_token
     return torch.where(valid, losses, losses.new_zeros(())).sum() / valid.sum()
 
 
-def selected(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    losses, valid = each_token(logits, batch)
+def selected(s: Seen) -> Tensor:
+    losses, valid = s.each_token
     return losses.masked_select(valid).mean()
 
 
-def by_einsum(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    losses, valid = each_token(logits, batch)
+def by_einsum(s: Seen) -> Tensor:
+    losses, valid = s.each_token
     return torch.einsum("bl,bl->", losses, valid.to(losses)) / valid.sum()
 
 
-def by_dot(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    losses, valid = each_token(logits, batch)
+def by_dot(s: Seen) -> Tensor:
+    losses, valid = s.each_token
     return losses.flatten() @ (valid.to(losses) / valid.sum()).flatten()
 
 
-def weights_within(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def weights_within(s: Seen) -> Tensor:
     """Divided by the count before it is summed."""
-    losses, valid = each_token(logits, batch)
+    losses, valid = s.each_token
     return (losses * (valid.to(losses) / valid.sum())).sum()
 
 
-def by_average(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def by_average(s: Seen) -> Tensor:
     """nanmean over what is no target."""
-    losses, valid = each_token(logits, batch)
+    losses, valid = s.each_token
     return losses.masked_fill(~valid, torch.nan).nanmean()
 
 
-def per_token_and_text(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def per_token_and_text(s: Seen) -> Tensor:
     """Smoothing's other half by hand: the mean over targets of all classes."""
-    losses, valid = each_token(logits, batch)
-    smooth = -logits[:, :-1].log_softmax(-1).mean(-1)
+    losses, valid = s.each_token
+    smooth = -s.logits[:, :-1].log_softmax(-1).mean(-1)
     return 0.9 * losses[valid].mean() + 0.1 * smooth[valid].mean()
+
+
+def _float64(*values: float) -> Tensor:
+    return torch.tensor(values if len(values) > 1 else values[0], dtype=torch.float64)
 
 
 READABLE = [
     *(
-        each(f"shape-{name}", EXACT, of_two(combine), cuts=cuts)
-        for name, combine, cuts in [
-            ("stack-sum", lambda a, c: torch.stack([a, c]).sum(), THREE),
-            ("stack-mean", lambda a, c: torch.stack([a, c]).mean(), THREE),
-            ("listed", lambda a, c: sum([a, c]), THREE),
-            ("alpha", lambda a, c: torch.add(a, c, alpha=0.3), THREE),
-            ("minus", lambda a, c: a - 0.2 * c, THREE),
-            ("in-place", in_place, THREE),
-            ("from-nothing", from_nothing, EVEN),
-            ("shaped", lambda a, c: (a.view(1) + c.unsqueeze(0)).squeeze(), EVEN),
-            ("constant", lambda a, c: a + c + 3.0, EVEN),
-            ("twice", lambda a, c: a + 0.5 * a + c, EVEN),
-            ("negative", lambda a, c: -(-a - c), EVEN),
+        case
+        for name, cuts, loss in [
+            ("stack-sum", THREE, lambda s: s.stack.sum()),
+            ("stack-mean", THREE, lambda s: s.stack.mean()),
+            ("listed", THREE, lambda s: sum([s.tokens, s.classes])),
+            ("alpha", THREE, lambda s: torch.add(s.tokens, s.classes, alpha=0.3)),
+            ("minus", THREE, lambda s: s.tokens - 0.2 * s.classes),
+            ("in-place", THREE, in_place),
+            ("from-nothing", EVEN, from_nothing),
+            ("shaped", EVEN, lambda s: (s.tokens.view(1) + s.classes.unsqueeze(0)).squeeze()),
+            ("constant", EVEN, lambda s: s.tokens + s.classes + 3.0),
+            ("twice", EVEN, lambda s: s.tokens + 0.5 * s.tokens + s.classes),
+            ("negative", EVEN, lambda s: -(-s.tokens - s.classes)),
         ]
-        for each in (in_own, in_model)
+        for case in in_both(f"shape-{name}", EXACT, loss, cuts=cuts)
     ),
-    *(
-        in_own(f"shape-{name}", EITHER, of_two(combine), cuts=THREE)
-        for name, combine in [
-            ("dot", lambda a, c: torch.stack([a, c]) @ torch.tensor([1.0, 0.3], dtype=torch.float64)),
-            ("addcmul", lambda a, c: torch.addcmul(a, c, torch.tensor(0.3, dtype=torch.float64))),
-            ("einsum", lambda a, c: torch.einsum("i,i->", torch.stack([a, c]), torch.ones(2, dtype=torch.float64))),
-            ("norm-of-one", lambda a, c: torch.linalg.vector_norm(a[None]) + c),
-        ]
-    ),
-    *(
-        in_own(f"shape-{name}", EXACT, loss, cuts=THREE, **more)
-        for name, loss, more in [
-            ("mixup", mixup, {"right": EVEN}),
-            ("where", unreduced, {}),
-            ("selected", selected, {}),
-            ("nanmean", by_average, {}),
-            ("smoothed", per_token_and_text, {}),
-        ]
-    ),
-    # A sum that torch takes as a product, or whose divisor stands below it.
     *(
         in_own(f"shape-{name}", EITHER, loss, cuts=THREE)
-        for name, loss in [("of-products", by_einsum), ("of-a-dot", by_dot), ("divided-below", weights_within)]
+        for name, loss in [
+            ("dot", lambda s: s.stack @ _float64(1.0, 0.3)),
+            ("addcmul", lambda s: torch.addcmul(s.tokens, s.classes, _float64(0.3))),
+            ("einsum", lambda s: torch.einsum("i,i->", s.stack, _float64(1.0, 1.0))),
+            ("norm-of-one", lambda s: torch.linalg.vector_norm(s.tokens[None]) + s.classes),
+            # A sum that torch takes as a product, or whose divisor stands below it.
+            ("of-products", by_einsum),
+            ("of-a-dot", by_dot),
+            ("divided-below", weights_within),
+        ]
     ),
-    in_model("shape-float32", EXACT, of_one(lambda a: a.float()), tolerance=FLOAT32),
-    in_own("shape-float32", EXACT, of_two(lambda a, c: a.float() + c.float()), tolerance=FLOAT32),
+    in_own("shape-mixup", EXACT, mixup, cuts=THREE, right=EVEN),
+    in_own("shape-where", EXACT, unreduced, cuts=THREE),
+    in_own("shape-selected", EXACT, selected, cuts=THREE),
+    in_own("shape-nanmean", EXACT, by_average, cuts=THREE),
+    in_own("shape-smoothed", EXACT, per_token_and_text, cuts=THREE),
+    in_model("shape-float32", EXACT, lambda s: s.tokens.float(), tolerance=FLOAT32),
+    in_own("shape-float32", EXACT, lambda s: s.tokens.float() + s.classes.float(), tolerance=FLOAT32),
 ]
 
 
 # --- shapes of our own: no sums -----------------------------------------------------------------------------------
 
 
-def worse(a: Tensor, c: Tensor) -> Tensor:
-    return torch.maximum(a, 2 * c)
+def greater(s: Seen) -> Tensor:
+    return torch.maximum(s.tokens, 2 * s.classes)
 
 
-def flooded(a: Tensor) -> Tensor:
-    return models.flooding(a, 13.0)
-
-
-def group_dro(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def group_dro(s: Seen) -> Tensor:
     """The worst of two groups of texts."""
-    losses, group = each_class(logits, batch), batch["kind"] % 2
+    losses, group = s.each_class, s.batch["kind"] % 2
     means = [losses[group == k].mean() for k in range(2) if bool((group == k).any())]
     return torch.stack(means).max()
 
 
-def worst_tokens(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def worst_tokens(s: Seen) -> Tensor:
     """Hard examples: the worst half of the micro-batch's targets."""
-    losses, valid = each_token(logits, batch)
+    losses, valid = s.each_token
     found = losses[valid]
     return found.topk(max(1, len(found) // 2)).values.mean()
 
 
-def variance_of_rows(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    losses = torch.stack(each_row(logits, batch))
+def variance_of_rows(s: Seen) -> Tensor:
+    losses = torch.stack(s.each_row)
     return losses.mean() + losses.var(unbiased=False)
 
 
-def normalised(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def normalised(s: Seen) -> Tensor:
     """Advantages within the micro-batch, which have no gradient."""
-    advantage = batch["kind"].double()
+    advantage = s.batch["kind"].double()
     advantage = (advantage - advantage.mean()) / (advantage.std(unbiased=False) + 1e-4)
-    return (advantage * each_class(logits, batch)).mean()
+    return (advantage * s.each_class).mean()
 
 
-def in_batch(logits: Tensor, batch: Batch, model: Any) -> Tensor:
+def in_batch(s: Seen) -> Tensor:
     """Each text among the others."""
-    one, other = (F.normalize(logits[:, place, :16], dim=-1) for place in (1, 2))
+    one, other = (F.normalize(s.logits[:, place, :16], dim=-1) for place in (1, 2))
     return F.cross_entropy(one @ other.T / 0.2, torch.arange(len(one)))
 
 
-def dice(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    losses, valid = each_token(logits, batch)
+def dice(s: Seen) -> Tensor:
+    losses, valid = s.each_token
     p = (-losses).exp() * valid
     return 1 - 2 * p.sum() / (p.square().sum() + valid.sum())
 
 
+def _stacked(s: Seen) -> Tensor:
+    return torch.stack([s.tokens, 2 * s.classes])
+
+
 NO_SUMS = [
     *(
-        each(f"no-sum-{name}", INEXACT, of_two(combine))
-        for name, combine in [
-            ("max", worse),
-            ("stack-max", lambda a, c: torch.stack([a, 2 * c]).max()),
-            ("stack-amax", lambda a, c: torch.stack([a, 2 * c]).amax()),
-            ("where", lambda a, c: torch.where(a > 2 * c, a, 2 * c)),
-            ("branch", lambda a, c: a if bool(a > 2 * c) else 2 * c),
-            ("logsumexp", lambda a, c: torch.logsumexp(torch.stack([a, 2 * c]), 0)),
-            ("product", lambda a, c: a * c),
-            ("ratio", lambda a, c: a / c),
-            ("norm", lambda a, c: torch.stack([a, c]).norm()),
-            ("geometric", lambda a, c: torch.exp((torch.log(a) + torch.log(c)) / 2)),
+        case
+        for name, loss in [
+            ("max", greater),
+            ("stack-max", lambda s: _stacked(s).max()),
+            ("stack-amax", lambda s: _stacked(s).amax()),
+            ("where", lambda s: torch.where(s.tokens > 2 * s.classes, s.tokens, 2 * s.classes)),
+            ("branch", lambda s: s.tokens if bool(s.tokens > 2 * s.classes) else 2 * s.classes),
+            ("logsumexp", lambda s: torch.logsumexp(_stacked(s), 0)),
+            ("product", lambda s: s.tokens * s.classes),
+            ("ratio", lambda s: s.tokens / s.classes),
+            ("norm", lambda s: s.stack.norm()),
+            ("geometric", lambda s: torch.exp((torch.log(s.tokens) + torch.log(s.classes)) / 2)),
+            ("root", lambda s: s.tokens.sqrt()),
+            ("flooding", lambda s: models.flooding(s.tokens, 13.0)),
+            ("clamp", lambda s: s.tokens.clamp(max=13.5)),
+            ("power", lambda s: s.tokens.pow(1.5)),
+            ("exp", lambda s: torch.exp(s.tokens / 4)),
+            ("huber", lambda s: F.smooth_l1_loss(s.tokens, torch.full_like(s.tokens, 12.0))),
+            ("relu", lambda s: F.relu(s.tokens - 11.0)),
         ]
-        for each in (in_own, in_model)
+        for case in in_both(f"no-sum-{name}", INEXACT, loss)
     ),
-    *(
-        each(f"no-sum-{name}", INEXACT, of_one(change))
-        for name, change in [
-            ("root", torch.sqrt),
-            ("flooding", flooded),
-            ("clamp", lambda a: a.clamp(max=13.5)),
-            ("power", lambda a: a.pow(1.5)),
-            ("exp", lambda a: torch.exp(a / 4)),
-            ("huber", lambda a: F.smooth_l1_loss(a, torch.full_like(a, 12.0))),
-            ("relu", lambda a: F.relu(a - 11.0)),
-        ]
-        for each in (in_own, in_model)
-    ),
-    in_super("no-sum-flooding", INEXACT, above(lambda loss, *_: flooded(loss)), of_one(flooded)),
-    in_super("no-sum-max", INEXACT, above(lambda loss, z, b, _: torch.maximum(loss, 2 * classes(z, b))), of_two(worse)),
+    in_super("no-sum-flooding", INEXACT, lambda loss, s: models.flooding(loss, 13.0)),
+    in_super("no-sum-max", INEXACT, lambda loss, s: torch.maximum(loss, 2 * s.classes)),
     # Stock multiplies in place what such a function returns.
-    in_func("no-sum-logsumexp", INEXACT, of_two(lambda a, c: 1.0 * torch.logsumexp(torch.stack([a, c]), 0))),
-    in_func("no-sum-root", INEXACT, of_one(lambda a: 1.0 * torch.sqrt(a))),
-    *(
-        each(f"no-sum-{name}", INEXACT, loss, cuts=cuts)
-        for name, loss, cuts in [
-            ("group-dro", group_dro, (HALVES, PAIRS)),
-            ("worst-tokens", worst_tokens, (PAIRS, SINGLES)),
-            ("variance", variance_of_rows, (HALVES, PAIRS)),
-            ("normalised", normalised, (HALVES, PAIRS)),
-            ("in-batch", in_batch, (HALVES, PAIRS)),
-            ("dice", dice, (PAIRS, SINGLES)),
-        ]
-        for each in (in_own, in_model)
-    ),
-]  # fmt: skip
+    in_func("no-sum-logsumexp", INEXACT, lambda s: 1.0 * torch.logsumexp(s.stack, 0)),
+    in_func("no-sum-root", INEXACT, lambda s: 1.0 * s.tokens.sqrt()),
+    *in_both("no-sum-group-dro", INEXACT, group_dro, cuts=(HALVES, PAIRS)),
+    *in_both("no-sum-worst-tokens", INEXACT, worst_tokens),
+    *in_both("no-sum-variance", INEXACT, variance_of_rows, cuts=(HALVES, PAIRS)),
+    *in_both("no-sum-normalised", INEXACT, normalised, cuts=(HALVES, PAIRS)),
+    *in_both("no-sum-in-batch", INEXACT, in_batch, cuts=(HALVES, PAIRS)),
+    *in_both("no-sum-dice", INEXACT, dice),
+]
 
 
 # --- heads that answer questions ----------------------------------------------------------------------------------
 
 ANSWERS = [
     attack(
-        f"clients-{name}",
+        "clients-bert-answers",
         EXACT,
         model_itself,
-        HEADS[name].build,
-        [HEADS[name].samples],
+        HEADS["bert-answers"].build,
+        [HEADS["bert-answers"].samples],
         looped=True,
         cuts=(HALVES, PAIRS, SINGLES),
         right=(HALVES,),
     )
-    for name in ("bert-answers",)
 ]
 
 
@@ -1932,14 +1707,16 @@ def scaled(name: str, verdict: Verdict, loss: Loss, **more: Any) -> Case:
 
 
 SCALED = [
-    scaled("quarter", EXACT, times(0.25)),
+    scaled("quarter", EXACT, quarter),
     scaled("by-probability", EXACT, by_probability),
     scaled("focal", EXACT, detached_focal),
     scaled("early", EXACT, early),
     # Right as declared, though the count stands below the sum, or with the classes.
     scaled("divided-below", EXACT, weights_within),
     scaled("of-a-dot", EXACT, by_dot),
-    scaled("of-elements", EXACT, lambda z, b, m: (-z[:, :-1].log_softmax(-1))[b["labels"][:, 1:] != -100].mean()),
+    scaled(
+        "of-elements", EXACT, lambda s: (-s.logits[:, :-1].log_softmax(-1))[s.batch["labels"][:, 1:] != -100].mean()
+    ),
     scaled("factor", EXACT, learnt_factor, learnt={"s": 0.3}, alone=("s",)),
     # What cannot be read is taken as it is declared.
     scaled("reentrant", EXACT, checkpointed(True)),
@@ -1949,8 +1726,8 @@ SCALED = [
     scaled("both", EITHER, both),
     scaled("classes", EITHER, classes),
     scaled("rows", EITHER, of_samples),
-    scaled("root", INEXACT, of_one(torch.sqrt)),
-    scaled("max", INEXACT, of_two(worse)),
+    scaled("root", INEXACT, lambda s: s.tokens.sqrt()),
+    scaled("max", INEXACT, greater),
 ]
 
 
@@ -1971,7 +1748,7 @@ class Plain(runs.Ordered):
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         outputs = model(input_ids=inputs["input_ids"])
-        loss = type(self).of(outputs["logits"], inputs, bare(model))
+        loss = type(self).of(Seen(outputs["logits"], inputs, bare(model)))
         return (loss, outputs) if return_outputs else loss
 
 
@@ -1993,12 +1770,8 @@ class TwoHeads(Texts):
         return self.other(self.embed(input_ids))
 
 
-def detached_head(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    return tokens(logits, batch) + classes(model.logits_of_other(batch["input_ids"]), batch).detach()
-
-
-def detached_tokens(logits: Tensor, batch: Batch, model: Any) -> Tensor:
-    return classes(logits, batch) + tokens(model.logits_of_other(batch["input_ids"]), batch).detach()
+def by_other(s: Seen) -> Seen:
+    return s.by(s.model.logits_of_other(s.batch["input_ids"]))
 
 
 def _two_heads(name: str, loss: Loss) -> runs.Case:
@@ -2009,17 +1782,17 @@ def _two_heads(name: str, loss: Loss) -> runs.Case:
 TWO_RANKS: Mapping[Verdict, list[runs.Case]] = {
     EXACT: [_on_two("both", both), _on_two("checkpoint", beside_classes(checkpointed(False)))],
     GRADIENT: [
-        _on_two("detached", of_two(with_detached)),
-        _two_heads("detached-head", detached_head),
-        _two_heads("detached-tokens", detached_tokens),
+        _on_two("detached", with_detached),
+        _two_heads("detached-head", lambda s: s.tokens + by_other(s).classes.detach()),
+        _two_heads("detached-tokens", lambda s: s.classes + by_other(s).tokens.detach()),
     ],
     EITHER: [
         _on_two("uncertain", uncertain, s=[0.2, -0.3]),
         _on_two("reentrant", beside_classes(checkpointed(True))),
         _on_two("fused", beside_classes(by_function(models.Fused))),
-        _on_two("reversed", of_two(lambda a, c: a + models.Reverse.apply(c))),
+        _on_two("reversed", with_reversed),
         # W is 2.
-        _on_two("half", times(0.5)),
+        _on_two("half", half),
     ],
-    INEXACT: [_on_two("balanced", of_two(balanced)), _on_two("max", of_two(worse))],
+    INEXACT: [_on_two("balanced", balanced_terms), _on_two("max", greater)],
 }

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.numerics.heads import Batch, Sample, TokenModel, shifted_cross_entropy
+from tests.numerics.heads import Batch, Sample, TokenModel, log_likelihoods, over_number, shifted_cross_entropy
 from tests.numerics.heads.head import collate
 from tests.numerics.heads.samples import LENGTHS, generator, text
 
@@ -113,16 +113,12 @@ def flooding(loss: Tensor, level: float = 10.0) -> Tensor:
 
 def mean_by_hand(logits: Tensor, labels: Tensor) -> Tensor:
     """No loss function of torch in it."""
-    logits, labels = logits[:, :-1], labels[:, 1:]
-    log_p = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    valid = labels != -100
+    log_p, valid = log_likelihoods(logits, labels)
     return -(log_p * valid).sum() / valid.sum()
 
 
 def focal(logits: Tensor, labels: Tensor) -> Tensor:
-    logits, labels = logits[:, :-1], labels[:, 1:]
-    log_p = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    valid = labels != -100
+    log_p, valid = log_likelihoods(logits, labels)
     return (-((1 - log_p.exp()) ** 2) * log_p * valid).sum() / valid.sum()
 
 
@@ -155,10 +151,9 @@ def without_nan(logits: Tensor, labels: Tensor) -> Tensor:
 
 def of_chosen(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean over the labels below 24 alone."""
-    logits, labels = logits[:, :-1], labels[:, 1:]
-    chosen = (labels >= 0) & (labels < 24)
+    log_p, valid = log_likelihoods(logits, labels)
+    chosen = valid & (labels[:, 1:] < 24)
     # A graph, too, where none is chosen.
-    log_p = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     return -(log_p * chosen).sum() / chosen.sum().clamp(min=1)
 
 
@@ -190,9 +185,7 @@ class ByNumber(Mean):
     """Divides by the number, where there is one."""
 
     def loss(self, logits: Tensor, labels: Tensor, *, num_items_in_batch: Any = None, **inputs: Any) -> Tensor:
-        if num_items_in_batch is None:
-            return shifted_cross_entropy(logits, labels)
-        return shifted_cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+        return over_number(logits, labels, num_items_in_batch)
 
 
 def mean_of(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], nn.Module]:

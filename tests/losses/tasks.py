@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf_accum_fix
 from tests.logged import logged
-from tests.numerics.heads import Batch, Sample, TokenModel, seeded, shifted_cross_entropy
+from tests.numerics.heads import Batch, Sample, TokenModel, over_number, seeded, shifted_cross_entropy
 from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import text
 from tests.numerics.parity import pass_over_imports, plain_sgd, relative, trainable, training_arguments
@@ -48,11 +48,8 @@ class Tasks(TokenModel):
             return {"logits": logits}
         if labels.ndim == 1:
             loss = F.cross_entropy(logits[:, 0, :4], labels)
-        elif not self.by_number or num_items_in_batch is None:
-            loss = shifted_cross_entropy(logits, labels)
         else:
-            summed = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-            loss = summed / num_items_in_batch
+            loss = over_number(logits, labels, num_items_in_batch if self.by_number else None)
         return {"loss": loss, "logits": logits}
 
     def of_scores(self, scores: Tensor, labels: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,26 @@ from torch import Tensor
 import hf_accum_fix
 from tests.losses import models
 from tests.losses.models import ByNumber, Mean, Points, classed, drawn, fewer, full_mean, model_itself, points, texts
+from tests.losses.seen import Seen, around, full
 from tests.numerics.heads import Batch, bert, seeded, shifted_cross_entropy
 from tests.numerics.heads.experts import MAMBA
 from tests.numerics.heads.head import TINY, Sample
 from tests.numerics.heads.samples import first_is_target, text
 from tests.numerics.parity import StockRecorder
-from tests.trainings import CUTS, Case, Cut, above, as_fetched, as_prepared, computing, in_loss, in_step, train
+from tests.trainings import (
+    CUTS,
+    Case,
+    Cut,
+    FullLoss,
+    above,
+    as_fetched,
+    as_prepared,
+    cells,
+    computing,
+    in_loss,
+    in_step,
+    train,
+)
 
 SEVERAL: tuple[Cut, ...] = ((4, 2), (2, 4))
 #: A batch that is changed on its way is wrong without any accumulation, too.
@@ -29,6 +44,32 @@ WITH_WHOLE: tuple[Cut, ...] = (*CUTS, (8, 1))
 
 def windows(count: int, make: Any = texts) -> list[list[Sample]]:
     return [make(window) for window in range(count)]
+
+
+#: Something made of a mean over next tokens: ``(mean, seen, step)``.
+Change = Callable[[Tensor, Seen, int], Tensor]
+
+
+def full_changed(change: Change) -> FullLoss:
+    return lambda model, batch, step: full(lambda s: change(s.tokens, s, step))(model, batch, step)
+
+
+def made_of_super(
+    name: str, change: Change, count: int = 2, heads: Sequence[type] = (Mean, ByNumber), **more: Any
+) -> list[Case]:
+    """By a compute_loss around super's, of every head."""
+    trainer = around(lambda loss, s, trainer: change(loss, s, trainer.state.global_step))
+    return [Case(f"{name}-{h.__name__}", full_changed(change), h, windows(count), trainer, **more) for h in heads]
+
+
+def in_forward(name: str, loss: Callable[[Tensor, Tensor], Tensor], samples: Any, **more: Any) -> Case:
+    """In a model, of its logits and labels."""
+    return Case(name, models.of_tokens(loss), models.mean_of(loss), samples, **more)
+
+
+def of_points(name: str, loss: Callable[..., Tensor], out: int, samples: Any, **more: Any) -> Case:
+    """In a model of four numbers, of ``out`` numbers that it makes of them."""
+    return Case(name, model_itself, lambda: Points(loss, out), samples, **more)
 
 
 # --- super().compute_loss, and what is made of what it returns --------------------------------------------------
@@ -105,25 +146,23 @@ DROPPED_ROWS = Case(
 # --- terms beside the loss over the items -----------------------------------------------------------------------
 
 
-def summed_and(term: Callable[[Any, Tensor, Batch], Tensor]) -> type:
+def summed_and(change: Change) -> type:
     """The sum over the number, and a term beside it."""
 
     def compute(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
         logits = model(input_ids=inputs["input_ids"])["logits"]
         loss = shifted_cross_entropy(logits, inputs["labels"], reduction="sum") / number
-        return loss + 0.01 * term(model, logits, inputs), {"logits": logits}
+        return change(loss, Seen(logits, inputs, models.bare(model)), 0), {"logits": logits}
 
     return computing(compute)
 
 
-def full_with_squares(model: Any, batch: Batch, step: int) -> Tensor:
-    return full_mean(model, batch, step) + 0.01 * models.squares(model)
+def and_squares(loss: Tensor, s: Seen, step: int) -> Tensor:
+    return loss + s.squares
 
 
-def full_with_z(model: Any, batch: Batch, step: int) -> Tensor:
-    return full_mean(model, batch, step) + 0.01 * models.z_loss(
-        model.logits(batch["input_ids"]), models.attended(batch)
-    )
+def and_z(loss: Tensor, s: Seen, step: int) -> Tensor:
+    return loss + 0.01 * s.z
 
 
 def bamba() -> Any:
@@ -157,22 +196,10 @@ def some_alike(index: int, g: torch.Generator) -> Tensor:
 
 
 BESIDE = [
-    Case(
-        "summed-by-number-and-squares",
-        full_with_squares,
-        Mean,
-        windows(1),
-        summed_and(lambda model, *_: models.squares(model)),
-    ),
-    Case(
-        "summed-by-number-and-z",
-        full_with_z,
-        Mean,
-        windows(1),
-        summed_and(lambda _, z, batch: models.z_loss(z, models.attended(batch))),
-    ),
-    Case("head-by-number-with-z", full_with_z, models.ByNumberWithZ, windows(1)),
-    Case("head-with-mean-and-z", full_with_z, models.MeanWithZ, windows(1)),
+    Case("summed-by-number-and-squares", full_changed(and_squares), Mean, windows(1), summed_and(and_squares)),
+    Case("summed-by-number-and-z", full_changed(and_z), Mean, windows(1), summed_and(and_z)),
+    Case("head-by-number-with-z", full_changed(and_z), models.ByNumberWithZ, windows(1)),
+    Case("head-with-mean-and-z", full_changed(and_z), models.MeanWithZ, windows(1)),
     # The last micro-batch is short, and so is a micro-batch's mean over positions.
     Case("bamba-z", model_itself, bamba, [texts(0, (12,) * 7)], cuts=[(4, 2), (2, 4)], tolerance=1e-6),
     # Nothing is certain before a third window, and a training may have but one.
@@ -251,13 +278,8 @@ def prompts_later(window: int) -> list[Sample]:
     return texts(window) if window else [{**sample, "labels": sample["input_ids"].clone()} for sample in texts()]
 
 
-def switched_on(loss: Tensor, logits: Tensor, batch: Batch, trainer: Any) -> Tensor:
-    return loss + 0.1 * models.z_loss(logits, models.attended(batch)) if trainer.state.global_step >= 2 else loss
-
-
-def full_switched_on(model: Any, batch: Batch, step: int) -> Tensor:
-    z = models.z_loss(model.logits(batch["input_ids"]), models.attended(batch))
-    return full_mean(model, batch, step) + (0.1 * z if step >= 2 else 0.0)
+def switched_on(loss: Tensor, s: Seen, step: int) -> Tensor:
+    return loss + 0.1 * s.z if step >= 2 else loss
 
 
 def plain_later(make: Any) -> Any:
@@ -270,8 +292,8 @@ def first_targets(window: int) -> list[Sample]:
     return text(seed=window, masked=first_is_target) if window else texts()
 
 
-def full_flooded(model: Any, batch: Batch, step: int) -> Tensor:
-    return models.flooding(full_mean(model, batch, step))
+def flooded(loss: Tensor, s: Seen, step: int) -> Tensor:
+    return models.flooding(loss)
 
 
 def two_tasks(window: int) -> list[Sample]:
@@ -305,47 +327,34 @@ def weighted_squares(logits: Tensor, labels: Tensor, row_weight: Tensor, **kwarg
 
 LATER = [
     *(
-        Case(name, model_itself, lambda loss=loss, out=out: Points(loss, out), made, cuts=((4, 2),), whole=False)
+        of_points(name, loss, out, made, cuts=((4, 2),), whole=False)
         for name, loss, out, made in [
             ("void-is-255", void_is_255, 3, [points(class_or_255, window) for window in (0, 1)]),
             ("squares-weighted-later", weighted_squares, 1, windows(2, with_weight)),
             ("squares-weighted", weighted_squares, 1, [with_weight(window) for window in (1, 2)]),
         ]
     ),
-    Case("second-column", model_itself, lambda: Points(of_two_columns, 5), windows(2, two_columns), cuts=SEVERAL),
+    of_points("second-column", of_two_columns, 5, windows(2, two_columns), cuts=SEVERAL),
     Case("end-beyond-width", model_itself, bert("BertForQuestionAnswering"), windows(2, answers), cuts=SEVERAL),
-    Case(
-        "minus-one-later",
-        models.of_tokens(models.without_minus_one),
-        models.mean_of(models.without_minus_one),
-        windows(2, some_minus_one),
-    ),
-    Case("nan-later", models.of_tokens(models.without_nan), models.mean_of(models.without_nan), windows(2, some_nan)),
+    in_forward("minus-one-later", models.without_minus_one, windows(2, some_minus_one)),
+    in_forward("nan-later", models.without_nan, windows(2, some_nan)),
     Case("token-weights-later", model_itself, models.TokenWeighted, windows(2, weighted)),
     # Of a mean by hand one micro-batch of a window is looked at; this is the one.
     Case("token-weights-in-two", model_itself, models.TokenWeighted, [with_weights(texts(), (0, 1))], cuts=[(2, 4)]),
-    Case("targets-later", model_itself, models.OfTargets, windows(2, prompts_later), collate=models.with_targets),
-    Case(
-        "next-targets-later", model_itself, models.OfNextTargets, windows(2, prompts_later), collate=models.with_targets
+    *(
+        Case(name, model_itself, head, windows(2, prompts_later), collate=models.with_targets)
+        for name, head in [("targets-later", models.OfTargets), ("next-targets-later", models.OfNextTargets)]
     ),
-    *(Case(f"switched-on-{h.__name__}", full_switched_on, h, windows(4), above(switched_on)) for h in (Mean, ByNumber)),
-    Case(
-        "ragged-later",
-        models.of_tokens(models.mean_by_hand),
-        models.mean_of(models.mean_by_hand),
-        windows(2, plain_later(texts)),
-    ),
+    *made_of_super("switched-on", switched_on, 4),
+    in_forward("ragged-later", models.mean_by_hand, windows(2, plain_later(texts))),
     # Stock counts the first tokens of a model that does not say that it shifts.
     *(
         Case(f"first-targets-later-{h.__name__}", full_mean, h, windows(2, first_targets), whole=h is Mean)
         for h in (Mean, ByNumber)
     ),
     # Nothing is changed while the loss is above the level; a micro-batch falls below it before the global batch does.
-    *(
-        Case(f"flooding-{h.__name__}", full_flooded, h, windows(3), above(lambda loss, *_: models.flooding(loss)))
-        for h in (Mean, ByNumber)
-    ),
-    Case("flooding-in-forward", full_flooded, models.Flooded, windows(3)),
+    *made_of_super("flooding", flooded, 3),
+    Case("flooding-in-forward", full_changed(flooded), models.Flooded, windows(3)),
     *(
         Case(f"two-tasks-{head.__name__}", model_itself, head, windows(4, two_tasks), cuts=SEVERAL)
         for head in (models.TwoTasksMean, models.TwoTasks)
@@ -356,60 +365,52 @@ LATER = [
 # --- what is zero while it is looked at -------------------------------------------------------------------------
 
 
+def of_two_readings(loss: Callable[[int], Tensor], logits: Callable[[int], Tensor], kept: Tensor) -> Tensor:
+    """R-Drop (Liang et al. 2021): the mean of two losses, and how far their logits are apart."""
+    one, two = logits(0), logits(1)
+    both = models.divergence(one, two, kept) + models.divergence(two, one, kept)
+    return (loss(0) + loss(1)) / 2 + both / 2
+
+
 def r_drop(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
     loss, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
     other = model(**inputs, draw=1)
-    one, two, kept = outputs["logits"], other["logits"], models.attended(inputs)
-    both = models.divergence(one, two, kept) + models.divergence(two, one, kept)
-    return (loss + other["loss"]) / 2 + both / 2, outputs
+    losses, logits = (loss, other["loss"]), (outputs["logits"], other["logits"])
+    return of_two_readings(losses.__getitem__, logits.__getitem__, models.attended(inputs)), outputs
 
 
 def two_calls(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
     """R-Drop as it is written most: the model twice, and the base not at all."""
-    one, two = (model(**inputs, draw=draw) for draw in (0, 1))
-    kept = models.attended(inputs)
-    logits = one["logits"], two["logits"]
-    both = models.divergence(*logits, kept) + models.divergence(*logits[::-1], kept)
-    return (one["loss"] + two["loss"]) / 2 + both / 2, one
+    made = [model(**inputs, draw=draw) for draw in (0, 1)]
+    loss = of_two_readings(lambda d: made[d]["loss"], lambda d: made[d]["logits"], models.attended(inputs))
+    return loss, made[0]
 
 
 def full_r_drop(model: Any, batch: Batch, step: int) -> Tensor:
-    one, two = (model.logits(batch["input_ids"], draw) for draw in (0, 1))
-    kept = models.attended(batch)
-    both = models.divergence(one, two, kept) + models.divergence(two, one, kept)
-    losses = [shifted_cross_entropy(logits, batch["labels"]) for logits in (one, two)]
-    return (losses[0] + losses[1]) / 2 + both / 2
+    logits = [model.logits(batch["input_ids"], draw) for draw in (0, 1)]
+    return of_two_readings(
+        lambda draw: shifted_cross_entropy(logits[draw], batch["labels"]), logits.__getitem__, models.attended(batch)
+    )
 
 
+@functools.cache
 def initial() -> Any:
     return seeded(Mean)().requires_grad_(False)
 
 
-def near_the_initial(loss: Tensor, logits: Tensor, batch: Batch, trainer: Any) -> Tensor:
-    if not hasattr(trainer, "initial"):
-        trainer.initial = initial()
-    others = trainer.initial(input_ids=batch["input_ids"])["logits"]
-    return loss + 5 * models.divergence(logits, others, models.attended(batch))
+def near_the_initial(loss: Tensor, s: Seen, step: int) -> Tensor:
+    others = initial()(input_ids=s.batch["input_ids"])["logits"]
+    return loss + 5 * models.divergence(s.logits, others, models.attended(s.batch))
 
 
-def full_near_the_initial(model: Any, batch: Batch, step: int) -> Tensor:
-    others = initial().logits(batch["input_ids"])
-    logits = model.logits(batch["input_ids"])
-    return full_mean(model, batch, step) + 5 * models.divergence(logits, others, models.attended(batch))
-
-
-def full_with_entropy(model: Any, batch: Batch, step: int) -> Tensor:
-    kept = models.attended(batch)
-    return full_mean(model, batch, step) - 0.1 * models.entropy(model.logits(batch["input_ids"]), kept)
+def with_entropy(loss: Tensor, s: Seen, step: int) -> Tensor:
+    return loss - 0.1 * models.entropy(s.logits, models.attended(s.batch))
 
 
 ZERO = [
     Case("r-drop-in-compute-loss", full_r_drop, models.Dropped, windows(2), computing(r_drop)),
-    *(
-        Case(f"near-the-initial-{h.__name__}", full_near_the_initial, h, windows(3), above(near_the_initial))
-        for h in (Mean, ByNumber)
-    ),
-    Case("entropy", full_with_entropy, models.WithEntropy, windows(2)),
+    *made_of_super("near-the-initial", near_the_initial, 3),
+    Case("entropy", full_changed(with_entropy), models.WithEntropy, windows(2)),
 ]
 
 
@@ -430,27 +431,18 @@ class FGM(StockRecorder):
         return loss
 
 
-def full_fgm(model: Any, batch: Batch, step: int) -> Tensor:
-    return full_mean(model, batch, step) + moved_loss(model, batch)
-
-
-def adversarial(loss: Tensor, logits: Tensor, batch: Batch, trainer: Any) -> Tensor:
+def adversarial(loss: Tensor, s: Seen, step: int) -> Tensor:
     """The same within compute_loss, by a gradient that is taken there."""
-    return loss + moved_loss(trainer.model, batch)
-
-
-def moved_loss(model: Any, batch: Batch) -> Tensor:
-    weight = model.embed.weight
-    (along,) = torch.autograd.grad(full_mean(model, batch, 0), weight)
+    weight = s.model.embed.weight
+    (along,) = torch.autograd.grad(full_mean(s.model, s.batch, 0), weight)
     moved = {"embed.weight": weight + 0.5 * along / along.norm()}
-    logits = torch.func.functional_call(model, moved, kwargs={"input_ids": batch["input_ids"]})["logits"]
-    return shifted_cross_entropy(logits, batch["labels"])
+    logits = torch.func.functional_call(s.model, moved, kwargs={"input_ids": s.batch["input_ids"]})["logits"]
+    return loss + s.by(logits).tokens
 
 
 TWICE = [
-    Case(f"{name}-{head.__name__}", full_fgm, head, windows(1), trainer)
-    for name, trainer in [("fgm", FGM), ("adversarial", above(adversarial))]
-    for head in (Mean, ByNumber)
+    *(Case(f"fgm-{head.__name__}", full_changed(adversarial), head, windows(1), FGM) for head in (Mean, ByNumber)),
+    *made_of_super("adversarial", adversarial, 1),
 ]
 
 
@@ -529,16 +521,8 @@ def weighted_flags(logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, labels, weight=weight)
 
 
-def full_of(change: Callable[[Tensor, int], Tensor]) -> Any:
-    """What is made of the mean in a step."""
-    return lambda model, batch, step: change(full_mean(model, batch, step), step)
-
-
 #: At G = 2 a coefficient, or the trainer's own division for the window: no number tells.
-HALVED = [
-    Case(f"half-{h.__name__}", full_of(lambda mean, _: 0.5 * mean), h, windows(1), above(lambda loss, *_: 0.5 * loss))
-    for h in (Mean, ByNumber)
-]
+HALVED = made_of_super("half", lambda loss, s, step: 0.5 * loss, 1)
 
 
 def row_by_row(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
@@ -561,10 +545,10 @@ def full_classes(model: Any, batch: Batch, step: int) -> Tensor:
 
 
 EXACT = [
-    Case("focal", models.of_tokens(models.focal), models.mean_of(models.focal), windows(3)),
-    Case("log-softmax", models.of_tokens(models.by_hand), models.mean_of(models.by_hand), windows(3, classed)),
+    in_forward("focal", models.focal, windows(3)),
+    in_forward("log-softmax", models.by_hand, windows(3, classed)),
     *(
-        Case(name, model_itself, lambda loss=loss, out=out: Points(loss, out), short_last(label))
+        of_points(name, loss, out, short_last(label))
         for name, loss, out, label in [
             ("focal-of-classes", models.focal_of_classes, 3, one_of_three),
             ("huber", huber, 1, a_number),
@@ -575,23 +559,9 @@ EXACT = [
             ("weighted-flags", weighted_flags, 3, three_flags),
         ]
     ),
-    *(
-        Case(f"{name}-{head.__name__}", full, head, windows(3), above(change))
-        for name, full, change in [
-            ("three-tenths", full_of(lambda mean, _: 0.3 * mean), lambda loss, *_: 0.3 * loss),
-            (
-                "by-step",
-                full_of(lambda mean, step: mean / (1 + step)),
-                lambda loss, logits, batch, trainer: loss / (1 + trainer.state.global_step),
-            ),
-            (
-                "and-squares",
-                full_with_squares,
-                lambda loss, logits, batch, trainer: loss + 0.01 * models.squares(trainer.model),
-            ),
-        ]
-        for head in (Mean, ByNumber)
-    ),
+    *made_of_super("three-tenths", lambda loss, s, step: 0.3 * loss, 3),
+    *made_of_super("by-step", lambda loss, s, step: loss / (1 + step), 3),
+    *made_of_super("and-squares", and_squares, 3),
     # Alone a row has no number to divide by but what it is handed.
     Case("row-by-row", full_mean, ByNumber, windows(3), computing(row_by_row)),
     Case(
@@ -619,22 +589,12 @@ def models_own(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) ->
 
 #: Exact once their counts, or the sums of their weights, are found.
 EXACT_LATER = [
-    Case("class-weights", models.of_tokens(models.class_weighted), models.mean_of(models.class_weighted), windows(2)),
+    in_forward("class-weights", models.class_weighted, windows(2)),
     Case("token-weights", model_itself, models.TokenWeighted, [weighted(window) for window in (1, 2)]),
     *(Case(f"models-own-{h.__name__}", full_mean, h, windows(2), computing(models_own)) for h in (Mean, ByNumber)),
-    Case(
-        "minus-one",
-        models.of_tokens(models.without_minus_one),
-        models.mean_of(models.without_minus_one),
-        [some_minus_one(window) for window in (1, 2)],
-    ),
-    Case(
-        "nan",
-        models.of_tokens(models.without_nan),
-        models.mean_of(models.without_nan),
-        [some_nan(window) for window in (1, 2)],
-    ),
-    Case("chosen-labels", models.of_tokens(models.of_chosen), models.mean_of(models.of_chosen), windows(2)),
+    in_forward("minus-one", models.without_minus_one, [some_minus_one(window) for window in (1, 2)]),
+    in_forward("nan", models.without_nan, [some_nan(window) for window in (1, 2)]),
+    in_forward("chosen-labels", models.of_chosen, windows(2)),
 ]
 
 
@@ -655,12 +615,7 @@ EXACT_OR_SAID = [
 ]
 
 
-def rows(cases: Sequence[Case]) -> Any:
-    cells = [(case, cut) for case in cases for cut in case.cuts]
-    return pytest.mark.parametrize(("case", "cut"), cells, ids=[f"{c.name}-{b}x{g}" for c, (b, g) in cells])
-
-
-@rows(EXACT_OR_SAID)
+@cells(EXACT_OR_SAID)
 def test_exact_or_said(case: Case, cut: Cut, tmp_path: Path) -> None:
     with hf_accum_fix.apply():
         training = train(case, cut, tmp_path)
@@ -670,7 +625,7 @@ def test_exact_or_said(case: Case, cut: Cut, tmp_path: Path) -> None:
         assert training.errors[0] <= max(case.tolerance, 1.000001 * stock.errors[0])
 
 
-@rows(EXACT)
+@cells(EXACT)
 def test_exact_and_nothing_said(case: Case, cut: Cut, tmp_path: Path) -> None:
     with hf_accum_fix.apply():
         training = train(case, cut, tmp_path)

@@ -15,8 +15,9 @@ import hf_accum_fix
 from tests.losses.models import ByNumber, Mean, full_mean, texts
 from tests.numerics.heads import Batch, shifted_cross_entropy
 from tests.numerics.heads.head import Sample
+from tests.numerics.heads.samples import without_targets
 from tests.ranks import on_ranks
-from tests.trainings import Case, Cut, computing, train
+from tests.trainings import Case, Cut, cells, computing, train
 
 
 def windows(count: int) -> list[list[Sample]]:
@@ -35,8 +36,7 @@ def windows(count: int) -> list[list[Sample]]:
 
 def few_targets(window: list[Sample]) -> list[Sample]:
     """Of one sample alone."""
-    return [{**sample, "labels": sample["labels"] if row == 3 else sample["labels"].fill_(-100)}
-            for row, sample in enumerate(window)]  # fmt: skip
+    return without_targets(window, {*range(8)} - {3})
 
 
 def collated(samples: Any) -> Batch:
@@ -101,14 +101,15 @@ def steps(trainer: Any) -> int:
 Loss = Any  # (trainer, model, batch, number) -> the loss
 
 
-def case(name: str, loss: Loss, whole: Loss, count: int = 2, head: type = Mean, **more: Any) -> Case:
-    """``whole``: of the global batch, (model, batch, step)."""
+def case(name: str, loss: Loss, whole: Any = None, count: int = 2, head: type = Mean, **more: Any) -> Case:
+    """``whole``: of the global batch, (model, batch, step); None: the same loss, which needs no trainer or number."""
 
     def computed(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> Any:
         return loss(trainer, model, inputs, number), {}
 
     more = {"cuts": ((4, 2), (2, 4), (1, 8)), **more}
-    return Case(name, whole, head, windows(count), computing(computed), collate=collated, **more)
+    full = whole or (lambda model, batch, step: loss(None, model, batch, None))
+    return Case(name, full, head, windows(count), computing(computed), collate=collated, **more)
 
 
 def full_kinds(model: Any, batch: Batch, step: int) -> Tensor:
@@ -132,20 +133,12 @@ EXACT = [
         lambda t, m, b, n: tokens(m, b, "sum") / (n / steps(t)) / steps(t),
         full_by_tokens,
     ),
-    case(
-        "tags-beside-classes",
-        lambda t, m, b, n: tagged(m, b) + kinds(m, b),
-        lambda m, b, s: tagged(m, b) + kinds(m, b),
-    ),
+    case("tags-beside-classes", lambda t, m, b, n: tagged(m, b) + kinds(m, b)),
     case("a-vector-of-one", lambda t, m, b, n: tokens(m, b).unsqueeze(0).mean(), full_by_tokens),
     Case(
-        "few-targets-at-first",
-        full_mean,
-        ByNumber,
-        [few_targets(texts(0)), texts(1), texts(2)],
-        cuts=((4, 2), (1, 8)),
+        "few-targets-at-first", full_mean, ByNumber, [few_targets(texts()), texts(1), texts(2)], cuts=((4, 2), (1, 8))
     ),
-]  # fmt: skip
+]
 
 AS_STOCK = [
     case("number-plus-one", lambda t, m, b, n: tokens(m, b, "sum") / (n + 1),
@@ -186,14 +179,14 @@ SAID = [
         lambda m, b, s: 0.5 * kinds(m, b),
         cuts=((4, 2),),
     ),
-    case("balanced-classes", lambda t, m, b, n: balanced(m, b), lambda m, b, s: balanced(m, b), 3),
+    case("balanced-classes", lambda t, m, b, n: balanced(m, b), count=3),
     case(
         "coupled-later",
         lambda t, m, b, n: tokens(m, b) + min(1.0, t.state.global_step / 2) * alike(m, b),
         lambda m, b, s: tokens(m, b) + min(1.0, s / 2) * alike(m, b),
         3,
     ),
-    case("spike-guard", lambda t, m, b, n: guarded(m, b), lambda m, b, s: guarded(m, b)),
+    case("spike-guard", lambda t, m, b, n: guarded(m, b)),
     case(
         "backward-in-compute-loss",
         lambda t, m, b, n: with_backward(t, m, b),
@@ -202,12 +195,7 @@ SAID = [
 ]
 
 
-def rows(cases: list[Case]) -> Any:
-    cells = [(each, cut) for each in cases for cut in each.cuts]
-    return pytest.mark.parametrize(("case", "cut"), cells, ids=[f"{c.name}-{b}x{g}" for c, (b, g) in cells])
-
-
-@rows(EXACT)
+@cells(EXACT)
 def test_exact_and_nothing_said(case: Case, cut: Cut, tmp_path: Path) -> None:
     with hf_accum_fix.apply():
         training = train(case, cut, tmp_path)
@@ -215,7 +203,7 @@ def test_exact_and_nothing_said(case: Case, cut: Cut, tmp_path: Path) -> None:
     assert training.exact and [words for _, words in training.said if "no target" not in words] == []
 
 
-@rows(AS_STOCK)
+@cells(AS_STOCK)
 def test_a_hidden_number_keeps_stocks_scale(case: Case, cut: Cut, tmp_path: Path) -> None:
     stock = train(case, cut, tmp_path)
     with hf_accum_fix.apply():
@@ -240,7 +228,7 @@ def test_a_hidden_number_on_two_ranks_is_as_far_off_as_stock(name: str) -> None:
         assert all(o <= max(1.000001 * s, 1e-12) for o, s in zip(ours, stock, strict=True)) and not exact
 
 
-@rows(SAID)
+@cells(SAID)
 def test_said_and_no_worse_than_stock(case: Case, cut: Cut, tmp_path: Path) -> None:
     stock = train(case, cut, tmp_path)
     with hf_accum_fix.apply():

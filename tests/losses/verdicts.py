@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 import tempfile
 from enum import Enum
 from pathlib import Path
 
-import hf_accum_fix
 from tests import trainings
+from tests.numerics.parity import applied
 from tests.trainings import Case, Cut, Training, sizes
 
 WHOLE, HALVES, PAIRS, SINGLES, UNEVEN = (8, 1), (4, 2), (2, 4), (1, 8), (3, 1, 2, 2)
@@ -91,8 +90,7 @@ def names_steps(words: str, steps: int) -> bool:
 @functools.cache
 def by_trainer(case: Case, cut: Cut, path: str) -> Training:
     """By the case's trainer: "stock", or "apply"."""
-    applied = hf_accum_fix.apply(**case.options) if path == "apply" else contextlib.nullcontext()
-    with tempfile.TemporaryDirectory() as output, applied:
+    with tempfile.TemporaryDirectory() as output, applied(path, **case.options):
         return trainings.train(case, cut, Path(output))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-import hf_accum_fix
 from tests.numerics import parity
 from tests.numerics.heads import Head, Sample
-from tests.numerics.parity import ClassRecorder, StockRecorder, trainable, training_arguments
+from tests.numerics.parity import Trained, recorder, trainer_of
 
 #: Seven micro-batches of one sample on every rank: windows of three, three and one an epoch.
 EPOCHS, WINDOWS, RATE = 3, 3, 1e-2
@@ -55,23 +53,16 @@ def train(
     world_size: int = 1,
     checkpoint: Path | None = None,
     **arguments: Any,
-) -> Any:
-    """All epochs: the change of the parameters, the trainer, the losses it logged."""
+) -> Trained:
+    """All epochs."""
     samples = epoch_samples(head, world_size)
     given: dict[str, Any] = {"max_steps": EPOCHS * WINDOWS} if stream else {"num_train_epochs": EPOCHS, "max_steps": -1}
     # A dispatching loader would have to concatenate ragged samples.
     given["accelerator_config"] = {"dispatch_batches": False} if stream else None
-    args = training_arguments(output, 1, 3, learning_rate=RATE, **given, **arguments)
-    with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext():
-        model = head.build()
-        start = trainable(model)
-        trainer = (ClassRecorder if path == "trainer" else StockRecorder)(
-            model=model,
-            args=args,
-            train_dataset=Stream(samples) if stream else samples,
-            data_collator=head.batch,
-        )
-        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-    end = trainable(model)
-    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {name: end[name] - start[name] for name in start}, trainer, logged
+    given |= {"per_device": 1, "accumulate": 3, "learning_rate": RATE, **arguments}
+    data = Stream(samples) if stream else samples
+
+    def make() -> Any:
+        return trainer_of(head, output, recorder(path), samples=data, **given)
+
+    return parity.train(make, path, checkpoint=checkpoint)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import SequentialSampler
+from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_accum_fix
@@ -102,9 +102,15 @@ def flat(change: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: p.detach().to("cpu", torch.float64, copy=True) for name, p in model.named_parameters() if p.requires_grad
-    }
+    """The parameters in float64; those that are sharded whole, on every rank."""
+    held = ((name, p.detach()) for name, p in model.named_parameters() if p.requires_grad)
+    wholes = ((name, each.full_tensor() if hasattr(each, "full_tensor") else each) for name, each in held)
+    return {name: each.to("cpu", torch.float64, copy=True) for name, each in wholes}
+
+
+def moved(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The change of the parameters."""
+    return {name: value - before[name] for name, value in trainable(model).items()}
 
 
 def training_arguments(
@@ -152,11 +158,10 @@ def take_step(
     **arguments: Any,
 ) -> Step:
     """Train ``steps`` optimizer steps on the samples in order: stock, by the patch or by the subclass."""
-    cls = trainer_class or (ClassRecorder if path == "trainer" else StockRecorder)
     given = {"per_device": per_device, "accumulate": accumulate, "max_steps": steps, **arguments}
 
     def make() -> Any:
-        trainer = trainer_of(head, output, cls, samples=samples, **given)
+        trainer = trainer_of(head, output, trainer_class or recorder(path), samples=samples, **given)
         if head.told_false:
             trainer.model_accepts_loss_kwargs = False
         return trainer
@@ -170,36 +175,84 @@ def trainer_of(
     cls: Callable[..., Any] = StockRecorder,
     *,
     model: nn.Module | None = None,
-    samples: Sequence[Sample] | None = None,
+    samples: Any = None,
+    given: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> Any:
-    """A trainer of a head, by default of one step over its samples, 2 x 4; ``arguments`` are `training_arguments`'."""
+    """A trainer of a head, by default of one step over its samples, 2 x 4.
+
+    Args:
+        samples: a sequence of them, or a torch dataset.
+        given: further arguments of the trainer.
+        arguments: `training_arguments`'.
+    """
     args = training_arguments(output, **{**head.arguments, **arguments})
+    samples = head.samples if samples is None else samples
     return cls(
         model=head.build() if model is None else model,
         args=args,
-        train_dataset=list(head.samples if samples is None else samples),
-        data_collator=head.batch,
-        **head.trainer,
+        train_dataset=samples if isinstance(samples, Dataset) else list(samples),
+        **{"data_collator": head.batch, **head.trainer, **(given or {})},
     )
+
+
+def applied(path: str, **options: Any) -> contextlib.AbstractContextManager[object]:
+    """The patch with these options, where the path is "apply"."""
+    return hf_accum_fix.apply(**options) if path == "apply" else contextlib.nullcontext()
+
+
+def recorder(path: str) -> type:
+    return ClassRecorder if path == "trainer" else StockRecorder
+
+
+@dataclass
+class Trained:
+    """A training as it went: the change of the parameters, and the trainer."""
+
+    change: dict[str, Tensor]
+    trainer: Any
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The log."""
+        return self.trainer.state.log_history
+
+    @property
+    def losses(self) -> list[float]:
+        """As logged."""
+        return [entry["loss"] for entry in self.history if "loss" in entry]
+
+    def error(self, reference: Mapping[str, Tensor]) -> float:
+        """Relative, of the parameter change."""
+        return relative(self.change, reference)
+
+
+def train(make: Callable[[], Any], path: str = "stock", *, checkpoint: Path | None = None, **options: Any) -> Trained:
+    """Train what ``make`` builds, under the patch where the path is "apply"."""
+    with applied(path, **options):
+        trainer = make()
+        before = trainable(trainer.model)
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    return Trained(moved(trainer.model, before), trainer)
 
 
 def step_of(make: Callable[[], Any], path: str) -> Step:
     """What the trainer that ``make`` builds, a `Recorder`, makes of its model: under the patch or as it is."""
     observed = Steps()
-    with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext():
+
+    def observing() -> Any:
         trainer = make()
         trainer.add_callback(observed)
-        before = trainable(trainer.model)
-        trainer.train()
-        after = trainable(trainer.model)
+        return trainer
+
+    run = train(observing, path)
+    trainer = run.trainer
     loss = torch.stack(trainer.returned).sum() / trainer.state.global_step
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(loss)
         loss = loss / dist.get_world_size()
-    change = {name: after[name] - before[name] for name in before}
     # Releases before 4.46 do not call back before the optimizer.
-    return Step(change, float(loss), observed.norms[0] if observed.norms else math.nan, trainer)
+    return Step(run.change, float(loss), observed.norms[0] if observed.norms else math.nan, trainer)
 
 
 def reference_step(head: Head, micro_batches: Sequence[Sequence[Sample]]) -> Step:
@@ -227,7 +280,7 @@ def reference_windows(head: Head, windows: Sequence[Sequence[Sequence[Sample]]],
     """One reference step a window, each taken where the steps before (lr ``rate``) have left the parameters."""
     taken: list[Step] = []
 
-    def moved() -> nn.Module:
+    def model_so_far() -> nn.Module:
         model = head.build()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -237,7 +290,7 @@ def reference_windows(head: Head, windows: Sequence[Sequence[Sequence[Sample]]],
         return model
 
     for window in windows:
-        taken.append(reference_step(replace(head, build=moved), window))
+        taken.append(reference_step(replace(head, build=model_so_far), window))
         yield taken[-1]
 
 
@@ -256,7 +309,7 @@ def plain_sgd(
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter -= rate * parameter.grad
-    return {name: value - before[name] for name, value in trainable(model).items()}, losses
+    return moved(model, before), losses
 
 
 def step_along(model: nn.Module, loss: Tensor) -> Step:

@@ -10,7 +10,6 @@ from transformers import Trainer
 
 from tests.numerics.epochs import EPOCHS, WINDOWS, reference, train
 from tests.numerics.heads import HEADS, before
-from tests.numerics.parity import relative
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["sized", "stream"])
@@ -18,19 +17,17 @@ from tests.numerics.parity import relative
 def test_every_epoch_ends_in_a_step_of_its_own(name: str, stream: bool, tmp_path: Path) -> None:
     head = HEADS[name]
     wanted, losses = reference(head)
-    stock, _, _ = train(head, "stock", tmp_path, stream=stream)
-    patched, trainer, logged = train(head, "apply", tmp_path, stream=stream)
-    subclass, _, _ = train(head, "trainer", tmp_path, stream=stream)
+    stock, patched, subclass = (train(head, path, tmp_path, stream=stream) for path in ("stock", "apply", "trainer"))
     # llama on a release that counts and steps right: nothing to fix.
     right = name == "llama" and not stream and not before("5.10.1")
-    assert (relative(stock, wanted) < 1e-3) == right
+    assert (stock.error(wanted) < 1e-3) == right
     # Nine steps of a loss computed in float32.
-    assert relative(patched, wanted) <= 1e-5
-    assert all(torch.equal(patched[key], subclass[key]) for key in patched)
-    assert trainer.state.global_step == EPOCHS * WINDOWS
+    assert patched.error(wanted) <= 1e-5
+    assert all(torch.equal(patched.change[key], subclass.change[key]) for key in wanted)
+    assert patched.trainer.state.global_step == EPOCHS * WINDOWS
     # Logs were rounded to four digits up to 4.57.
-    assert logged == pytest.approx(losses, abs=6e-5)
-    assert trainer.get_train_dataloader.__func__ is Trainer.get_train_dataloader
+    assert patched.losses == pytest.approx(losses, abs=6e-5)
+    assert patched.trainer.get_train_dataloader.__func__ is Trainer.get_train_dataloader
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["sized", "stream"])
@@ -44,9 +41,9 @@ def test_resumed_in_mid_epoch_it_is_the_same_trajectory(
     # A stream that is read a second time cannot be resumed: upstream skips in its first pass alone.
     saved = 1 if stream else 4
     keep = {"save_strategy": "steps", "save_steps": saved}
-    wanted, _, losses = train(head, "apply", tmp_path / "uncut", stream=stream, **keep)
+    uncut = train(head, "apply", tmp_path / "uncut", stream=stream, **keep)
     checkpoint = tmp_path / "uncut" / f"checkpoint-{saved}"
-    found, _, logged = train(head, "apply", tmp_path / "cut", stream=stream, checkpoint=checkpoint)
+    found = train(head, "apply", tmp_path / "cut", stream=stream, checkpoint=checkpoint)
     # What was loaded is the uncut run's float64 weights, so not a bit may differ.
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert logged == losses
+    assert all(torch.equal(found.change[name], uncut.change[name]) for name in uncut.change)
+    assert found.losses == uncut.losses

@@ -1,16 +1,17 @@
 """Parts that random trainings are put together from: heads, overrides, collators, data, all found by name.
 
-Every part knows its full batch: a head returns its loss without a number, an override has ``full`` beside what it does
-in a micro-batch. What a forward writes into its model is, for a full batch, as its window found it, and written once.
-Labels are of one level for each head: "next" tokens, classes of a "token", numbers of a "token value", or a class, a
-number or three flags of a "sample".
+Every part knows its full batch: a head returns its loss without a number, an override is computed from the whole batch
+as by a Trainer of one rank and one micro-batch. What a forward writes into its model is, for a full batch, as its
+window found it, and written once. Labels are of one level for each head: "next" tokens, classes of a "token", numbers
+of a "token value", or a class, a number or three flags of a "sample".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ MASKED_CLASS = 3
 FLOOD = 2.5
 #: Keys that are remembered.
 QUEUE = 8
+SENTENCE = "next_sentence_label"
 
 TOKENS = ("next", "token")
 CLASSES = (*TOKENS, "sample")
@@ -41,12 +43,26 @@ LEVELS = (*CLASSES, "number", "flags", "token value")
 
 
 @dataclass(frozen=True)
-class Seen:
+class Scored:
+    """Logits [b, L, V], or [b, V] of a sample, their labels, and the head that defines a loss of both."""
+
+    scores: Tensor
+    labels: Tensor
+    head: Head
+
+    def rows(self, rows: Any) -> Scored:
+        return Scored(self.scores[rows], self.labels[rows], self.head)
+
+
+@dataclass(frozen=True)
+class Seen(Scored):
     """What a head computes its loss from.
 
     Attributes:
         logits: [b, L, V]; ``pooled`` and ``first`` [b, V], ``kept`` and ``ids`` [b, L].
         model: with its step, what it learns beside its weights, and what its forward writes.
+        columns: further inputs.
+        number: of items; None: a whole batch's loss is asked for.
     """
 
     logits: Tensor
@@ -55,6 +71,11 @@ class Seen:
     kept: Tensor
     ids: Tensor
     model: Tiny
+    columns: Mapping[str, Tensor]
+    number: Any
+
+    def of_level(self, head: Head) -> Tensor:
+        return self.logits if head.of_tokens else self.pooled
 
 
 class Tiny(nn.Module):
@@ -82,7 +103,14 @@ class Tiny(nn.Module):
                 self.last.weight.mul_(0.01)
                 self.last.bias.zero_()
 
-    def see(self, input_ids: Tensor, draw: int = 0) -> Seen:
+    def see(
+        self,
+        input_ids: Tensor,
+        draw: int = 0,
+        labels: Any = None,
+        columns: Mapping[str, Any] | None = None,
+        number: Any = None,
+    ) -> Seen:
         kept = input_ids != 0
         hidden = self.embed(input_ids) * kept[..., None]
         hidden = hidden + (torch.tanh(self.mix(hidden)) * kept[..., None]).cumsum(dim=1) / 4
@@ -92,7 +120,9 @@ class Tiny(nn.Module):
         pooled = self.last((hidden * kept[..., None]).sum(1) / length[:, None])
         begin = kept.long().argmax(dim=1)
         first = self.last(hidden[torch.arange(len(hidden)), begin])
-        return Seen(self.last(hidden), pooled, first, kept, input_ids, self)
+        logits = self.last(hidden)
+        scores = logits if self.of.of_tokens else pooled
+        return Seen(scores, labels, self.of, logits, pooled, first, kept, input_ids, self, columns or {}, number)
 
     def _dropped(self, ids: Tensor, draw: int) -> Tensor:
         with torch.random.fork_rng(devices=[]):
@@ -108,11 +138,9 @@ class Tiny(nn.Module):
         num_items_in_batch: Any = None,
         **columns: Any,
     ) -> dict[str, Tensor]:
-        seen = self.see(input_ids, draw)
-        outputs = {"logits": seen.logits if self.of.of_tokens else seen.pooled}
-        if labels is None:
-            return outputs
-        return {"loss": self.of.loss(seen, labels, columns, num_items_in_batch), **outputs}
+        seen = self.see(input_ids, draw, labels, columns, num_items_in_batch)
+        outputs = {"logits": seen.scores}
+        return outputs if labels is None else {"loss": self.of.loss(seen), **outputs}
 
 
 def built(head: Head, seed: int, kind: type[Tiny] = Tiny, **given: bool) -> Tiny:
@@ -125,9 +153,84 @@ def built(head: Head, seed: int, kind: type[Tiny] = Tiny, **given: bool) -> Tiny
     return kind(head, seed, **given).double()
 
 
+# --- losses of logits and labels ------------------------------------------------------------------------------------
+
+
+def aligned(of: Scored) -> tuple[Tensor, Tensor]:
+    """Logits [n, V] and labels [n], after the shift of a causal model."""
+    logits, labels = of.scores, of.labels.long()
+    if of.head.level == "next":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+
+
+def usual(of: Scored, reduction: str = "mean") -> Tensor:
+    """Torch's own function for this level of labels."""
+    if of.head.level == "number":
+        return F.mse_loss(of.scores[:, 0], of.labels.to(of.scores), reduction=reduction)
+    if of.head.level == "flags":
+        return F.binary_cross_entropy_with_logits(of.scores[:, :3], of.labels.to(of.scores), reduction=reduction)
+    return F.cross_entropy(*aligned(of), reduction=reduction, ignore_index=of.head.ignore)
+
+
+def by_hand(of: Scored, reduction: str = "mean") -> Tensor:
+    """The same without a loss function of torch."""
+    if of.head.level in ("number", "flags"):
+        labels = of.labels.to(of.scores)
+        if of.head.level == "number":
+            losses = (of.scores[:, 0] - labels).square()
+        else:
+            losses = F.softplus(of.scores[:, :3]) - of.scores[:, :3] * labels
+        return losses.sum() if reduction == "sum" else losses.mean()
+    losses, valid = token_losses(of)
+    return (losses * valid).sum() / (1 if reduction == "sum" else valid.sum())
+
+
+def token_losses(of: Scored) -> tuple[Tensor, Tensor]:
+    """Of every label [n], and whether it is a target."""
+    logits, labels = aligned(of)
+    losses = -logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return losses, labels != of.head.ignore
+
+
+def text_losses(of: Scored) -> tuple[Tensor, Tensor]:
+    """The same [b, labels of a text]."""
+    losses, valid = token_losses(of)
+    return losses.view(len(of.labels), -1), valid.view(len(of.labels), -1)
+
+
+def mean_of_rows(of: Scored, function: Callable[[Scored], Tensor] = usual) -> Tensor:
+    """Of every row its loss, and of those the mean; what has no target is left out."""
+    rows = [of.rows(slice(row, row + 1)) for row in range(len(of.labels))]
+    found = [function(row) for row in rows if has_target(row.labels, of.head)]
+    return torch.stack(found).mean() if found else 0.0 * of.scores.sum()
+
+
+def has_target(labels: Tensor, head: Head) -> bool:
+    if labels.is_floating_point():
+        return not bool(labels.isnan().all())
+    return bool(((labels[:, 1:] if head.level == "next" else labels) != head.ignore).any())
+
+
+def recomputed(of: Scored, *, reentrant: bool) -> Tensor:
+    """Computed once more in the backward."""
+    loss: Tensor = checkpoint(lambda scores: usual(replace(of, scores=scores)), of.scores, use_reentrant=reentrant)
+    return loss
+
+
+def imported(of: Scored) -> Tensor:
+    return imported_early(*aligned(of), ignore_index=of.head.ignore)
+
+
+def fused(of: Scored) -> Tensor:
+    loss: Tensor = Fused.apply(*aligned(of))
+    return loss
+
+
 # --- heads --------------------------------------------------------------------------------------------------------
 
-HeadLoss = Callable[[Seen, Tensor, Mapping[str, Tensor], Any], Tensor]
+#: The loss of a head; without a number that of a whole batch.
+HeadLoss = Callable[[Seen], Tensor]
 
 
 @dataclass(frozen=True)
@@ -136,7 +239,7 @@ class Head:
 
     Attributes:
         level: of its labels.
-        loss: ``(seen, labels, columns, number)``; without a number the loss of a whole batch.
+        loss: without a number the loss of a whole batch.
         columns: its further inputs.
         ignore: the label of what is no target.
         float32: it computes in float32.
@@ -164,198 +267,222 @@ class Head:
         return self.level not in ("sample", "number", "flags")
 
 
-class _Inside:
-    """The head of a model whose own forward makes more of its loss."""
-
-    def __init__(self, module: Tiny) -> None:
-        self.module = module
-
-    def __call__(self, **inputs: Any) -> dict[str, Tensor]:
-        return Tiny.forward(self.module, **inputs)
-
-    def parameters(self) -> Any:
-        return self.module.parameters()
+def kind(s: Seen, key: str = "kind") -> Tensor:
+    """The mean over texts of a column's classes."""
+    return F.cross_entropy(s.pooled[:, :4], s.columns[key].long())
 
 
-class _OfOneRank:
-    """What a forward knows of a Trainer's arguments."""
-
-    world_size = 1
-
-
-class _OfLoop:
-    args = _OfOneRank
+def number(s: Seen, function: Callable[..., Tensor] = usual) -> Tensor:
+    """The sum over the number, where one comes."""
+    return function(s) if s.number is None else function(s, "sum") / s.number
 
 
-def in_forward(loss: Loss) -> type[Tiny]:
-    """A model whose own forward computes what an override does."""
-
-    class InForward(Tiny):
-        def forward(self, num_items_in_batch: Any = None, **inputs: Any) -> dict[str, Tensor]:  # type: ignore[override]
-            found, outputs = loss(_OfLoop, _base, _Inside(self), inputs, num_items_in_batch)
-            return {**outputs, "loss": found}
-
-    return InForward
+def in_float32(s: Seen) -> Seen:
+    return replace(s, scores=s.scores.float())
 
 
-def _base(model: Any, inputs: Batch, return_outputs: bool = True, num_items_in_batch: Any = None) -> Any:
-    """As a Trainer's ``compute_loss``."""
-    outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
-    return outputs["loss"], outputs
+def class_weights(s: Seen) -> Tensor:
+    return F.cross_entropy(*aligned(s), weight=torch.linspace(0.2, 1.0, VOCABULARY, dtype=s.scores.dtype))
 
 
-def aligned(logits: Tensor, labels: Tensor, level: str) -> tuple[Tensor, Tensor]:
-    """Logits [n, V] and labels [n], after the shift of a causal model."""
-    if level == "next":
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    return logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+def element_weights(s: Seen) -> Tensor:
+    weight = torch.tensor([0.5, 1.0, 2.0], dtype=s.pooled.dtype)
+    return F.binary_cross_entropy_with_logits(s.pooled[:, :3], s.labels.to(s.pooled), weight=weight)
 
 
-def usual(logits: Tensor, labels: Tensor, head: Head, reduction: str = "mean") -> Tensor:
-    """Of what a model returns as logits: torch's own function for this level of labels."""
-    if head.level == "number":
-        return F.mse_loss(logits[:, 0], labels.to(logits), reduction=reduction)
-    if head.level == "flags":
-        return F.binary_cross_entropy_with_logits(logits[:, :3], labels.to(logits), reduction=reduction)
-    logits, labels = aligned(logits, labels.long(), head.level)
-    return F.cross_entropy(logits, labels, reduction=reduction, ignore_index=head.ignore)
-
-
-def by_hand(logits: Tensor, labels: Tensor, head: Head, reduction: str = "mean") -> Tensor:
-    """The same without a loss function of torch."""
-    if head.level in ("number", "flags"):
-        labels = labels.to(logits)
-        if head.level == "number":
-            losses = (logits[:, 0] - labels).square()
-        else:
-            losses = F.softplus(logits[:, :3]) - logits[:, :3] * labels
-        return losses.sum() if reduction == "sum" else losses.mean()
-    losses, valid = token_losses(logits, labels, head)
-    return (losses * valid).sum() / (1 if reduction == "sum" else valid.sum())
-
-
-def token_losses(logits: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """Of every label [n], and whether it is a target."""
-    logits, labels = aligned(logits, labels.long(), head.level)
-    return -logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0], labels != head.ignore
-
-
-def of_level(seen: Seen, head: Head) -> Tensor:
-    return seen.logits if head.of_tokens else seen.pooled
-
-
-#: ``(seen, labels, columns, number, head)`` -> a loss.
-HeadOf = Callable[[Seen, Tensor, Mapping[str, Tensor], Any, Head], Tensor]
-
-
-def _head(name: str, level: str, loss: HeadOf, columns: tuple[str, ...] = (), **more: Any) -> tuple[str, Head]:
-    def bound(seen: Seen, labels: Tensor, given: Mapping[str, Tensor], number: Any) -> Tensor:
-        return loss(seen, labels, given, number, head)
-
-    head = Head(name, level, bound, columns, **more)
-    return name, head
-
-
-def _reduced(function: Callable[..., Tensor] = usual, *, by_number: bool = False, float32: bool = False) -> HeadOf:
-    """The mean over the targets; of what divides by the number, where one comes, their sum over it."""
-
-    def loss(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-        logits = of_level(seen, head)
-        logits = logits.float() if float32 else logits
-        if number is None or not by_number:
-            return function(logits, labels, head)
-        return function(logits, labels, head, "sum") / number
-
-    return loss
-
-
-_mean, _mean_by_hand = _reduced(), _reduced(by_hand)
-_number, _number_by_hand = _reduced(by_number=True), _reduced(by_hand, by_number=True)
-
-
-def _class_weights(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    logits, labels = aligned(of_level(seen, head), labels.long(), head.level)
-    weight = torch.linspace(0.2, 1.0, VOCABULARY, dtype=logits.dtype)
-    return F.cross_entropy(logits, labels, weight=weight)
-
-
-def _element_weights(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    weight = torch.tensor([0.5, 1.0, 2.0], dtype=seen.pooled.dtype)
-    return F.binary_cross_entropy_with_logits(seen.pooled[:, :3], labels.to(seen.pooled), weight=weight)
-
-
-def _weights_column(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    losses, valid = token_losses(of_level(seen, head), labels, head)
-    weights = given["weights"][:, 1:].reshape(-1) if head.level == "next" else given["weights"].reshape(-1)
+def weights_column(s: Seen) -> Tensor:
+    losses, valid = token_losses(s)
+    weights = s.columns["weights"][:, 1:].reshape(-1)
     return (losses * weights * valid).sum() / (weights * valid).sum()
 
 
-def _weighted_elements(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
+def weighted_elements(s: Seen) -> Tensor:
     """Torch's own weighted mean of numbers."""
-    values = seen.logits[..., 0]
-    return F.mse_loss(values, labels.nan_to_num().to(values), weight=given["weights"] * ~labels.isnan())
+    values = s.logits[..., 0]
+    return F.mse_loss(values, s.labels.nan_to_num().to(values), weight=s.columns["weights"] * ~s.labels.isnan())
 
 
-def _kind(seen: Seen, given: Any, key: str) -> Tensor:
-    return F.cross_entropy(seen.pooled[:, :4], given[key].long())
+def with_z(s: Seen, loss: Tensor) -> Tensor:
+    return loss + 0.1 * z_loss(s.logits, s.kept)
 
 
-def _two_terms(key: str, factor: float, base: HeadOf) -> HeadOf:
-    def loss(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-        return base(seen, labels, given, number, head) + factor * _kind(seen, given, key)
-
-    return loss
+def indexed(s: Seen) -> Tensor:
+    logits, labels = aligned(s)
+    return F.cross_entropy(logits[labels >= 0], labels[labels >= 0])
 
 
-def _with_z(base: HeadOf) -> HeadOf:
-    def loss(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-        return base(seen, labels, given, number, head) + 0.1 * z_loss(seen.logits, seen.kept)
-
-    return loss
+def without_nan(s: Seen) -> Tensor:
+    kept = ~s.labels.isnan()
+    return F.mse_loss(s.logits[..., 0][kept], s.labels[kept].to(s.logits))
 
 
-def _indexed(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    logits, labels = aligned(of_level(seen, head), labels.long(), head.level)
-    kept = labels >= 0
-    return F.cross_entropy(logits[kept], labels[kept])
+def chosen(s: Seen) -> Tensor:
+    losses, valid = token_losses(s)
+    found = valid & (aligned(s)[1] < VOCABULARY // 2)
+    return (losses * found).sum() / found.sum().clamp(min=1)
 
 
-def _without_nan(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    kept = ~labels.isnan()
-    return F.mse_loss(seen.logits[..., 0][kept], labels[kept].to(seen.logits))
-
-
-def _chosen(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    losses, valid = token_losses(of_level(seen, head), labels, head)
-    chosen = valid & (aligned(seen.logits, labels, head.level)[1] < VOCABULARY // 2)
-    return (losses * chosen).sum() / chosen.sum().clamp(min=1)
-
-
-def _focal(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    losses, valid = token_losses(of_level(seen, head), labels, head)
+def focal(s: Seen) -> Tensor:
+    losses, valid = token_losses(s)
     return ((1 - (-losses).exp()) ** 2 * losses * valid).sum() / valid.sum()
 
 
-def _sum(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    return usual(of_level(seen, head), labels, head, "sum")
-
-
-def _root(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    return usual(of_level(seen, head), labels, head).sqrt()
-
-
-def _in_batch_negatives(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    one, other = F.normalize(seen.pooled, dim=-1), F.normalize(seen.first, dim=-1)
+def in_batch_negatives(s: Seen) -> Tensor:
+    one, other = F.normalize(s.pooled, dim=-1), F.normalize(s.first, dim=-1)
     return F.cross_entropy(one @ other.T / 0.5, torch.arange(len(one)))
 
 
-def _mean_of_texts(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
+def mean_of_texts(s: Seen) -> Tensor:
     """Of every text the mean over its targets, and of those the mean."""
-    losses, valid = (each.view(len(labels), -1) for each in token_losses(seen.logits, labels, head))
+    losses, valid = text_losses(s)
     return ((losses * valid).sum(1) / valid.sum(1).clamp(min=1)).mean()
 
 
-# --- heads of two losses, and what is made of them ------------------------------------------------------------------
+def logged(s: Seen, function: HeadLoss) -> Tensor:
+    """Another loss is computed for the log alone."""
+    with torch.no_grad():
+        kind(s)
+    return function(s)
+
+
+def imported_kind(s: Seen) -> Tensor:
+    return imported_early(s.pooled[:, :4], s.columns["kind"].long())
+
+
+# Heads that write into their model.
+
+
+def random_keys() -> Tensor:
+    return F.normalize(torch.randn(QUEUE, VOCABULARY), dim=-1)
+
+
+def queue(s: Seen) -> Tensor:
+    """Momentum contrast (He et al. 2020): the keys of batches before are the negatives."""
+    model: Any = s.model
+    one, other = F.normalize(s.pooled, dim=-1), F.normalize(s.first, dim=-1).detach()
+    held = model.queue.clone()
+    logits = torch.cat([(one * other).sum(-1, keepdim=True), one @ held.T], 1) / 0.5
+    if model.training:
+        model.queue.copy_(torch.cat([other, held])[:QUEUE])
+    return usual(s) + F.cross_entropy(logits, torch.zeros(len(one), dtype=torch.long))
+
+
+def centre(s: Seen) -> Tensor:
+    """Self-distillation against a centred teacher (DINO, Caron et al. 2021)."""
+    model: Any = s.model
+    wanted = ((s.first - model.centre) / 0.5).softmax(-1).detach()
+    if model.training:
+        model.centre.mul_(0.5).add_(0.5 * s.first.detach().mean(0))
+    return -(wanted * s.pooled.log_softmax(-1)).sum(-1).mean()
+
+
+def over_average(s: Seen) -> Tensor:
+    """Over its own running mean."""
+    model: Any = s.model
+    loss = usual(s)
+    if model.training:
+        model.average.mul_(0.5).add_(0.5 * loss.detach())
+    return loss / model.average.clone()
+
+
+def counting(s: Seen) -> Tensor:
+    """What is written changes nothing."""
+    model: Any = s.model
+    if model.training:
+        model.calls.add_(1)
+    return usual(s)
+
+
+# Heads whose terms come and go.
+
+
+def no_term(s: Seen) -> Tensor:
+    return 0.0 * s.logits.sum()
+
+
+def tasks(s: Seen) -> Tensor:
+    """A row's task says which of two losses it has; one that no row has is left out."""
+    loss, task = no_term(s), s.columns["task"]
+    if bool((task == 0).any()):
+        loss = loss + usual(s.rows(task == 0))
+    if bool((task == 1).any()):
+        loss = loss + F.cross_entropy(s.pooled[task == 1], s.ids[task == 1].amax(1))
+    return loss
+
+
+def worst_task(s: Seen) -> Tensor:
+    """Group DRO (Sagawa et al. 2020)."""
+    losses, valid = text_losses(s)
+    found = []
+    for task in s.columns["task"].unique():
+        rows = s.columns["task"] == task
+        found.append((losses[rows] * valid[rows]).sum() / valid[rows].sum().clamp(min=1))
+    return torch.stack(found).max(0).values
+
+
+def class_by_class(s: Seen) -> Tensor:
+    """A term for each class that is there."""
+    of = s.columns["kind"].long()
+    found = [F.cross_entropy(s.pooled[of == each, :4], of[of == each]) for each in of[of >= 0].unique()]
+    return usual(s) + sum(found, no_term(s))
+
+
+def kind_where_labelled(s: Seen) -> Tensor:
+    loss = usual(s)
+    return loss + kind(s) if bool((s.columns["kind"] != -100).any()) else loss
+
+
+def where_labelled(s: Seen) -> Tensor:
+    """A penalty on the weights, and the rest where there is any target."""
+    loss = 0.01 * squares(s.model)
+    return loss + usual(s) if bool((aligned(s)[1] != s.head.ignore).any()) else loss
+
+
+# Heads whose items are counted by hand.
+
+
+def weights_by_hand(s: Seen, *, over_targets: bool = False) -> Tensor:
+    """A weight of each class; the mean is over the weights, or over the targets."""
+    losses, valid = token_losses(s)
+    classes = aligned(s)[1].clamp(min=0)
+    weights = torch.linspace(0.2, 1.0, VOCABULARY, dtype=losses.dtype)[classes] * valid
+    return (losses * weights).sum() / (valid if over_targets else weights).sum()
+
+
+def weights_over_samples(s: Seen) -> Tensor:
+    """Each sample's own loss by torch, weighed, and of that the mean over samples."""
+    losses = F.cross_entropy(s.pooled, s.labels.long(), reduction="none", ignore_index=s.head.ignore)
+    return (losses * torch.linspace(0.2, 1.0, VOCABULARY).to(losses)[s.labels.long().clamp(min=0)]).mean()
+
+
+def first_target(s: Seen) -> Tensor:
+    """Of each text its first target alone."""
+    losses, valid = text_losses(s)
+    first = losses.gather(1, valid.long().argmax(1, keepdim=True))[:, 0]
+    return (first * valid.any(1)).sum() / valid.any(1).sum().clamp(min=1)
+
+
+def asserts(s: Seen) -> Tensor:
+    if not bool(((s.labels == s.ids) | (s.labels == s.head.ignore)).all()):
+        raise ValueError("labels are no copy of the ids")
+    return usual(s)
+
+
+def ratio(s: Seen, advantage: str = "") -> Tensor:
+    """A policy gradient's first step: every token's value is its advantage, whatever its gradient is."""
+    losses, valid = token_losses(s)
+    times = s.columns[advantage][:, 1:].reshape(-1) if advantage else 1.0
+    return -((losses.detach() - losses).exp() * times * valid).sum() / valid.sum()
+
+
+def hinge(s: Seen) -> Tensor:
+    """Zero for many samples."""
+    valid = s.labels != s.head.ignore
+    right = s.pooled.gather(1, s.labels.long().clamp(min=0)[:, None])[:, 0]
+    return (F.relu(s.pooled.mean(1) - right) * valid).sum() / valid.sum().clamp(min=1)
+
+
+# Heads of two losses.
 
 #: ``(model, a, c)`` -> one loss of two, on a whole batch as on a micro-batch.
 Mixing = Callable[[Tiny, Tensor, Tensor], Tensor]
@@ -374,6 +501,11 @@ def _gated(model: Tiny, a: Tensor, c: Tensor) -> Tensor:
     return gate * a + (1 - gate) * c
 
 
+def _learnt_factor(model: Tiny, a: Tensor) -> Tensor:
+    assert model.learnt is not None
+    return (-model.learnt[0]).exp() * a + model.learnt[0]
+
+
 MIXINGS: dict[str, Mixing] = {
     "detached": lambda model, a, c: a + c.detach(),
     "stop-gradient": lambda model, a, c: a + c * (a / c).detach(),
@@ -390,348 +522,111 @@ MIXINGS: dict[str, Mixing] = {
     "alternating": lambda model, a, c: c if model.step % 2 else a,
     "zero-first": lambda model, a, c: min(model.step, 1) * (a + c),
 }
-#: Those that learn, and those that change from window to window.
-LEARN, CHANGE = ("uncertain", "gated"), ("later", "scheduled", "alternating", "zero-first")
 
 
-def _mixed(mixing: Mixing, base: HeadOf) -> HeadOf:
-    def loss(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-        return mixing(seen.model, base(seen, labels, given, number, head), _kind(seen, given, "kind"))
-
-    return loss
-
-
-def _of_one(change: Callable[[Tiny, Tensor], Tensor]) -> Callable[..., Tensor]:
-    def loss(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-        return change(seen.model, _mean(seen, labels, given, number, head))
-
-    return loss
-
-
-def _learnt_factor(model: Tiny, a: Tensor) -> Tensor:
-    assert model.learnt is not None
-    return (-model.learnt[0]).exp() * a + model.learnt[0]
-
-
-def _imported(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    logits, labels = aligned(seen.logits, labels.long(), head.level)
-    return imported_early(logits, labels)
-
-
-def _imported_kind(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    return _imported(seen, labels, given, number, head) + imported_early(seen.pooled[:, :4], given["kind"].long())
-
-
-def _again(seen: Seen, labels: Tensor, head: Head, *, reentrant: bool) -> Tensor:
-    """Computed once more in the backward."""
-    loss: Tensor = checkpoint(usual, seen.logits, labels, head, use_reentrant=reentrant)
-    return loss
-
-
-def _checkpointed(*, reentrant: bool, kind: bool = False) -> Callable[..., Tensor]:
-    def loss(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-        found = _again(seen, labels, head, reentrant=reentrant)
-        return found + _kind(seen, given, "kind") if kind else found
-
-    return loss
-
-
-def _fused(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    loss: Tensor = Fused.apply(*aligned(seen.logits, labels.long(), head.level))
-    return loss
-
-
-def _fused_and_kind(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    return _fused(seen, labels, given, number, head) + _kind(seen, given, "kind")
-
-
-def _logged(base: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Another loss is computed for the log alone."""
-
-    def loss(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-        with torch.no_grad():
-            _kind(seen, given, "kind")
-        return base(seen, labels, given, number, head)
-
-    return loss
-
-
-# --- heads that write into their model ------------------------------------------------------------------------------
-
-
-def _random_keys() -> Tensor:
-    return F.normalize(torch.randn(QUEUE, VOCABULARY), dim=-1)
-
-
-def _queue(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    """Momentum contrast (He et al. 2020): the keys of batches before are the negatives."""
-    model: Any = seen.model
-    one, other = F.normalize(seen.pooled, dim=-1), F.normalize(seen.first, dim=-1).detach()
-    held = model.queue.clone()
-    logits = torch.cat([(one * other).sum(-1, keepdim=True), one @ held.T], 1) / 0.5
-    if model.training:
-        model.queue.copy_(torch.cat([other, held])[:QUEUE])
-    contrast = F.cross_entropy(logits, torch.zeros(len(one), dtype=torch.long))
-    return _mean(seen, labels, given, number, head) + contrast
-
-
-def _centre(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    """Self-distillation against a centred teacher (DINO, Caron et al. 2021)."""
-    model: Any = seen.model
-    wanted = ((seen.first - model.centre) / 0.5).softmax(-1).detach()
-    if model.training:
-        model.centre.mul_(0.5).add_(0.5 * seen.first.detach().mean(0))
-    return -(wanted * seen.pooled.log_softmax(-1)).sum(-1).mean()
-
-
-def _over_average(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    """Over its own running mean."""
-    model: Any = seen.model
-    loss = _mean(seen, labels, given, number, head)
-    if model.training:
-        model.average.mul_(0.5).add_(0.5 * loss.detach())
-    return loss / model.average.clone()
-
-
-def _counting(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    """What is written changes nothing."""
-    model: Any = seen.model
-    if model.training:
-        model.calls.add_(1)
-    return _mean(seen, labels, given, number, head)
-
-
-# --- heads whose terms come and go ----------------------------------------------------------------------------------
-
-
-def _no_term(seen: Seen) -> Tensor:
-    return 0.0 * seen.logits.sum()
-
-
-def _of_rows(seen: Seen, labels: Tensor, head: Head, rows: Tensor) -> Tensor:
-    return usual(of_level(seen, head)[rows], labels[rows], head)
-
-
-def _tasks(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    """A row's task says which of two losses it has; one that no row has is left out."""
-    task = given["task"]
-    loss = _no_term(seen)
-    if bool((task == 0).any()):
-        loss = loss + _of_rows(seen, labels, head, task == 0)
-    if bool((task == 1).any()):
-        rows = seen.pooled[task == 1]
-        loss = loss + F.cross_entropy(rows, seen.ids[task == 1].amax(1))
-    return loss
-
-
-def _worst_task(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    """Group DRO (Sagawa et al. 2020)."""
-    losses, valid = (each.view(len(labels), -1) for each in token_losses(seen.logits, labels, head))
-    found = []
-    for task in given["task"].unique():
-        rows = given["task"] == task
-        found.append((losses[rows] * valid[rows]).sum() / valid[rows].sum().clamp(min=1))
-    return torch.stack(found).max(0).values
-
-
-def _class_by_class(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    """A term for each class that is there."""
-    kind = given["kind"].long()
-    found = [F.cross_entropy(seen.pooled[kind == each, :4], kind[kind == each]) for each in kind[kind >= 0].unique()]
-    return _mean(seen, labels, given, number, head) + sum(found, _no_term(seen))
-
-
-def _kind_where_labelled(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    loss = _mean(seen, labels, given, number, head)
-    return loss + _kind(seen, given, "kind") if bool((given["kind"] != -100).any()) else loss
-
-
-def _where_labelled(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    """A penalty on the weights, and the rest where there is any target."""
-    loss = 0.01 * squares(seen.model)
-    valid = aligned(seen.logits, labels, head.level)[1] != head.ignore
-    return loss + _mean(seen, labels, given, number, head) if bool(valid.any()) else loss
-
-
-def _stack_of_rows(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    return mean_of_rows(of_level(seen, head), labels, head, usual)
-
-
-def mean_of_rows(logits: Tensor, labels: Tensor, head: Head, function: Callable[..., Tensor]) -> Tensor:
-    """Of every row its loss, and of those the mean; what has no target is left out."""
-    rows = [row for row in range(len(labels)) if has_target(labels[row : row + 1], head)]
-    found = [function(logits[row : row + 1], labels[row : row + 1], head) for row in rows]
-    return torch.stack(found).mean() if found else 0.0 * logits.sum()
-
-
-def has_target(labels: Tensor, head: Head) -> bool:
-    if labels.is_floating_point():
-        return not bool(labels.isnan().all())
-    return bool(((labels[:, 1:] if head.level == "next" else labels) != head.ignore).any())
-
-
-# --- heads whose items are counted by hand --------------------------------------------------------------------------
-
-
-def _texts_and_tokens(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    """A sample mean plus a token mean, as preference losses with a supervised term."""
-    return _mean_of_texts(seen, labels, given, number, head) + _mean_by_hand(seen, labels, given, number, head)
-
-
-def _weights_by_hand(over: str) -> Callable[..., Tensor]:
-    """A weight of each class; the mean is over the weights, or over the targets."""
-
-    def loss(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-        losses, valid = token_losses(of_level(seen, head), labels, head)
-        classes = aligned(of_level(seen, head), labels, head.level)[1].long().clamp(min=0)
-        weights = torch.linspace(0.2, 1.0, VOCABULARY, dtype=losses.dtype)[classes] * valid
-        return (losses * weights).sum() / (weights if over == "weights" else valid).sum()
-
-    return loss
-
-
-def _weights_over_samples(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    """Each sample's own loss by torch, weighed, and of that the mean over samples."""
-    losses = F.cross_entropy(seen.pooled, labels.long(), reduction="none", ignore_index=head.ignore)
-    return (losses * torch.linspace(0.2, 1.0, VOCABULARY).to(losses)[labels.long().clamp(min=0)]).mean()
-
-
-def _first_target(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    """Of each text its first target alone."""
-    losses, valid = (each.view(len(labels), -1) for each in token_losses(seen.logits, labels, head))
-    first = losses.gather(1, valid.long().argmax(1, keepdim=True))[:, 0]
-    return (first * valid.any(1)).sum() / valid.any(1).sum().clamp(min=1)
-
-
-def _asserts(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    if not bool(((labels == seen.ids) | (labels == head.ignore)).all()):
-        raise ValueError("labels are no copy of the ids")
-    return _mean(seen, labels, given, number, head)
-
-
-def _ratio(advantage: str) -> Callable[..., Tensor]:
-    """A policy gradient's first step: every token's value is its advantage, whatever its gradient is."""
-
-    def loss(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-        losses, valid = token_losses(seen.logits, labels, head)
-        ratio = (losses.detach() - losses).exp()
-        times = given[advantage][:, 1:].reshape(-1) if advantage else 1.0
-        return -(ratio * times * valid).sum() / valid.sum()
-
-    return loss
-
-
-def _hinge(seen: Seen, labels: Tensor, given: Any, number: Any, head: Head) -> Tensor:
-    """Zero for many samples."""
-    valid = labels != head.ignore
-    right = seen.pooled.gather(1, labels.long().clamp(min=0)[:, None])[:, 0]
-    return (F.relu(seen.pooled.mean(1) - right) * valid).sum() / valid.sum().clamp(min=1)
-
-
-HEADS: dict[str, Head] = dict(
-    [
-        _head("mean", "next", _mean),
-        _head("mean-of-tokens", "token", _mean),
-        _head("mean-of-classes", "sample", _mean),
-        _head("mean-by-hand", "next", _mean_by_hand),
-        _head("mean-of-tokens-by-hand", "token", _mean_by_hand),
-        _head("mean-of-classes-by-hand", "sample", _mean_by_hand),
-        _head("mean-in-float32", "next", _reduced(float32=True), float32=True),
-        _head("number", "next", _number, by_number=True),
-        _head("number-of-tokens", "token", _number, by_number=True),
-        _head("number-of-classes", "sample", _number, by_number=True),
-        _head("number-by-hand", "next", _number_by_hand, by_number=True),
-        _head(
-            "number-in-float32", "next", _reduced(by_number=True, float32=True), float32=True, by_number=True
-        ),
-        _head("class-weights", "next", _class_weights),
-        _head("class-weights-of-classes", "sample", _class_weights),
-        _head("element-weights", "flags", _element_weights),
-        _head("weights-column", "next", _weights_column, ("weights",)),
-        _head("weighted-elements", "token value", _weighted_elements, ("weights",)),
-        _head("regression", "number", _mean),
-        _head("regression-by-hand", "number", _mean_by_hand),
-        _head("multi-label", "flags", _mean),
-        _head("multi-label-by-hand", "flags", _mean_by_hand),
-        _head("two-terms-kind", "next", _two_terms("kind", 1.0, _mean), ("kind",)),
-        _head("two-terms-sentence", "token", _two_terms("next_sentence_label", 1.0, _mean), ("next_sentence_label",)),
-        _head("two-terms-weighed", "next", _two_terms("kind_labels", 0.3, _mean), ("kind_labels",)),
-        _head("two-terms-number", "next", _two_terms("kind", 1.0, _number), ("kind",), by_number=True),
-        _head("mean-and-z", "next", _with_z(_mean)),
-        _head("mean-by-hand-and-z", "next", _with_z(_mean_by_hand)),
-        _head("number-and-z", "next", _with_z(_number), by_number=True),
-        _head("indexed", "token", _indexed, ignore=-1),
-        _head("without-nan", "token value", _without_nan),
-        _head("chosen", "next", _chosen),
-        _head("focal", "next", _focal),
-        _head("sum", "next", _sum),
-        _head("sum-of-classes", "sample", _sum),
-        _head("root", "number", _root),
-        _head("in-batch-negatives", "sample", _in_batch_negatives),
-        _head("mean-of-texts", "next", _mean_of_texts),
-        *(
-            _head(
-                f"mean-and-kind-{name}",
-                "next",
-                _mixed(mixing, _mean),
-                ("kind",),
-                learns=name in LEARN,
-                windows=3 if name in CHANGE else 1,
-            )
-            for name, mixing in MIXINGS.items()
-        ),
-        _head("number-and-kind-detached", "next", _mixed(MIXINGS["detached"], _number), ("kind",), by_number=True),
-        _head("number-and-kind-later", "next", _mixed(MIXINGS["later"], _number), ("kind",), by_number=True, windows=3),
-        _head(
-            "number-and-kind-uncertain",
-            "next",
-            _mixed(MIXINGS["uncertain"], _number),
-            ("kind",),
-            by_number=True,
-            learns=True,
-        ),
-        _head("learnt-factor", "next", _of_one(_learnt_factor), learns=True),
-        _head("half", "next", _of_one(lambda model, a: 0.5 * a)),
-        _head("quarter", "next", _of_one(lambda model, a: 0.25 * a)),
-        _head("over-itself", "next", _of_one(lambda model, a: a / a.detach())),
-        _head("flooded", "next", _of_one(lambda model, a: flooding(a, FLOOD))),
-        _head("perplexity", "next", _of_one(lambda model, a: 0.5 * a.exp())),
-        _head("root-of-tokens", "next", _of_one(lambda model, a: 2 * a.sqrt())),
-        _head("zero-first", "next", _of_one(lambda model, a: min(model.step, 1) * a), windows=3),
-        _head("imported", "next", _imported),
-        _head("imported-kind", "next", _imported_kind, ("kind",)),
-        _head("checkpointed", "next", _checkpointed(reentrant=False)),
-        _head("checkpointed-kind", "next", _checkpointed(reentrant=False, kind=True), ("kind",)),
-        _head("reentrant", "next", _checkpointed(reentrant=True)),
-        _head("reentrant-kind", "next", _checkpointed(reentrant=True, kind=True), ("kind",)),
-        _head("fused", "next", _fused),
-        _head("fused-kind", "next", _fused_and_kind, ("kind",)),
-        _head("logged-kind", "next", _logged(_mean), ("kind",)),
-        _head("logged-kind-by-hand", "next", _logged(_mean_by_hand), ("kind",)),
-        _head("queue", "next", _queue, state={"queue": _random_keys}),
-        _head("centre", "sample", _centre, state={"centre": lambda: torch.zeros(VOCABULARY)}),
-        _head("over-average", "next", _over_average, state={"average": lambda: torch.ones(())}),
-        _head("counting", "next", _counting, state={"calls": lambda: torch.zeros((), dtype=torch.long)}),
-        _head("tasks", "next", _tasks, ("task",)),
-        _head("worst-task", "next", _worst_task, ("task",)),
-        _head("class-by-class", "next", _class_by_class, ("kind",)),
-        _head("kind-where-labelled", "next", _kind_where_labelled, ("kind",)),
-        _head("where-labelled", "next", _where_labelled, unlabelled=True),
-        _head("stack-of-rows", "next", _stack_of_rows),
-        _head("stack-of-classes", "sample", _stack_of_rows),
-        _head("texts-and-tokens", "next", _texts_and_tokens),
-        _head("weights-by-hand", "next", _weights_by_hand("weights")),
-        _head("weights-by-hand-over-targets", "next", _weights_by_hand("targets")),
-        _head("weights-by-hand-of-classes", "sample", _weights_by_hand("weights")),
-        _head("weights-over-samples", "sample", _weights_over_samples),
-        _head("focal-of-classes", "sample", _focal),
-        _head("first-target", "next", _first_target),
-        _head("asserts", "next", _asserts),
-        _head("ratio", "next", _ratio("")),
-        _head("ratio-times", "next", _ratio("weights"), ("weights",)),
-        _head("hinge", "sample", _hinge),
+def _as_mixed(name: str) -> dict[str, Any]:
+    """Whether a mixing learns, and the windows it needs."""
+    changes = name in ("later", "scheduled", "alternating", "zero-first")
+    return {"learns": name in ("uncertain", "gated"), "windows": 3 if changes else 1}
+
+
+def _mixed_head(name: str, base: HeadLoss, prefix: str, **more: Any) -> Head:
+    mixing = MIXINGS[name]
+    return Head(
+        f"{prefix}-and-kind-{name}",
+        "next",
+        lambda s: mixing(s.model, base(s), kind(s)),
+        ("kind",),
+        **_as_mixed(name),
+        **more,
+    )
+
+
+HEADS: dict[str, Head] = {
+    head.name: head
+    for head in [
+        Head("mean", "next", usual),
+        Head("mean-of-tokens", "token", usual),
+        Head("mean-of-classes", "sample", usual),
+        Head("mean-by-hand", "next", by_hand),
+        Head("mean-of-tokens-by-hand", "token", by_hand),
+        Head("mean-of-classes-by-hand", "sample", by_hand),
+        Head("mean-in-float32", "next", lambda s: usual(in_float32(s)), float32=True),
+        Head("number", "next", number, by_number=True),
+        Head("number-of-tokens", "token", number, by_number=True),
+        Head("number-of-classes", "sample", number, by_number=True),
+        Head("number-by-hand", "next", lambda s: number(s, by_hand), by_number=True),
+        Head("number-in-float32", "next", lambda s: number(in_float32(s)), float32=True, by_number=True),
+        Head("class-weights", "next", class_weights),
+        Head("class-weights-of-classes", "sample", class_weights),
+        Head("element-weights", "flags", element_weights),
+        Head("weights-column", "next", weights_column, ("weights",)),
+        Head("weighted-elements", "token value", weighted_elements, ("weights",)),
+        Head("regression", "number", usual),
+        Head("regression-by-hand", "number", by_hand),
+        Head("multi-label", "flags", usual),
+        Head("multi-label-by-hand", "flags", by_hand),
+        Head("two-terms-kind", "next", lambda s: usual(s) + kind(s), ("kind",)),
+        Head("two-terms-sentence", "token", lambda s: usual(s) + kind(s, SENTENCE), (SENTENCE,)),
+        Head("two-terms-weighed", "next", lambda s: usual(s) + 0.3 * kind(s, "kind_labels"), ("kind_labels",)),
+        Head("two-terms-number", "next", lambda s: number(s) + kind(s), ("kind",), by_number=True),
+        Head("mean-and-z", "next", lambda s: with_z(s, usual(s))),
+        Head("mean-by-hand-and-z", "next", lambda s: with_z(s, by_hand(s))),
+        Head("number-and-z", "next", lambda s: with_z(s, number(s)), by_number=True),
+        Head("indexed", "token", indexed, ignore=-1),
+        Head("without-nan", "token value", without_nan),
+        Head("chosen", "next", chosen),
+        Head("focal", "next", focal),
+        Head("sum", "next", lambda s: usual(s, "sum")),
+        Head("sum-of-classes", "sample", lambda s: usual(s, "sum")),
+        Head("root", "number", lambda s: usual(s).sqrt()),
+        Head("in-batch-negatives", "sample", in_batch_negatives),
+        Head("mean-of-texts", "next", mean_of_texts),
+        *(_mixed_head(name, usual, "mean") for name in MIXINGS),
+        *(_mixed_head(name, number, "number", by_number=True) for name in ("detached", "later", "uncertain")),
+        Head("learnt-factor", "next", lambda s: _learnt_factor(s.model, usual(s)), learns=True),
+        Head("half", "next", lambda s: 0.5 * usual(s)),
+        Head("quarter", "next", lambda s: 0.25 * usual(s)),
+        Head("over-itself", "next", lambda s: over_itself(usual(s))),
+        Head("flooded", "next", lambda s: flooding(usual(s), FLOOD)),
+        Head("perplexity", "next", lambda s: 0.5 * usual(s).exp()),
+        Head("root-of-tokens", "next", lambda s: 2 * usual(s).sqrt()),
+        Head("zero-first", "next", lambda s: min(s.model.step, 1) * usual(s), windows=3),
+        Head("imported", "next", imported),
+        Head("imported-kind", "next", lambda s: imported(s) + imported_kind(s), ("kind",)),
+        Head("checkpointed", "next", lambda s: recomputed(s, reentrant=False)),
+        Head("checkpointed-kind", "next", lambda s: recomputed(s, reentrant=False) + kind(s), ("kind",)),
+        Head("reentrant", "next", lambda s: recomputed(s, reentrant=True)),
+        Head("reentrant-kind", "next", lambda s: recomputed(s, reentrant=True) + kind(s), ("kind",)),
+        Head("fused", "next", fused),
+        Head("fused-kind", "next", lambda s: fused(s) + kind(s), ("kind",)),
+        Head("logged-kind", "next", lambda s: logged(s, usual), ("kind",)),
+        Head("logged-kind-by-hand", "next", lambda s: logged(s, by_hand), ("kind",)),
+        Head("queue", "next", queue, state={"queue": random_keys}),
+        Head("centre", "sample", centre, state={"centre": lambda: torch.zeros(VOCABULARY)}),
+        Head("over-average", "next", over_average, state={"average": lambda: torch.ones(())}),
+        Head("counting", "next", counting, state={"calls": lambda: torch.zeros((), dtype=torch.long)}),
+        Head("tasks", "next", tasks, ("task",)),
+        Head("worst-task", "next", worst_task, ("task",)),
+        Head("class-by-class", "next", class_by_class, ("kind",)),
+        Head("kind-where-labelled", "next", kind_where_labelled, ("kind",)),
+        Head("where-labelled", "next", where_labelled, unlabelled=True),
+        Head("stack-of-rows", "next", mean_of_rows),
+        Head("stack-of-classes", "sample", mean_of_rows),
+        # A sample mean plus a token mean, as preference losses with a supervised term.
+        Head("texts-and-tokens", "next", lambda s: mean_of_texts(s) + by_hand(s)),
+        Head("weights-by-hand", "next", weights_by_hand),
+        Head("weights-by-hand-over-targets", "next", lambda s: weights_by_hand(s, over_targets=True)),
+        Head("weights-by-hand-of-classes", "sample", weights_by_hand),
+        Head("weights-over-samples", "sample", weights_over_samples),
+        Head("focal-of-classes", "sample", focal),
+        Head("first-target", "next", first_target),
+        Head("asserts", "next", asserts),
+        Head("ratio", "next", ratio),
+        Head("ratio-times", "next", lambda s: ratio(s, "weights"), ("weights",)),
+        Head("hinge", "sample", hinge),
     ]
-)  # fmt: skip
+}
 
 
 # --- overrides ----------------------------------------------------------------------------------------------------
@@ -785,48 +680,144 @@ class Override:
         return (*DATA, UNLABELLED) if none else DATA
 
 
+class _Inside:
+    """The head of a model whose own forward makes more of its loss."""
+
+    def __init__(self, module: Tiny) -> None:
+        self.module = module
+
+    def __call__(self, **inputs: Any) -> dict[str, Tensor]:
+        return Tiny.forward(self.module, **inputs)
+
+    def parameters(self) -> Any:
+        return self.module.parameters()
+
+
+#: The Trainer of a whole batch: one rank, and one micro-batch a window.
+ALONE = SimpleNamespace(args=SimpleNamespace(world_size=1, gradient_accumulation_steps=1))
+
+
+def in_forward(loss: Loss) -> type[Tiny]:
+    """A model whose own forward computes what an override does."""
+
+    class InForward(Tiny):
+        def forward(self, num_items_in_batch: Any = None, **inputs: Any) -> dict[str, Tensor]:  # type: ignore[override]
+            found, outputs = loss(ALONE, _base, _Inside(self), inputs, num_items_in_batch)
+            return {**outputs, "loss": found}
+
+    return InForward
+
+
+def _base(model: Any, inputs: Batch, return_outputs: bool = True, num_items_in_batch: Any = None) -> Any:
+    """As a Trainer's ``compute_loss``."""
+    outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+    return outputs["loss"], outputs
+
+
 def full_base(model: Tiny, batch: Batch) -> Tensor:
     loss: Tensor = model(**batch)["loss"]
     return loss
 
 
-def full_usual(model: Tiny, batch: Batch) -> Tensor:
-    return usual(of_level(model.see(batch["input_ids"]), model.of), batch["labels"], model.of)
+def whole(loss: Loss) -> Full:
+    """The loss of a whole batch, as a Trainer of one micro-batch computes it."""
+    return lambda model, batch: loss(ALONE, _base, model, batch, None)[0]
+
+
+@dataclass(frozen=True)
+class Made(Scored):
+    """What an override computes its loss from.
+
+    Attributes:
+        loss: super's, or the model's own.
+        inputs: of the micro-batch.
+        model: the bare one.
+        trainer: who trains it.
+        number: of items.
+    """
+
+    loss: Tensor
+    inputs: Batch
+    model: Tiny
+    trainer: Any
+    number: Any
+
+    @property
+    def kept(self) -> Tensor:
+        """Attended tokens [b, L], or all samples [b]."""
+        of_tokens = self.head.of_tokens
+        return self.inputs["input_ids"] != 0 if of_tokens else torch.ones(len(self.scores), dtype=torch.bool)
+
+    def seen_by(self, other: Tiny) -> Tensor:
+        """The logits of another model, as these are."""
+        return other.see(self.inputs["input_ids"]).of_level(self.head)
+
+
+Of = Callable[[Made], Tensor]
+
+
+def _made(of: Of, outputs: Any, loss: Any, trainer: Any, model: Any, inputs: Batch, number: Any) -> tuple[Tensor, Any]:
+    head = bare(model).of
+    return of(Made(outputs["logits"], inputs["labels"], head, loss, inputs, bare(model), trainer, number)), outputs
+
+
+def by_super(of: Of = lambda m: m.loss) -> Loss:
+    def loss(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
+        found, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
+        return _made(of, outputs, found, trainer, model, inputs, number)
+
+    return loss
+
+
+def by_model(of: Of = lambda m: m.loss) -> Loss:
+    """Of the model's own loss, without a number."""
+
+    def loss(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
+        outputs = model(**inputs)
+        return _made(of, outputs, outputs["loss"], trainer, model, inputs, number)
+
+    return loss
+
+
+def own(of: Of) -> Loss:
+    """Of a model that gets no labels."""
+
+    def loss(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
+        outputs = without_labels(model, inputs)
+        return _made(of, outputs, None, trainer, model, inputs, number)
+
+    return loss
 
 
 def without_labels(model: Any, inputs: Batch) -> Any:
     return model(**{key: value for key, value in inputs.items() if key != "labels"})
 
 
-def _super(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    return base(model, inputs, return_outputs=True, num_items_in_batch=number)
-
-
 def _without_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    return base(model, inputs, return_outputs=True)
+    loss, outputs = base(model, inputs, return_outputs=True)
+    return loss, outputs
 
 
-def _penalty(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    loss, outputs = _super(trainer, base, model, inputs, number)
-    return loss + 0.01 * squares(model), outputs
+def _outputs_loss(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
+    _, outputs = base(model, inputs, return_outputs=True, num_items_in_batch=number)
+    return outputs["loss"], outputs
 
 
-def _changed(loss: Loss, change: Callable[[Tensor, Any], Tensor]) -> Loss:
-    """What ``change(loss, trainer)`` makes of another's loss."""
-
-    def changed(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-        found, outputs = loss(trainer, base, model, inputs, number)
-        return change(found, trainer), outputs
-
-    return changed
+def by_steps(m: Made) -> Tensor:
+    loss: Tensor = m.loss / m.trainer.args.gradient_accumulation_steps
+    return loss
 
 
-def _by_steps(loss: Tensor, trainer: Any) -> Tensor:
-    return loss / trainer.args.gradient_accumulation_steps
+def where_number(m: Made) -> Tensor:
+    return by_steps(m) if m.number is not None and m.trainer.model_accepts_loss_kwargs else m.loss
 
 
-def _by_window(loss: Tensor, trainer: Any) -> Tensor:
-    return loss / trainer.current_gradient_accumulation_steps
+def own_number(m: Made, function: Callable[..., Tensor] = usual) -> Tensor:
+    if m.number is None:
+        return function(m)
+    # As upstream documents: the number counts all ranks, whose gradients are averaged.
+    found: Tensor = function(m, "sum") * m.trainer.args.world_size / m.number
+    return found
 
 
 @cache
@@ -834,94 +825,46 @@ def _teacher() -> Tiny:
     return built(HEADS["mean"], 999).requires_grad_(False)
 
 
-def _far(logits: Tensor, inputs: Batch, head: Head) -> Tensor:
+def far(m: Made) -> Tensor:
     """KL(teacher || logits), the mean over attended tokens, or over samples."""
-    seen = _teacher().see(inputs["input_ids"])
-    others, kept = (seen.logits, seen.kept) if head.of_tokens else (seen.pooled, torch.ones(len(logits)).bool())
-    return divergence(logits, others, kept)
+    return divergence(m.scores, m.seen_by(_teacher()), m.kept)
 
 
-def _far_by_torch(logits: Tensor, inputs: Batch, head: Head) -> Tensor:
-    seen = _teacher().see(inputs["input_ids"])
-    others = seen.logits if head.of_tokens else seen.pooled
-    if head.of_tokens:
-        logits, others = logits[seen.kept], others[seen.kept]
+def far_by_torch(m: Made) -> Tensor:
+    logits, others = m.scores[m.kept], m.seen_by(_teacher())[m.kept]
     return F.kl_div(logits.log_softmax(-1), others.log_softmax(-1), reduction="batchmean", log_target=True)
 
 
-def _taught(far: Callable[[Tensor, Batch, Head], Tensor]) -> Loss:
-    def loss(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-        found, outputs = _super(trainer, base, model, inputs, number)
-        return found + 0.5 * far(outputs["logits"], inputs, bare(model).of), outputs
-
-    return loss
-
-
-def _full_taught(model: Tiny, batch: Batch) -> Tensor:
-    logits = of_level(model.see(batch["input_ids"]), model.of)
-    return full_base(model, batch) + 0.5 * _far(logits, batch, model.of)
+def far_by_number(m: Made) -> Tensor:
+    """KL(teacher || logits) over the targets: the mean, or the sum over the number."""
+    logits, labels = aligned(m)
+    others, _ = aligned(replace(m, scores=m.seen_by(_teacher())))
+    valid = labels != m.head.ignore
+    log_p, log_q = logits.log_softmax(-1), others.log_softmax(-1)
+    summed = ((log_q.exp() * (log_q - log_p)).sum(-1) * valid).sum()
+    found: Tensor = summed / valid.sum() if m.number is None else m.trainer.args.world_size * summed / m.number
+    return found
 
 
-def _outputs_loss(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    _, outputs = _super(trainer, base, model, inputs, number)
-    return outputs["loss"], outputs
+@lru_cache(maxsize=8)
+def _at_first(head: Head, seed: int, even: bool) -> Tiny:
+    return seeded(lambda: built(head, seed, even=even))().requires_grad_(False)
 
 
-def _from_logits(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    _, outputs = _super(trainer, base, model, inputs, number)
-    return usual(outputs["logits"], inputs["labels"], bare(model).of), outputs
-
-
-def _models_own(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    outputs = model(**inputs)
-    return outputs["loss"], outputs
-
-
-def _models_own_where_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    outputs = model(**inputs)
-    loss = outputs["loss"]
-    if number is not None and trainer.model_accepts_loss_kwargs:
-        loss = loss / trainer.args.gradient_accumulation_steps
-    return loss, outputs
-
-
-def _own(function: Callable[..., Tensor]) -> Loss:
-    def loss(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-        outputs = without_labels(model, inputs)
-        return function(outputs["logits"], inputs["labels"], bare(model).of), outputs
-
-    return loss
-
-
-def _own_number(function: Callable[..., Tensor]) -> Loss:
-    def loss(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-        outputs, head = without_labels(model, inputs), bare(model).of
-        if number is None:
-            return function(outputs["logits"], inputs["labels"], head), outputs
-        # As upstream documents: the number counts all ranks, whose gradients are averaged.
-        summed = function(outputs["logits"], inputs["labels"], head, "sum") * trainer.args.world_size
-        return summed / number, outputs
-
-    return loss
+def from_start(m: Made) -> Tensor:
+    """KL from the model as it began, which is zero at first, and so is its gradient."""
+    return divergence(m.scores, m.seen_by(_at_first(m.model.of, m.model.seed, m.model.even)), m.kept)
 
 
 def _r_drop(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    loss, outputs = _super(trainer, base, model, inputs, number)
-    other = model(**inputs, draw=1)
-    both = _apart(outputs["logits"], other["logits"], inputs, bare(model).of)
-    return (loss + other["loss"]) / 2 + both / 2, outputs
+    def of(m: Made) -> Tensor:
+        other = model(**inputs, draw=1)
+        one, two = m.scores, other["logits"]
+        both = divergence(one, two, m.kept) + divergence(two, one, m.kept)
+        loss: Tensor = (m.loss + other["loss"]) / 2 + both / 2
+        return loss
 
-
-def _full_r_drop(model: Tiny, batch: Batch) -> Tensor:
-    one, other = model(**batch), model(**batch, draw=1)
-    both = _apart(one["logits"], other["logits"], batch, model.of)
-    loss: Tensor = (one["loss"] + other["loss"]) / 2 + both / 2
-    return loss
-
-
-def _apart(one: Tensor, other: Tensor, inputs: Batch, head: Head) -> Tensor:
-    kept = inputs["input_ids"] != 0 if head.of_tokens else torch.ones(len(one)).bool()
-    return divergence(one, other, kept) + divergence(other, one, kept)
+    return by_super(of)(trainer, base, model, inputs, number)
 
 
 def masked(batch: Batch, head: Head) -> Batch:
@@ -931,7 +874,7 @@ def masked(batch: Batch, head: Head) -> Batch:
 
 
 def _masked_in_loss(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    return _super(trainer, base, model, masked(inputs, bare(model).of), number)
+    return by_super()(trainer, base, model, masked(inputs, bare(model).of), number)
 
 
 def _masking(place: Callable[..., type], *how: str) -> Callable[[Head], type]:
@@ -939,118 +882,33 @@ def _masking(place: Callable[..., type], *how: str) -> Callable[[Head], type]:
     return lambda head: place(lambda batch: masked(batch, head), *how)
 
 
-def _full_masked(model: Tiny, batch: Batch) -> Tensor:
-    return full_base(model, masked(batch, model.of))
+def _func(of: Callable[[Scored], Tensor]) -> Callable[[Head], dict[str, Any]]:
+    """A compute_loss_func."""
+    return _func_number(lambda scored, number: of(scored))
 
 
-def _func(head: Head) -> dict[str, Any]:
-    def mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        return usual(outputs["logits"], labels, head)
+def _func_number(of: Callable[[Scored, Any], Tensor]) -> Callable[[Head], dict[str, Any]]:
+    def given(head: Head) -> dict[str, Any]:
+        def func(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+            return of(Scored(outputs["logits"], labels, head), num_items_in_batch)
 
-    return {"compute_loss_func": mean}
+        return {"compute_loss_func": func}
 
-
-def _func_number(head: Head) -> dict[str, Any]:
-    def by_number(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        if num_items_in_batch is None:
-            return usual(outputs["logits"], labels, head)
-        return usual(outputs["logits"], labels, head, "sum") / num_items_in_batch
-
-    return {"compute_loss_func": by_number}
+    return given
 
 
-def _full_smoothed(model: Tiny, batch: Batch) -> Tensor:
-    logits = of_level(model.see(batch["input_ids"]), model.of)
-    logits, labels = aligned(logits, batch["labels"].long(), model.of.level)
-    return F.cross_entropy(logits, labels, label_smoothing=0.1)
-
-
-def _override(name: str, loss: Loss, full: Full = full_base, *, by_steps: bool = False, **more: Any) -> Override:
-    """By ``compute_loss``; what divides by steps is a Trainer's alone."""
-    trainer = computing(loss)
-    return Override(name, lambda head: trainer, full, loss=None if by_steps else loss, **more)
-
-
-# --- overrides of two losses, of rows, of the steps kept ------------------------------------------------------------
-
-
-def _super_mixed(mixing: Mixing) -> Loss:
-    def loss(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-        found, outputs = _super(trainer, base, model, inputs, number)
-        return mixing(bare(model), found, _far(outputs["logits"], inputs, bare(model).of)), outputs
-
-    return loss
-
-
-def _full_mixed(mixing: Mixing) -> Full:
-    def full(model: Tiny, batch: Batch) -> Tensor:
-        far = _far(of_level(model.see(batch["input_ids"]), model.of), batch, model.of)
-        return mixing(model, full_base(model, batch), far)
-
-    return full
-
-
-def _own_mixed(mixing: Mixing, function: Callable[..., Tensor]) -> Loss:
-    def loss(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-        outputs, head = without_labels(model, inputs), bare(model).of
-        found = function(outputs["logits"], inputs["labels"], head)
-        return mixing(bare(model), found, _far(outputs["logits"], inputs, head)), outputs
-
-    return loss
-
-
-def _full_own_mixed(mixing: Mixing) -> Full:
-    def full(model: Tiny, batch: Batch) -> Tensor:
-        logits = of_level(model.see(batch["input_ids"]), model.of)
-        return mixing(model, usual(logits, batch["labels"], model.of), _far(logits, batch, model.of))
-
-    return full
-
-
-def _from_own(change: Callable[[Tensor], Tensor], function: Callable[..., Tensor] = usual) -> Loss:
-    return _changed(_own(function), lambda loss, trainer: change(loss))
-
-
-def _from_super(change: Callable[[Tensor], Tensor]) -> Loss:
-    return _changed(_super, lambda loss, trainer: change(loss))
-
-
-def _full_from_own(change: Callable[[Tensor], Tensor]) -> Full:
-    return lambda model, batch: change(full_usual(model, batch))
-
-
-def _full_over_itself(model: Tiny, batch: Batch) -> Tensor:
-    loss = full_base(model, batch)
-    return loss / loss.detach()
-
-
-@lru_cache(maxsize=8)
-def _at_first(head: Head, seed: int, even: bool) -> Tiny:
-    return seeded(lambda: built(head, seed, even=even))().requires_grad_(False)
-
-
-def _from_start(logits: Tensor, inputs: Batch, model: Tiny) -> Tensor:
-    """KL from the model as it began, which is zero at first, and so is its gradient."""
-    teacher = _at_first(model.of, model.seed, model.even)
-    others = of_level(teacher.see(inputs["input_ids"]), model.of)
-    kept = inputs["input_ids"] != 0 if model.of.of_tokens else torch.ones(len(logits)).bool()
-    return divergence(logits, others, kept)
-
-
-def _own_self_taught(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    loss, outputs = _own(usual)(trainer, base, model, inputs, number)
-    return 0.5 * loss + 0.5 * _from_start(outputs["logits"], inputs, bare(model)), outputs
-
-
-def _full_self_taught(model: Tiny, batch: Batch) -> Tensor:
-    logits = of_level(model.see(batch["input_ids"]), model.of)
-    return 0.5 * usual(logits, batch["labels"], model.of) + 0.5 * _from_start(logits, batch, model)
+def _over_number(scored: Scored, number: Any) -> Tensor:
+    return usual(scored) if number is None else usual(scored, "sum") / number
 
 
 def _keeping(loss: Loss) -> Callable[[Head], type]:
     """Divides by the steps that it has kept from the beginning."""
 
-    class Keeping(computing(_over_kept(loss))):  # type: ignore[misc]
+    def over_kept(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
+        found, outputs = loss(trainer, base, model, inputs, number)
+        return found / trainer.kept, outputs
+
+    class Keeping(computing(over_kept)):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.kept = self.args.gradient_accumulation_steps
@@ -1058,234 +916,139 @@ def _keeping(loss: Loss) -> Callable[[Head], type]:
     return lambda head: Keeping
 
 
-def _over_kept(loss: Loss) -> Loss:
-    def over(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-        found, outputs = loss(trainer, base, model, inputs, number)
-        return found / trainer.kept, outputs
-
-    return over
-
-
-def _super_and_far_by_steps(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    loss, outputs = _super(trainer, base, model, inputs, number)
-    far = _far(outputs["logits"], inputs, bare(model).of)
-    return loss + 0.5 * far / trainer.args.gradient_accumulation_steps, outputs
-
-
-def _super_and_far_by_number(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    """Distillation over the targets."""
-    loss, outputs = _super(trainer, base, model, inputs, number)
-    summed, count = _far_of_targets(outputs["logits"], inputs, bare(model).of)
-    times = 1 if number is None else trainer.args.world_size
-    return loss + 0.5 * times * summed / (count if number is None else number), outputs
-
-
-def _full_far_of_targets(model: Tiny, batch: Batch) -> Tensor:
-    logits = of_level(model.see(batch["input_ids"]), model.of)
-    summed, count = _far_of_targets(logits, batch, model.of)
-    return full_base(model, batch) + 0.5 * summed / count
-
-
-def _far_of_targets(logits: Tensor, inputs: Batch, head: Head) -> tuple[Tensor, Tensor]:
-    """KL(teacher || logits), summed over the targets, and how many they are."""
-    others = of_level(_teacher().see(inputs["input_ids"]), head)
-    logits, labels = aligned(logits, inputs["labels"].long(), head.level)
-    others, _ = aligned(others, inputs["labels"].long(), head.level)
-    valid = labels != head.ignore
-    log_p, log_q = logits.log_softmax(-1), others.log_softmax(-1)
-    return ((log_q.exp() * (log_q - log_p)).sum(-1) * valid).sum(), valid.sum()
-
-
 def _super_by_rows(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
+    """Of each sample that has a target super's loss."""
     outputs = without_labels(model, inputs)
-    losses = [base(model, row, return_outputs=True)[0] for row in _rows(inputs, bare(model).of)]
+    rows = [{key: value[row : row + 1] for key, value in inputs.items()} for row in range(len(inputs["labels"]))]
+    rows = [row for row in rows if has_target(row["labels"], bare(model).of)]
+    losses = [base(model, row, return_outputs=True)[0] for row in rows]
     return torch.stack(losses).mean() if losses else 0.0 * outputs["logits"].sum(), outputs
 
 
-def _full_by_rows(model: Tiny, batch: Batch) -> Tensor:
-    losses = [full_base(model, row) for row in _rows(batch, model.of)]
-    return torch.stack(losses).mean() if losses else 0.0 * model.see(batch["input_ids"]).logits.sum()
-
-
-def _rows(batch: Batch, head: Head) -> list[Batch]:
-    """Each sample that has a target as a batch."""
-    rows = [{key: value[row : row + 1] for key, value in batch.items()} for row in range(len(batch["labels"]))]
-    return [row for row in rows if has_target(row["labels"], head)]
-
-
-def _own_rows(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    outputs = without_labels(model, inputs)
-    return mean_of_rows(outputs["logits"], inputs["labels"], bare(model).of, usual), outputs
-
-
-def _full_own_rows(model: Tiny, batch: Batch) -> Tensor:
-    return mean_of_rows(of_level(model.see(batch["input_ids"]), model.of), batch["labels"], model.of, usual)
-
-
-def _own_imported(logits: Tensor, labels: Tensor, head: Head) -> Tensor:
-    logits, labels = aligned(logits, labels.long(), head.level)
-    return imported_early(logits, labels, ignore_index=head.ignore)
-
-
-def _own_logged(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
+def _own_logged(m: Made) -> Tensor:
     """What torch computes is logged, and what is trained is by hand."""
-    outputs, head = without_labels(model, inputs), bare(model).of
     with torch.no_grad():
-        usual(outputs["logits"], inputs["labels"], head)
-    loss = by_hand(outputs["logits"], inputs["labels"], head)
-    return loss + 0.5 * _far_by_torch(outputs["logits"], inputs, head), outputs
+        usual(m)
+    return by_hand(m) + 0.5 * far_by_torch(m)
 
 
-def _full_own_far(model: Tiny, batch: Batch) -> Tensor:
-    return full_usual(model, batch) + 0.5 * _far(of_level(model.see(batch["input_ids"]), model.of), batch, model.of)
-
-
-def _own_reentrant(logits: Tensor, labels: Tensor, head: Head) -> Tensor:
-    loss: Tensor = checkpoint(usual, logits, labels, head, use_reentrant=True)
-    return loss
-
-
-def _own_where_labelled(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
+def own_where_labelled(m: Made) -> Tensor:
     """A penalty, and a loss where there is any label."""
-    outputs = without_labels(model, inputs)
-    loss = 0.01 * squares(model)
-    if has_target(inputs["labels"], bare(model).of):
-        loss = loss + usual(outputs["logits"], inputs["labels"], bare(model).of)
-    return loss, outputs
+    loss = 0.01 * squares(m.model)
+    return loss + usual(m) if has_target(m.labels, m.head) else loss
 
 
-def _full_where_labelled(model: Tiny, batch: Batch) -> Tensor:
-    loss = 0.01 * squares(model)
-    return loss + full_usual(model, batch) if has_target(batch["labels"], model.of) else loss
-
-
-def _own_texts(trainer: Any, base: Any, model: Any, inputs: Any, number: Any) -> tuple[Tensor, Any]:
-    """A token mean plus a mean of texts."""
-    outputs, head = without_labels(model, inputs), bare(model).of
-    logits, labels = outputs["logits"], inputs["labels"]
-    return usual(logits, labels, head) + 0.5 * mean_of_rows(logits, labels, head, by_hand), outputs
-
-
-def _full_own_texts(model: Tiny, batch: Batch) -> Tensor:
-    return full_usual(model, batch) + 0.5 * mean_of_rows(
-        of_level(model.see(batch["input_ids"]), model.of), batch["labels"], model.of, by_hand
-    )
-
-
-def _func_over_itself(head: Head) -> dict[str, Any]:
-    def over_itself(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        loss = usual(outputs["logits"], labels, head)
-        return loss / loss.detach()
-
-    return {"compute_loss_func": over_itself}
-
-
-def _half_of(loss: Tensor) -> Tensor:
-    return 0.5 * loss
-
-
-def _quarter_of(loss: Tensor) -> Tensor:
-    return 0.25 * loss
-
-
-def _over_itself(loss: Tensor) -> Tensor:
+def over_itself(loss: Tensor) -> Tensor:
     return loss / loss.detach()
-
-
-def _flooded(loss: Tensor) -> Tensor:
-    return flooding(loss, FLOOD)
 
 
 def _stock(head: Head) -> type:
     return StockRecorder
 
 
+def _override(name: str, loss: Loss, full: Full | None = None, *, looped: bool = True, **more: Any) -> Override:
+    """By ``compute_loss``; what divides by steps is a Trainer's alone, and not looped."""
+    trainer = computing(loss)
+    return Override(name, lambda head: trainer, full or whole(loss), loss=loss if looped else None, **more)
+
+
+def _mixed_override(prefix: str, name: str, place: Callable[[Of], Loss], base: Of, **more: Any) -> Override:
+    mixing = MIXINGS[name]
+    loss = place(lambda m: mixing(m.model, base(m), far(m)))
+    return _override(f"{prefix}-and-teacher-{name}", loss, **_as_mixed(name), **more)
+
+
 #: Labels that a function of the logits knows.
 KNOWN = (*CLASSES, "number", "flags")
+FULL_USUAL, FULL_MASKED = whole(own(usual)), whole(_masked_in_loss)
+FULL_TAUGHT = whole(by_super(lambda m: m.loss + 0.5 * far(m)))
+FULL_QUARTER = whole(own(lambda m: 0.25 * usual(m)))
 
 OVERRIDES: dict[str, Override] = {
     override.name: override
     for override in [
         Override("none", _stock, full_base),
-        _override("super", _super),
-        _override("super-without-number", _without_number),
-        _override("half", _from_super(_half_of), lambda model, batch: 0.5 * full_base(model, batch)),
-        _override("squares", _penalty, lambda model, batch: full_base(model, batch) + 0.01 * squares(model)),
-        _override("teacher", _taught(_far), _full_taught),
-        _override("teacher-by-torch", _taught(_far_by_torch), _full_taught),
-        _override("super-by-steps", _changed(_super, _by_steps), by_steps=True),
-        _override("outputs-loss", _outputs_loss),
-        _override("from-logits", _from_logits, full_usual, levels=KNOWN),
-        _override("models-own", _models_own),
-        _override("models-own-by-steps", _changed(_models_own, _by_steps), by_steps=True),
-        _override("models-own-by-window", _changed(_models_own, _by_window), by_steps=True),
-        _override("models-own-where-number", _models_own_where_number, by_steps=True),
-        _override("own", _own(usual), full_usual, levels=KNOWN),
-        _override("own-by-hand", _own(by_hand), full_usual, levels=KNOWN),
-        _override("own-by-steps", _changed(_own(usual), _by_steps), full_usual, levels=KNOWN, by_steps=True),
-        # The number counts labels other than -100, whatever a sum leaves out.
-        _override("own-number", _own_number(usual), full_usual, levels=CLASSES, plain=True),
-        _override("own-number-by-hand", _own_number(by_hand), full_usual, levels=CLASSES, plain=True),
-        _override("r-drop", _r_drop, _full_r_drop),
-        _override("masked-in-loss", _masked_in_loss, _full_masked, levels=CLASSES),
-        Override("masked-in-prepare", _masking(as_prepared), _full_masked, levels=CLASSES),
-        Override("masked-in-step", _masking(in_step), _full_masked, levels=CLASSES),
-        Override("masked-in-place", _masking(in_step, "tensor"), _full_masked, levels=CLASSES),
-        Override("func", _stock, full_usual, _func, levels=KNOWN),
-        Override("func-number", _stock, full_usual, _func_number, levels=CLASSES),
+        _override("super", by_super(), full_base),
+        _override("super-without-number", _without_number, full_base),
+        _override("half", by_super(lambda m: 0.5 * m.loss)),
+        _override("squares", by_super(lambda m: m.loss + 0.01 * squares(m.model))),
+        _override("teacher", by_super(lambda m: m.loss + 0.5 * far(m))),
+        _override("teacher-by-torch", by_super(lambda m: m.loss + 0.5 * far_by_torch(m)), FULL_TAUGHT),
+        _override("super-by-steps", by_super(by_steps), full_base, looped=False),
+        _override("outputs-loss", _outputs_loss, full_base),
+        _override("from-logits", by_super(usual), FULL_USUAL, levels=KNOWN),
+        _override("models-own", by_model(), full_base),
+        _override("models-own-by-steps", by_model(by_steps), full_base, looped=False),
+        _override(
+            "models-own-by-window",
+            by_model(lambda m: m.loss / m.trainer.current_gradient_accumulation_steps),
+            full_base,
+            looped=False,
+        ),
+        _override("models-own-where-number", by_model(where_number), full_base, looped=False),
+        _override("own", own(usual), levels=KNOWN),
+        _override("own-by-hand", own(by_hand), FULL_USUAL, levels=KNOWN),
+        _override("own-by-steps", own(lambda m: by_steps(replace(m, loss=usual(m)))), levels=KNOWN, looped=False),
+        _override("own-number", own(own_number), FULL_USUAL, levels=CLASSES),
+        # The number counts labels other than -100, whatever a sum by hand leaves out.
+        _override("own-number-by-hand", own(lambda m: own_number(m, by_hand)), FULL_USUAL, levels=CLASSES, plain=True),
+        _override("r-drop", _r_drop),
+        _override("masked-in-loss", _masked_in_loss, levels=CLASSES),
+        Override("masked-in-prepare", _masking(as_prepared), FULL_MASKED, levels=CLASSES),
+        Override("masked-in-step", _masking(in_step), FULL_MASKED, levels=CLASSES),
+        Override("masked-in-place", _masking(in_step, "tensor"), FULL_MASKED, levels=CLASSES),
+        Override("func", _stock, FULL_USUAL, _func(usual), levels=KNOWN),
+        Override("func-number", _stock, FULL_USUAL, _func_number(_over_number), levels=CLASSES),
         Override(
             "smoothing",
             _stock,
-            _full_smoothed,
+            whole(own(lambda m: F.cross_entropy(*aligned(m), label_smoothing=0.1))),
             arguments={"label_smoothing_factor": 0.1},
             levels=CLASSES,
             plain=True,
             float32=True,
         ),
+        *(_mixed_override("super", name, by_super, lambda m: m.loss) for name in MIXINGS),
         *(
-            _override(
-                f"super-and-teacher-{name}",
-                _super_mixed(mixing),
-                _full_mixed(mixing),
-                learns=name in LEARN,
-                windows=3 if name in CHANGE else 1,
-            )
-            for name, mixing in MIXINGS.items()
-        ),
-        *(
-            _override(
-                f"own-and-teacher-{name}",
-                _own_mixed(MIXINGS[name], usual),
-                _full_own_mixed(MIXINGS[name]),
-                levels=KNOWN,
-                learns=name in LEARN,
-                windows=3 if name in CHANGE else 1,
-            )
+            _mixed_override("own", name, own, usual, levels=KNOWN)
             for name in ("detached", "stop-gradient", "normalised", "uncertain", "later")
         ),
-        _override("super-over-itself", _from_super(_over_itself), _full_over_itself),
-        _override("own-half", _from_own(_half_of), _full_from_own(_half_of), levels=KNOWN),
-        _override("own-quarter", _from_own(_quarter_of), _full_from_own(_quarter_of), levels=KNOWN),
-        _override("own-quarter-by-hand", _from_own(_quarter_of, by_hand), _full_from_own(_quarter_of), levels=KNOWN),
-        _override("own-over-itself", _from_own(_over_itself), _full_from_own(_over_itself), levels=KNOWN),
-        _override("own-flooded", _from_own(_flooded), _full_from_own(_flooded), levels=KNOWN),
-        _override("own-root", _from_own(Tensor.sqrt), _full_from_own(Tensor.sqrt), levels=KNOWN),
-        _override("own-self-taught", _own_self_taught, _full_self_taught, levels=KNOWN),
-        Override("own-by-kept-steps", _keeping(_own(usual)), full_usual, levels=KNOWN),
-        Override("own-by-hand-by-kept-steps", _keeping(_own(by_hand)), full_usual, levels=KNOWN),
+        _override("super-over-itself", by_super(lambda m: over_itself(m.loss))),
+        _override("own-half", own(lambda m: 0.5 * usual(m)), levels=KNOWN),
+        _override("own-quarter", own(lambda m: 0.25 * usual(m)), levels=KNOWN),
+        _override("own-quarter-by-hand", own(lambda m: 0.25 * by_hand(m)), FULL_QUARTER, levels=KNOWN),
+        _override("own-over-itself", own(lambda m: over_itself(usual(m))), levels=KNOWN),
+        _override("own-flooded", own(lambda m: flooding(usual(m), FLOOD)), levels=KNOWN),
+        _override("own-root", own(lambda m: usual(m).sqrt()), levels=KNOWN),
+        _override("own-self-taught", own(lambda m: 0.5 * usual(m) + 0.5 * from_start(m)), levels=KNOWN),
+        Override("own-by-kept-steps", _keeping(own(usual)), FULL_USUAL, levels=KNOWN),
+        Override("own-by-hand-by-kept-steps", _keeping(own(by_hand)), FULL_USUAL, levels=KNOWN),
         Override("super-by-kept-steps", _keeping(_without_number), full_base),
-        _override("super-and-teacher-by-steps", _super_and_far_by_steps, _full_taught, by_steps=True, number=True),
         _override(
-            "super-and-teacher-by-number", _super_and_far_by_number, _full_far_of_targets, number=True, plain=True
+            "super-and-teacher-by-steps",
+            by_super(lambda m: m.loss + 0.5 * far(m) / m.trainer.args.gradient_accumulation_steps),
+            looped=False,
+            number=True,
         ),
-        _override("super-by-rows", _super_by_rows, _full_by_rows, levels=KNOWN),
-        _override("own-rows", _own_rows, _full_own_rows, levels=KNOWN),
-        _override("own-imported", _own(_own_imported), full_usual, levels=CLASSES),
-        _override("own-logged", _own_logged, _full_own_far, levels=KNOWN),
-        _override("own-reentrant", _own(_own_reentrant), full_usual, levels=KNOWN),
-        _override("own-where-labelled", _own_where_labelled, _full_where_labelled, levels=TOKENS, unlabelled=True),
-        _override("own-texts", _own_texts, _full_own_texts, levels=TOKENS),
-        Override("func-over-itself", _stock, _full_from_own(_over_itself), _func_over_itself, levels=KNOWN),
+        # Distillation over the targets.
+        _override(
+            "super-and-teacher-by-number", by_super(lambda m: m.loss + 0.5 * far_by_number(m)), number=True, plain=True
+        ),
+        _override("super-by-rows", _super_by_rows, levels=KNOWN),
+        _override("own-rows", own(mean_of_rows), levels=KNOWN),
+        _override("own-imported", own(imported), FULL_USUAL, levels=CLASSES),
+        _override("own-logged", own(_own_logged), whole(own(lambda m: usual(m) + 0.5 * far(m))), levels=KNOWN),
+        _override("own-reentrant", own(lambda m: recomputed(m, reentrant=True)), FULL_USUAL, levels=KNOWN),
+        _override("own-where-labelled", own(own_where_labelled), levels=TOKENS, unlabelled=True),
+        # A token mean plus a mean of texts.
+        _override("own-texts", own(lambda m: usual(m) + 0.5 * mean_of_rows(m, by_hand)), levels=TOKENS),
+        Override(
+            "func-over-itself",
+            _stock,
+            whole(own(lambda m: over_itself(usual(m)))),
+            _func(lambda scored: over_itself(usual(scored))),
+            levels=KNOWN,
+        ),
     ]
 }
 

@@ -88,6 +88,8 @@ FOUND = EXACT | found("""
       number-and-kind-later masked-in-loss wide rare,rare,ragged,alike 8x1 seed=55528 even
     two terms counted by one rule, whose sums agree by chance
       number-and-kind-later masked-in-step other-labels empty,alike,rare 3x3 missing=1 seed=11321
+    rules that disagree about the number of a custom loss, and none is upstream's
+      indexed own-number left empty,whole 2x4 seed=48663 uneven
     a weight by values that adds up in texts of one length
       number-and-kind-detached super-over-itself other-labels alike,whole 2x4 missing=1 seed=28330 declares-false loop
     a rule of half the rows, which counts nothing in a micro-batch of one

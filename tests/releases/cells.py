@@ -24,7 +24,7 @@ import transformers
 
 from tests.numerics import epochs
 from tests.numerics.heads import HEADS, Head, before
-from tests.numerics.parity import PATHS, cut, reference_step, relative, take_step
+from tests.numerics.parity import PATHS, cut, reference_step, take_step
 
 #: One head for each way in which a release can go wrong.
 CHOSEN = (
@@ -75,9 +75,8 @@ def whole_epochs(head: Head, stream: bool, world_size: int, output: Path) -> Ite
     wanted, losses = epochs.reference(head, world_size)
     for path in PATHS:
         taken, why = _tried(epochs.train, head, path, output, stream=stream, world_size=world_size)
-        change, _, logged = taken or (None, None, None)
-        error = None if change is None else relative(change, wanted)
-        yield {**cell, "path": path, "error": error, "loss": logged and logged[-1] / losses[-1], "why": why}
+        error, loss = (taken.error(wanted), taken.losses[-1] / losses[-1]) if taken else (None, None)
+        yield {**cell, "path": path, "error": error, "loss": loss, "why": why}
 
 
 def _tried(run: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, str | None]:

@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -31,7 +31,18 @@ import transformers as hf
 from torch import Tensor, nn
 
 from tests.numerics.epochs import Stream
-from tests.numerics.heads import HEADS, Batch, Head, Sample, TokenModel, bert, llama, llama_config
+from tests.numerics.heads import (
+    HEADS,
+    Batch,
+    DropsKwargs,
+    Head,
+    NoKwargs,
+    Sample,
+    TokenModel,
+    bert,
+    llama,
+    llama_config,
+)
 from tests.numerics.heads.experts import ROUTER
 from tests.numerics.heads.head import VOCABULARY, seeded
 from tests.numerics.heads.losses import shifted_cross_entropy, smoothing_reference
@@ -39,7 +50,7 @@ from tests.numerics.heads.multimodal import IMAGE_TOKEN
 from tests.numerics.heads.own import func_reference, func_with_mean, func_with_number
 from tests.numerics.heads.samples import images, one_class, speech, text, with_labels
 from tests.numerics.heads.text import prompt_tuning
-from tests.numerics.parity import StockRecorder, cut, reference_step, trainable, training_arguments
+from tests.numerics.parity import StockRecorder, cut, flat, reference_step, relative, train, trainer_of
 
 Gradient = dict[str, Tensor]
 Where = Literal["before", "inside", "after"]
@@ -78,53 +89,32 @@ class Probe:
 # --- modules --------------------------------------------------------------------------------------------------------
 
 
-class TakesNothing(TokenModel):
-    """Its forward takes no further arguments; it returns the mean over its own items."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None) -> dict[str, Tensor]:
-        return self.with_mean(input_ids, labels)
-
-    def with_mean(self, input_ids: Tensor, labels: Any, number: Any = None) -> dict[str, Tensor]:
-        logits = self.logits(input_ids)
-        if labels is None:
-            return {"logits": logits}
-        loss = shifted_cross_entropy(logits, labels, reduction="mean" if number is None else "sum")
-        return {"loss": loss if number is None else loss / number, "logits": logits}
-
-
-class TakesKwargs(TakesNothing):
-    """The same, but its forward takes anything."""
-
-    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> dict[str, Tensor]:
-        return self.with_mean(input_ids, labels)
-
-
-class Divides(TakesNothing):
+class Divides(TokenModel):
     """Divides by the item count; its arguments have the name that 4.46 looks for."""
 
     def forward(self, input_ids: Tensor, labels: Any = None, **loss_kwargs: Any) -> dict[str, Tensor]:
-        return self.with_mean(input_ids, labels, loss_kwargs.get("num_items_in_batch"))
+        return self.mean(input_ids, labels, loss_kwargs.get("num_items_in_batch"))
 
 
-class TargetsTakesNothing(TakesNothing):
+class TargetsTakesNothing(TokenModel):
     """Its targets are not called labels."""
 
     def forward(self, input_ids: Tensor, attention_mask: Any = None, targets: Any = None) -> dict[str, Tensor]:
-        return self.with_mean(input_ids, targets)
+        return self.mean(input_ids, targets)
 
 
-class TargetsTakesKwargs(TakesNothing):
+class TargetsTakesKwargs(TokenModel):
     """The same, and its forward takes anything."""
 
     def forward(self, input_ids: Tensor, targets: Any = None, **loss_kwargs: Any) -> dict[str, Tensor]:
-        return self.with_mean(input_ids, targets)
+        return self.mean(input_ids, targets)
 
 
-class Root(TakesNothing):
+class Root(TokenModel):
     """The root of a mean: its backward needs the value that it returned."""
 
     def forward(self, input_ids: Tensor, labels: Any = None, **loss_kwargs: Any) -> dict[str, Tensor]:
-        return {"loss": self.with_mean(input_ids, labels)["loss"].sqrt()}
+        return {"loss": self.mean(input_ids, labels)["loss"].sqrt()}
 
 
 class OffTheList(hf.LlamaForCausalLM):
@@ -282,32 +272,20 @@ def run(head: Head, per_device: int = 2, accumulate: int = 4, *, stream: bool = 
     """Train the head on its samples in order, one step of plain SGD at lr 1 unless the arguments say otherwise."""
     if "compute_loss_func" in head.trainer and not _takes("compute_loss_func"):
         raise UnavailableError("this Trainer takes no compute_loss_func")
-    model = head.build()
-    before = trainable(model)
-    trainer = _trainer(head, model, per_device, accumulate, stream=stream, **arguments)
-    trainer.train()
-    steps = [
-        [each for each in trainer.micro_batches if each.after == step] for step in range(trainer.state.global_step)
-    ]
-    change = {name: after - before[name] for name, after in trainable(model).items()}
-    log = next((entry["loss"] for entry in trainer.state.log_history if "loss" in entry), math.nan)
-    return Run(change, log, steps)
+    found = train(lambda: _trainer(head, per_device, accumulate, stream=stream, **arguments))
+    micro_batches, steps = found.trainer.micro_batches, range(found.trainer.state.global_step)
+    by_step = [[each for each in micro_batches if each.after == step] for step in steps]
+    return Run(found.change, next(iter(found.losses), math.nan), by_step)
 
 
-def _trainer(
-    head: Head, model: nn.Module, per_device: int, accumulate: int, *, stream: bool = False, **arguments: Any
-) -> Watched:
+def _trainer(head: Head, per_device: int, accumulate: int, *, stream: bool = False, **arguments: Any) -> Watched:
     if dist.is_initialized():
         arguments["ddp_backend"] = "gloo"
     output = Path(tempfile.gettempdir()) / "hf_accum_fix_probes"
-    return Watched(
-        model=model,
-        args=training_arguments(output, per_device, accumulate, **{**head.arguments, **arguments}),
-        train_dataset=Stream(head.samples) if stream else list(head.samples),
-        eval_dataset=list(head.samples),
-        data_collator=head.batch,
-        **head.trainer,
-    )
+    arguments |= {"per_device": per_device, "accumulate": accumulate, "given": {"eval_dataset": list(head.samples)}}
+    samples = Stream(head.samples) if stream else head.samples
+    made: Watched = trainer_of(head, output, Watched, samples=samples, **arguments)
+    return made
 
 
 def _takes(argument: str) -> bool:
@@ -323,20 +301,16 @@ def averaged() -> dict[str, bool]:
 # --- measures -------------------------------------------------------------------------------------------------------
 
 
-def flat(gradient: Mapping[str, Tensor]) -> Tensor:
-    return torch.cat([gradient[name].flatten() for name in sorted(gradient)])
-
-
 def factor(found: Gradient, wanted: Gradient) -> float:
     """What ``wanted`` has to be multiplied by to give ``found``; nan where no factor does."""
-    a, b = flat(found), flat(wanted)
+    a, b = flat(found, wanted), flat(wanted, wanted)
     times = float(a @ b / (b @ b))
     return times if float((a - times * b).norm()) <= 1e-3 * float(a.norm()) else math.nan
 
 
 def distance(found: Gradient, wrong: Gradient, right: Gradient) -> float:
     """How far ``found`` is from ``wrong``, in units of how far ``right`` is from it: 0 is wrong, 1 is right."""
-    return float((flat(found) - flat(wrong)).norm() / (flat(right) - flat(wrong)).norm())
+    return relative(found, wrong) / relative(right, wrong)
 
 
 def right_step(head: Head, per_device: int) -> tuple[Gradient, float]:
@@ -373,7 +347,7 @@ def descent(model: nn.Module, loss: Tensor) -> Gradient:
 
 
 def mean_of_means() -> float:
-    head = module(TakesNothing, ragged())
+    head = module(NoKwargs, ragged())
     model = head.build()
     wrong = torch.stack([model(**head.batch(piece))["loss"] for piece in cut(head.samples, 2)]).mean()
     return distance(run(head).change, descent(model, wrong), right_step(head, 2)[0])
@@ -410,8 +384,9 @@ def router_term(head: Head) -> float:
         own = head.loss(model, dict(batch)) if head.loss is not None else model(**batch)["loss"] - ROUTER * aux
         main.append(own)
         router.append(ROUTER * aux)
-    basis = [flat(descent(model, torch.stack(terms).mean())) for terms in (main, router)]
-    found = flat(run(head).change)
+    change = run(head).change
+    basis = [flat(descent(model, torch.stack(terms).mean()), change) for terms in (main, router)]
+    found = flat(change, change)
     solved = torch.linalg.lstsq(torch.stack(basis, dim=1), found[:, None])
     rest = found - torch.stack(basis, dim=1) @ solved.solution[:, 0]
     return float(solved.solution[1]) if float(rest.norm()) <= 1e-3 * float(found.norm()) else math.nan
@@ -430,7 +405,7 @@ def smoothing_unshifted() -> float:
 def compiled() -> float:
     """1 where the module inside is handed a number that it cannot take."""
     try:
-        run(module(lambda: torch.compile(TakesNothing(), backend="eager")))
+        run(module(lambda: torch.compile(NoKwargs(), backend="eager")))
     except TypeError as error:
         if "num_items_in_batch" not in str(error):
             raise
@@ -445,7 +420,7 @@ def func_got_no_count() -> float:
         seen.append(num_items_in_batch)
         return func_with_mean(outputs, labels)
 
-    run(module(TakesNothing, trainer={"compute_loss_func": func}))
+    run(module(NoKwargs, trainer={"compute_loss_func": func}))
     assert len(seen) == 4
     return float(seen == [None] * 4)
 
@@ -462,7 +437,7 @@ def func_calls_without_labels() -> float:
 
 
 def func_averaged() -> float:
-    head = module(TakesNothing, loss=func_reference, trainer={"compute_loss_func": func_with_number})
+    head = module(NoKwargs, loss=func_reference, trainer={"compute_loss_func": func_with_number})
     try:
         return gradient(head, 2, 2, **averaged())
     except TypeError as error:
@@ -489,7 +464,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 def _with_a_blank() -> Head:
     samples = even()
     samples[2]["labels"][:] = samples[3]["labels"][:] = -100
-    return module(TakesNothing, samples)
+    return module(NoKwargs, samples)
 
 
 def blank_is_nan() -> float:
@@ -537,7 +512,7 @@ def averaging_without_count() -> float:
 
 def evaluation_loss(build: Callable[[], nn.Module]) -> float:
     head = module(build)
-    trainer = _trainer(head, head.build(), 2, 2, per_device_eval_batch_size=2, **averaged())
+    trainer = _trainer(head, 2, 2, per_device_eval_batch_size=2, **averaged())
     return float(trainer.evaluate()["eval_loss"]) / right_step(head, 2)[1]
 
 
@@ -545,7 +520,7 @@ def drift(samples: int, accumulate: int, steps: int) -> float:
     """1 where the two ranks do not hold the same parameters after these steps."""
     trained = run(module(Divides, ragged(samples)), 1, accumulate, max_steps=steps, learning_rate=0.1)
     assert len(trained.steps) == steps
-    found = flat(trained.change)
+    found = flat(trained.change, trained.change)
     first = found.clone()
     dist.broadcast(first, src=0)
     apart = (found - first).norm() / first.norm()
@@ -555,12 +530,12 @@ def drift(samples: int, accumulate: int, steps: int) -> float:
 
 def steps_in_one_epoch() -> float:
     """Six micro-batches in windows of four."""
-    return float(len(run(module(TakesNothing, even(6)), 1, 4, max_steps=-1, num_train_epochs=1).steps))
+    return float(len(run(module(NoKwargs, even(6)), 1, 4, max_steps=-1, num_train_epochs=1).steps))
 
 
 def trained_in_first_epoch() -> float:
     """Of seven micro-batches of two samples, in windows of four."""
-    found = run(module(TakesNothing, even(14)), 2, 4, max_steps=4, learning_rate=1e-3)
+    found = run(module(NoKwargs, even(14)), 2, 4, max_steps=4, learning_rate=1e-3)
     order = [micro_batch.index for step in found.steps for micro_batch in step]
     again = order.index(order[0], 1)
     return float(again)
@@ -573,7 +548,7 @@ def _epochs(step: Sequence[MicroBatch]) -> int:
 
 
 def steps_across_epochs() -> float:
-    found = run(module(TakesNothing, even(6)), 1, 4, max_steps=3, learning_rate=1e-3)
+    found = run(module(NoKwargs, even(6)), 1, 4, max_steps=3, learning_rate=1e-3)
     assert len(found.steps) == 3
     return float(sum(_epochs(step) > 1 for step in found.steps))
 
@@ -584,7 +559,7 @@ def counts_in_one_step() -> float:
 
 
 def longest_step_of_a_stream() -> float:
-    found = run(module(TakesNothing, even(6)), 1, 4, stream=True, max_steps=2, learning_rate=1e-3)
+    found = run(module(NoKwargs, even(6)), 1, 4, stream=True, max_steps=2, learning_rate=1e-3)
     return float(max(len(step) for step in found.steps))
 
 
@@ -597,22 +572,22 @@ PROBES: dict[str, Probe] = {
     "mean-of-micro-batch-means": Probe(mean_of_means, 0.0),
     # 4.27: 4.45 takes the mean of micro-batch means, which is not the mean of rank means.
     "rank-means-averaged": Probe(rank_means, 0.0, before=4.2746, after=1.0, ranks=2),
-    "loss-times-steps": Probe(lambda: logged(module(TakesNothing)), G, before=1.0, after=1.0),
+    "loss-times-steps": Probe(lambda: logged(module(NoKwargs)), G, before=1.0, after=1.0),
     "undivided-gradient-right-log": Probe(
         lambda: gradient_over_log(module(TargetsTakesNothing, with_targets(even()))), G, before=1.0, after=1.0
     ),
-    "undivided-as-if-counted": Probe(lambda: logged(module(TakesNothing)), G, before=1.0, after=1.0),
+    "undivided-as-if-counted": Probe(lambda: logged(module(NoKwargs)), G, before=1.0, after=1.0),
     "item-count-dropped": Probe(lambda: gradient(module(Divides)), G, before=1.0, after=1.0),
     "item-count-dropped-again": Probe(lambda: gradient(module(Divides)), G, before=1.0, after=1.0),
     "loss-without-labels-undivided": Probe(
         lambda: gradient(module(TargetsTakesKwargs, with_targets(even()))), G, before=1.0, after=1.0
     ),
     # Outside: nothing is divided by, so that three micro-batches give three times the mean.
-    "short-epoch-divisor": Probe(lambda: gradient(module(TakesNothing, even(3)), 1, 4), 3 / G, after=3.0),
-    "short-window-divisor": Probe(lambda: gradient(module(TakesNothing, even(3)), 1, 4), 3 / G, before=3.0, after=1.0),
+    "short-epoch-divisor": Probe(lambda: gradient(module(NoKwargs, even(3)), 1, 4), 3 / G, after=3.0),
+    "short-window-divisor": Probe(lambda: gradient(module(NoKwargs, even(3)), 1, 4), 3 / G, before=3.0, after=1.0),
     "gradient-divided-twice": Probe(lambda: gradient(module(Divides)), 1 / G, before=1.0, after=1.0),
     "launcher-steps-divide-again": Probe(launched_with_steps, 1 / G, before=1.0, after=1.0),
-    "head-drops-item-count": Probe(lambda: logged(module(TakesKwargs)), G, before=1.0),
+    "head-drops-item-count": Probe(lambda: logged(module(DropsKwargs)), G, before=1.0),
     "generic-head-drops-item-count": Probe(
         lambda: gradient(
             Head("llama", seeded(lambda: hf.LlamaForSequenceClassification(llama_config(num_labels=3))), classes())
@@ -631,11 +606,9 @@ PROBES: dict[str, Probe] = {
     "llava-mean-loss": Probe(
         lambda: gradient(Head("llava", HEADS["llava"].build, with_image(even()))), G, before=1.0, after=1.0
     ),
-    "undivided-mean-times-ranks": Probe(lambda: gradient(module(TakesKwargs), 4, 1), W, before=1.0, ranks=2),
+    "undivided-mean-times-ranks": Probe(lambda: gradient(module(DropsKwargs), 4, 1), W, before=1.0, ranks=2),
     "compiled-module-signature": Probe(compiled, 1.0, before=0.0),
-    "loss-func-mean-not-divided": Probe(
-        lambda: gradient(module(TakesNothing, loss=func_reference, trainer=WITH_MEAN)), G
-    ),
+    "loss-func-mean-not-divided": Probe(lambda: gradient(module(NoKwargs, loss=func_reference, trainer=WITH_MEAN)), G),
     "loss-func-without-count": Probe(func_got_no_count, 1.0, before=0.0, after=0.0),
     "loss-func-without-count-again": Probe(func_got_no_count, 1.0, before=0.0, after=0.0),
     "loss-func-skipped-without-labels": Probe(func_calls_without_labels, 0.0, after=G),
@@ -706,7 +679,7 @@ PROBES: dict[str, Probe] = {
     "averaging-gathers-nothing": Probe(averaging_crashes, 1.0, before=0.0, after=0.0, ranks=2),
     "averaging-times-ranks-without-count": Probe(averaging_without_count, W, after=1.0, ranks=2),
     "evaluation-loss-times-ranks": Probe(lambda: evaluation_loss(Divides), W, before=1.0, after=1.0, ranks=2),
-    "evaluation-mean-times-ranks": Probe(lambda: evaluation_loss(TakesKwargs), W, before=1.0, ranks=2),
+    "evaluation-mean-times-ranks": Probe(lambda: evaluation_loss(DropsKwargs), W, before=1.0, ranks=2),
     "epoch-tail-not-trained": Probe(steps_in_one_epoch, 1.0, after=2.0),
     "remainder-of-examples": Probe(trained_in_first_epoch, 6.0, before=7.0, after=7.0),
     "tail-carried-into-next-epoch": Probe(steps_across_epochs, 1.0, after=0.0),

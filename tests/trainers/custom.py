@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.numerics.heads import HEADS, Batch, DropsKwargs, Sample, seeded, shifted_cross_entropy
+from tests.numerics.heads import HEADS, Batch, DropsKwargs, Sample, log_likelihoods, over_number, seeded
 from tests.numerics.heads.head import collate
 from tests.numerics.heads.samples import text
 from tests.trainers.runs import HALVES, PAIRS, Case, Ordered
@@ -110,23 +110,22 @@ def pairs(samples: Sequence[Sample]) -> Batch:
 PREFERENCES = dataclasses.replace(LLAMA, name="pairs", samples=preferences(), collate=pairs)
 
 
-def log_likelihoods(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+def of_rows(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Of each row [2 b]: summed, and the mean over its tokens."""
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
-    labels = batch["labels"][:, 1:]
-    valid = labels != -100
-    found = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * valid
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    log_p, valid = log_likelihoods(logits, batch["labels"])
+    found = log_p * valid
     return found.sum(1), found.sum(1) / valid.sum(1)
 
 
 def dpo(model: nn.Module, batch: Batch) -> Tensor:
-    chosen, rejected = log_likelihoods(model, batch)[0].chunk(2)
+    chosen, rejected = of_rows(model, batch)[0].chunk(2)
     return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
 def orpo(model: nn.Module, batch: Batch) -> Tensor:
     """The likelihood of the chosen tokens, and a term over pairs."""
-    summed, mean = log_likelihoods(model, batch)
+    summed, mean = of_rows(model, batch)
     rows = len(summed) // 2
     tokens = (batch["labels"][:rows, 1:] != -100).sum()
     odds = mean - torch.log1p(-mean.exp())
@@ -189,10 +188,7 @@ class SumOverTheNumber(Ordered):
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         logits = model(input_ids=inputs["input_ids"], labels=inputs["labels"])["logits"]
-        if num_items_in_batch is None:
-            loss = shifted_cross_entropy(logits, inputs["labels"])
-        else:
-            loss = shifted_cross_entropy(logits, inputs["labels"], reduction="sum") / num_items_in_batch
+        loss = over_number(logits, inputs["labels"], num_items_in_batch)
         return (loss, {"logits": logits}) if return_outputs else loss
 
 

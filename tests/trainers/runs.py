@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-import hf_accum_fix
 from hf_accum_fix.errors import AccumFixError
 from hf_accum_fix.overrides.session import SESSION
 from tests.logged import logged
 from tests.numerics.heads import Batch, Head, Sample, seeded
 from tests.numerics.heads.samples import text
-from tests.numerics.parity import Recorder, plain_sgd, relative, trainable, training_arguments
+from tests.numerics.parity import Recorder, Trained, applied, moved, plain_sgd, trainable, trainer_of
 
 #: Samples of a micro-batch x micro-batches of a window: eight samples a step on one rank.
 Cut = tuple[int, int]
@@ -73,25 +71,18 @@ class Case:
 
 
 @dataclass(repr=False)
-class Run:
+class Run(Trained):
     """What a training made of its model, or what it raised.
 
     Attributes:
-        change: of each parameter.
-        parameters: afterwards.
         raised: by ``train()``.
         exact: what the observed contract calls itself; None: nothing was observed.
         warned: by this package.
-        history: the log.
     """
 
-    change: dict[str, Tensor]
-    parameters: dict[str, Tensor]
     raised: Exception | None
     exact: bool | None
     warned: list[str]
-    history: list[dict[str, Any]]
-    trainer: Any
 
     @property
     def moved(self) -> bool:
@@ -107,16 +98,17 @@ class Run:
     def logged_loss(self) -> float:
         """Of the first step."""
         self._ended_well()
-        return next(float(entry["loss"]) for entry in self.history if "loss" in entry)
+        return float(self.losses[0])
 
-    def error(self, change: Mapping[str, Tensor]) -> float:
+    def error(self, reference: Mapping[str, Tensor]) -> float:
         """Relative, of the parameter change."""
         self._ended_well()
-        return relative(self.change, change)
+        return super().error(reference)
 
     def same_bits(self, other: Run) -> bool:
         self._ended_well()
-        return all(torch.equal(self.parameters[name], value) for name, value in other.parameters.items())
+        ours, theirs = (trainable(run.trainer.model) for run in (self, other))
+        return all(torch.equal(ours[name], value) for name, value in theirs.items())
 
     def _ended_well(self) -> None:
         if self.raised is not None:
@@ -127,41 +119,23 @@ def run(
     case: Case, cut: Cut, path: str, *, steps: int = 1, samples: Sequence[Sample] | None = None, **arguments: Any
 ) -> Run:
     """Train: path is "stock" or "apply"; what is raised is kept, so that it can be seen what moved before."""
-    per_device, accumulate = cut
-    data = list(case.head.samples) * steps if samples is None else list(samples)
-    with tempfile.TemporaryDirectory() as output:
-        args = training_arguments(
-            Path(output),
-            per_device,
-            accumulate,
-            max_steps=steps,
-            **{**case.head.arguments, **case.arguments, **arguments},
-        )
-        torch.manual_seed(0)
-        raised: Exception | None = None
-        with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext(), logged() as warned:
-            trainer: Any = case.trainer(
-                model=case.head.build(), args=args, train_dataset=data, data_collator=case.head.batch, **case.given
-            )
-            before = trainable(trainer.model)
-            try:
-                trainer.train()
-            except Exception as error:
-                if path == "stock":
-                    raise
-                raised = error
-    after = trainable(trainer.model)
+    data = list(case.head.samples) * steps if samples is None else samples
+    given = {"per_device": cut[0], "accumulate": cut[1], "max_steps": steps, **case.arguments, **arguments}
+    torch.manual_seed(0)
+    raised: Exception | None = None
+    with tempfile.TemporaryDirectory() as output, applied(path), logged() as warned:
+        trainer = trainer_of(case.head, Path(output), case.trainer, samples=data, given=case.given, **given)
+        before = trainable(trainer.model)
+        try:
+            trainer.train()
+        except Exception as error:
+            if path == "stock":
+                raise
+            raised = error
     session = trainer.__dict__.get(SESSION)
     contract = getattr(session, "contract", None)
-    return Run(
-        {name: after[name] - value for name, value in before.items()},
-        after,
-        raised,
-        None if contract is None else contract.exact and not session.state.inexact,
-        warned,
-        trainer.state.log_history,
-        trainer,
-    )
+    exact = None if contract is None else contract.exact and not session.state.inexact
+    return Run(moved(trainer.model, before), trainer, raised, exact, warned)
 
 
 @functools.cache

@@ -8,17 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.numerics.heads import HEADS, Batch, TokenModel, seeded, shifted_cross_entropy
+from tests.losses.models import z_loss
+from tests.numerics.heads import HEADS, Batch, NoKwargs, TokenModel, seeded, shifted_cross_entropy
 from tests.numerics.heads.head import Head
 from tests.numerics.heads.samples import text
 from tests.trainers.runs import Case, Ordered
-
-
-class Mean(TokenModel):
-    """Returns the mean over its own targets."""
-
-    def forward(self, input_ids: Tensor, labels: Any = None, attention_mask: Any = None) -> dict[str, Any]:
-        return {"logits": self.logits(input_ids)} if labels is None else self.mean(input_ids, labels)
 
 
 class Number(TokenModel):
@@ -27,20 +21,15 @@ class Number(TokenModel):
     weight = 0.0
 
     def forward(self, input_ids: Tensor, labels: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
-        logits, number = self.logits(input_ids), kwargs.get("num_items_in_batch")
-        summed = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-        loss = summed / ((labels[:, 1:] != -100).sum() if number is None else number)
-        return {"loss": loss + self.weight * z_loss(logits, attention_mask), "logits": logits}
+        number = kwargs.get("num_items_in_batch")
+        made = self.mean(input_ids, labels, (labels[:, 1:] != -100).sum() if number is None else number)
+        return {**made, "loss": made["loss"] + self.weight * z_loss(made["logits"], attention_mask.bool())}
 
 
 class NumberAndZ(Number):
     """With it."""
 
     weight = 0.1
-
-
-def z_loss(logits: Tensor, attended: Tensor) -> Tensor:
-    return logits.logsumexp(-1).square()[attended.bool()].mean()
 
 
 class Weighted(TokenModel):
@@ -149,7 +138,7 @@ CHOSEN = [{**sample, "chosen": (sample["input_ids"] % 3 == 1).long()} for sample
 MEAN, NUMBER, NUMBER_AND_Z, WEIGHTED, HIDDEN, HARD, WITH_DROPOUT, CHOSEN_BY_INPUT = (
     Head(cls.__name__, seeded(cls), samples)
     for cls, samples in [
-        (Mean, TEXT),
+        (NoKwargs, TEXT),
         (Number, TEXT),
         (NumberAndZ, TEXT),
         (Weighted, KINDS),

@@ -9,13 +9,10 @@ import pytest
 
 from tests.trainers.runs import Case, Cut, Ordered, full_batch, full_batch_loss, run
 from tests.trainers.terms import CHOSEN_BY_INPUT, EXACT, SAID, WITH_DROPOUT
+from tests.trainings import cells
 
 
-def cells(cases: list[Case]) -> list[object]:
-    return [pytest.param(case, cut, id=f"{case.name}-{cut[0]}x{cut[1]}") for case in cases for cut in case.cuts]
-
-
-@pytest.mark.parametrize(("case", "cut"), cells(EXACT))
+@cells(EXACT)
 def test_exact_and_called_so(case: Case, cut: Cut) -> None:
     wanted = full_batch(case)
     assert run(case, cut, "stock").error(wanted) > 1e-2
@@ -25,7 +22,7 @@ def test_exact_and_called_so(case: Case, cut: Cut) -> None:
     assert patched.exact and not patched.warned
 
 
-@pytest.mark.parametrize(("case", "cut"), cells(SAID))
+@cells(SAID)
 def test_said_and_no_worse_than_stock(case: Case, cut: Cut) -> None:
     wanted = full_batch(case)
     patched = run(case, cut, "apply")

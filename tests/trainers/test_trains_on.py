@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,10 +18,19 @@ from transformers import Trainer, TrainerCallback
 
 import hf_accum_fix
 from hf_accum_fix.errors import AccumFixError, OptionsError
-from tests.numerics.heads import HEADS, Batch, DropsKwargs, Sample, TokenModel, seeded, shifted_cross_entropy
+from tests.numerics.heads import (
+    HEADS,
+    Batch,
+    DropsKwargs,
+    Sample,
+    TokenModel,
+    UsesTensor,
+    seeded,
+    shifted_cross_entropy,
+)
 from tests.numerics.heads.head import Head, collate
 from tests.numerics.heads.samples import text
-from tests.numerics.parity import training_arguments
+from tests.numerics.parity import applied, training_arguments
 from tests.trainers.custom import CLASSES, MLM, NUMBER, SumOverTheNumber
 from tests.trainers.runs import FLOOR, PAIRS, SINGLES, WHOLE, Case, Cut, Ordered, full_batch, of_texts, run
 
@@ -91,21 +99,17 @@ class Forgiving(Ordered):
             return torch.zeros((), dtype=torch.float64)
 
 
-class Picky(TokenModel):
+class Picky(DropsKwargs):
     """Cannot run what begins with a certain token, but is not asked for gradients of it while it is observed."""
 
-    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+    def logits(self, input_ids: Tensor) -> Tensor:
         if torch.is_grad_enabled() and bool((input_ids[:, 0] == 1).any()):
             raise ValueError("an image that cannot be read")
-        return self.mean(input_ids, labels)
+        return super().logits(input_ids)
 
 
 class PickyByNumber(Picky):
-    def forward(self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        out = super().forward(input_ids, labels)
-        if num_items_in_batch is None:
-            return out
-        return {"loss": shifted_cross_entropy(out["logits"], labels, reduction="sum") / num_items_in_batch}
+    forward = UsesTensor.forward
 
 
 def _with_unreadable(*places: int) -> list[Sample]:
@@ -307,31 +311,25 @@ def test_batches_of_any_shape_train(name: str, cut: Cut) -> None:
         stocks_bits(case, cut)
 
 
-class OneAtATime(TokenModel):
+class OneAtATime(DropsKwargs):
     """Written for one sample: two in a batch raise, as images of any size do."""
 
-    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+    error: Exception = ValueError("one sample at a time")
+
+    def logits(self, input_ids: Tensor) -> Tensor:
         if len(input_ids) > 1:
-            raise ValueError("one sample at a time")
-        return self.mean(input_ids, labels)
+            raise self.error
+        return super().logits(input_ids)
 
 
 class OneAtATimeByNumber(OneAtATime):
-    def forward(self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        out = super().forward(input_ids, labels)
-        if num_items_in_batch is None:
-            return out
-        summed = shifted_cross_entropy(out["logits"], labels, reduction="sum")
-        return {**out, "loss": summed / num_items_in_batch}
+    forward = UsesTensor.forward
 
 
-class MemoryForOne(TokenModel):
+class MemoryForOne(OneAtATime):
     """Two samples do not fit, with or without gradient."""
 
-    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
-        if len(input_ids) > 1:
-            raise RuntimeError("CUDA out of memory.")
-        return self.mean(input_ids, labels)
+    error = RuntimeError("CUDA out of memory.")
 
 
 @pytest.mark.parametrize("model", [OneAtATime, OneAtATimeByNumber, MemoryForOne])
@@ -494,7 +492,7 @@ def test_a_list_of_data_is_not_copied(tmp_path: Path) -> None:
 
     for path in ("stock", "apply"):
         LooksAtItsData.data, LooksAtItsData.same = samples, ()
-        with hf_accum_fix.apply() if path == "apply" else contextlib.nullcontext():
+        with applied(path):
             LooksAtItsData(
                 model=NUMBER.build(), args=training_arguments(tmp_path), train_dataset=samples, data_collator=batch
             ).train()
@@ -549,8 +547,8 @@ def test_no_callback_of_ours_is_missed(tmp_path: Path, caplog: pytest.LogCapture
 
 
 def test_a_contract_that_is_none_is_refused_at_once() -> None:
-    with pytest.raises(OptionsError), contextlib.ExitStack() as stack:
-        stack.enter_context(hf_accum_fix.apply(contract="mean"))  # type: ignore[arg-type]
+    with pytest.raises(OptionsError), hf_accum_fix.apply(contract="mean"):  # type: ignore[arg-type]
+        pass
 
 
 class OwnLoader:

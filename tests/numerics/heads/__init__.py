@@ -9,13 +9,14 @@ from __future__ import annotations
 from tests.numerics.heads import detection, experts, multimodal, own, seq2seq, signals, text, vision
 from tests.numerics.heads.head import FLOAT32_LOSS, VOCABULARY, Batch, Head, Origin, Sample, before, seeded
 from tests.numerics.heads.left_out import LEFT_OUT
-from tests.numerics.heads.losses import shifted_cross_entropy
-from tests.numerics.heads.own import DropsKwargs, TokenModel, func_with_constant
+from tests.numerics.heads.losses import log_likelihoods, over_number, shifted_cross_entropy
+from tests.numerics.heads.own import DropsKwargs, NoKwargs, TokenModel, UsesTensor, func_with_constant
 from tests.numerics.heads.text import bert, llama, llama_config
 
 __all__ = [
-    "FLOAT32_LOSS", "HEADS", "LEFT_OUT", "VOCABULARY", "Batch", "DropsKwargs", "Head", "Origin", "Sample", "TokenModel",
-    "before", "bert", "func_with_constant", "llama", "llama_config", "seeded", "shifted_cross_entropy",
+    "FLOAT32_LOSS", "HEADS", "LEFT_OUT", "VOCABULARY", "Batch", "DropsKwargs", "Head", "NoKwargs", "Origin", "Sample",
+    "TokenModel", "UsesTensor", "before", "bert", "func_with_constant", "llama", "llama_config", "log_likelihoods",
+    "over_number", "seeded", "shifted_cross_entropy",
 ]  # fmt: skip
 
 HEADS: dict[str, Head] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +14,19 @@ from tests.numerics.heads.head import Batch
 def shifted_cross_entropy(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0, reduction: str = "mean") -> Tensor:
     logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     return F.cross_entropy(logits.double(), labels, label_smoothing=smoothing, reduction=reduction)
+
+
+def over_number(logits: Tensor, labels: Tensor, number: Any = None) -> Tensor:
+    """The mean over next tokens; with a number the sum over it."""
+    if number is None:
+        return shifted_cross_entropy(logits, labels)
+    return shifted_cross_entropy(logits, labels, reduction="sum") / number
+
+
+def log_likelihoods(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Of every next token, by no loss function of torch, and whether it is a target [b, L - 1]."""
+    logits, labels = logits[:, :-1], labels[:, 1:]
+    return logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0], labels != -100
 
 
 def smoothing_reference(epsilon: float, shift: bool = True) -> Callable[[nn.Module, Batch], Tensor]:

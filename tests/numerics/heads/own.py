@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.numerics.heads.head import FLOAT64, VOCABULARY, Batch, Head, Sample, seeded
-from tests.numerics.heads.losses import shifted_cross_entropy
+from tests.numerics.heads.losses import log_likelihoods, over_number, shifted_cross_entropy
 from tests.numerics.heads.samples import first_is_target, text
 from tests.numerics.heads.text import llama
 
 
 def func_with_number(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    return shifted_cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
+    return over_number(outputs["logits"], labels, num_items_in_batch)
 
 
 def func_with_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -25,9 +25,7 @@ def func_with_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None)
 
 def func_by_hand(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     """No loss function of torch in it, so nothing can be watched."""
-    logits, labels = outputs["logits"][:, :-1].double(), labels[:, 1:]
-    valid = labels != -100
-    log_p = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    log_p, valid = log_likelihoods(outputs["logits"].double(), labels)
     return -(log_p * valid).sum() / num_items_in_batch
 
 
@@ -57,9 +55,10 @@ class TokenModel(nn.Module):
         hidden = hidden + torch.tanh(self.mix(hidden)).cumsum(dim=1) / 4
         return self.head(hidden)
 
-    def mean(self, input_ids: Tensor, labels: Tensor, reduction: str = "mean") -> dict[str, Tensor]:
+    def mean(self, input_ids: Tensor, labels: Any, number: Any = None) -> dict[str, Tensor]:
+        """Logits; with labels also the loss, which is the sum over the number where there is one."""
         logits = self.logits(input_ids)
-        return {"loss": shifted_cross_entropy(logits, labels, reduction=reduction), "logits": logits}
+        return {"logits": logits} if labels is None else {"loss": over_number(logits, labels, number), "logits": logits}
 
 
 class NoKwargs(TokenModel):
@@ -80,10 +79,7 @@ class UsesTensor(TokenModel):
     def forward(
         self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **kw: Any
     ) -> dict[str, Tensor]:
-        if num_items_in_batch is None:
-            return self.mean(input_ids, labels)
-        out = self.mean(input_ids, labels, reduction="sum")
-        return {**out, "loss": out["loss"] / num_items_in_batch}
+        return self.mean(input_ids, labels, num_items_in_batch)
 
 
 class UsesItem(UsesTensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,18 @@ def with_labels(
 ) -> list[Sample]:
     g = generator(1)
     return [{**sample, "labels": labels(index, sample, g)} for index, sample in enumerate(base or text())]
+
+
+def without_targets(samples: Sequence[Sample], rows: Container[int] | None = None) -> list[Sample]:
+    """Copies whose labels are no targets: of these rows, or of all."""
+    blank = [{**sample, "labels": _no_targets(sample["labels"])} for sample in samples]
+    return [blank[i] if rows is None or i in rows else dict(sample) for i, sample in enumerate(samples)]
+
+
+def _no_targets(labels: Any) -> Any:
+    if isinstance(labels, dict):
+        return {key: value[:0] for key, value in labels.items()}
+    return torch.full_like(labels, -100)
 
 
 def alike() -> list[Sample]:

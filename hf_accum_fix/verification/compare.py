@@ -1,0 +1,162 @@
+"""Run one split of one global batch through the trainer's own loop, and compare its gradient with the reference."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+import transformers
+from accelerate.utils import gather_object
+
+from hf_accum_fix.errors import AccumFixError
+from hf_accum_fix.options import Options
+from hf_accum_fix.router.router_loss import Convention
+from hf_accum_fix.upstream.defects import is_present
+from hf_accum_fix.upstream.protocols import TrainerLike
+from hf_accum_fix.verification.dry_run import DryRun, dry_run
+from hf_accum_fix.verification.explanation import NEAR, explain, rounding
+from hf_accum_fix.verification.gradients import Gradient, averaged, distance, dots, relative, take
+from hf_accum_fix.verification.reference import FLOORS, WIDEST, Reference, Split, out_of_memory
+from hf_accum_fix.verification.report import Kind, SplitResult, Verdict, could_not_tell
+from hf_accum_fix.verification.restore import in_mode
+
+#: In the verdict on a micro-batch that raises an error.
+CANNOT: Final = "this micro-batch cannot be run"
+#: Smallest tolerance of a logged loss, which is rounded to few digits.
+_LOGGED: Final = 1e-3
+_LOST: Final = "epoch-tail-not-trained"
+
+
+def compare(
+    trainer: TrainerLike, split: Split, reference: Reference, window: int, mode: str, options: Options, step: int
+) -> SplitResult:
+    """Run a split in one mode, and judge its gradient; the result is the same on every rank."""
+    blank = SplitResult(mode, split.per_device, split.steps, split.count, window, could_not_tell("not run"))
+    try:
+        with in_mode(mode, trainer, options):
+            run = dry_run(trainer, split, step)
+    except AccumFixError as error:
+        words = str(error)
+    except TypeError as error:  # The loss requires num_items_in_batch, which this mode does not pass.
+        words = f"{mode} cannot run this micro-batch: {error}"
+    except (RuntimeError, ValueError) as error:
+        if split.per_device == trainer.args.per_device_train_batch_size and not out_of_memory(error):
+            raise
+        words = f"{CANNOT}: {error}"
+    else:
+        return _judged(blank, split, reference, run)
+    take(split.scene.parameters)
+    return replace(blank, verdict=could_not_tell(words))
+
+
+def _judged(blank: SplitResult, split: Split, reference: Reference, run: DryRun) -> SplitResult:
+    count, tolerance, scene = split.count, reference.tolerance, split.scene
+    lost = run.steps_run < count and is_present(_LOST, transformers.__version__)
+    if run.gradient is None:
+        words = f"no optimizer step after {run.steps_run} of {count} micro-batches"
+        if not lost:
+            return replace(blank, verdict=could_not_tell(words))
+        return replace(blank, verdict=Verdict(Kind.OFF, f"off: {words}"), defects=(_LOST,))
+    wanted, loss, router = [reference.gradient], reference.loss, None
+    if scene.contract.has_router_loss:
+        here, value = _router(split, run)
+        router = averaged(here, scene.parameters, scene.world_size)
+        wanted.append(router)
+        loss += _mean(scene.world_size, value)
+    products = dots(run.gradient, *wanted)
+    right = math.sqrt(float(products[1:, 1:].sum()))
+    norm = math.sqrt(float(products[0, 0])) if products[0, 0] >= 0 else math.nan
+    along = float(products[0, 1:].sum())
+    error = _worst(scene.world_size, distance(run.gradient, *wanted) / (right or 1.0))
+    logged = _mean(scene.world_size, run.loss)
+    result = replace(
+        blank,
+        norm_ratio=norm / right if right else None,
+        error=error,
+        cosine=along / (norm * right) if norm * right else None,
+        loss_ratio=logged / loss if loss else None,
+    )
+    least = min(0.3, 1 / count if count > 1 else 0.3)
+    if error <= tolerance and (factor := _hidden_factor(reference, least)):
+        words = f"the noise floor is {reference.noise.floor:.2g}, which would hide a factor of {factor:.4g}"
+        return replace(result, verdict=could_not_tell(words))
+    scale = along / right**2 if right else 1.0
+    if error <= tolerance and (tolerance < least / 2 or abs(scale - 1) < least / 2):
+        if router is None and (rounded := _rounded_off(split, run.gradient)) is not None:
+            return replace(result, verdict=_off(rounded, rounding(split)))
+        return replace(result, verdict=_exact(run, router, result.loss_ratio, tolerance))
+    if lost:
+        words = f"{run.steps_run} of {count} micro-batches were trained on"
+        return replace(result, verdict=_off(error, words), defects=(_LOST,))
+    why = explain(split, reference, run.gradient, router, result.loss_ratio or math.nan)
+    return replace(result, verdict=_off(error, why.words), defects=tuple(dict.fromkeys(why.defects)))
+
+
+def _hidden_factor(reference: Reference, least: float) -> float | None:
+    """The smallest relevant factor, if noise would hide it: 1.3, or ``1 + least``."""
+    if reference.tolerance > WIDEST:
+        return 1.3
+    hides = reference.tolerance >= least / 2 and FLOORS * reference.noise.scale >= least / 2
+    return 1 + least if hides else None
+
+
+def _exact(run: DryRun, router: Gradient | None, logged: float | None, tolerance: float) -> Verdict:
+    words = "exact to the floor"
+    # A router loss that the trainer itself adds is not a term of the contract.
+    if router is not None or run.convention is Convention.EXACT:
+        words += f", the router's loss {run.convention}"
+        words += ", by convention" if run.convention is not Convention.EXACT else ""
+    if logged is not None and abs(logged - 1) > max(NEAR * tolerance, _LOGGED):
+        words += f"; but the logged loss is {logged:.4g} times the full batch's"
+    return Verdict(Kind.EXACT, words)
+
+
+def _off(error: float, words: str) -> Verdict:
+    return Verdict(Kind.OFF, f"off, relative error {error:.2g}: {words}")
+
+
+def _router(split: Split, run: DryRun) -> tuple[Gradient, float]:
+    """This rank's gradient and value of the router loss, by the convention in training."""
+    scene, trained, batches = split.scene, run.router, split.micro_batches()
+    if run.convention is Convention.EXACT:
+        return scene.router([scene.collate(list(scene.every))])
+    if trained is None or run.convention is Convention.MEAN:
+        return scene.router(batches)
+    # Running counts depend on the split, so compare them with themselves.
+    trainer = scene.trainer
+    numbers = trained.count(_never, batches, trainer.model, trainer.args.device, scene.world_size)
+    if scene.world_size > 1:
+        numbers = trainer.accelerator.reduce(numbers, reduction="sum")
+    trained.settle(numbers, len(batches), scene.world_size)
+    return scene.router(batches, trained.micro_batch)
+
+
+def _never(_: Any) -> Any:
+    raise AssertionError("the running counts need no forward")
+
+
+def _rounded_off(split: Split, gradient: Gradient) -> float | None:
+    """The relative loss of summing micro-batches in 16 bits; None: less than one unit in the last place.
+
+    The same micro-batches are summed in 32 bits, so that the noise of 16-bit forwards is in both and hides nothing.
+    """
+    if split.count == 1 or not split.narrow:
+        return None
+    lost = _worst(split.scene.world_size, relative(gradient, split.averaged(split.parts(), wide=True)))
+    return lost if lost > max(torch.finfo(dtype).eps for dtype in split.narrow) else None
+
+
+def gathered(world_size: int, value: Any) -> list[Any]:
+    """The values of all ranks."""
+    return list(gather_object([value])) if world_size > 1 else [value]
+
+
+def _mean(world_size: int, value: float) -> float:
+    return float(sum(gathered(world_size, value)) / world_size)
+
+
+def _worst(world_size: int, value: float) -> float:
+    found = gathered(world_size, value)
+    return math.inf if any(not math.isfinite(each) for each in found) else max(found)
