@@ -13,7 +13,6 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -26,46 +25,52 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_accum_fix.errors import ContractError
 
-#: What a node does: "pass" keeps a number, "sum" and "mean" reduce a tensor to it, "choose" selects elements by value.
-ROWS: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            ("ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Expand"), "pass"
-        ),
-        **dict.fromkeys(("Permute", "NanToNum", "_DDPSink", "_ToTorchTensor", "_FromTorchTensor"), "pass"),
-        # DeepSpeed's hook on what a module returns.
-        **dict.fromkeys(("PreBackwardFunctionForModule", "PreBackwardFunction"), "pass"),
-        **dict.fromkeys(("Add", "Sub", "Rsub"), "add"),
-        **{name: name.lower() for name in ("Neg", "Mul", "Div", "Where", "Mean")},
-        **dict.fromkeys(("Sum", "Nansum", "Dot"), "sum"),
-        **dict.fromkeys(("Stack", "Cat"), "stack"),
-        **dict.fromkeys(("Topk", "Kthvalue"), "choose"),
-    }
-)
+#: Nodes by what they do: "pass" keeps a number, "factor" multiplies or divides it, "sum" and "mean" reduce a tensor to
+#: it, "choose" selects elements by value.
+_NODES = {
+    "pass": "ToCopy Clone Alias View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand Permute NanToNum "
+    # Of distributed tensors and DistributedDataParallel; DeepSpeed's hooks on what a module returns.
+    "_ToTorchTensor _FromTorchTensor _DDPSink PreBackwardFunctionForModule PreBackwardFunction",
+    "add": "Add Sub Rsub",
+    "factor": "Neg Mul Div Where",
+    "mean": "Mean",
+    "sum": "Sum Nansum Dot",
+    "stack": "Stack Cat",
+    "choose": "Topk Kthvalue",
+}
+#: What each node does.
+ROWS: Mapping[str, str] = MappingProxyType({name: does for does, names in _NODES.items() for name in names.split()})
 #: Losses that divide by rows, not by elements.
 _BY_ROW = ("MultiMarginLossBackward0", "MultilabelMarginLossBackward0")
 _SEVERAL_OUTPUTS = ("Unbind", "Split", "VarMean", "StdMean")
-#: The last loss that was read.
-_last: Callable[[], Tensor | None] = lambda: None  # noqa: E731
 #: Layers, through which data reach a loss.
 _LAYERS = ("Embedding", "Convolution", "Addmm", "Mm", "Bmm")
-#: Most nodes that are searched below one.
-_MOST_BELOW = 10_000
-#: Most terms of a loss that is read.
-_MOST_TERMS = 512
-#: Most nodes of a learnt factor (exp(-s)).
-_MOST_NODES = 32
+#: Most terms of a loss that is read, nodes of a learnt factor (exp(-s)), and nodes that are searched for a layer.
+_MOST_TERMS, _MOST_NODES, _MOST_BELOW = 512, 32, 10_000
+#: The last loss that was read.
+_last: Callable[[], Tensor | None] = lambda: None  # noqa: E731
 
 
 class Factor(NamedTuple):
     """A number that a term is multiplied or divided by; a tensor has one element, and stays on the device.
 
-    ``learnt``: it has a gradient: a parameter, or a function of parameters.
+    ``node``: the product or quotient with a learnt number: a parameter, or a function of parameters; None: the number
+    has no gradient.
     """
 
     value: Tensor | float
     divides: bool = False
-    learnt: bool = False
+    node: Any = None
+
+    @property
+    def learnt(self) -> bool:
+        """Whether it has a gradient."""
+        return self.node is not None
+
+    def on_host(self) -> Factor:
+        """With a Python number for one on the CPU."""
+        is_known = isinstance(self.value, Tensor) and self.value.ndim == 0 and self.value.is_cpu
+        return self._replace(value=float(self.value)) if is_known else self
 
 
 #: A node, and the index of its input.
@@ -78,7 +83,7 @@ class Path:
 
     Attributes:
         top: the highest node that belongs to this term alone; a hook there weights the whole term.
-        learnt: the products or quotients with learnt factors.
+        factors: from the loss down.
         above: number of factors above ``top``.
         added: something without a gradient is added on the path.
         outer: number of factors above the loss that the model returned; None: that is not on the path.
@@ -86,27 +91,23 @@ class Path:
 
     top: Any
     factors: tuple[Factor, ...] = ()
-    learnt: tuple[Any, ...] = ()
     above: int = 0
     added: bool = False
     outer: int | None = None
 
+    @property
+    def learnt(self) -> tuple[Any, ...]:
+        """The products or quotients with learnt factors."""
+        return tuple(each.node for each in self.factors if each.learnt)
+
     def times(self, *factors: Factor) -> Path:
         """With more factors."""
-        return replace(self, factors=(*self.factors, *factors))
+        return replace(self, factors=(*self.factors, *factors)) if factors else self
 
-    def on_host(self) -> Path:
-        """With Python numbers for the tensors on the CPU."""
-        known = ((each, each.value) for each in self.factors)
-        factors = (
-            each._replace(value=float(v)) if isinstance(v, Tensor) and v.ndim == 0 and v.is_cpu else each
-            for each, v in known
-        )
-        return replace(self, factors=tuple(factors))
-
-    def below(self, top: Any) -> Path:
-        """Below a sum, where ``top`` belongs to one of its terms."""
-        return replace(self, top=top, above=len(self.factors))
+    def below(self, top: Any, sign: float = 1.0) -> Path:
+        """Below a sum, where ``top`` belongs to one of its terms, multiplied by ``sign``."""
+        path = self if sign == 1 else self.times(Factor(sign))
+        return replace(path, top=top, above=len(path.factors))
 
 
 @dataclass(frozen=True)
@@ -181,10 +182,11 @@ def read(
     if torch._C._len_torch_dispatch_stack():
         with _disable_current_modes():
             terms = read(loss, stops, inside=inside, deep=deep, returned=returned)
-            return [replace(each, path=each.path.on_host()) for each in terms]
+            known = [tuple(factor.on_host() for factor in each.factors) for each in terms]
+            return [replace(e, path=replace(e.path, factors=f)) for e, f in zip(terms, known, strict=True)]
     path = Path(loss.grad_fn)
-    walk = _terms((loss.grad_fn, loss.output_nr), path, stops=stops, returned=returned, inside=inside, deep=deep)
-    terms = list(islice(walk, _MOST_TERMS + 1))
+    found = _Reader(stops, returned, inside=inside, deep=deep).terms((loss.grad_fn, loss.output_nr), path)
+    terms = list(islice(found, _MOST_TERMS + 1))
     return terms if len(terms) <= _MOST_TERMS else [Term("too many terms", loss.grad_fn, path, readable=False)]
 
 
@@ -206,92 +208,88 @@ def on_host(number: Tensor | float) -> bool:
     return not isinstance(number, Tensor) or number.device.type == "cpu"
 
 
-def _terms(
-    edge: Edge, path: Path, *, stops: Collection[Any], returned: Collection[Any], inside: bool, deep: bool
-) -> Iterator[Term]:
-    walk = partial(_terms, stops=stops, returned=returned, inside=inside, deep=deep)
-    while True:
-        node, output = edge
-        if node in returned:
-            path = replace(path, outer=len(path.factors))
-        name, edges = type(node).__name__, node.next_functions
-        does = _does(node)
-        live = [each for each in edges if each[0] is not None]
-        reduction = getattr(node, "_saved_reduction", 0)
-        if node in stops:
-            break
-        if reduction or does in ("mean", "sum"):
-            if not reduction and _is_number(live[0][0]):
-                # It reduces a single number.
-                edge = live[0]
-                continue
-            if does == "mean" and type(live[0][0]).__name__ == "ExpandBackward0":
-                expanded = live[0][0].next_functions[0]
-                if _shape(expanded[0]) == ():
-                    # The mean of a number for every sample.
-                    edge, path = expanded, path.below(expanded[0])
-                    continue
-            yield from _reduced(node, live[0], path, walk, inside=inside, deep=deep)
-            return
-        if does == "pass":
-            edge = edges[output] if name.startswith("_DDP") else live[0]
-            # A node with several outputs is shared.
-            path = path.below(edge[0]) if has_several_outputs(node) else path
-        elif does == "neg":
-            edge, path = live[0], path.times(Factor(-1.0))
-        elif does == "add":
-            signed = [
-                (each, sign) for each, sign in zip(edges, _signs(node, name), strict=False) if each[0] is not None
-            ]
-            paths = [path if sign == 1 else path.times(Factor(sign)) for _, sign in signed]
-            if len(live) > 1:
-                for each, below in zip(live, paths, strict=True):
-                    yield from walk(each, below.below(each[0]))
-                return
-            # The other summand has no gradient.
-            edge, path = live[0], replace(paths[0].below(live[0][0]), added=True)
-        elif (found := _factor(node, edges, does)) is not None:
-            edge, path = found[0], path.times(found[1])
-        elif does in ("mul", "div") and (side := _learnt_side(edges, does)) is not None:
-            value = (node._saved_other if side else node._saved_self).detach()
-            path = path.times(Factor(value, divides=does == "div", learnt=True))
-            edge, path = edges[1 - side], replace(path, learnt=(*path.learnt, node))
-        else:
-            break
-    yield Term(name, node, path, readable=False, learnt=_is_learnt(node))
+@dataclass(frozen=True)
+class _Reader:
+    """How a loss is read; the attributes are the arguments of `read`."""
 
+    stops: Collection[Any]
+    returned: Collection[Any]
+    inside: bool
+    deep: bool
 
-def _reduced(
-    node: Any, below: Edge, path: Path, walk: Callable[[Edge, Path], Iterator[Term]], *, inside: bool, deep: bool
-) -> Iterator[Term]:
-    """The terms of a mean or sum; several where it reduces stacked numbers, or a number added to a tensor."""
-    name, does, reduction = type(node).__name__, _does(node), getattr(node, "_saved_reduction", 0)
-    stacked = _stacked(below[0])
-    if inside and stacked:
-        path = path.times(Factor(float(len(stacked)), divides=True)) if does == "mean" else path
-        for each in stacked:
-            yield from walk(each, path.below(each[0]))
-    elif _does(below[0]) == "choose":
-        # The selection depends on all elements.
-        yield Term(type(below[0]).__name__, node, path, readable=False, learnt=_is_learnt(node))
-    elif does == "mean" and _adds_numbers(below[0]):
-        # mean(x + number) = mean(x) + number
-        signs = _signs(below[0], type(below[0]).__name__)
-        for each, sign in zip(below[0].next_functions, signs, strict=True):
-            part = (path if sign == 1 else path.times(Factor(sign))).below(each[0])
-            if _shape(each[0]) == ():
-                yield from walk(each, part)
+    def terms(self, edge: Edge, path: Path) -> Iterator[Term]:
+        """The terms from a node downwards."""
+        while True:
+            node, output = edge
+            if node in self.returned:
+                path = replace(path, outer=len(path.factors))
+            does = _does(node)
+            if node in self.stops:
+                break
+            if does in ("loss", "mean", "sum"):
+                if (number := _number_below(node, does)) is None:
+                    yield from self._reduced(node, does, path)
+                    return
+                edge = number
+            elif does == "pass":
+                edge = _passed(node, output)
+                # A node with several outputs is shared.
+                path = path.below(edge[0]) if has_several_outputs(node) else path
+            elif does == "add":
+                summands = _summands(node)
+                if len(summands) > 1:
+                    for each, sign in summands:
+                        yield from self.terms(each, path.below(each[0], sign))
+                    return
+                # The other summand has no gradient.
+                [(edge, sign)] = summands
+                path = replace(path.below(edge[0], sign), added=True)
+            elif does == "factor" and (found := _factor(node)) is not None:
+                edge, path = found[0], path.times(found[1])
             else:
-                own = _own_factors(node, name, 0, each, does, deep)
-                yield Term(name, node, part.times(*own), divides=True, within=len(own) - 1)
-    else:
-        divides = reduction == 1 or does == "mean"
-        own = _own_factors(node, name, reduction, below, does, deep)
-        yield Term(name, node, path.times(*own), True, len(stacked), divides, len(own) - divides)
+                break
+        yield Term(type(node).__name__, node, path, readable=False, learnt=_is_learnt(node))
+
+    def _reduced(self, node: Any, does: str, path: Path) -> Iterator[Term]:
+        """The terms of a mean or sum; several where it reduces stacked numbers, or a number added to a tensor."""
+        below = _live(node)[0]
+        stacked, parts = _stacked(below[0]), [(below, path)]
+        if self.inside and stacked:
+            path = path.times(Factor(float(len(stacked)), divides=True)) if does == "mean" else path
+            for each in stacked:
+                yield from self.terms(each, path.below(each[0]))
+            return
+        if _does(below[0]) == "choose":
+            # The selection depends on all elements.
+            yield Term(type(below[0]).__name__, node, path, readable=False, learnt=_is_learnt(node))
+            return
+        if does == "mean" and _adds_a_number(below[0]):
+            # mean(x + number) = mean(x) + number
+            parts = [(each, path.below(each[0], sign)) for each, sign in _summands(below[0])]
+        for each, part in parts:
+            if len(parts) > 1 and _shape(each[0]) == ():
+                yield from self.terms(each, part)
+                continue
+            inner = list(_inner(each)) if self.deep and does != "loss" else []
+            own = _own_divisor(node, does, each[0])
+            whole = part.times(*inner, *own)
+            yield Term(type(node).__name__, node, whole, rows=len(stacked), divides=bool(own), within=len(inner))
 
 
 def _does(node: Any) -> str:
-    return ROWS.get(type(node).__name__.rpartition("Backward")[0], "")
+    """As in `ROWS`, or "loss": a mean or sum by one of torch's loss functions."""
+    reduces = getattr(node, "_saved_reduction", 0)
+    return "loss" if reduces else ROWS.get(type(node).__name__.rpartition("Backward")[0], "")
+
+
+def _live(node: Any) -> list[Edge]:
+    """The edges to what has a gradient."""
+    return [each for each in node.next_functions if each[0] is not None]
+
+
+def _passed(node: Any, output: int) -> Edge:
+    """The edge below a node that keeps a number; DDP's maps each input to one output."""
+    return node.next_functions[output] if type(node).__name__.startswith("_DDP") else _live(node)[0]
 
 
 def _shape(node: Any) -> tuple[int, ...]:
@@ -312,25 +310,45 @@ def has_several_outputs(node: Any) -> bool:
     return isinstance(node, BackwardCFunction) or type(node).__name__.startswith(_SEVERAL_OUTPUTS)
 
 
-def _signs(node: Any, name: str) -> tuple[float, float]:
-    alpha = float(node._saved_alpha)
-    return (1.0, alpha) if name[0] == "A" else (1.0, -alpha) if name[0] == "S" else (-alpha, 1.0)
+def _summands(node: Any) -> list[tuple[Edge, float]]:
+    """The edges below a sum or difference, and what each is multiplied by."""
+    alpha, kind = float(node._saved_alpha), type(node).__name__[0]
+    signs = {"A": (1.0, alpha), "S": (1.0, -alpha), "R": (-alpha, 1.0)}[kind]
+    return [(each, sign) for each, sign in zip(node.next_functions, signs, strict=False) if each[0] is not None]
 
 
-def _factor(node: Any, edges: Sequence[Edge], does: str) -> tuple[Edge, Factor] | None:
-    """The edge below a product, quotient or selection with a number, and the number."""
-    live = [each for each in edges if each[0] is not None]
-    first = bool(edges) and edges[0][0] is not None
-    if len(live) != 1 or does not in ("mul", "div", "where") or (does == "div" and not first):
+def _factor(node: Any) -> tuple[Edge, Factor] | None:
+    """The edge below a product, quotient or selection with a number, and the number; None: there is no such number."""
+    kind = type(node).__name__.rpartition("Backward")[0]
+    if kind == "Neg":
+        return node.next_functions[0], Factor(-1.0)
+    # A number of Python may have no edge.
+    edges = (*node.next_functions, (None, 0))[:2]
+    sides = [side for side in (0, 1) if edges[side][0] is None]
+    if not sides and kind != "Where":
+        sides = [side for side in (0, 1) if _is_learnt(edges[side][0])]
+    if len(sides) != 1 or (kind == "Div" and sides == [0]):
         return None
-    if does == "where":
-        return live[0], Factor(node._saved_condition if first else ~node._saved_condition)
-    return live[0], Factor(node._saved_other if first else node._saved_self, divides=does == "div")
+    [side] = sides
+    below = edges[1 - side]
+    if kind == "Where":
+        return below, Factor(node._saved_condition if side else ~node._saved_condition)
+    value, learnt = node._saved_other if side else node._saved_self, edges[side][0] is not None
+    return below, Factor(value.detach() if learnt else value, kind == "Div", node if learnt else None)
+
+
+def _number_below(node: Any, does: str) -> Edge | None:
+    """The single number that a mean or sum reduces, or that a mean has for every element; None: it reduces more."""
+    below = _live(node)[0]
+    if does == "mean" and type(below[0]).__name__ == "ExpandBackward0":
+        expanded = _live(below[0])[0]
+        return expanded if _shape(expanded[0]) == () else None
+    return below if does != "loss" and _is_number(below[0]) else None
 
 
 def _stacked(node: Any) -> list[Edge]:
     """The single numbers that a node has stacked; empty: it stacks tensors, or nothing."""
-    live = [each for each in node.next_functions if each[0] is not None] if _does(node) == "stack" else []
+    live = _live(node) if _does(node) == "stack" else []
     return live if all(_is_number(each) for each, _ in live) else []
 
 
@@ -342,53 +360,41 @@ def _is_number(node: Any) -> bool:
     return _does(node) == "pass" and math.prod(_shape(node)) == 1 and _shape(node.next_functions[0][0]) == ()
 
 
-def _adds_numbers(node: Any) -> bool:
+def _adds_a_number(node: Any) -> bool:
     """Whether a node adds a single number to every element of a tensor."""
-    live = [each for each, _ in node.next_functions if each is not None]
-    return _does(node) == "add" and len(live) == 2 and sorted(_shape(each) == () for each in live) == [False, True]
+    return _does(node) == "add" and sorted(_shape(each) == () for each, _ in _live(node)) == [False, True]
 
 
-def _own_factors(node: Any, name: str, reduction: int, below: Edge, does: str, deep: bool) -> list[Factor]:
-    """The factors inside a mean or sum, and last its own divisor."""
-    if reduction == 2:
+def _own_divisor(node: Any, does: str, below: Any) -> list[Factor]:
+    """What a mean divides by itself; empty: it is a sum."""
+    if does == "sum" or getattr(node, "_saved_reduction", 0) == 2:
         return []
-    if reduction:
-        total = getattr(node, "_saved_total_weight", None)
-        if total is None:
-            shape = _shape(below[0])
-            total = float(math.prod(shape[:1] if name in _BY_ROW else shape))
-        return [Factor(total, True)]
-    inner = list(_inner(below)) if deep else []
-    return [*inner, Factor(float(node._saved_self_sym_numel), True)] if does == "mean" else inner
+    if does == "mean":
+        return [Factor(float(node._saved_self_sym_numel), divides=True)]
+    shape = _shape(below)
+    rows = shape[:1] if type(node).__name__ in _BY_ROW else shape
+    return [Factor(getattr(node, "_saved_total_weight", float(math.prod(rows))), divides=True)]
 
 
 def _inner(edge: Edge) -> Iterator[Factor]:
     """The numbers that the elements of a sum are multiplied or divided by."""
     while edge[0] is not None and edge[0].next_functions:
         node, output = edge
-        does, edges = _does(node), node.next_functions
-        if does == "neg":
-            yield Factor(-1.0)
-        elif does in ("mul", "div"):
+        does = _does(node)
+        if does == "factor":
             try:
-                found = _factor(node, edges, does)
+                found = _factor(node)
             except ContractError:
                 # A tensor that was not saved, and so no single number.
                 return
-            if found is None or (isinstance(found[1].value, Tensor) and found[1].value.ndim > 0):
+            if found is None or found[1].learnt or (isinstance(found[1].value, Tensor) and found[1].value.ndim > 0):
                 return
-            edges = (found[0],)
+            edge = found[0]
             yield found[1]
-        elif does != "pass":
+        elif does == "pass":
+            edge = _passed(node, output)
+        else:
             return
-        # DDP's node maps each input to one output.
-        edge = edges[output] if type(node).__name__.startswith("_DDP") else edges[0]
-
-
-def _learnt_side(edges: Any, does: str) -> int | None:
-    """Which of two factors is learnt; None: neither, or both."""
-    found = [side for side in (0, 1) if _is_learnt(edges[side][0])]
-    return found[0] if len(found) == 1 and (does, found[0]) != ("div", 0) else None
 
 
 def holds_layers(node: Any) -> bool:
@@ -398,7 +404,7 @@ def holds_layers(node: Any) -> bool:
         below = pending.pop()
         if type(below).__name__.startswith(_LAYERS):
             return True
-        new = {each for each, _ in below.next_functions if each is not None} - seen
+        new = {each for each, _ in _live(below)} - seen
         seen |= new
         pending.extend(new)
     return False

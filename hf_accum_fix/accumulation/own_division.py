@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from hf_accum_fix.accumulation.conclude import Setting
@@ -52,45 +52,46 @@ def own_division(
     steps, ranks = setting.steps, setting.world_size
     telling = {float(number) for number in (steps, ranks, steps * ranks) if number > 1}
     telling |= {1 / number for number in telling}
-    terms = list(found.terms)
-    before, after = terms_of(found, whole), terms_of(found, more)
+    terms, before, after = list(found.terms), terms_of(found, whole), terms_of(found, more)
     for at, spec in enumerate(terms):
         times = [
             (a / b if divides else b / a) if a and b else 0.0
             for b, a, (divides, _) in zip(before[at].factors, after[at].factors, spec.shape[2:], strict=True)
         ]
         numbers = spec.counts if spec.how is How.NUMBER else ()
-        by_ranks = {place for place, each in enumerate(times) if numbers and is_near(each, 1 / RANKS)}
-        if by_ranks:
+        elsewhere = []
+        if numbers and _is_any(1 / RANKS, times):
             found = replace(found, takes_world_size=setting.multiplies)
-        places = [place for term, place in candidates if term == at and place not in by_ranks]
+            elsewhere.append(1 / RANKS)
         # A number that moved is N / G, the mean items per micro-batch: a G after it undoes that.
-        moved = [times[place] for place in numbers if not is_near(times[place], 1.0)]
-        places = [place for place in places if not any(is_near(each * times[place], 1.0) for each in moved)]
-        by_size = [place for place in places if any(is_near(times[place], BATCH_SIZE * each) for each in (1, 2, 3))]
-        own = [place for place in places if is_near(times[place], 2.0) or is_near(times[place], 3.0)]
+        elsewhere += [1 / times[place] for place in numbers if times[place] and not is_near(times[place], 1.0)]
+        places = [place for term, place in candidates if term == at and not _is_any(times[place], elsewhere)]
         still = [place for place in places if is_near(times[place], 1.0)]
+        own = [place for place in places if _is_any(times[place], (2.0, 3.0))]
+        by_size = [place for place in places if _is_any(times[place], [BATCH_SIZE * each for each in (1, 2, 3)])]
+        unknown = len(own) + len(still) + len(by_size) < len(places) or (by_size and spec.how is not How.SUM)
         scales = [*(before[at].factors[place] for place in still), before[at].product(still)]
-        either = [scale for scale in scales if any(is_near(scale, number) for number in telling)]
-        unknown = len(own) + len(still) + len(by_size) < len(places)
-        if by_size and spec.how is How.SUM:
-            # With the steps in it as well, it is the size of the global batch.
-            with_steps = any(not is_near(times[place], BATCH_SIZE) for place in by_size)
-            spec = replace(spec, how=How.NUMBER if with_steps else How.CONSTANT)
-        elif by_size:
-            unknown = True
-        terms[at] = replace(spec, own=(*spec.own, *own))
+        either = [scale for scale in scales if _is_any(scale, telling)]
         why = ""
         if unknown:
             why = "it is scaled by the accumulation steps or the batch size in an unknown way; the scale is kept"
-        elif still and either and not own and not (numbers and found.takes_world_size):
+        elif either and not own and not (numbers and found.takes_world_size):
             why = (
                 f"the constant {either[0]:g} may be a coefficient or the trainer's division by the accumulation steps; "
                 "the stock Trainer's scale is kept"
             )
+        if by_size and spec.how is How.SUM:
+            # With the steps in it as well, it is the size of the global batch.
+            with_steps = any(not is_near(times[place], BATCH_SIZE) for place in by_size)
+            spec = replace(spec, how=How.NUMBER if with_steps else How.CONSTANT)
+        terms[at] = replace(spec, own=(*spec.own, *own))
         found = replace(found, doubt=found.doubt or why, keeps_scale=found.keeps_scale or bool(why))
     found = replace(found, terms=tuple(terms))
     if found.reduction is Reduction.SUM and any(each.how is not How.SUM for each in terms):
         reason = "it is a sum over the batch size in the arguments"
         found = replace(found, reduction=Reduction.MEAN, items=Items(), reason=reason)
     return found
+
+
+def _is_any(value: float, numbers: Iterable[float]) -> bool:
+    return any(is_near(value, each) for each in numbers)

@@ -8,7 +8,7 @@ ranks, clipping, the optimizer) sees it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -84,10 +84,26 @@ class _Compensated:
         return self._sum
 
 
-_SUMS: Final[dict[str, Callable[[Tensor], _InFloat32 | _Compensated]]] = {
-    "float32": _InFloat32,
-    "compensated": _Compensated,
-}
+class _InBoth:
+    """Sums in 16 bits and in 32 of up to 1,024 elements, to estimate the error of a sum in 16 bits."""
+
+    def __init__(self, first: Tensor) -> None:
+        some = self._some(first)
+        self.narrow, self.wide = some.clone(), some.float()
+
+    def add(self, gradient: Tensor) -> None:
+        some = self._some(gradient)
+        self.narrow.add_(some)
+        self.wide.add_(some)
+
+    def _some(self, gradient: Tensor) -> Tensor:
+        # This rank's part of a DTensor.
+        flat = (gradient.to_local() if hasattr(gradient, "to_local") else gradient).reshape(-1)
+        # An odd stride, which does not follow the columns of a matrix.
+        return flat[:: max(flat.numel() // _LOOKED_AT, 1) | 1]
+
+
+_SUMS: Final = {"parameter": _InBoth, "float32": _InFloat32, "compensated": _Compensated}
 
 
 class WindowGradient:
@@ -111,10 +127,11 @@ class WindowGradient:
     def __init__(self, accumulate_in: str) -> None:
         self.lost: float | None = None
         self.matters = False
-        self._sum_type = _SUMS.get(accumulate_in)
-        self._estimate = None if self._sum_type else _Rounding()
+        #: None: the estimate is done.
+        self._sum_type: Any = _SUMS[accumulate_in]
+        self._estimates = self._sum_type is _InBoth
         self._leaves: dict[Tensor, Leaf] = {}
-        self._sums: dict[Tensor, _InFloat32 | _Compensated] = {}
+        self._sums: dict[Tensor, Any] = {}
         self._hooks: list[Any] = []
         self._begun = 0
         self._last = False
@@ -127,7 +144,7 @@ class WindowGradient:
         """
         if first:
             self.drop()
-        if (first and last) or (self._sum_type is None and self._estimate is None):
+        if (first and last) or self._sum_type is None:
             yield
             return
         self._begun += 1
@@ -135,8 +152,10 @@ class WindowGradient:
         # Some engines create parameters in the first forward.
         if self._begun <= 2:
             self._watch(leaves())
-        if last:
-            self._offer()
+        for leaf in self._sums if last and not self._estimates else ():
+            # A parameter that the last micro-batch does not use gets no gradient.
+            if self._leaves[leaf].arrival in (Arrival.AUTOGRAD, Arrival.HELD):
+                leaf.grad = self._sums[leaf].rounded()
         try:
             yield
             self._collect()
@@ -146,9 +165,9 @@ class WindowGradient:
                 self.finish()
             raise
         if last:
-            if self._estimate is not None and self._estimate.sums:
-                self.lost, self.matters = self._estimate.read()
-                self._estimate = None
+            if self._estimates and self._sums:
+                self.lost, self.matters = _rounding_error(self._sums)
+                self._sum_type = None
             self.drop()
 
     @torch.no_grad()
@@ -159,15 +178,16 @@ class WindowGradient:
             UnsupportedSetupError: under FSDP1, whose parameters are shards between micro-batches.
         """
         shards = False
-        for leaf, summed in self._sums.items():
+        for leaf, summed in () if self._estimates else self._sums.items():
             arrival = self._leaves[leaf].arrival
-            if not self._last or arrival is Arrival.REDUCED:
-                if arrival is Arrival.FLAT and leaf.shape != summed.rounded().shape:
-                    shards = True
-                    continue
-                if leaf.grad is not None:
-                    summed.add(_dense(leaf.grad))
-                leaf.grad = summed.rounded()
+            if self._last and arrival is not Arrival.REDUCED:
+                continue
+            if arrival is Arrival.FLAT and leaf.shape != summed.rounded().shape:
+                shards = True
+                continue
+            if leaf.grad is not None:
+                summed.add(_dense(leaf.grad))
+            leaf.grad = summed.rounded()
         self.drop()
         if shards:
             raise UnsupportedSetupError(
@@ -183,8 +203,6 @@ class WindowGradient:
         self._sums.clear()
         self._leaves.clear()
         self._begun, self._last = 0, False
-        if self._estimate is not None:
-            self._estimate = _Rounding()
 
     @torch.no_grad()
     def _watch(self, leaves: Iterable[Leaf]) -> None:
@@ -193,9 +211,9 @@ class WindowGradient:
             if tensor in self._leaves:
                 continue
             self._leaves[tensor] = leaf
-            if self._estimate is not None:
+            if self._estimates:
                 if arrival is not Arrival.REDUCED and self._begun == 1:
-                    self._hooks.append(tensor.register_hook(partial(self._estimate.add, tensor)))
+                    self._hooks.append(tensor.register_hook(partial(self._sum_up, tensor)))
                 continue
             _refuse_steps_within_backward(tensor)
             if tensor.grad is not None and arrival is not Arrival.FLAT:
@@ -215,7 +233,8 @@ class WindowGradient:
         summed = self._sums.pop(leaf)
         summed.add(_dense(gradient))
         leaf.grad = None
-        return summed.rounded()
+        rounded: Tensor = summed.rounded()
+        return rounded
 
     @torch.no_grad()
     def _arrived(self, leaf: Tensor) -> None:
@@ -225,74 +244,48 @@ class WindowGradient:
     def _add(self, leaf: Tensor, gradient: Tensor) -> None:
         for each in (leaf, *self._leaves[leaf].views):
             each.grad = None
+        self._sum_up(leaf, gradient)
+
+    @torch.no_grad()
+    def _sum_up(self, leaf: Tensor, gradient: Tensor) -> None:
         if leaf in self._sums:
             self._sums[leaf].add(_dense(gradient))
         else:
-            assert self._sum_type is not None
             self._sums[leaf] = self._sum_type(_dense(gradient))
-
-    def _offer(self) -> None:
-        """Put the sum so far into ``.grad``: a parameter that the last micro-batch does not use gets no gradient."""
-        for leaf, summed in self._sums.items():
-            if self._leaves[leaf].arrival in (Arrival.AUTOGRAD, Arrival.HELD):
-                leaf.grad = summed.rounded()
 
     @torch.no_grad()
     def _collect(self) -> None:
         """Take the gradients that did not pass a hook."""
-        if self._sum_type is None:
-            return
-        for leaf, known in self._leaves.items():
+        for leaf, known in () if self._estimates else self._leaves.items():
             arrival, reduced = known.arrival, known.arrival is Arrival.REDUCED
             if leaf.grad is not None and (reduced or not self._last):
                 # DDP may have put a view of a bucket there.
                 self._add(leaf, leaf.grad.clone() if arrival is Arrival.HELD else leaf.grad)
-            if self._last and reduced and leaf in self._sums:
+            if not self._last or leaf not in self._sums:
+                continue
+            if reduced:
                 leaf.grad = self._sums[leaf].rounded()
-            if self._last and arrival is Arrival.FLAT and leaf in self._sums:
+            elif arrival is Arrival.FLAT:
                 raise UnsupportedSetupError(
                     "got an FSDP unit that the last micro-batch of a window does not use, so its gradient was not "
                     "reduced; expected every unit to be used; use FSDP2, or accumulate_in='parameter'"
                 )
 
 
-class _Rounding:
-    """Estimate the error of adding a window's gradients in 16 bits, on up to 1,024 elements of every parameter.
+def _rounding_error(sums: Mapping[Tensor, _InBoth]) -> tuple[float | None, bool]:
+    """The relative error of a sum in 16 bits, and whether it is more than one unit in the last place; waits.
 
-    It adds the arriving gradients itself, in both dtypes, and leaves the training's unchanged.
+    None: the gradient is zero or not finite.
     """
-
-    def __init__(self) -> None:
-        self.sums: dict[Tensor, tuple[Tensor, Tensor]] = {}
-
-    @torch.no_grad()
-    def add(self, leaf: Tensor, gradient: Tensor) -> None:
-        dense = _dense(gradient)
-        # This rank's part of a DTensor.
-        flat = (dense.to_local() if hasattr(dense, "to_local") else dense).reshape(-1)
-        # An odd stride, which does not follow the columns of a matrix.
-        some = flat[:: max(flat.numel() // _LOOKED_AT, 1) | 1]
-        if leaf in self.sums:
-            narrow, wide = self.sums[leaf]
-            narrow.add_(some)
-            wide.add_(some)
-        else:
-            self.sums[leaf] = (some.clone(), some.float())
-
-    def read(self) -> tuple[float | None, bool]:
-        """The relative error of the 16-bit sum, and whether it is more than one unit in the last place; waits.
-
-        None: the gradient is zero or not finite.
-        """
-        error, norm = 0.0, 0.0
-        for leaf, (narrow, wide) in self.sums.items():
-            weight = leaf.numel() / max(wide.numel(), 1)
-            error += weight * (narrow - wide).square().sum().item()
-            norm += weight * wide.square().sum().item()
-        if not (norm > 0 and math.isfinite(error)):
-            return None, False
-        lost = math.sqrt(error / norm)
-        return lost, lost > max(torch.finfo(narrow.dtype).eps for narrow, _ in self.sums.values())
+    error, norm = 0.0, 0.0
+    for leaf, each in sums.items():
+        weight = leaf.numel() / max(each.wide.numel(), 1)
+        error += weight * (each.narrow - each.wide).square().sum().item()
+        norm += weight * each.wide.square().sum().item()
+    if not (norm > 0 and math.isfinite(error)):
+        return None, False
+    lost = math.sqrt(error / norm)
+    return lost, lost > max(torch.finfo(each.narrow.dtype).eps for each in sums.values())
 
 
 def rounding_words(lost: float, micro_batches: int) -> str:

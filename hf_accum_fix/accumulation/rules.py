@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,21 +40,18 @@ def matching_rules(
     ``ignored`` as for `ways_of_counting`.
     """
     in_proportion: dict[Items, float] = {}
-    for rule in dict.fromkeys((*named, *(() if given else ways_of_counting(batches[0], ignored)))):
-        if not all(rule.has_targets(batch) for batch in batches):
-            continue
+    rules = dict.fromkeys((*named, *(() if given else ways_of_counting(batches[0], ignored))))
+    for rule in (each for each in rules if all(map(each.has_targets, batches))):
         found = [float(rule.count(batch)) for batch in batches]
         times = counts[0] / found[0] if found[0] else 0.0
         # Heads with lists of targets divide by at least 1.
         fits = [_is_close(n, max(times * m, float(rule.entry is not None))) for n, m in zip(counts, found, strict=True)]
         if times and all(fits):
             in_proportion[rule] = times
-    distinct = batches[1] is not batches[2]
-    usable = [each for each in in_proportion.values() if _is_close(each, 1.0)]
-    usable += [
-        n for n in in_proportion.values() if distinct and (_is_close(n, round(n)) or _is_close(1 / n, round(1 / n)))
-    ]
-    best = usable[0] if usable else 0.0
+    ratios = [*in_proportion.values()]
+    whole = [each for each in ratios if any(_is_close(n, round(n)) for n in (each, 1 / each))]
+    usable = [each for each in ratios if _is_close(each, 1.0)] + (whole if batches[1] is not batches[2] else [])
+    best = next(iter(usable), 0.0)
     if not (best or given) and (mixed := _mixed(counts, batches)) is not None:
         return (mixed,), 1.0
     return tuple(rule for rule, each in in_proportion.items() if best and _is_close(each, best)), best or 1.0
@@ -61,16 +59,16 @@ def matching_rules(
 
 def _mixed(counts: Sequence[float], batches: Sequence[Mapping[str, Any]]) -> Items | None:
     """A rule for weighted classes over listed targets: one weight per target, one per query without a target."""
-    listed, samples = next(listed_targets(batches[0]), None), Items()
+    listed = next(listed_targets(batches[0]), None)
     if listed is None:
         return None
-    (a, b), (c, d) = ([float(rule.count(batch)) for rule in (listed, samples)] for batch in batches[:2])
-    if abs(a * d - b * c) < 1e-9:
+    rules = (listed, Items())
+    counted = [[float(rule.count(batch)) for rule in rules] for batch in batches[:2]]
+    if abs(np.linalg.det(counted)) < 1e-9:
         return None
-    of_target = (counts[0] * d - b * counts[1]) / (a * d - b * c)
-    of_sample = (a * counts[1] - counts[0] * c) / (a * d - b * c)
+    weights = np.linalg.solve(counted, counts[:2])
     # Rounded, so that ranks agree.
-    return Items(mix=((float(f"{of_target:.6g}"), listed), (float(f"{of_sample:.6g}"), samples)))
+    return Items(mix=tuple((float(f"{each:.6g}"), rule) for each, rule in zip(weights, rules, strict=True)))
 
 
 def is_padded(rule: Items, batch: Mapping[str, Any]) -> bool:
@@ -98,33 +96,28 @@ def ways_of_counting(inputs: Mapping[str, Any], ignored: Sequence[int] = (-100,)
         yield Items(("start_positions", "end_positions"), ignore_index=None, width_of="input_ids")
     labels = [key for key, value in tensors.items() if "label" in key or has_ignored(value)]
     labels.sort(key=lambda key: (key != "shift_labels", key != "labels"))
+    attention = tensors.get("attention_mask")
     for key in labels:
         value = tensors[key]
         if value.is_floating_point():
             yield Items((key,), ignore_index=None)
             continue
-        mask = tensors.get("attention_mask")
-        masked = "attention_mask" if mask is not None and mask.shape == value.shape else None
-        for ignore in ignored:
-            if value.ndim == 2 and key != "shift_labels":
-                yield Items((key,), ignore, shift=True)
-            yield Items((key,), ignore)
-            if value.ndim == 2 and masked is not None and key != "shift_labels":
-                yield Items((key,), ignore, shift=True, mask=masked)
-            if value.ndim == 2 and masked is not None:
-                yield Items((key,), ignore, mask=masked)
+        shifts = (True, False) if value.ndim == 2 and key != "shift_labels" else (False,)
+        masked = value.ndim == 2 and attention is not None and attention.shape == value.shape
+        masks = (None, "attention_mask") if masked else (None,)
+        yield from (Items((key,), each, shift, mask) for each in ignored for mask in masks for shift in shifts)
     yield from listed_targets(inputs)
-    masks = [key for key in tensors if "mask" in key and (_is_mask(tensors[key]) or "observed" in key)]
-    target_masks = [key for key in masks if "attention" not in key]
-    yield from (Items((key,), ignore_index=0) for key in sorted(target_masks, key=lambda key: "past" in key))
+    zeros = [key for key in tensors if "mask" in key and (_is_mask(tensors[key]) or "observed" in key)]
+    target_masks = sorted((key for key in zeros if "attention" not in key), key=lambda key: "past" in key)
+    attended = [key for key in zeros if "attention" in key]
+    yield from (Items((key,), 0) for key in target_masks)
     yield Items()
-    attended = [key for key in masks if key not in target_masks]
-    yield from (Items((key,), ignore_index=0) for key in attended)
-    yield from (Items((key,), ignore_index=0, shift=True) for key in attended if tensors[key].ndim == 2)
-    positions = (key for key, value in tensors.items() if value.ndim > 1 and not value.is_floating_point())
-    yield from (Items((key,), ignore_index=None) for key in positions)
+    yield from (Items((key,), 0) for key in attended)
+    yield from (Items((key,), 0, shift=True) for key in attended if tensors[key].ndim == 2)
+    integers = [key for key, value in tensors.items() if value.ndim > 1 and not value.is_floating_point()]
+    yield from (Items((key,), None) for key in integers)
     for key in (*(each for each in labels if each != "shift_labels"), *target_masks):
-        for block in BLOCKS if tensors[key].ndim == 2 and not tensors[key].is_floating_point() else ():
+        for block in BLOCKS if key in integers and tensors[key].ndim == 2 else ():
             if len(tensors[key]) % block[1] == 0:
                 ignored_here = ignored if key in labels else (0,)
                 yield from (Items((key,), each, shift, block=block) for each in ignored_here for shift in (True, False))

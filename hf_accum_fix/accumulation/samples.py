@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,6 @@ class Split(NamedTuple):
 
     Attributes:
         apart: the parts are parts of the whole.
-        shows_coupling: coupled samples would be detected.
         tasks: the parts are micro-batches that may be of two tasks.
         kind: which rows it assumes to belong together; all splits of a kind have to show the same.
         decides: it is the last of its kind.
@@ -35,10 +34,14 @@ class Split(NamedTuple):
     one: Batch
     other: Batch
     apart: bool = True
-    shows_coupling: bool = True
     tasks: bool = False
     kind: str = ""
     decides: bool = True
+
+    @property
+    def shows_coupling(self) -> bool:
+        """Whether coupled samples would be detected: not by a doubled batch."""
+        return self.apart and self.one is not self.other
 
 
 def splits(window: Sequence[Batch]) -> Iterator[Split]:
@@ -48,46 +51,44 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     row of each a sample (DPO, TPO); a doubled micro-batch; and unchanged micro-batches.
     """
     ordered = sorted(window, key=_informative, reverse=True)
-    batch = ordered[0]
+    batch, rows = ordered[0], sample_count(ordered[0])
     # The least similar one with targets comes first.
     others = [each for each in reversed(ordered[1:]) if _informative(each)[0]] or ordered[1:]
     # If a column names tasks, observe them together.
     unseen = _unseen(window, batch)
     others.sort(key=lambda each: -len(unseen & _marks(each)))
-    rows = sample_count(batch)
-    by_row = _has_rows_alone(batch, rows)
-    if unseen and by_row and (both := _merged(batch, others[0])) is not None:
-        yield Split(both, batch, others[0], tasks=True)
     alike = [batch, *(each for each in others if sample_count(each) == rows)]
-    by_rows = [each for each in alike if _has_rows_alone(each, rows)]
-    if by_row and unseen:
-        yield from _of_one_kind("rows", map(_row_alone, by_rows))
-    elif by_row:
-        yield Split(*_row_alone(batch))
+    by_rows = [each for each in alike if rows > 1 and _divides(each, rows)]
+    if by_row := bool(by_rows) and by_rows[0] is batch:
+        if unseen and (both := _joined(batch, others[0])) is not None:
+            yield Split(both, batch, others[0], tasks=True)
+        for_all = by_rows if unseen else by_rows[:1]
+        yield from _of_one_kind("rows", chain.from_iterable(map(_row_alone, for_all)))
     # The last one is most similar, so a sum over tasks has fewer terms there.
     for other in () if by_row else others[:: max(len(others) - 1, 1)]:
-        if (both := _merged(batch, other)) is not None:
+        if (both := _joined(batch, other)) is not None:
             yield Split(both, batch, other, tasks=bool(unseen & _marks(other)), kind="micro-batches")
     # Rows that belong together in groups.
     for size in (size for size in range(2, rows // 2 + 1) if by_row and rows % size == 0):
-        yield from _of_one_kind(f"groups of {size}", _in_groups(by_rows, size))
+        yield from _of_one_kind(f"groups of {size}", _divided(by_rows, [row // size for row in range(rows)]))
     blocks = [each for each in sorted({blocks for _, blocks in BLOCKS}) if rows % each == 0]
     for number in blocks:
+        # A row of every block is a pair (DPO), or a triple (TPO).
         height = rows // number
         flat = [each for each in alike if not any(isinstance(value, Mapping) for value in each.values())]
-        in_blocks = [each for each in flat if all(_is_plain(v) and len(v) in (rows, height) for v in _sized(each))]
+        in_blocks = [each for each in flat if _divides(each, rows, height)]
         if height > 1 and in_blocks and in_blocks[0] is batch:
-            yield from _of_one_kind(f"{number} blocks", _across_blocks(in_blocks, height, number))
-    for kind in ("merged", "interleaved") if by_row else ():
-        if (kind == "merged" and not unseen) or (kind == "interleaved" and blocks):
-            merged = ((_merged(batch, other, interleaved=kind == "interleaved"), batch, other) for other in others[:3])
-            yield from _of_one_kind(kind, ((both, one, two) for both, one, two in merged if both is not None))
-    if (twice := _twice(batch)) is not None:
-        yield Split(twice, batch, batch, shows_coupling=False)
+            divided = _divided(in_blocks, [row % height for row in range(rows)], height)
+            yield from _of_one_kind(f"{number} blocks", divided)
+    for kind, fits in (("merged", not unseen), ("interleaved", bool(blocks))):
+        if by_row and fits:
+            joined = ((_joined(batch, other, interleaved=kind == "interleaved"), other) for other in others[:3])
+            yield from _of_one_kind(kind, ((both, batch, other) for both, other in joined if both is not None))
+    if (twice := _joined(batch, batch)) is not None and any(twice[key] is not batch[key] for key in batch):
+        yield Split(twice, batch, batch)
     one, other, *_ = (*others, batch, batch)
-    yield Split(batch, one, other, apart=False, shows_coupling=False)
-    for each in ordered:
-        yield Split(each, each, each, apart=False, shows_coupling=False)
+    for together in ((batch, one, other), *((each, each, each) for each in ordered)):
+        yield Split(*together, apart=False)
 
 
 def _of_one_kind(kind: str, found: Iterable[Parts]) -> Iterator[Split]:
@@ -97,28 +98,21 @@ def _of_one_kind(kind: str, found: Iterable[Parts]) -> Iterator[Split]:
         yield Split(*each, kind=kind, decides=place + 1 == len(some))
 
 
-def _row_alone(batch: Batch) -> Parts:
+def _row_alone(batch: Batch) -> Iterator[Parts]:
     """The row with the fewest targets, and the others."""
     rows = sample_count(batch)
     least = _least_row(batch, rows)
-    return batch, _rows(batch, [least]), _rows(batch, [row for row in range(rows) if row != least])
+    return _divided([batch], [int(row != least) for row in range(rows)])
 
 
-def _in_groups(batches: Sequence[Batch], size: int) -> Iterator[Parts]:
-    """One group of ``size`` rows, and the others."""
-    rows = sample_count(batches[0])
+def _divided(batches: Sequence[Batch], group_of: Sequence[int], height: int = 0) -> Iterator[Parts]:
+    """The rows of one group, and all others, for each group; ``group_of``: by row; ``height`` as for `_rows`."""
+    groups = sorted(set(group_of))
     # Of two groups the second leaves the same parts as the first.
-    for start in range(0, rows if 2 * size < rows else size, size):
-        group, rest = [*range(start, start + size)], [*range(start), *range(start + size, rows)]
-        yield from ((each, _rows(each, group), _rows(each, rest)) for each in batches)
-
-
-def _across_blocks(batches: Sequence[Batch], height: int, blocks: int) -> Iterator[Parts]:
-    """One row of every block of ``height`` rows, and the others: a pair (DPO), or a triple (TPO)."""
-    for row in range(height if height > 2 else 1):
-        its = [each for each in range(blocks * height) if each % height == row]
-        rest = [each for each in range(blocks * height) if each % height != row]
-        yield from ((each, _of_blocks(each, its, height), _of_blocks(each, rest, height)) for each in batches)
+    for group in groups if len(groups) > 2 else groups[:1]:
+        its = [row for row, its_group in enumerate(group_of) if its_group == group]
+        rest = [row for row, its_group in enumerate(group_of) if its_group != group]
+        yield from ((each, _rows(each, its, height), _rows(each, rest, height)) for each in batches)
 
 
 def _informative(batch: Batch) -> tuple[bool, bool, int, float]:
@@ -145,9 +139,9 @@ def _unseen(window: Sequence[Batch], batch: Batch) -> set[tuple[str, int]]:
     return {(key, each) for key, each in marks - _marks(batch) if key in few}
 
 
-def _has_rows_alone(batch: Batch, rows: int) -> bool:
-    """Whether a batch can be split by rows: it has several samples, and every input has as many rows."""
-    return rows > 1 and all(_is_plain(value) and len(value) == rows for value in _sized(batch))
+def _divides(batch: Batch, *heights: int) -> bool:
+    """Whether a batch can be split by rows: every input has one of these numbers of rows."""
+    return all(_is_plain(value) and len(value) in heights for value in _sized(batch))
 
 
 def _is_plain(value: Any) -> bool:
@@ -177,63 +171,54 @@ def _least_row(batch: Batch, rows: int) -> int:
     return min(range(rows), key=lambda row: (counts[row] == 0, counts[row]))
 
 
-def _rows(batch: Batch, rows: list[int]) -> dict[str, Any]:
+def _rows(batch: Batch, rows: Sequence[int], height: int = 0) -> dict[str, Any]:
+    """Some rows; an input of ``height`` rows, the first block, has one row for each of that block."""
+
     def taken(value: Any) -> Any:
         if isinstance(value, Mapping):
             return _rows(value, rows)
+        chosen = [row for row in rows if row < height] if has_rows(value) and len(value) == height else [*rows]
         if isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0:
-            return value[rows]
-        return type(value)(value[row] for row in rows) if type(value) in (list, tuple) else value
+            return value[chosen]
+        return type(value)(value[row] for row in chosen) if type(value) in (list, tuple) else value
 
     return {key: taken(value) for key, value in batch.items()}
 
 
-def _of_blocks(batch: Batch, rows: list[int], height: int) -> dict[str, Any]:
-    """Rows of a batch in blocks; inputs as high as one block have one row for each row of the first."""
-    each = {key: value for key, value in batch.items() if has_rows(value) and len(value) == height}
-    every = {key: value for key, value in batch.items() if key not in each}
-    return {**_rows(every, rows), **_rows(each, [row for row in rows if row < height])}
+def _joined(one: Batch, other: Batch, *, interleaved: bool = False) -> dict[str, Any] | None:
+    """Two micro-batches as one, padded on the right; None where that cannot be done safely.
 
-
-def _merged(one: Batch, other: Batch, *, interleaved: bool = False) -> dict[str, Any] | None:
-    """Two micro-batches as one, padded on the right; None where that cannot be done safely."""
+    A batch joined with itself keeps what has no rows.
+    """
     result: dict[str, Any] = {}
     for key, value in one.items():
-        second = other.get(key)
+        second: Any = other.get(key)
+        joined: Any = None
         if isinstance(value, Tensor) and isinstance(second, Tensor):
-            if value.ndim == 0 or value.ndim != second.ndim or (interleaved and len(value) != len(second)):
-                return None
-            if value.ndim == 2 or not value.is_floating_point():
-                width = max(value.shape[-1], second.shape[-1])
-                fill = -100 if "label" in key or has_ignored(value) or has_ignored(second) else 0
-                value, second = (
-                    F.pad(each, (0, width - each.shape[-1]), value=fill) if each.ndim > 1 else each
-                    for each in (value, second)
-                )
-            if value.shape[1:] != second.shape[1:]:
-                return None
-            result[key] = torch.stack([value, second], 1).flatten(0, 1) if interleaved else torch.cat([value, second])
-        elif isinstance(value, list) and isinstance(second, list) and not interleaved:
-            result[key] = [*value, *second]
-        elif isinstance(value, (bool, str)) or value is None:
-            result[key] = value
-        else:
+            joined = _concatenated(key, value, second, interleaved=interleaved)
+        elif isinstance(value, Mapping) and isinstance(second, Mapping):
+            joined = _joined(value, second, interleaved=interleaved)
+        elif not interleaved and isinstance(value, np.ndarray) and value.ndim and value is second:
+            joined = np.concatenate([value, value])
+        elif not interleaved and isinstance(value, (list, tuple)) and type(value) is type(second):
+            joined = type(value)([*value, *second])
+        if joined is None and value is not None and value is not second and not isinstance(value, (bool, str)):
             return None
+        result[key] = value if joined is None else joined
     return result
 
 
-def _twice(batch: Batch) -> dict[str, Any] | None:
-    """A doubled batch; position ids of three axes have their samples second. None: it has nothing to double."""
-    doubled = {key: _doubled(key, value) for key, value in batch.items()}
-    return doubled if any(doubled[key] is not batch[key] for key in batch) else None
-
-
-def _doubled(key: str, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return _twice(value) or value
-    if isinstance(value, Tensor):
-        of_positions = "position" in key and value.ndim == 3 and len(value) == 3
-        return torch.cat([value, value], int(of_positions)) if value.ndim and _is_plain(value) else value
-    if isinstance(value, np.ndarray):
-        return np.concatenate([value, value]) if value.ndim else value
-    return type(value)([*value, *value]) if type(value) in (list, tuple) else value
+def _concatenated(key: str, one: Tensor, other: Tensor, *, interleaved: bool) -> Tensor | None:
+    """Two inputs as one; position ids of three axes have their samples second."""
+    if one.ndim == 0 or one.ndim != other.ndim or not (_is_plain(one) and _is_plain(other)):
+        return None
+    if one.ndim == 2 or (one.ndim > 1 and not one.is_floating_point()):
+        width = max(one.shape[-1], other.shape[-1])
+        fill = -100 if "label" in key or has_ignored(one) or has_ignored(other) else 0
+        one, other = (F.pad(each, (0, width - each.shape[-1]), value=fill) for each in (one, other))
+    axis = int("position" in key and one.ndim == 3 and len(one) == 3)
+    if one.movedim(axis, 0).shape[1:] != other.movedim(axis, 0).shape[1:]:
+        return None
+    if not interleaved:
+        return torch.cat([one, other], axis)
+    return torch.stack([one, other], axis + 1).flatten(axis, axis + 1) if one.shape == other.shape else None

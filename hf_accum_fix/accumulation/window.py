@@ -124,38 +124,39 @@ class Items:
         """Items of one micro-batch: 0-dim tensor on ``device`` (default: the targets'); no device sync."""
         if self.mix:
             return torch.stack([factor * rule.count(inputs, device) for factor, rule in self.mix]).sum()
-        if self.entry is not None and not isinstance(inputs, ZeroWeightBatch):
-            rows = sum(len(each[self.entry] if self.entry else each) for each in inputs[self.keys[0]])
+        if self.entry is not None or not self.keys or isinstance(inputs, ZeroWeightBatch):
             device = device or torch.device("cpu")
-            return torch.full((), rows, dtype=count_dtype(device), device=device)
-        if not self.keys or isinstance(inputs, ZeroWeightBatch):
-            device = device or torch.device("cpu")
-            samples = 0 if isinstance(inputs, ZeroWeightBatch) else sample_count(inputs)
-            return torch.full((), samples, dtype=count_dtype(device), device=device)
+            return torch.full((), self._rows(inputs), dtype=count_dtype(device), device=device)
         found = self.targets(inputs)
         if self.per_sample:
             found = self._by_sample(inputs, found)[1] > 0
         return found.sum(dtype=count_dtype(device or found.device)).to(device)
 
+    def _rows(self, inputs: Mapping[str, Any]) -> int:
+        """Items that are rows of the inputs: samples, or listed targets."""
+        if isinstance(inputs, ZeroWeightBatch):
+            return 0
+        if self.entry is None:
+            return sample_count(inputs)
+        return sum(len(each[self.entry] if self.entry else each) for each in inputs[self.keys[0]])
+
     def sample_weights(self, inputs: Mapping[str, Any]) -> Tensor:
         """1 / the targets of its sample for each target, else 0; shaped like the counted input."""
         targets = self.targets(inputs)
         samples, counts = self._by_sample(inputs, targets)
-        if targets.ndim <= 1:
-            return targets * 1.0
-        return (targets.flatten(1) / counts[samples].clamp(min=1)).view_as(targets)
+        return targets / counts[samples].clamp(min=1)
 
     def _by_sample(self, inputs: Mapping[str, Any], targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The sample of each position, [rows, positions], and the targets of every sample, 1-dim."""
-        flat = targets.flatten(1) if targets.ndim > 1 else targets[:, None]
-        rows, width = flat.shape
-        samples = torch.arange(rows, device=flat.device)[:, None].expand(rows, width) * (width + 1)
+        """The sample of each position, shaped like ``targets``, and the targets of every sample, 1-dim."""
+        most = targets[:1].numel() + 1
+        starts = torch.arange(0, len(targets) * most, most, device=targets.device)
+        samples = starts.view(-1, *[1] * (targets.ndim - 1)).expand_as(targets)
         positions = inputs.get("position_ids")
         if isinstance(positions, Tensor) and positions.shape == targets.shape:
             # A packed row: its samples begin at position 0.
             samples = samples + (positions == 0).cumsum(dim=1)
-        counts = torch.zeros(rows * (width + 1), dtype=count_dtype(flat.device), device=flat.device)
-        return samples, counts.scatter_add(0, samples.flatten(), flat.flatten().to(counts.dtype))
+        counts = torch.zeros(len(targets) * most, dtype=count_dtype(targets.device), device=targets.device)
+        return samples, counts.scatter_add(0, samples.flatten(), targets.flatten().to(counts.dtype))
 
     def with_target(self, inputs: Mapping[str, Any], count: Tensor | None = None) -> dict[str, Any]:
         """The inputs with one dummy target where there is none; ``count``: its items, if known.

@@ -240,6 +240,7 @@ TABLE: dict[str, tuple[Loss, str]] = {
     "expand": (lambda x: x.ce.expand(1), "NllLoss /[4]"),
     "the mean of a vector of one": (lambda x: x.ce.unsqueeze(0).mean(), "NllLoss /[4]"),
     "the sum of a vector of one": (lambda x: x.ce.view(1).sum(), "NllLoss /[4]"),
+    "the mean of an expanded number": (lambda x: x.ce.expand(3).mean(), "NllLoss /[4]"),
     "the sum of an expanded number": (lambda x: x.ce.expand(3).sum(), "Sum"),
     "permute": (lambda x: x.ce.view(1, 1).permute(1, 0), "NllLoss /[4]"),
     "mean of one number": (lambda x: x.ce.mean(), "NllLoss /[4]"),
