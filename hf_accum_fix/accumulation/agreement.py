@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Reduction
 from hf_accum_fix.errors import ContractError
 
 #: Concatenate the ranks' lists in order: a collective.
@@ -64,10 +64,8 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
         replace(term, rules=tuple(rule for rule in term.rules if rule in shared))
         for term, shared in zip(first.terms, common, strict=True)
     )
-    items = first.items
-    counted = next((each.rules[0] for each in terms if each.how is How.MEAN and each.rules), None)
-    if counted is not None and items in first.terms[0].rules:
-        items = counted
+    of_items = (new for old, new in zip(first.terms, terms, strict=True) if first.items in old.rules[:1])
+    items = next((each.rules[0] for each in of_items if each.rules), first.items)
     takes = next((each.takes_world_size for each in pool if each.takes_world_size is not None), None)
     shift = next((each.shift for each in pool if each.shift is not None), None)
     keeps = any(each.keeps_scale for each in pool)

@@ -18,6 +18,8 @@ from hf_accum_fix.accumulation.window import Items, sample_count
 
 #: The numbers passed to the three forwards: no sums or multiples of one another.
 NUMBERS = (7919, 3571, 5557)
+#: The number passed to the last one alone: no count, and small, so that 16 bits keep what is divided by it.
+SHOWN = 37.5
 #: Losses of other libraries that are means over targets, though their graph hides it.
 DECLARED = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")
 #: Nodes that hide a whole loss: compiled code, another library's kernel.
@@ -284,7 +286,7 @@ def without_number(readings: Sequence[Reading]) -> tuple[list[Reading], bool] | 
 
 
 def _without_number(
-    whole: Sequence[TermReading], one: Sequence[TermReading], other: Sequence[TermReading], number: int | None
+    whole: Sequence[TermReading], one: Sequence[TermReading], other: Sequence[TermReading], number: float | None
 ) -> tuple[list[TermReading], bool] | None:
     """`without_number` for the terms of the three forwards."""
     if not len(whole) == len(one) == len(other):
@@ -509,7 +511,7 @@ def _adds_up(sums: Sequence[float], tolerance: float) -> bool:
     return abs(sums[0] - sums[1] - sums[2]) <= tolerance * max(map(abs, sums))
 
 
-def _are_numbers(values: Sequence[float], numbers: Sequence[int | None], compared: Comparison) -> bool:
+def _are_numbers(values: Sequence[float], numbers: Sequence[float | None], compared: Comparison) -> bool:
     """Whether values are the numbers passed, up to a constant factor (the classes of a smoothed loss)."""
     if None in numbers:
         return False

@@ -192,9 +192,9 @@ class LossContract:
 
     def ambiguous(self, totals: Mapping[Items, float]) -> set[How]:
         """The kinds of terms that two rules fit so far, which count a window differently; ``totals``: N by `rules`."""
-        counted = [(each.how, [totals[rule] for rule in each.rules]) for each in self.terms if len(each.rules) > 1]
-        kinds = (How.MEAN, How.NUMBER)
-        return {how for how, n in counted if how in kinds and max(n) - min(n) > 1e-6 * max(n)}
+        several = (each for each in self.terms if each.how in (How.MEAN, How.NUMBER) and len(each.rules) > 1)
+        counted = [(each.how, [totals[rule] for rule in each.rules]) for each in several]
+        return {how for how, n in counted if max(n) - min(n) > 1e-6 * max(n)}
 
     def with_rules_of_number(self, rules: tuple[Items, ...]) -> LossContract:
         """With the rules that count num_items_in_batch."""

@@ -19,6 +19,7 @@ from hf_accum_fix.accumulation.conclude import (
     NUMBERS,
     OF_THE_SPLIT,
     OTHER_TERMS,
+    SHOWN,
     Comparison,
     Setting,
     conclude,
@@ -90,11 +91,20 @@ class _Observation:
 
     def contract(self) -> LossContract:
         """How the loss is reduced."""
-        model, window, setting = self.loss.model, self.window, self.setting
+        model, window = self.loss.model, self.window
         norm = next((name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training), None)
         # BatchNorm writes its statistics; shards are not copied.
         self.writes = False if self.sharded or norm is not None else None
-        found = self._with_number_seen(self._with_own_division(self._with_rule_of_number(self._compared())))
+        found = self._compared()
+        if self.ranks.any(self._needs_number(found)):
+            self.loss.hand_on()
+            self.setting = replace(self.setting, hands_number=True)
+            found = self._compared()
+            # A part that is averaged does not go with one that is divided by the global batch's number.
+            mixed = {How.NUMBER, How.PLAIN} <= {each.how for each in found.terms}
+            found = replace(found, keeps_scale=found.keeps_scale or mixed)
+        found = self._with_number_seen(self._with_own_division(self._with_rule_of_number(found)))
+        setting = self.setting
         if self.divides and found.reduction is Reduction.MEAN:
             found = replace(found, reduction=Reduction.NUMBER)
         elif self.divides and found.reduction is Reduction.PLAIN:
@@ -157,7 +167,7 @@ class _Observation:
         """The forwards of a batch and its two parts, and whether the model would divide by the number."""
         handed, readings = self.setting.handed, list[Reading]()
         for at, batch in enumerate(split[:3]):
-            number = NUMBERS[at] if handed == "all" or (handed == "last" and at == 2 and split.apart) else None
+            number = NUMBERS[at] if handed == "all" else SHOWN if handed == "last" and at == 2 and split.apart else None
             if readings:
                 self._restore()
             readings.append(self._run(batch, number))
@@ -187,6 +197,15 @@ class _Observation:
         if self.ranks.any(self.writes is None and bool(readings) and self.state.wrote()):
             again = self._run(split.other, readings[2].number if readings else None)
             self.writes = bool(self.writes or (readings and again.numbers != readings[2].numbers))
+
+    def _needs_number(self, found: LossContract) -> bool:
+        """Whether the base's loss has to get the number that a custom loss passes on.
+
+        Its own mean is no substitute if it is called for each row, returns a sum without the number, or is inside what
+        cannot be read.
+        """
+        kept_back = self.loss.kept_back()
+        return kept_back > 1 or (kept_back > 0 and any(each.how in (How.SUM, How.PLAIN) for each in found.terms))
 
     def _with_rule_of_number(self, found: LossContract) -> LossContract:
         """The contract with the rule by which a custom loss would divide, if it got no number."""
@@ -242,7 +261,7 @@ class _Observation:
         doubt = "it depends on num_items_in_batch in a way that cannot be read"
         return replace(found, keeps_scale=True, doubt=doubt, reason=doubt)
 
-    def _run(self, batch: Mapping[str, Any], number: int | None, within: Any = nullcontext, seed: int = 0) -> Reading:
+    def _run(self, batch: Mapping[str, Any], number: float | None, within: Any = nullcontext, seed: int = 0) -> Reading:
         listed = any(next(listed_targets(each), None) is not None for each in self.window)
         run = partial(read_batch, self.loss, batch, number, within, listed=listed, seed=seed)
         try:
@@ -266,7 +285,7 @@ def _is_clear(found: LossContract, split: Split) -> bool:
 
 def _divides_unseen(alone: float, passed: float) -> bool:
     """Whether a loss with a hidden divisor is a mean without the number, and the sum over the number with it."""
-    items = NUMBERS[2] * passed / alone if alone and passed != alone else 0.0
+    items = SHOWN * passed / alone if alone else 0.0
     return items >= 1 and abs(items - round(items)) <= 1e-3
 
 

@@ -109,7 +109,7 @@ class Reading:
     """
 
     batch: Mapping[str, Any]
-    number: int | None
+    number: float | None
     loss: float
     dtype: torch.dtype
     terms: list[TermReading]
@@ -135,6 +135,8 @@ class LossRun:
         others: more objects whose attributes are restored, such as the trainer.
         leave: objects that are not restored, such as data sets.
         more_steps: (factor) -> context in which the arguments have more accumulation steps, and factor times the ranks.
+        kept_back: how often a custom loss passed a number to the base's in the last forward, which did not get it.
+        hand_on: from now on the base's gets that number.
     """
 
     forward: Forward
@@ -144,6 +146,8 @@ class LossRun:
     others: Sequence[object] = ()
     leave: Sequence[object] = ()
     more_steps: Callable[[int], AbstractContextManager[Any]] = nullcontext
+    kept_back: Callable[[], int] = int
+    hand_on: Callable[[], object] = bool
 
 
 class ForgottenError(ContractError):
@@ -153,7 +157,7 @@ class ForgottenError(ContractError):
 def read_batch(
     loss: LossRun,
     batch: Mapping[str, Any],
-    number: int | None,
+    number: float | None,
     within: Any,
     *,
     listed: bool,
@@ -179,7 +183,7 @@ def read_batch(
 
 
 def run_with_graph(
-    loss: LossRun, batch: Mapping[str, Any], number: int | None, *, keep: bool
+    loss: LossRun, batch: Mapping[str, Any], number: float | None, *, keep: bool
 ) -> tuple[Tensor, Captured]:
     """A loss with its graph, and what was captured of its forward; unless ``keep``, no backward is possible."""
     passed = None if number is None else torch.tensor(number, device=loss.device)

@@ -191,7 +191,8 @@ def _rules_differ(host: Host, loss: LossState, by_rule: Totals, number: Tensor |
     totals = _values(by_rule)
     differ = contract.ambiguous(totals)
     if How.NUMBER in differ:
-        upstreams = tuple(rule for rule, n in totals.items() if number is not None and n == float(number))
+        fitting = (rule for each in contract.terms if each.how is How.NUMBER for rule in each.rules)
+        upstreams = tuple(rule for rule in fitting if number is not None and totals[rule] == float(number))
         if upstreams:
             loss.contract = contract.with_rules_of_number(upstreams)
         host.report_inexact("several rules fit its num_items_in_batch, and count the window differently")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_accum_fix.accumulation import declared
 from hf_accum_fix.accumulation.agreement import SyncedRanks
 from hf_accum_fix.accumulation.conclude import Setting
-from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, How, LossContract, Reduction, router_loss
+from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, SHIFT_UNKNOWN, LossContract, Reduction, router_loss
 from hf_accum_fix.accumulation.observe import observe, shift_of
 from hf_accum_fix.accumulation.own_division import BATCH_SIZE
 from hf_accum_fix.accumulation.preserve import overridden
@@ -64,7 +64,7 @@ class Session(Host):
         shift: labels are shifted as they are smoothed; None: unknown.
         first_divisor: what the first micro-batch of the training divided by, the mean over ranks, 0-dim; None: unknown.
         requires_number: the model or the compute_loss_func cannot do without num_items_in_batch.
-        base_numbers: calls of the base's ``compute_loss`` with a number, in the last observed forward of a custom one.
+        kept_back: see `LossRun`.
         uncounted: upstream's numbers for a custom ``get_batch_samples``, whose result is counted; None: none runs.
         busy: running overrides, so that a nested call passes through.
         refused: an error of ours in a micro-batch, which a custom training_step may have caught.
@@ -78,7 +78,7 @@ class Session(Host):
     shift: bool | None = None
     first_divisor: Tensor | None = None
     requires_number: bool = False
-    base_numbers: int = 0
+    kept_back: int = 0
     uncounted: list[Any] | None = None
     busy: frozenset[str] = frozenset()
     refused: AccumFixError | None = None
@@ -220,10 +220,12 @@ class Session(Host):
 
         def base(model: nn.Module, inputs: Mapping[str, Any], passed: Any) -> tuple[Tensor, Any]:
             # Without a number a model returns its own mean.
-            self.base_numbers += passed is not None
-            return self.unscaled_loss(model, inputs, number if self.requires_number else None)
+            if self.requires_number:
+                return self.unscaled_loss(model, inputs, number)
+            self.kept_back += passed is not None and self.passes_number
+            return self.unscaled_loss(model, inputs, None)
 
-        self.base_numbers, by_step = 0, compute_loss == self.loss_of_step
+        self.kept_back, by_step = 0, compute_loss == self.loss_of_step
         with nullcontext() if by_step else self.trainer.compute_loss_context_manager():
             if compute_loss is None:
                 return self.unscaled_loss(model, inputs, number)
@@ -248,7 +250,17 @@ class Session(Host):
             overridden(trainer, "log", lambda *_, **__: None),
             overridden(trainer, "current_gradient_accumulation_steps", len(batches)),
         ):
-            yield LossRun(forward, model, self.device, head, others=(trainer,), leave=leave, more_steps=more_steps)
+            yield LossRun(
+                forward,
+                model,
+                self.device,
+                head,
+                others=(trainer,),
+                leave=leave,
+                more_steps=more_steps,
+                kept_back=lambda: self.kept_back,
+                hand_on=lambda: setattr(self, "requires_number", True),
+            )
 
     @contextmanager
     def routing(self, batches: Sequence[Any]) -> Iterator[LossRun]:
@@ -290,7 +302,7 @@ class Session(Host):
         state.first.contract, state.first.attempts, self.computed_by = None, 0, computed_by
         self.passes_number = accepts and declared.takes_number(trainer.model_wrapped)
         required = self.passes_number and declared.requires_number(trainer.model_wrapped)
-        self.requires_number, self.base_numbers = required or self.func is not None, 0
+        self.requires_number = required or self.func is not None
         state.corrects, self.router.form = False, None
         if given is not None and given.by_number and not self.passes_number and self.func is None:
             raise ContractError(
@@ -341,9 +353,6 @@ class Session(Host):
             self._settle_shift(batches)
             with self.loss_run(batches) as loss:
                 found = observe(loss, batches, setting, gather)
-                if self._needs_number(found):
-                    self.requires_number = True
-                    found = observe(loss, batches, replace(setting, hands_number=True), gather)
         except Exception:
             logger.error(
                 "%s: the forward that observes the loss failed. If training itself runs, pass the contract: "
@@ -380,15 +389,6 @@ class Session(Host):
             upstream_number=None if number is None else float(number),
             rounded=trainer.accelerator.mixed_precision != "no" or declared.products_are_rounded(self.model),
         )
-
-    def _needs_number(self, found: LossContract) -> bool:
-        """Whether a custom loss passes the base a number that it cannot do without, so that the base has to get it.
-
-        Its own mean is no substitute if it is called for each row, returns a sum without the number, or is inside what
-        cannot be read.
-        """
-        passes = bool(self.base_numbers) and self.passes_number and not self.requires_number
-        return passes and (self.base_numbers > 1 or any(each.how in (How.SUM, How.PLAIN) for each in found.terms))
 
     def _settle_shift(self, batches: Sequence[Any]) -> None:
         """Set whether labels are shifted as they are smoothed, as in the model's own loss."""
