@@ -100,9 +100,10 @@ class _Observation:
             self.loss.hand_on()
             self.setting = replace(self.setting, hands_number=True)
             found = self._compared()
-            # A part that is averaged does not go with one that is divided by the global batch's number.
-            mixed = {How.NUMBER, How.PLAIN} <= {each.how for each in found.terms}
-            found = replace(found, keeps_scale=found.keeps_scale or mixed)
+        hows = {each.how for each in found.terms}
+        if self.setting.custom and How.PLAIN in hows and hows & {How.NUMBER, How.SUM}:
+            # A part that is averaged does not go with one that is summed over the global batch.
+            found = replace(found, keeps_scale=True)
         found = self._with_number_seen(self._with_own_division(self._with_rule_of_number(found)))
         setting = self.setting
         if self.divides and found.reduction is Reduction.MEAN:
