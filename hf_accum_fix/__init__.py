@@ -27,7 +27,7 @@ from hf_accum_fix.options import BalanceOptions, Options
 
 if TYPE_CHECKING:
     from hf_accum_fix.accumulation.contract import LossContract, Reduction
-    from hf_accum_fix.accumulation.window import Items
+    from hf_accum_fix.accumulation.items import Items
     from hf_accum_fix.data.balancing import Dealer
     from hf_accum_fix.loop import AccumulationWindow, AccumulationWindows, accumulation_windows
     from hf_accum_fix.trainer import GlobalBatchMixin, GlobalBatchSeq2SeqTrainer, GlobalBatchTrainer
@@ -74,7 +74,7 @@ _LAZY = {
     "GlobalBatchMixin": "hf_accum_fix.trainer",
     "GlobalBatchSeq2SeqTrainer": "hf_accum_fix.trainer",
     "GlobalBatchTrainer": "hf_accum_fix.trainer",
-    "Items": "hf_accum_fix.accumulation.window",
+    "Items": "hf_accum_fix.accumulation.items",
     "LossContract": "hf_accum_fix.accumulation.contract",
     "Reduction": "hf_accum_fix.accumulation.contract",
     "accumulation_windows": "hf_accum_fix.loop",

@@ -39,12 +39,12 @@ from hf_accum_fix.accumulation.declared import (
     requires_number,
     wants_number,
 )
+from hf_accum_fix.accumulation.items import ZeroWeightBatch, count_dtype
 from hf_accum_fix.accumulation.observe import observe
 from hf_accum_fix.accumulation.reading import LossRun
 from hf_accum_fix.accumulation.scaling import loss_among, run_by_rule, scale_of
 from hf_accum_fix.accumulation.values import capture
 from hf_accum_fix.accumulation.weigh import unlike_declared
-from hf_accum_fix.accumulation.window import ZeroWeightBatch, count_dtype
 from hf_accum_fix.core.contracts import remarks
 from hf_accum_fix.core.host import Host
 from hf_accum_fix.core.window import Window, open_window

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract, Reduction
-from hf_accum_fix.accumulation.window import Items
+from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.core.contracts import remarks, settle
 from hf_accum_fix.core.count import WindowCounts
 from hf_accum_fix.core.state import ATTEMPTS

@@ -22,7 +22,7 @@ import hf_accum_fix
 from hf_accum_fix import observations
 from hf_accum_fix.accumulation.agreement import agree
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.window import Items
+from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.core.contracts import check_alike
 from hf_accum_fix.core.count import count_window
 from hf_accum_fix.engines import ranks

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction, TermSpec
+from hf_accum_fix.accumulation.items import Items, sample_count
 from hf_accum_fix.accumulation.loss_graph import holds_layers, ignored_index
 from hf_accum_fix.accumulation.reading import Reading, TermReading
 from hf_accum_fix.accumulation.rules import is_near, is_padded, listed_targets, matching_rules, ways_of_counting
-from hf_accum_fix.accumulation.window import Items, sample_count
 
 #: The numbers passed to the three forwards: no sums or multiples of one another.
 NUMBERS = (7919, 3571, 5557)

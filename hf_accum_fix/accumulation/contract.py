@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.reduction import Reduction as Reduction
 from hf_accum_fix.accumulation.rules import is_near
-from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.errors import ContractError
 
 #: The reason of a contract that could not be observed yet.

@@ -29,6 +29,7 @@ from hf_accum_fix.accumulation.conclude import (
 )
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How, LossContract, Reduction
 from hf_accum_fix.accumulation.declared import holds_shards
+from hf_accum_fix.accumulation.items import ZeroWeightBatch
 from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.own_division import RANKS, own_division, step_candidates, terms_of
 from hf_accum_fix.accumulation.preserve import Preserved, preserved_state
@@ -44,7 +45,6 @@ from hf_accum_fix.accumulation.reading import (
 )
 from hf_accum_fix.accumulation.rules import listed_targets, targets_padding, ways_of_counting
 from hf_accum_fix.accumulation.samples import Split, splits
-from hf_accum_fix.accumulation.window import ZeroWeightBatch
 
 logger = logging.getLogger("hf_accum_fix")
 

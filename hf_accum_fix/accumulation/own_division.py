@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from hf_accum_fix.accumulation.conclude import Setting
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction
+from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.reading import Reading, TermReading
 from hf_accum_fix.accumulation.rules import is_near
-from hf_accum_fix.accumulation.window import Items
 
 #: Factors of ranks and batch size in the test forward; the steps are doubled, or tripled.
 RANKS, BATCH_SIZE = 5, 7

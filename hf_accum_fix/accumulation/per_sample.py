@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, LossContract
+from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.loss_graph import ignored_index, read
-from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.errors import ContractError, UnsupportedSetupError
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.loss_graph import Term, ignored_index, read, without_nothing
 from hf_accum_fix.accumulation.noise import WithoutNoise
 from hf_accum_fix.accumulation.rules import ways_of_counting
 from hf_accum_fix.accumulation.values import Captured, capture
-from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.errors import ContractError
 
 #: One forward: (inputs, number or None) -> loss.

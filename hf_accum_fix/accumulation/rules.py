@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_accum_fix.accumulation.window import Items
+from hf_accum_fix.accumulation.items import Items
 
 #: Blocks of rows that a term may count alone: chosen texts, before the rejected ones (ORPO, CPO, DPO with rpo_alpha);
 #: reference texts, after both (TPO).

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_accum_fix.accumulation.items import has_rows, sample_count
 from hf_accum_fix.accumulation.rules import BLOCKS, has_ignored, listed_targets, ways_of_counting
-from hf_accum_fix.accumulation.window import has_rows, sample_count
 
 Batch = Mapping[str, Any]
 #: A batch, and two parts of it.

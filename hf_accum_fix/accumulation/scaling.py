@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.window import Items, ZeroWeightBatch, mean_item_count, scale_mean
+from hf_accum_fix.accumulation.items import Items, ZeroWeightBatch, mean_item_count, scale_mean
 from hf_accum_fix.errors import ContractError
 
 

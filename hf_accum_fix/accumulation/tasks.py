@@ -5,7 +5,7 @@ A global batch of S samples, S_k of them of task k, is trained by
     L = sum over tasks of  S_k / S * (mean over the N_k items of task k)
 
 for every split; the plain mean over micro-batches of equal size is the same. With one denominator per task (see
-`window`),  n_mean = N_k / (G W) * S / S_k,  plain averaging is exact.
+`items`),  n_mean = N_k / (G W) * S / S_k,  plain averaging is exact.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The loss of each micro-batch is read from its graph (`loss_graph`). A term that divides by d is multiplied by
 
-    d / n_mean        n_mean = N / (G W)    of the items that this term counts (`window`)
+    d / n_mean        n_mean = N / (G W)    of the items that this term counts (`items`)
 
 whatever d is. If all terms have one weight, the loss is scaled; else each term has a hook on its node. Weights are kept
 as divisors, n_mean / d: where all micro-batches are alike that is G, and the division is bitwise upstream's.
@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction, TermSpec
+from hf_accum_fix.accumulation.items import Items, count_dtype
 from hf_accum_fix.accumulation.loss_graph import Term, has_several_outputs, on_host, read, without_nothing
 from hf_accum_fix.accumulation.per_sample import sum_of_samples
 from hf_accum_fix.accumulation.scaling import Normalizer
 from hf_accum_fix.accumulation.values import Captured, Values
-from hf_accum_fix.accumulation.window import Items, count_dtype
 
 #: A Python number, or a tensor of one element on the device.
 Number = Tensor | float

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import NO_TARGET_SEEN, How
+from hf_accum_fix.accumulation.items import Counts, Items, count_by_rules, count_dtype
 from hf_accum_fix.accumulation.scaling import Normalizer
 from hf_accum_fix.accumulation.tasks import describe, task_of
 from hf_accum_fix.accumulation.weigh import Part, WindowCheck
-from hf_accum_fix.accumulation.window import Counts, Items, count_by_rules, count_dtype
 from hf_accum_fix.core.counting_pass import count_by_forwards
 from hf_accum_fix.core.host import Host
 from hf_accum_fix.core.state import LossState

@@ -18,10 +18,10 @@ from torch import Tensor
 from hf_accum_fix.accumulation.conclude import NUMBERS
 from hf_accum_fix.accumulation.contract import How, LossContract
 from hf_accum_fix.accumulation.declared import holds_shards
+from hf_accum_fix.accumulation.items import Counts, ZeroWeightBatch, count_dtype
 from hf_accum_fix.accumulation.preserve import preserved_state
 from hf_accum_fix.accumulation.reading import ForgottenError, LossRun, run_with_graph
 from hf_accum_fix.accumulation.weigh import Counted, Part, WindowCheck, weigh
-from hf_accum_fix.accumulation.window import Counts, ZeroWeightBatch, count_dtype
 from hf_accum_fix.core.host import Host
 
 

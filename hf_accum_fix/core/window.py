@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_accum_fix.accumulation.items import Counts, count_by_rules
 from hf_accum_fix.accumulation.values import Captured
 from hf_accum_fix.accumulation.weigh import Counted, Part, Weighed, WindowCheck, weigh
-from hf_accum_fix.accumulation.window import Counts, count_by_rules
 from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.core.count import WindowCounts, count_window
 from hf_accum_fix.core.host import OTHER_COUNTS, Host

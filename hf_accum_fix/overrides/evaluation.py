@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.items import Items, count_dtype, has_rows, sample_count
 from hf_accum_fix.accumulation.per_sample import sum_of_samples
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.tasks import task_of
-from hf_accum_fix.accumulation.window import Items, count_dtype, has_rows, sample_count
 from hf_accum_fix.core.contracts import settle
 from hf_accum_fix.options import Options, enabled
 from hf_accum_fix.overrides.live import compute_loss_of, hands_number

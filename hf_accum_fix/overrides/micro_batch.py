@@ -25,12 +25,12 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_accum_fix.accumulation.items import ZeroWeightBatch, count_dtype
 from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.scaling import run_by_rule
 from hf_accum_fix.accumulation.values import Captured, capture
 from hf_accum_fix.accumulation.weigh import Part, Weighed
-from hf_accum_fix.accumulation.window import ZeroWeightBatch, count_dtype
 from hf_accum_fix.core.state import ATTEMPTS
 from hf_accum_fix.core.window import Window
 from hf_accum_fix.data.whole_windows import PlaceholderBatch

@@ -5,7 +5,7 @@ rank gets the same F and the same denominator,
 
     aux(m) = E sum_i F_i q_i(m) / T_mean,    T_mean = T / (G W),
 
-whose plain mean over micro-batches and ranks is A, in value and in gradient: the identity of `window` again. T is known
+whose plain mean over micro-batches and ranks is A, in value and in gradient: the identity of `items` again. T is known
 before the first forward, F is not: a router depends on the layers below it. So `EXACT` runs the window once without
 gradient; `WINDOW` takes for F what this rank has counted so far; `MEAN` leaves the library's own function alone.
 
@@ -37,9 +37,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_accum_fix.accumulation.items import Items, ZeroWeightBatch, count_dtype
 from hf_accum_fix.accumulation.noise import random_states_kept
 from hf_accum_fix.accumulation.preserve import buffers_kept
-from hf_accum_fix.accumulation.window import Items, ZeroWeightBatch, count_dtype
 from hf_accum_fix.errors import ContractError
 from hf_accum_fix.router.load_balancing import FUNCTION, Call, Swap, Tally
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
+from hf_accum_fix.accumulation.items import has_rows
 from hf_accum_fix.accumulation.noise import seed
 from hf_accum_fix.accumulation.preserve import overridden
 from hf_accum_fix.accumulation.python_state import reached
 from hf_accum_fix.accumulation.tasks import Task, describe, task_of
-from hf_accum_fix.accumulation.window import has_rows
 from hf_accum_fix.data.balancing import Samples
 from hf_accum_fix.errors import OptionsError, UnsupportedSetupError
 from hf_accum_fix.upstream.protocols import TrainerLike

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.rules import is_padded, matching_rules, ways_of_counting
-from hf_accum_fix.accumulation.window import Items
 
 Batch = Mapping[str, Any]
 #: Four samples of five labels: 4, 1, 3 and 0 targets, the first at position 0 in two of them.

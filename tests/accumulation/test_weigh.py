@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_accum_fix.accumulation.contract import How, LossContract, Reduction, TermSpec
+from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.loss_graph import read
 from hf_accum_fix.accumulation.scaling import Normalizer
 from hf_accum_fix.accumulation.values import capture
 from hf_accum_fix.accumulation.weigh import Counted, Part, Weighed, WindowCheck, weigh
-from hf_accum_fix.accumulation.window import Items
 
 CPU = torch.device("cpu")
 TARGETS, MASKED, SAMPLES = Items(("labels",)), Items(("mask",), ignore_index=0), Items()

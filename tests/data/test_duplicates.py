@@ -13,8 +13,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from hf_accum_fix import Items, OptionsError, UnsupportedSetupError, apply
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
+from hf_accum_fix.accumulation.items import ZeroWeightBatch
 from hf_accum_fix.accumulation.scaling import Normalizer, scale_of
-from hf_accum_fix.accumulation.window import ZeroWeightBatch
 from hf_accum_fix.data.duplicates import WithoutDuplicates
 from hf_accum_fix.options import Options
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.nn.functional as F
 
-from hf_accum_fix.accumulation.window import ZeroWeightBatch
+from hf_accum_fix.accumulation.items import ZeroWeightBatch
 from tests.numerics.heads import HEADS, Batch, Head, Sample, before
 from tests.numerics.parity import Step, StockRecorder, cut, reference_step, take_step
 

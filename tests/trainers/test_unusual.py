@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import hf_accum_fix
 from hf_accum_fix.accumulation.contract import LossContract, Reduction, TermSpec
+from hf_accum_fix.accumulation.items import Items
 from hf_accum_fix.accumulation.scaling import Normalizer
 from hf_accum_fix.accumulation.weigh import WindowCheck
-from hf_accum_fix.accumulation.window import Items
 from hf_accum_fix.core.count import WindowCounts
 from hf_accum_fix.core.window import Part, Window
 from hf_accum_fix.options import Options

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_accum_fix.accumulation.contract import LossContract, Reduction
-from hf_accum_fix.accumulation.window import Items, mean_item_count, sample_count, scale_mean, total_items
+from hf_accum_fix.accumulation.items import Items, mean_item_count, sample_count, scale_mean, total_items
 from hf_accum_fix.errors import ContractError
 
 counts = st.integers(0, 5_000)
