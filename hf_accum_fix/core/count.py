@@ -211,7 +211,9 @@ def _note_inexact(host: Host, counts: WindowCounts, batches: Sequence[Any]) -> N
         empty = counts.total == 0
         state.empty = empty if state.empty is None else state.empty | empty
     # Without a target the gradient is zero, whatever the loss.
-    inexact = not all(each.exact or each.reason == NO_TARGET_SEEN for each in map(state.contract_of, batches))
+    inexact = not all(
+        each.exact or each.by_divisor or each.reason == NO_TARGET_SEEN for each in map(state.contract_of, batches)
+    )
     if inexact and (empty is None or not host.on_cpu or not bool(empty)):
         state.note_inexact()
     counted = {key for rule in state.contracts[0].rules for key in rule.keys}
