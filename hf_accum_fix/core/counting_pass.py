@@ -69,7 +69,7 @@ def _divisors(run: LossRun, batch: Any, part: Part) -> Mapping[int, Any]:
     """What the terms of one micro-batch divide by, as `weigh` reads it."""
     contract = part.contract
     as_read = replace(part, normalizer=replace(part.normalizer, is_corrected=True), check=WindowCheck(contract))
-    takes_number = contract.hands_number or contract.custom or contract.keeps_scale
+    takes_number = contract.hands_number or (contract.custom and contract.depends_on_number)
     counted = Counted(dict(batch), {}, isinstance(batch, ZeroWeightBatch))
     # Once more if it takes a gradient inside the forward, or its loss is checkpointed.
     for keep in (False, True):

@@ -196,6 +196,12 @@ FOUND = EXACT | found("""
       sum-of-classes super-and-teacher-detached other-labels empty 2x4 missing=4 seed=37415
     label smoothing whose classes are a multiple of another count
       mean-of-tokens smoothing other-labels rare,empty,alike,empty 2x4 seed=58626
+    rules that part where upstream counts nothing, so that no number is handed
+      number-and-kind-later super-and-teacher-by-number no-mask empty,whole,rare 2x4 missing=4 seed=32936 declares-false
+    rules of a part that is averaged, where those of a number part
+      number-and-kind-uncertain super-and-teacher-gated other-labels rare,alike,rare 3x3 seed=47419
+    a part that is averaged, of a size that the number sets
+      number-in-float32 super-and-teacher-stop-gradient left empty,empty,alike 3x3 missing=4 seed=24756
     the only micro-batch divides by the number inside what cannot be read
       number-and-kind-uncertain super-and-teacher-product no-mask alike,rare 8x1 seed=30630
     a term without a target that no rule counts any more
@@ -207,6 +213,8 @@ FOUND = EXACT | found("""
 """)
 #: The same of two ranks.
 FOUND_ON_TWO = found("""
+    a sum on one rank, without a target on the other
+      sum super-and-teacher-detached left empty,ragged,ragged,ragged 4x1 seed=31169 ranks=2
     a number that another rule counts at first
       mean-of-tokens own-number wide rare,rare,whole,alike 2x2 seed=50940
     state under a loss over itself
