@@ -172,7 +172,7 @@ def _set_parts(host: Host, counts: WindowCounts, totals: Sequence[Totals], batch
     if counts.parts[0].normalizer.is_whole:
         return
     if any(differs) or any(loss.needs_forwards for loss in losses):
-        counted = count_by_forwards(host, batches, counts.parts, counts.each)
+        counted = count_by_forwards(host, batches, counts.parts, counts.each, handed=counts.number is not None)
         for at, (loss, by_rule, by_place) in enumerate(zip(losses, totals, counted, strict=True)):
             contract = counts.parts[at].contract
             if host.readable and len(contract.rules) > 1:

@@ -26,7 +26,7 @@ from hf_accum_fix.core.host import Host
 
 
 def count_by_forwards(
-    host: Host, batches: Sequence[Any], parts: Sequence[Part], counts: Sequence[Counts]
+    host: Host, batches: Sequence[Any], parts: Sequence[Part], counts: Sequence[Counts], *, handed: bool
 ) -> list[dict[int, Tensor]]:
     """Add to ``counts`` the divisor of each term of each micro-batch, as read; sum them over all ranks.
 
@@ -35,6 +35,7 @@ def count_by_forwards(
         batches: the micro-batches of this rank.
         parts: one for each loss.
         counts: of each micro-batch, by rule.
+        handed: a custom loss is handed num_items_in_batch.
 
     Returns:
         N of each term, by its place, for each loss; 0-dim.
@@ -49,7 +50,8 @@ def count_by_forwards(
             for batch, its in zip(batches, counts, strict=True):
                 contract = host.state.contract_of(batch)
                 part, total = next(each for each in zip(parts, totals, strict=True) if each[0].contract is contract)
-                for place, divisor in _divisors(run, batch, part).items():
+                takes_number = contract.hands_number or (contract.custom and handed)
+                for place, divisor in _divisors(run, batch, part, takes_number=takes_number).items():
                     if place in total:
                         its[place] = torch.as_tensor(divisor, dtype=zero.dtype, device=host.device)
                         total[place] = total[place] + its[place]
@@ -65,11 +67,10 @@ def _counted(contract: LossContract) -> list[int]:
     return [place for place, each in enumerate(contract.terms) if each.how is How.MEAN]
 
 
-def _divisors(run: LossRun, batch: Any, part: Part) -> Mapping[int, Any]:
+def _divisors(run: LossRun, batch: Any, part: Part, *, takes_number: bool) -> Mapping[int, Any]:
     """What the terms of one micro-batch divide by, as `weigh` reads it."""
-    contract = part.contract
-    as_read = replace(part, normalizer=replace(part.normalizer, is_corrected=True), check=WindowCheck(contract))
-    takes_number = contract.hands_number or (contract.custom and contract.depends_on_number)
+    check = WindowCheck(part.contract)
+    as_read = replace(part, normalizer=replace(part.normalizer, is_corrected=True), check=check)
     counted = Counted(dict(batch), {}, isinstance(batch, ZeroWeightBatch))
     # Once more if it takes a gradient inside the forward, or its loss is checkpointed.
     for keep in (False, True):
@@ -77,4 +78,4 @@ def _divisors(run: LossRun, batch: Any, part: Part) -> Mapping[int, Any]:
             loss, captured = run_with_graph(run, batch, NUMBERS[0] if takes_number else None, keep=keep)
             weigh(loss, as_read, counted, captured)
             break
-    return as_read.check.latest
+    return check.latest

@@ -202,6 +202,8 @@ FOUND = EXACT | found("""
       number-and-kind-uncertain super-and-teacher-gated other-labels rare,alike,rare 3x3 seed=47419
     a part that is averaged, of a size that the number sets
       number-in-float32 super-and-teacher-stop-gradient left empty,empty,alike 3x3 missing=4 seed=24756
+    a division by the steps where a number is handed, counted by forwards
+      reentrant-kind models-own-where-number right whole,ragged,empty,alike 2x4 seed=19410 uneven
     the only micro-batch divides by the number inside what cannot be read
       number-and-kind-uncertain super-and-teacher-product no-mask alike,rare 8x1 seed=30630
     a term without a target that no rule counts any more
