@@ -371,9 +371,12 @@ def _own_divisor(node: Any, does: str, below: Any) -> list[Factor]:
         return []
     if does == "mean":
         return [Factor(float(node._saved_self_sym_numel), divides=True)]
-    shape = _shape(below)
-    rows = shape[:1] if type(node).__name__ in _BY_ROW else shape
-    return [Factor(getattr(node, "_saved_total_weight", float(math.prod(rows))), divides=True)]
+    total = getattr(node, "_saved_total_weight", None)
+    if total is None:
+        # Before torch 2.5 a shape takes a gradient.
+        shape = _shape(below)
+        total = float(math.prod(shape[:1] if type(node).__name__ in _BY_ROW else shape))
+    return [Factor(total, divides=True)]
 
 
 def _inner(edge: Edge) -> Iterator[Factor]:
