@@ -216,11 +216,14 @@ class _Observation:
             return found
         divisors, batch = set[float](), self.whole.batch
         try:
-            for term in self._run(batch, None).terms if hidden else ():
+            for term in self._run(batch, None).terms:
                 divisors |= {value for value, each in zip(term.factors, term.term.factors, strict=True) if each.divides}
         except Exception:
             logger.debug("a loss needs its number", exc_info=True)
         self._restore()
+        if not hidden:
+            # It ran to keep step with a rank that needs it.
+            return found
         fitting = [rule for rule in ways_of_counting(batch) if float(rule.count(batch)) in divisors]
         if divisors and not fitting:
             return replace(found, doubt=found.doubt or "its divisor cannot be predicted from the inputs")
