@@ -24,8 +24,6 @@ SHOWN = 37.5
 DECLARED = ("LigerCrossEntropyFunction", "LigerFusedLinearCrossEntropyFunction")
 #: Nodes that hide a whole loss: compiled code, another library's kernel.
 OPAQUE = (*DECLARED, "CompiledFunction", "CheckpointFunction")
-#: Nodes that are linear on either side of a bend.
-BENDS = ("Abs", "Maximum", "Minimum", "Clamp", "Relu")
 #: Relative tolerance of two values computed alike, by bytes of their dtype.
 _TOLERANCE = {8: 1e-6, 4: 1e-5}
 
@@ -137,9 +135,9 @@ def conclude(compared: Comparison) -> LossContract:
     rules = list(ways_of_counting(whole.batch))
     listed = next(listed_targets(whole.batch), None)
     if listed is not None and not float(listed.count(whole.batch)):
-        return replace(_nothing_seen(whole, [listed]), reason=NO_TARGET_SEEN)
+        return LossContract(Reduction.MEAN, listed, dtype=whole.dtype, conclusive=False, reason=NO_TARGET_SEEN)
     if not whole.terms or not math.isfinite(whole.loss) or not any(each.loss for each in compared.readings):
-        return _nothing_seen(whole, rules)
+        return _nothing_seen(whole, rules, hands_number=compared.setting.hands_number)
     found = _concluded(compared, rules, inside=False)
     if found.doubt and any(each.term.rows for each in whole.terms):
         # Stacked numbers are rows of one mean, or several terms.
@@ -263,13 +261,16 @@ def _added(candidates: Sequence[Candidate], compared: Comparison) -> How:
     return How.CONSTANT if is_same else How.PLAIN
 
 
-def _nothing_seen(whole: Reading, rules: Sequence[Items]) -> LossContract:
+def _nothing_seen(whole: Reading, rules: Sequence[Items], *, hands_number: bool) -> LossContract:
     """The contract of a loss that is constant, zero or not finite: it is observed again in the next window."""
     # Another term may have targets of its own.
     shows = any(math.isfinite(each.value) for each in whole.terms if each.value and not each.router)
-    empty = not shows and not min(float(rule.count(whole.batch)) for rule in rules if rule.keys == rules[0].keys)
-    reason = NO_TARGET_SEEN if empty else "the loss of samples with targets is zero, not finite or without gradient"
-    return LossContract(Reduction.MEAN, rules[0], dtype=whole.dtype, conclusive=False, reason=reason)
+    if not shows and not min(float(rule.count(whole.batch)) for rule in rules if rule.keys == rules[0].keys):
+        return LossContract(Reduction.MEAN, rules[0], dtype=whole.dtype, conclusive=False, reason=NO_TARGET_SEEN)
+    reason = "the loss of samples with targets is zero, not finite or without gradient"
+    return LossContract(
+        Reduction.PLAIN, dtype=whole.dtype, hands_number=hands_number, conclusive=False, reason=reason
+    )
 
 
 def without_number(readings: Sequence[Reading]) -> tuple[list[Reading], bool] | None:
@@ -429,7 +430,9 @@ def _tested(candidate: Candidate, compared: Comparison, known: Sequence[Items], 
         return candidate.judged(how=How.CONSTANT, shows=bool(values[0]))
     if not whole.term.readable:
         return _unreadable(candidate, compared, tolerance)
-    if compared.apart and not whole.term.rows and _makes_the_whole(values, min(tolerance, 0.2)):
+    # As many means as samples may be rows, or tasks.
+    are_means = spec.place is None and whole.term.divides
+    if compared.apart and not (whole.term.rows or are_means) and _makes_the_whole(values, min(tolerance, 0.2)):
         return candidate.judged(how=How.SUM)
     # A part of zero is inconclusive.
     return candidate.judged(f"{whole.name} is {How.PLAIN.value}", shows=0.0 not in values)
@@ -495,9 +498,9 @@ def _unreadable(candidate: Candidate, compared: Comparison, tolerance: float) ->
             if _adds_up(sums, tolerance):
                 doubt = "" if name.startswith(DECLARED) else doubt
                 return candidate.judged(doubt, how=How.MEAN, counts=(), rules=(rule,), count=n[0])
-    # A weighted mean lies between its parts; the absolute value of a sum does not. A part of zero is inconclusive.
+    # A weighted mean lies between its parts; a product with a sum does not. A part of zero is inconclusive.
     least, most = sorted(abs(value or 0.0) for value in values[1:])
-    grows = name.startswith(BENDS) and None not in values and abs(values[0] or 0.0) > most + least / 2
+    grows = None not in values and abs(values[0] or 0.0) > most + least / 2
     return candidate.judged(doubt, how=How.PLAIN, shows=0.0 not in values, grows=grows)
 
 

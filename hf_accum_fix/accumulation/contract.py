@@ -239,7 +239,7 @@ class LossContract:
     @property
     def may_change(self) -> bool:
         """Whether another window may show more of it."""
-        return self.unseen or self.grouped or self.needs_forwards or self.is_guess
+        return not self.keeps_scale and (self.unseen or self.grouped or self.needs_forwards or self.is_guess)
 
     @property
     def has_router_loss(self) -> bool:
