@@ -474,6 +474,11 @@ def _tested_mean(
         keeps = bool(compared.by_number and rules)
         return candidate.judged(_COUPLED, how=How.MEAN if keeps else How.PLAIN, rules=rules, times=times)
     doubt = "" if has_values else "two of its terms have the same value, so the log cannot separate them"
+    for at in (at for at in candidate.spec.counts if at < whole.term.path.above):
+        shared = [each.factors[at] for each in candidate.seen]
+        if not is_near(shared[0], shared[1] + shared[2], 1e-5):
+            # (a + b) / (a + b).detach() may add up where both have as many items.
+            doubt = "one number that is no count divides several of its terms"
     return candidate.judged(doubt, rules=rules, times=times)
 
 
