@@ -268,9 +268,7 @@ def _nothing_seen(whole: Reading, rules: Sequence[Items], *, hands_number: bool)
     if not shows and not min(float(rule.count(whole.batch)) for rule in rules if rule.keys == rules[0].keys):
         return LossContract(Reduction.MEAN, rules[0], dtype=whole.dtype, conclusive=False, reason=NO_TARGET_SEEN)
     reason = "the loss of samples with targets is zero, not finite or without gradient"
-    return LossContract(
-        Reduction.PLAIN, dtype=whole.dtype, hands_number=hands_number, conclusive=False, reason=reason
-    )
+    return LossContract(Reduction.PLAIN, dtype=whole.dtype, hands_number=hands_number, conclusive=False, reason=reason)
 
 
 def without_number(readings: Sequence[Reading]) -> tuple[list[Reading], bool] | None:

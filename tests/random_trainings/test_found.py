@@ -212,6 +212,22 @@ FOUND = EXACT | found("""
       sum super-and-teacher-greatest other-labels ragged,whole,ragged 4x2 seed=55335
     two terms of one count, until a micro-batch has no target, in a loop
       mean-of-classes-by-hand own-logged other-labels rare,alike,empty 1x8 missing=1 seed=22561 loop
+    a sum under a maximum, observed again in a window whose part has no target
+      sum-of-classes super-and-teacher-flooded right ragged,empty,empty,alike 2x4 missing=4 seed=4360
+    a sum times a mean
+      sum super-and-teacher-product narrow-labels whole 1x8 seed=58261
+    one sample of each task, as many means as samples, in a loop
+      tasks r-drop no-mask empty,empty 2x4 seed=12215 uneven loop
+    a loss that is nan in its first window, in a loop
+      mean-and-kind-flooded super-by-rows no-mask rare,whole 3x3 seed=32576 loop
+    a loss of zero, and a model that checks its labels, in a loop
+      asserts super-and-teacher-zero-first no-mask empty,empty,ragged,whole 2x4 missing=1 seed=45409 loop
+    two terms over their sum, with as many items in what is observed, in a loop
+      two-terms-kind super-and-teacher-normalised wide empty,alike 4x2 seed=33793 declares-false loop
+    a term over the number and its sum with another
+      two-terms-number super-over-itself names ragged,alike,whole 1x8 seed=56903
+    a sum of two over itself
+      number-and-z super-and-teacher-normalised no-mask alike,alike,empty 3x3 seed=44320
 """)
 #: The same of two ranks.
 FOUND_ON_TWO = found("""
