@@ -54,20 +54,21 @@ def _number_of(trainer: TrainerLike, window: Window, upstream_number: Any) -> An
     """num_items_in_batch for a ``compute_loss``."""
     counts, part = window.counts, window.counts.parts[0]
     contract, number = part.contract, counts.number
+    if number is not None and contract.keeps_scale:
+        # As from stock: of all ranks, or of this one.
+        return number.long() if averages_tokens(trainer) else upstream_number
     if number is not None and contract.items is not None and not contract.custom:
         return counts.total.long()
-    if number is None or not contract.depends_on_number:
+    if number is None or not contract.by_number:
         return upstream_number
-    if contract.by_number and part.normalizer.is_whole and window.host.on_cpu and counts.total != number:
-        n, upstreams = float(counts.total), float(number)
-        window.host.report_inexact(f"its loss has {n:g} items, and num_items_in_batch counts {upstreams:g}")
     if part.normalizer.is_whole:
+        if window.host.on_cpu and counts.total != number:
+            n, upstreams = float(counts.total), float(number)
+            window.host.report_inexact(f"its loss has {n:g} items, and num_items_in_batch counts {upstreams:g}")
         return upstream_number
-    if contract.by_number:
-        number = counts.total
     # A custom loss may multiply by W; if that is unknown, assume it where tokens are averaged across devices.
     multiplies = averages_tokens(trainer) if contract.takes_world_size is None else contract.takes_world_size
-    return number.long() if multiplies else number / part.normalizer.world_size
+    return counts.total.long() if multiplies else counts.total / part.normalizer.world_size
 
 
 def open_in(session: Session, batches: list[Any], number: Any = None, error: Exception | None = None) -> Window:

@@ -255,6 +255,8 @@ FOUND_ON_TWO = found("""
       number-and-kind-detached super-and-teacher-greatest no-mask empty,alike,whole 2x3 seed=49125 even
     smoothing, and a rank whose first window has no target
       mean-and-kind-zero-first smoothing right empty,alike,alike 4x1 seed=32030
+    a term averaged, times one over the number, which keeps stock's number
+      number super-and-teacher-stop-gradient wide whole,empty,whole 2x3 seed=64576 ranks=2
     a target that only unshifted labels have
       number-of-tokens own-by-hand left rare 1x4 seed=62136
 """)
