@@ -47,11 +47,11 @@ def agree(ranks: Sequence[LossContract]) -> LossContract:
     conclusive = [each for each in ranks if each.conclusive]
     # One rank that shows coupled samples is proof; ranks that show none are not.
     plain = [each for each in conclusive if each.reduction is Reduction.PLAIN]
-    pool = plain or conclusive or list(ranks)
+    pool = plain or conclusive or [each for each in ranks if each.reason != NO_TARGET_SEEN] or list(ranks)
     first, doubt = pool[0], next((each.doubt for each in pool if each.doubt), "")
     if any(not _are_one_loss(first, each) for each in pool[1:]):
         by_rank = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(ranks))
-        if len({(each.reduction, each.custom) for each in pool}) > 1:
+        if conclusive and len({(each.reduction, each.custom) for each in pool}) > 1:
             raise ContractError(
                 f"got different losses on the ranks ({by_rank}); expected the same loss on all; look at what differs "
                 "between them, or pass contract=LossContract(...)"

@@ -412,8 +412,8 @@ def _tested(candidate: Candidate, compared: Comparison, known: Sequence[Items], 
     has_values = None not in values
     if whole.router:
         return candidate.judged(how=How.ROUTER, counts=(), rules=())
-    if whole.term.learnt:
-        return candidate.judged(how=How.CONSTANT, counts=())
+    if whole.term.learnt and not spec.counts:
+        return candidate.judged(how=How.CONSTANT)
     # Random numbers differ between a batch and its parts, so allow for noise.
     tolerance = math.inf if compared.whole.drew or not compared.apart else compared.tolerance
     if spec.how is How.NUMBER:
