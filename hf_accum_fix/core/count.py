@@ -153,7 +153,8 @@ def _set_parts(host: Host, counts: WindowCounts, totals: Sequence[Totals], batch
     samples = torch.stack([by_rule[Items()] for by_rule in totals]) if len(totals) > 1 else None
     # One number cannot correct several losses; where samples are not read, a window may have all of them.
     several_losses = samples is not None and (not host.on_cpu or int((samples > 0).sum()) > 1)
-    corrects = state.corrects or (host.data_ranks == 1 and host.corrects_alone)
+    corrects = state.corrects or state.unproven > 0 or (host.data_ranks == 1 and host.corrects_alone)
+    state.unproven = max(state.unproven - 1, 0)
     counts.corrects = corrects and not (several_losses or is_deepspeed(host.accelerator))
     # Of the samples that have each loss (see `tasks`).
     shares = [1.0] if samples is None else [*(samples.clamp(min=1) / samples.sum().clamp(min=1))]

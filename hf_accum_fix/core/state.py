@@ -63,6 +63,7 @@ class TrainingState:
         without_target: the other tasks, trained as the first, and the window in which they were last observed.
         given_for: the first micro-batch's labels that a given contract counts.
         corrects: every window's gradient is multiplied by predicted over seen items.
+        unproven: so many more windows are corrected on several ranks, since no earlier one could show a difference.
         differs: a window of this rank had other counts than predicted; the other ranks learn it in the next.
         unread: windows since the last log with other counts than predicted, 0-dim on the device.
         empty: a window had no target, 0-dim; None: no window was counted.
@@ -79,6 +80,7 @@ class TrainingState:
     without_target: dict[Task, int] = field(default_factory=dict)
     given_for: Task | None = None
     corrects: bool = False
+    unproven: int = 0
     differs: bool = False
     unread: Tensor | None = None
     empty: Tensor | None = None
@@ -122,6 +124,7 @@ class TrainingState:
         loss.contract = contract
         uncounted = any(not (each.is_counted or each.needs_forwards) for each in (*self.contracts, contract))
         self.corrects = uncounted or (loss is not self.first and self.corrects)
+        self.unproven = ATTEMPTS if contract.is_read and contract.groups == 1 else 0
 
     def take_earlier(self, contract: LossContract, shapes: Sequence[Any]) -> bool:
         """Replace a contract by an earlier one of its loss that has terms of these ``shapes``; False: none has."""
