@@ -85,6 +85,7 @@ class Training:
         exact: what the report says of the run; None: it has no run.
         alone: errors of single parameters, the largest of each window.
         logged, losses: every window's, as logged and of the full batch.
+        begun: parameters and buffers as each window found them.
     """
 
     errors: Sequence[float]
@@ -93,6 +94,7 @@ class Training:
     alone: Sequence[float] = ()
     logged: Sequence[float] = ()
     losses: Sequence[float] = ()
+    begun: Sequence[Mapping[str, Tensor]] = ()
 
     @property
     def windows(self) -> list[float]:
@@ -122,10 +124,11 @@ class Training:
 class Parameters(TrainerCallback):
     """Before and after every optimizer step; ``states`` are the buffers as each step finds them.
 
-    A model that has a ``step`` is told the next one before its window is fetched.
+    A model that has a ``step`` is told the next one before its window is fetched; ``begun``: where each begins instead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begun: Sequence[Mapping[str, Tensor]] = ()) -> None:
+        self.begun = begun
         self.before: list[dict[str, Tensor]] = []
         self.after: list[dict[str, Tensor]] = []
         self.states: list[dict[str, Tensor]] = []
@@ -134,6 +137,10 @@ class Parameters(TrainerCallback):
         self.note_state(model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if self.begun:
+            model.load_state_dict(self.begun[len(self.before)], strict=False)
+            self.states.pop()
+            self.note_state(model)
         self.before.append(trainable(model))
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -176,10 +183,10 @@ class Warnings(logging.Handler):
         logging.getLogger("hf_accum_fix").removeHandler(self)
 
 
-def train(case: Case, cut: Cut, output: Path) -> Training:
-    """Train a case by its trainer, stock or with what is applied."""
+def train(case: Case, cut: Cut, output: Path, begun: Sequence[Mapping[str, Tensor]] = ()) -> Training:
+    """Train a case by its trainer, stock or with what is applied; ``begun``: where each window begins."""
     data, per_device, batch = _dealt(case, cut)
-    parameters = Parameters()
+    parameters = Parameters(begun)
     given = {"max_steps": len(case.windows), "learning_rate": case.rate, **case.arguments}
     args = training_arguments(output, per_device, len(sizes(cut)), **given)
     assert case.trainer is not None
@@ -227,7 +234,8 @@ def _training(case: Case, parameters: Parameters, warnings: Warnings, logged: li
         each = [Step({n: found.change[n]}, 0, 0).error(Step({n: wanted.change[n]}, 0, 0)) for n in case.alone]
         alone.append(max(each, default=0.0))
         losses.append(wanted.loss)
-    return Training(errors, warnings.said, runs[-1]["exact"] if runs else None, alone, logged, losses)
+    begun = [{**before, **state} for before, state in zip(parameters.before, parameters.states, strict=False)]
+    return Training(errors, warnings.said, runs[-1]["exact"] if runs else None, alone, logged, losses, begun)
 
 
 def _full_batch(case: Case, model: nn.Module, found: Mapping[str, Tensor], step: int) -> Step:
@@ -357,9 +365,15 @@ def by_hand(case: Case, model: Any, batches: Sequence[Batch], steps: int) -> Ite
         yield total
 
 
-def loop(case: Case, cut: Cut, windows: Windows, model: Callable[[], nn.Module] | None = None) -> Training:
+def loop(
+    case: Case,
+    cut: Cut,
+    windows: Windows,
+    model: Callable[[], nn.Module] | None = None,
+    begun: Sequence[Mapping[str, Tensor]] = (),
+) -> Training:
     """Train by a loop; ``model``: as it is trained, where that is not the case's, of the same parameters."""
-    trained, parameters = seeded(model or case.model)(), Parameters()
+    trained, parameters = seeded(model or case.model)(), Parameters(begun)
     batches = [case.collate(piece) for window in case.windows for piece in pieces(window, cut)]
     optimizer = torch.optim.SGD(trained.parameters(), lr=case.rate)
     told: dict[str, Any] = {"args": None, "state": None, "control": None, "model": trained}

@@ -430,10 +430,12 @@ def _tested(candidate: Candidate, compared: Comparison, known: Sequence[Items], 
         return _unreadable(candidate, compared, tolerance)
     # As many means as samples may be rows, or tasks.
     are_means = spec.place is None and whole.term.divides
-    if compared.apart and not (whole.term.rows or are_means) and _makes_the_whole(values, min(tolerance, 0.2)):
+    # A part of zero is inconclusive, unless there is no factor that may be a count of at least 1.
+    shows = 0.0 not in values
+    may_add_up = has_values and compared.apart and not (whole.term.rows or are_means)
+    if may_add_up and (shows or not whole.factors) and _adds_up([v or 0.0 for v in values], min(tolerance, 0.2)):
         return candidate.judged(how=How.SUM)
-    # A part of zero is inconclusive.
-    return candidate.judged(f"{whole.name} is {How.PLAIN.value}", shows=0.0 not in values)
+    return candidate.judged(f"{whole.name} is {How.PLAIN.value}", shows=shows)
 
 
 def _tested_mean(
@@ -505,12 +507,6 @@ def _unreadable(candidate: Candidate, compared: Comparison, tolerance: float) ->
     least, most = sorted(abs(value or 0.0) for value in values[1:])
     grows = None not in values and abs(values[0] or 0.0) > most + least / 2
     return candidate.judged(doubt, how=How.PLAIN, shows=0.0 not in values, grows=grows)
-
-
-def _makes_the_whole(values: Sequence[float | None], tolerance: float) -> bool:
-    """Whether the values of two parts, none zero, add up to the whole's."""
-    known = [value for value in values if value]
-    return len(known) == len(values) and _adds_up(known, tolerance)
 
 
 def _adds_up(sums: Sequence[float], tolerance: float) -> bool:

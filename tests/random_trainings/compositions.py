@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -43,6 +43,8 @@ CUTS_OF_TWO = ((2, 2), (1, 4), (4, 1), (2, 3))
 #: Samples of the micro-batches of an uneven window, which is one of 2 x 4 otherwise.
 UNEVEN = (3, 1, 2, 2)
 _T = TypeVar("_T")
+#: Parameters and buffers at which each window begins; none: where the last one has ended.
+Begun = Sequence[Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,10 @@ class Composition:
             [self.cut],
         )
 
-    def loop_by(self, windows: trainings.Windows, case: Case) -> Training:
+    def loop_by(self, windows: trainings.Windows, case: Case, begun: Begun = ()) -> Training:
         loss = OVERRIDES[self.override].loss
         kind = Tiny if loss is None else in_forward(loss)
-        return trainings.loop(case, self.micro_batches, windows, lambda: self._model(HEADS[self.head], kind))
+        return trainings.loop(case, self.micro_batches, windows, lambda: self._model(HEADS[self.head], kind), begun)
 
     @property
     def micro_batches(self) -> Cut:
@@ -269,7 +271,11 @@ def outcome(composition: Composition, output: Path) -> Outcome:
         # One micro-batch is the global batch, as in stock: what is off is rounding in a training that diverges.
         return Outcome(patched, plain, ())
     silent = [Fault("silent", words) for words in _without_stocks_nan(patched, plain).silent(floor)]
-    return Outcome(patched, plain, (*silent, *_worse(case, composition, patched, plain)))
+    worse = _worse(case, composition, patched, plain)
+    if worse and len(patched.errors) > 1:
+        # From where ours has gone: other parameters have another loss.
+        worse = _worse(case, composition, patched, stock(case, composition, output, patched.begun))
+    return Outcome(patched, plain, (*silent, *worse))
 
 
 def _ours(composition: Composition, case: Case, output: Path) -> Training:
@@ -280,10 +286,7 @@ def _ours(composition: Composition, case: Case, output: Path) -> Training:
 
 
 def _worse(case: Case, composition: Composition, patched: Training, plain: Training | None) -> list[Fault]:
-    """The parameters of stock and ours part after the first step that differs: each has its own reference.
-
-    A window with one micro-batch that counts is right by chance where stock is wrong.
-    """
+    """A window with one micro-batch that counts is right by chance where stock is wrong."""
     if plain is None or any(isnan(error) or error > DIVERGED for error in plain.errors):
         return []
     ours, theirs = max(patched.errors, key=lambda error: (isnan(error), error)), max(plain.errors)
@@ -324,12 +327,12 @@ def _without_stocks_nan(patched: Training, plain: Training | None) -> Training:
     return replace(patched, errors=[0.0 if any(both[: at + 1]) else each for at, each in enumerate(patched.errors)])
 
 
-def stock(case: Case, composition: Composition, output: Path) -> Training | None:
+def stock(case: Case, composition: Composition, output: Path, begun: Begun = ()) -> Training | None:
     """Train it by stock; None: that raises, as where it multiplies in place a loss whose backward needs it."""
     try:
         if composition.loop:
-            return composition.loop_by(trainings.by_hand, case)
-        return train(case, composition.cut, output)
+            return composition.loop_by(trainings.by_hand, case, begun)
+        return train(case, composition.cut, output, begun)
     except RuntimeError as error:
         if not any(words in str(error) for words in RAISED_BY_STOCK):
             raise
