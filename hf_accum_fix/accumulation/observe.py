@@ -153,7 +153,7 @@ class _Observation:
                     latest, whole = of_kind[split.kind] = _of_one_kind(of_kind.get(split.kind), latest, whole)
                 if split.decides or found is None or not _may_be_the_split(found):
                     confirmed = found is not None and found.is_guess and latest.conclusive
-                    found = _better(found, latest, split)
+                    found = _better(found, latest, split, has_stock=self.setting.has_stock)
                     self.whole = whole if found is latest or not hasattr(self, "whole") else self.whole
                     settled = self.sharded or confirmed or _is_clear(found, split)
             following = None if settled else next(search, None)
@@ -310,8 +310,8 @@ def _of_one_kind(
     return latest, whole
 
 
-def _better(found: LossContract | None, latest: LossContract, split: Split) -> LossContract:
-    """The better of two contracts, from one more split of the samples."""
+def _better(found: LossContract | None, latest: LossContract, split: Split, *, has_stock: bool) -> LossContract:
+    """The better of two contracts, from one more split of the samples; ``has_stock`` as in `Setting`."""
     if found is None:
         return latest
     if found.unseen and latest.conclusive and not latest.unseen and split.apart:
@@ -321,6 +321,9 @@ def _better(found: LossContract | None, latest: LossContract, split: Split) -> L
     if found.is_guess:
         # A sum, or a count without a rule, may fit one split by chance: a second one has to confirm it.
         alike = [each.form for each in latest.terms] == [each.form for each in found.terms]
+        if not alike and split.pads:
+            # Padding has no part in any weight.
+            return replace(_doubted(found, _PADDED), keeps_scale=has_stock)
         return found if alike else _doubted(found, _ONE_SPLIT)
     if not latest.conclusive or _may_be_the_split(latest):
         return found
@@ -353,6 +356,7 @@ def _may_be_the_split(found: LossContract) -> bool:
 
 #: Why a guess is not believed.
 _ONE_SPLIT = "the number it divides by is hidden: its terms add up in one split of the samples, and not in another"
+_PADDED = "its terms add up in a micro-batch, and not in two that are padded to different lengths: it depends on padding"
 
 
 def _doubted(found: LossContract, reason: str) -> LossContract:

@@ -350,6 +350,48 @@ def test_padding_among_the_targets_is_said_once(split: tuple[int, int]) -> None:
     assert all("padding is among its targets" in each for each in ours.warned)
 
 
+# --- a loss that depends on padding -----------------------------------------------------------------------------------
+
+
+class Slots(nn.Module):
+    """GLiClass's contrastive loss: a sample's classes are apart from one another, and from its padded slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.config = nn.Embedding(40, 6).double(), PretrainedConfig()
+
+    def forward(self, classes: Tensor, max_classes: int, **kwargs: Any) -> dict[str, Tensor]:
+        mask = classes != 0
+        found = self.embedding(classes) * mask[..., None]
+        apart = F.cross_entropy(
+            (found @ found.mT).flatten(0, 1), torch.arange(max_classes).repeat(len(mask)), reduction="none"
+        )
+        return {"loss": (apart * mask.flatten()).sum() / mask.sum(), "outputs": found}
+
+
+def of_slots(samples: Sequence[Sample]) -> Batch:
+    classes = nn.utils.rnn.pad_sequence([sample["classes"] for sample in samples], batch_first=True)
+    return {"classes": classes, "max_classes": classes.shape[1]}  # type: ignore[dict-item]
+
+
+@at((2, 4), (1, 8))
+def test_a_loss_that_depends_on_padding_is_said_and_no_further_off(split: tuple[int, int]) -> None:
+    """Its micro-batches are padded to different lengths, as is the full batch."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Slots()
+
+    counts = [2, 3, 3, 2, 4, 5, 5, 3]
+    samples = [{"classes": torch.arange(1, count + 1) + place} for place, count in enumerate(counts)]
+    head = replace(CLASSES, build=build, samples=samples, collate=of_slots)
+    case = Case("slots", head, SkippingStep, loss=lambda model, batch: model(**batch)["loss"])
+    wanted = full_batch(case)
+    stock, ours = run(case, split, "stock"), run(case, split, "apply")
+    assert ours.error(wanted) > 1e-2 and ours.error(wanted) <= stock.error(wanted) + case.floor
+    assert not ours.exact and ours.warned
+
+
 # --- a loss that is zero in the samples that are observed ------------------------------------------------------------
 
 
