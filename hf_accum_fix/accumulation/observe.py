@@ -356,7 +356,7 @@ def _may_be_the_split(found: LossContract) -> bool:
 
 #: Why a guess is not believed.
 _ONE_SPLIT = "the number it divides by is hidden: its terms add up in one split of the samples, and not in another"
-_PADDED = "its terms add up in a micro-batch, and not in two that are padded to different lengths: it depends on padding"
+_PADDED = "its terms add up in a micro-batch, and not in two of different lengths: it depends on how they are padded"
 
 
 def _doubted(found: LossContract, reason: str) -> LossContract:
