@@ -130,7 +130,7 @@ class _Observation:
         """The contract by the first split of the samples that shows the loss."""
         found: LossContract | None = None
         failure: Exception | None = None
-        search, settled = splits(self.window), False
+        search, settled, basis = splits(self.window), False, ""
         split, of_kind = next(search), dict[str, tuple[LossContract, Reading]]()
         while self.ranks.any(not settled):
             readings, by_number = list[Reading](), False
@@ -153,9 +153,13 @@ class _Observation:
                     latest, whole = of_kind[split.kind] = _of_one_kind(of_kind.get(split.kind), latest, whole)
                 if split.decides or found is None or not _may_be_the_split(found):
                     confirmed = found is not None and found.is_guess and latest.conclusive
-                    found = _better(found, latest, split, has_stock=self.setting.has_stock)
+                    before, basis = basis, split.kind
+                    of_the_same = failure is not None and bool(before) and before == basis
+                    found = latest if of_the_same else _better(found, latest, split, has_stock=self.setting.has_stock)
                     self.whole = whole if found is latest or not hasattr(self, "whole") else self.whole
                     settled = self.sharded or confirmed or _is_clear(found, split)
+                    # If a split failed, one of another kind may look clear by chance.
+                    settled = settled and (self.sharded or split.decides or failure is None)
             following = None if settled else next(search, None)
             settled = following is None or bool(found and not following.shows_coupling and _has_shown(found))
             split = split if settled or following is None else following
