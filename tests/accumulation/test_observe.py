@@ -175,7 +175,7 @@ def test_samples_that_are_coupled_are_named() -> None:
 
 
 def test_samples_that_are_coupled_are_named_where_one_alone_cannot_run() -> None:
-    """Two micro-batches together may show no coupling by chance: here in two pairs of three, since one row alone fails."""
+    """Two micro-batches together may show no coupling by chance, here in two pairs of three; one row alone fails."""
 
     def nearest(m: Rows, b: Batch, n: Tensor | None) -> Tensor:
         return torch.cdist(m(b["x"]), m(b["x"])).topk(2, largest=False).values[:, 1].mean()
