@@ -480,16 +480,32 @@ def test_ranks_that_split_samples_are_refused_before_anything_runs(
         trainer.train()
 
 
-def test_a_training_step_that_bypasses_ours_is_refused(tmp_path: Path) -> None:
-    class Bypasses(Trainer):
-        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-            loss.backward()
-            return loss.detach()
+class Bypasses(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        loss.backward()
+        return loss.detach()
 
-    trainer = trainer_of(DROPS, tmp_path, Bypasses, max_steps=2, samples=list(DROPS.samples) * 2)
+
+class BypassesAndForgives(Bypasses):
+    """GLiClass's step catches every error."""
+
+    def training_step(self, *given: Any, **named: Any) -> Tensor:
+        try:
+            return super().training_step(*given, **named)
+        except Exception:
+            return torch.tensor(0.0, requires_grad=True)
+
+
+@pytest.mark.parametrize("kind", [Bypasses, BypassesAndForgives])
+def test_a_training_step_that_bypasses_ours_is_refused_before_a_step_is_taken(
+    kind: type[Trainer], tmp_path: Path
+) -> None:
+    trainer = trainer_of(DROPS, tmp_path, kind, max_steps=2, samples=list(DROPS.samples) * 2)
+    before = trainable(trainer.model)
     with hf_accum_fix.apply(), pytest.raises(SeamError, match="came through neither"):
         trainer.train()
+    assert all(torch.equal(before[name], value) for name, value in trainable(trainer.model).items())
 
 
 def test_a_window_that_was_not_counted_is_refused(tmp_path: Path) -> None:

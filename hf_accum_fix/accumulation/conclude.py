@@ -101,6 +101,11 @@ class Comparison:
         return self.readings[1].batch is not self.readings[2].batch
 
     @property
+    def of_micro_batches(self) -> bool:
+        """Whether the parts are whole micro-batches."""
+        return all(any(part is each for each in self.window) for part in self.batches[1:])
+
+    @property
     def tolerance(self) -> float:
         """Relative tolerance of the loss's values."""
         tolerance = 2e-2 if self.setting.rounded else _TOLERANCE.get(self.whole.dtype.itemsize, 2e-2)
@@ -503,10 +508,26 @@ def _unreadable(candidate: Candidate, compared: Comparison, tolerance: float) ->
             if _adds_up(sums, tolerance):
                 doubt = "" if name.startswith(DECLARED) else doubt
                 return candidate.judged(doubt, how=How.MEAN, counts=(), rules=(rule,), count=n[0])
-    # A weighted mean lies between its parts; a product with a sum does not. A part of zero is inconclusive.
-    least, most = sorted(abs(value or 0.0) for value in values[1:])
-    grows = None not in values and abs(values[0] or 0.0) > most + least / 2
-    return candidate.judged(doubt, how=How.PLAIN, shows=0.0 not in values, grows=grows)
+    if None in values:
+        return candidate.judged(doubt, how=How.PLAIN)
+    grows, shows = _growth([value or 0.0 for value in values], compared)
+    return candidate.judged(doubt, how=How.PLAIN, shows=shows, grows=grows)
+
+
+def _growth(values: Sequence[float], compared: Comparison) -> tuple[bool, bool]:
+    """Whether a loss grows with its batch, and whether this split of the samples shows it.
+
+    A mean lies between its parts. What is near their sum or beyond it grows: the absolute value of a sum, the log of a
+    sum over few pairs. Over many pairs that does not, so whole micro-batches are compared.
+    """
+    value, one, other = values
+    least, most = sorted((abs(one), abs(other)))
+    margin = compared.tolerance * most
+    # Equal to one of them, the other part may have no target.
+    is_between = min(one, other) + margin < value < max(one, other) - margin
+    # A part of zero is inconclusive, unless the value is far beyond the other.
+    shows = abs(value) > 1.5 * most if 0.0 in values else is_between or compared.of_micro_batches
+    return abs(value) > most + least / 2, shows
 
 
 def _adds_up(sums: Sequence[float], tolerance: float) -> bool:

@@ -130,7 +130,7 @@ class _Observation:
         """The contract by the first split of the samples that shows the loss."""
         found: LossContract | None = None
         failure: Exception | None = None
-        search, settled = splits(self.window), False
+        search, settled, basis = splits(self.window), False, ""
         split, of_kind = next(search), dict[str, tuple[LossContract, Reading]]()
         while self.ranks.any(not settled):
             readings, by_number = list[Reading](), False
@@ -153,9 +153,13 @@ class _Observation:
                     latest, whole = of_kind[split.kind] = _of_one_kind(of_kind.get(split.kind), latest, whole)
                 if split.decides or found is None or not _may_be_the_split(found):
                     confirmed = found is not None and found.is_guess and latest.conclusive
-                    found = _better(found, latest, split)
+                    before, basis = basis, split.kind
+                    of_the_same = failure is not None and bool(before) and before == basis
+                    found = latest if of_the_same else _better(found, latest, split, has_stock=self.setting.has_stock)
                     self.whole = whole if found is latest or not hasattr(self, "whole") else self.whole
                     settled = self.sharded or confirmed or _is_clear(found, split)
+                    # If a split failed, one of another kind may look clear by chance.
+                    settled = settled and (self.sharded or split.decides or failure is None)
             following = None if settled else next(search, None)
             settled = following is None or bool(found and not following.shows_coupling and _has_shown(found))
             split = split if settled or following is None else following
@@ -310,8 +314,8 @@ def _of_one_kind(
     return latest, whole
 
 
-def _better(found: LossContract | None, latest: LossContract, split: Split) -> LossContract:
-    """The better of two contracts, from one more split of the samples."""
+def _better(found: LossContract | None, latest: LossContract, split: Split, *, has_stock: bool) -> LossContract:
+    """The better of two contracts, from one more split of the samples; ``has_stock`` as in `Setting`."""
     if found is None:
         return latest
     if found.unseen and latest.conclusive and not latest.unseen and split.apart:
@@ -321,6 +325,9 @@ def _better(found: LossContract | None, latest: LossContract, split: Split) -> L
     if found.is_guess:
         # A sum, or a count without a rule, may fit one split by chance: a second one has to confirm it.
         alike = [each.form for each in latest.terms] == [each.form for each in found.terms]
+        if not alike and split.pads:
+            # Padding has no part in any weight.
+            return replace(_doubted(found, _PADDED), keeps_scale=has_stock)
         return found if alike else _doubted(found, _ONE_SPLIT)
     if not latest.conclusive or _may_be_the_split(latest):
         return found
@@ -353,6 +360,7 @@ def _may_be_the_split(found: LossContract) -> bool:
 
 #: Why a guess is not believed.
 _ONE_SPLIT = "the number it divides by is hidden: its terms add up in one split of the samples, and not in another"
+_PADDED = "its terms add up in a micro-batch, and not in two of different lengths: it depends on how they are padded"
 
 
 def _doubted(found: LossContract, reason: str) -> LossContract:

@@ -39,6 +39,11 @@ class Split(NamedTuple):
     decides: bool = True
 
     @property
+    def pads(self) -> bool:
+        """Whether a part is padded further in the whole."""
+        return self.apart and bool(_widths(self.one) ^ _widths(self.other))
+
+    @property
     def shows_coupling(self) -> bool:
         """Whether coupled samples would be detected: not by a doubled batch."""
         return self.apart and self.one is not self.other
@@ -56,7 +61,8 @@ def splits(window: Sequence[Batch]) -> Iterator[Split]:
     others = [each for each in reversed(ordered[1:]) if _informative(each)[0]] or ordered[1:]
     # If a column names tasks, observe them together.
     unseen = _unseen(window, batch)
-    others.sort(key=lambda each: -len(unseen & _marks(each)))
+    # One of another width shows whether the loss depends on padding.
+    others.sort(key=lambda each: (-len(unseen & _marks(each)), -len(_widths(batch) ^ _widths(each))))
     alike = [batch, *(each for each in others if sample_count(each) == rows)]
     by_rows = [each for each in alike if rows > 1 and _divides(each, rows)]
     if by_row := bool(by_rows) and by_rows[0] is batch:
@@ -139,6 +145,11 @@ def _unseen(window: Sequence[Batch], batch: Batch) -> set[tuple[str, int]]:
     return {(key, each) for key, each in marks - _marks(batch) if key in few}
 
 
+def _widths(batch: Batch) -> set[tuple[str, int]]:
+    """The number of columns of inputs that have rows and columns."""
+    return {(key, value.shape[1]) for key, value in batch.items() if isinstance(value, Tensor) and value.ndim == 2}
+
+
 def _divides(batch: Batch, *heights: int) -> bool:
     """Whether a batch can be split by rows: every input has one of these numbers of rows."""
     return all(_is_plain(value) and len(value) in heights for value in _sized(batch))
@@ -202,6 +213,9 @@ def _joined(one: Batch, other: Batch, *, interleaved: bool = False) -> dict[str,
             joined = np.concatenate([value, value])
         elif not interleaved and isinstance(value, (list, tuple)) and type(value) is type(second):
             joined = type(value)([*value, *second])
+        elif key.startswith("max_") and isinstance(value, int) and isinstance(second, int):
+            # A size of the batch, as of its longest row.
+            joined = max(value, second)
         if joined is None and value is not None and value is not second and not isinstance(value, (bool, str)):
             return None
         result[key] = value if joined is None else joined

@@ -316,8 +316,9 @@ class MicroBatch:
         factor = factor_over(passed, self._node) if is_news or keeps_scale else 1.0
         if is_news:
             announce(session, window, self.part, factor * steps)
-        # Some terms may keep the stock Trainer's scale.
-        loss, self.value = weighed.scaled(factor, steps) if keeps_scale else (weighed.loss, weighed.value)
+        # Some terms may keep the stock Trainer's scale, and its engine's division.
+        stock = factor / self.part.normalizer.engine_divisor
+        loss, self.value = weighed.scaled(stock, steps) if keeps_scale else (weighed.loss, weighed.value)
         return loss
 
     def end(self) -> Tensor | None:

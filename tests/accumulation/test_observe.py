@@ -174,6 +174,19 @@ def test_samples_that_are_coupled_are_named() -> None:
     assert found.coupled and "in-batch negatives" in found.reason
 
 
+def test_samples_that_are_coupled_are_named_where_one_alone_cannot_run() -> None:
+    """Two micro-batches together may show no coupling by chance, here in two pairs of three; one row alone fails."""
+
+    def nearest(m: Rows, b: Batch, n: Tensor | None) -> Tensor:
+        return torch.cdist(m(b["x"]), m(b["x"])).topk(2, largest=False).values[:, 1].mean()
+
+    g = torch.Generator().manual_seed(0)
+    centres = 10 * torch.eye(3, dtype=torch.float64)[[0, 0, 1, 2]]
+    batches = [{"x": centre + torch.randn(2, 3, generator=g, dtype=torch.float64)} for centre in centres]
+    found, _ = observed(nearest, Setting(), batches)
+    assert found.coupled and not found.exact
+
+
 def test_a_window_without_a_target_shows_nothing() -> None:
     found, _ = observed(ce, Setting(), window(0, 0))
     assert not found.conclusive and not found.exact

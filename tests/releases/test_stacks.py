@@ -75,7 +75,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("stack", [OLD, BETWEEN, NEWEST], ids=["old", "between", "newest"])
+@pytest.mark.parametrize("stack", [OLDEST, OLD, BETWEEN, NEWEST], ids=["oldest", "old", "between", "newest"])
 def test_the_wheel_leaves_torch_alone_and_answers(
     stack: str, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
