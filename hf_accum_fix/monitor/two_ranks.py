@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy
 from numpy import ndarray
@@ -10,19 +11,41 @@ from numpy import ndarray
 #: Believed of two ranks: the chance that their levels do not wander; else, with equal chances, the deviation of the
 #: levels' difference, in errors of a reading, and the correlation of one reading's level with the next one's.
 _STEADY, _WANDER, _CORRELATION = 0.97, (2.0, 5.0), (0.0, 0.7, 0.93)
-#: The chance that the level is drawn anew at times instead; how often; with which deviation.
-_JUMPING, _OFTEN, _JUMP = 0.001, 0.15, 6.0
-#: Deviation of a shift, in errors; difference above which its logarithm counts, since large ones vary in proportion;
-#: the largest.
-_SHIFT, _LARGE, _LARGEST = 3.0, 3.0, 12.0
-#: How a shift goes on: readings over which it rises as the model learns, and whether it is constant in the unit of the
-#: values, else in errors; where it is there from the first reading, and else.
-_FROM_THE_FIRST, _LATER = ((0.0, True), (2.0, True), (0.0, False)), ((0.0, False),)
-#: Readings up to a false alarm; fewest readings in all, and since a shift; last readings at which one may have begun.
-_PER_FALSE_ALARM, _FEWEST, _FEWEST_SINCE, _LAST = 1_000, 8, 5, 64
+#: How often a level that is drawn anew at times is, and with which deviation, in errors of a reading.
+_OFTEN, _JUMP = 0.15, 6.0
+#: Difference above which its logarithm counts, since large ones vary in proportion; the largest.
+_LARGE, _LARGEST = 3.0, 12.0
+#: How a shift that begins after the first reading goes on, as in `Belief`.
+_LATER = ((0.0, False),)
+#: Readings up to a false alarm; fewest since a shift; last readings at which one may have begun.
+_PER_FALSE_ALARM, _FEWEST_SINCE, _LAST = 1_000, 5, 64
 #: How many times as likely a shift is from the first reading as from any other; readings in which one that is constant
 #: in the unit of the values is looked for.
 _AT_FIRST, _EARLY = 20.0, 24
+
+
+@dataclass(frozen=True)
+class Belief:
+    """What is believed of a quantity of two ranks before it is seen.
+
+    Attributes:
+        jumping: the chance that the level of a healthy rank is drawn anew at times.
+        shift: deviation of a fault's shift, in errors.
+        fewest: readings before the first judgement.
+        from_the_first: how a shift goes on that is there from the first reading: readings over which it rises as the
+            model learns, and whether it is then constant in the unit of the values, else in errors.
+    """
+
+    jumping: float
+    shift: float
+    fewest: int
+    from_the_first: tuple[tuple[float, bool], ...]
+
+
+#: The loss follows the difficulty of the data, which may persist for logs, and a fault moves it far; the norm of a
+#: gradient does so less.
+OF_LOSSES = Belief(0.2, 5.0, 10, ((0.0, True), (1.0, True), (0.0, False), (1.0, False)))
+OF_NORMS = Belief(0.04, 3.0, 8, ((0.0, True), (1.0, True), (0.0, False)))
 
 
 class ShiftOfTwo:
@@ -43,13 +66,14 @@ class ShiftOfTwo:
     detection of jumps" (how a shift shows in a filter's innovations).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, belief: Belief = OF_NORMS) -> None:
+        self._belief = belief
         wandering = [(rho, sigma) for rho in _CORRELATION for sigma in _WANDER]
         self._rho, sigma = numpy.array([(0.0, 0.0), *wandering]).T
         self._variance = self._uncertain = sigma**2
         self._weight = numpy.log([_STEADY] + [(1 - _STEADY) / len(wandering)] * len(wandering))
         self._level = numpy.zeros(len(sigma))
-        self._jumps = _Jumps()
+        self._jumps = _Jumps(belief.jumping)
         # Of each possible shift: its first reading, how it goes on, and per explanation what the filter takes of it for
         # the level, its precision, and its precision times its mean.
         self._began, self._rises, self._in_values = numpy.empty((3, 0))
@@ -57,7 +81,7 @@ class ShiftOfTwo:
         self._count, self._alarms, self._first_error = 0, 0, 0.0
 
     def add(self, deviate: float, error: float, tolerance: float = 0.0) -> bool:
-        """Whether the two ranks have shifted, with this reading; not before the eighth.
+        """Whether the two ranks have shifted, with this reading.
 
         Args:
             deviate: difference of the two, in its errors.
@@ -81,7 +105,7 @@ class ShiftOfTwo:
         total = numpy.logaddexp(numpy.logaddexp.reduce(self._weight), self._jumps.weight)
         self._weight, self._jumps.weight = self._weight - total, self._jumps.weight - total
         wanted = math.log(_PER_FALSE_ALARM) * (1 + self._alarms)
-        if self._count < _FEWEST or not self._evidence(shift, tolerance / error if error else 0.0) > wanted:
+        if self._count < self._belief.fewest or not self._evidence(shift, tolerance / error if error else 0.0) > wanted:
             return False
         self._alarms += 1
         self._keep(numpy.zeros(len(self._began), dtype=bool))
@@ -89,7 +113,7 @@ class ShiftOfTwo:
 
     def _shifts_now(self, error: float) -> ndarray:
         """Size in errors of each possible shift, one that begins now included."""
-        started = _FROM_THE_FIRST if self._count == 1 else _LATER
+        started = self._belief.from_the_first if self._count == 1 else _LATER
         self._keep(self._began > self._count - _LAST)
         self._began = numpy.append(self._began, [self._count] * len(started))
         self._rises = numpy.append(self._rises, [rises for rises, _ in started])
@@ -100,7 +124,7 @@ class ShiftOfTwo:
         age, rises = self._count - self._began + 1, self._rises
         risen = numpy.where(rises > 0, 1 - numpy.exp(-age / numpy.where(rises > 0, rises, 1.0)), 1.0)
         shrunk = self._first_error / error if error else 1.0
-        return _SHIFT * risen * numpy.where(self._in_values, shrunk, 1.0)
+        return self._belief.shift * risen * numpy.where(self._in_values, shrunk, 1.0)
 
     def _evidence(self, shift: ndarray, tolerance: float) -> float:
         """Log of the sum of the Bayes factors of all possible shifts."""
@@ -114,7 +138,7 @@ class ShiftOfTwo:
         shifted = (self._pull**2 / (self._precision + 1) - numpy.log(self._precision + 1)) / 2
         healthy = numpy.logaddexp(numpy.logaddexp.reduce(self._weight + none, axis=1), self._jumps.weight)
         factors = numpy.logaddexp.reduce(self._weight + shifted, axis=1) - healthy
-        likely = numpy.where(self._began == 1, math.log(_AT_FIRST / len(_FROM_THE_FIRST)), 0.0)
+        likely = numpy.where(self._began == 1, math.log(_AT_FIRST / len(self._belief.from_the_first)), 0.0)
         return float(numpy.logaddexp.reduce((factors + likely)[judged]))
 
     def _keep(self, which: ndarray) -> None:
@@ -133,8 +157,8 @@ class _Jumps:
     Source: Ackerson and Fu 1970, "On state estimation in switching environments".
     """
 
-    def __init__(self) -> None:
-        self.weight = math.log(_JUMPING)
+    def __init__(self, chance: float) -> None:
+        self.weight = math.log(chance)
         self._level, self._uncertain, self._often = 0.0, _JUMP**2, 0.0
 
     def add(self, value: float) -> None:
