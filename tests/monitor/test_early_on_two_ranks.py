@@ -1,4 +1,4 @@
-"""Two ranks, of which one is off: found soon, from the first log or later, at no more false alarms."""
+"""A rank that is off, of two and of four: found soon, from the first log or later, at no more false alarms."""
 
 from __future__ import annotations
 
@@ -79,6 +79,23 @@ BY = {"shuffled labels": 5, "a quarter shuffled": 10, "gradient x1.5": 10, "inpu
 @pytest.mark.parametrize("fault", BY)
 def test_a_fault_that_comes_later_does_not_hide_itself(fault: str, since: int) -> None:
     assert delay(f"{fault}, 2 ranks, from log {since}", BY[fault] + 1) <= BY[fault]
+
+
+#: Of four ranks, after which so many logs are enough for each fault.
+BY_OF_FOUR = {
+    "shuffled from log 60": 4,
+    "a quarter shuffled from log 60": 4,
+    "inputs x1.5 from log 60": 30,
+    "gradient x1.5 from log 60": 10,
+    "gradient zero from log 60": 2,
+    "loss nan from log 60": 1,
+    "duplicates from log 60": 3,
+}
+
+
+@pytest.mark.parametrize("fault", BY_OF_FOUR)
+def test_one_of_four_ranks_is_found_late_in_a_run_as_well(fault: str) -> None:
+    assert delay(fault, BY_OF_FOUR[fault] + 1) <= BY_OF_FOUR[fault]
 
 
 @pytest.mark.parametrize("name", ["plain, 2 ranks", "ragged, 2 ranks"])
