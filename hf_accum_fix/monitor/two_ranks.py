@@ -45,7 +45,7 @@ class Belief:
 #: The loss follows the difficulty of the data, which may persist for logs, and a fault moves it far; the norm of a
 #: gradient does so less.
 OF_LOSSES = Belief(0.2, 5.0, 10, ((0.0, True), (1.0, True), (0.0, False), (1.0, False)))
-OF_NORMS = Belief(0.04, 3.0, 8, ((0.0, True), (1.0, True), (0.0, False)))
+OF_NORMS = Belief(0.03, 3.0, 8, ((0.0, True), (1.0, True), (0.0, False)))
 
 
 class ShiftOfTwo:
