@@ -19,6 +19,8 @@ _LARGE, _LARGEST = 3.0, 12.0
 _LATER = ((0.0, False),)
 #: Readings up to a false alarm; fewest since a shift; last readings at which one may have begun.
 _PER_FALSE_ALARM, _FEWEST_SINCE, _LAST = 1_000, 5, 64
+#: Readings over which a shift rises that is there at once.
+_AT_ONCE = 1e-9
 #: How many times as likely a shift is from the first reading as from any other; readings in which one that is constant
 #: in the unit of the values is looked for.
 _AT_FIRST, _EARLY = 20.0, 24
@@ -76,8 +78,7 @@ class ShiftOfTwo:
         self._jumps = _Jumps(belief.jumping)
         # Of each possible shift: its first reading, how it goes on, and per explanation what the filter takes of it for
         # the level, its precision, and its precision times its mean.
-        self._began, self._rises, self._in_values = numpy.empty((3, 0))
-        self._taken, self._precision, self._pull = numpy.empty((3, 0, len(sigma)))
+        self._shifts, self._seen = numpy.empty((3, 0)), numpy.empty((3, 0, len(sigma)))
         self._count, self._alarms, self._first_error = 0, 0, 0.0
 
     def add(self, deviate: float, error: float, tolerance: float = 0.0) -> bool:
@@ -94,10 +95,13 @@ class ShiftOfTwo:
         shift = self._shifts_now(error)
         variance = self._uncertain + 1
         gain = self._uncertain / variance
-        seen, innovation = shift[:, None] - self._taken, value - self._level
-        self._precision = self._precision + seen**2 / variance
-        self._pull = self._pull + seen * innovation / variance
-        self._taken = self._rho * (self._taken + gain * seen)
+        taken, precision, pull = self._seen
+        seen, innovation = shift[:, None] - taken, value - self._level
+        self._seen = numpy.stack([
+            self._rho * (taken + gain * seen),
+            precision + seen**2 / variance,
+            pull + seen * innovation / variance,
+        ])  # fmt: skip
         self._level = self._rho * (self._level + gain * innovation)
         self._uncertain = self._rho**2 * self._uncertain * (1 - gain) + (1 - self._rho**2) * self._variance
         self._weight = self._weight - (innovation**2 / variance + numpy.log(variance)) / 2
@@ -108,42 +112,37 @@ class ShiftOfTwo:
         if self._count < self._belief.fewest or not self._evidence(shift, tolerance / error if error else 0.0) > wanted:
             return False
         self._alarms += 1
-        self._keep(numpy.zeros(len(self._began), dtype=bool))
+        self._shifts, self._seen = self._shifts[:, :0], self._seen[:, :0]
         return True
 
     def _shifts_now(self, error: float) -> ndarray:
         """Size in errors of each possible shift, one that begins now included."""
         started = self._belief.from_the_first if self._count == 1 else _LATER
-        self._keep(self._began > self._count - _LAST)
-        self._began = numpy.append(self._began, [self._count] * len(started))
-        self._rises = numpy.append(self._rises, [rises for rises, _ in started])
-        self._in_values = numpy.append(self._in_values, [in_values for _, in_values in started])
-        new = numpy.zeros((len(started), len(self._rho)))
-        of_each = (self._taken, self._precision, self._pull)
-        self._taken, self._precision, self._pull = (numpy.concatenate([its, new]) for its in of_each)
-        age, rises = self._count - self._began + 1, self._rises
-        risen = numpy.where(rises > 0, 1 - numpy.exp(-age / numpy.where(rises > 0, rises, 1.0)), 1.0)
+        recent = self._shifts[0] > self._count - _LAST
+        new = numpy.transpose([(self._count, *how) for how in started])
+        self._shifts = numpy.hstack([self._shifts[:, recent], new])
+        self._seen = numpy.hstack([self._seen[:, recent], numpy.zeros((3, len(started), len(self._rho)))])
+        began, rises, in_values = self._shifts
+        risen = 1 - numpy.exp(-(self._count - began + 1) / numpy.maximum(rises, _AT_ONCE))
         shrunk = self._first_error / error if error else 1.0
-        return self._belief.shift * risen * numpy.where(self._in_values, shrunk, 1.0)
+        return self._belief.shift * risen * numpy.where(in_values, shrunk, 1.0)
 
     def _evidence(self, shift: ndarray, tolerance: float) -> float:
         """Log of the sum of the Bayes factors of all possible shifts."""
-        age = self._count - self._began + 1
-        if not any(judged := numpy.where(self._in_values, age <= _EARLY, age >= _FEWEST_SINCE)):
+        began, _, in_values = self._shifts
+        _, precision, pull = self._seen
+        age = self._count - began + 1
+        if not any(judged := numpy.where(in_values, age <= _EARLY, age >= _FEWEST_SINCE)):
             return -math.inf
         # Shifts that nobody would act upon count as none.
         most = (tolerance / shift)[:, None]
-        small = numpy.clip(self._pull / self._precision, -most, most)
-        none = small * (self._pull - small * self._precision / 2)
-        shifted = (self._pull**2 / (self._precision + 1) - numpy.log(self._precision + 1)) / 2
+        small = numpy.clip(pull / precision, -most, most)
+        none = small * (pull - small * precision / 2)
+        shifted = (pull**2 / (precision + 1) - numpy.log(precision + 1)) / 2
         healthy = numpy.logaddexp(numpy.logaddexp.reduce(self._weight + none, axis=1), self._jumps.weight)
         factors = numpy.logaddexp.reduce(self._weight + shifted, axis=1) - healthy
-        likely = numpy.where(self._began == 1, math.log(_AT_FIRST / len(self._belief.from_the_first)), 0.0)
+        likely = numpy.where(began == 1, math.log(_AT_FIRST / len(self._belief.from_the_first)), 0.0)
         return float(numpy.logaddexp.reduce((factors + likely)[judged]))
-
-    def _keep(self, which: ndarray) -> None:
-        self._began, self._rises, self._in_values = self._began[which], self._rises[which], self._in_values[which]
-        self._taken, self._precision, self._pull = self._taken[which], self._precision[which], self._pull[which]
 
 
 def _compressed(deviate: float) -> float:
