@@ -94,8 +94,9 @@ def compare_buffers(model: nn.Module, ranks: Ranks | None = None, accumulation_s
     if copied or not buffers:
         return _uneven(model, ranks, accumulation_steps) if buffers else None
     table = by_rank(ranks, torch.cat([buffer.flatten().cpu() for _, buffer in buffers]))
-    apart = (table - table.mean(0)).abs().amax(0).split([buffer.numel() for _, buffer in buffers])
-    amount, name = max((float(each.max()), name) for each, (name, _) in zip(apart, buffers, strict=True))
+    apart = (table - table.mean(0)).abs().amax(0)
+    of_each = torch.split_with_sizes(apart, [buffer.numel() for _, buffer in buffers])
+    amount, name = max((float(each.max()), name) for each, (name, _) in zip(of_each, buffers, strict=True))
     if amount == 0:
         return None
     return Alarm(
