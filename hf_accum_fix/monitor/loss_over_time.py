@@ -20,7 +20,7 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from hf_accum_fix.monitor.alarms import Alarm
-from hf_accum_fix.monitor.robust import blocks, error_of_mean, noise_sigma, theil_sen
+from hf_accum_fix.monitor.robust import error_of_mean, noise_sigma, slope_of_means, theil_sen
 
 if TYPE_CHECKING:
     from hf_accum_fix.monitor.loss import LossReading
@@ -242,10 +242,7 @@ class LossStall(OfLoss):
         self._rates.append(rate)
         if len(self._logs) < _JUDGED or not all(0 < its < math.inf for its in self._logs):
             return None
-        parts = blocks(_JUDGED, _BLOCKS)
-        slope = theil_sen(
-            [fmean(part) for part in parts], [fmean(self._logs[i] for i in part) for part in parts], 0.999
-        )
+        slope = slope_of_means(range(_JUDGED), self._logs, _BLOCKS, 0.999)
         mean, first = fmean(self._logs), fmean(self._logs[:_FIRST])
         error = noise_sigma(self._logs) / math.sqrt(_FIRST)
         fell_at_once = first - mean > max(_ABOVE * mean, _ERRORS * error)
