@@ -44,9 +44,6 @@ from hf_accum_fix.errors import UnsupportedSetupError
 from hf_accum_fix.monitor.gathered import Gathered
 from hf_accum_fix.monitor.ranks import Ranks, TorchRanks
 
-#: Measured windows that the means are over, and the most from one reading to the next.
-_WINDOWS = 100
-
 
 @dataclass(frozen=True)
 class NoiseScaleReading:
@@ -98,6 +95,7 @@ class NoiseScale(Gathered[NoiseScaleReading]):
         model: the one in training: plain on one process, or wrapped in DistributedDataParallel.
         every: windows from one measured to the next.
         ranks: the data-parallel ranks; None: torch.distributed.
+        windows: measured windows that the means are over, and the most from one reading to the next.
         dealt: whether windows are length-balanced.
 
     Raises:
@@ -106,7 +104,9 @@ class NoiseScale(Gathered[NoiseScaleReading]):
             DistributedDataParallel.
     """
 
-    def __init__(self, model: nn.Module, every: int = 10, ranks: Ranks | None = None, *, dealt: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, every: int = 10, ranks: Ranks | None = None, windows: int = 100, *, dealt: bool = False
+    ) -> None:
         self._ranks = ranks or TorchRanks()
         if dealt:
             raise UnsupportedSetupError(
@@ -123,12 +123,12 @@ class NoiseScale(Gathered[NoiseScaleReading]):
             raise UnsupportedSetupError("got sharded parameters; expected whole ones on every rank")
         if len({its.device for its in self._parameters}) > 1:
             raise UnsupportedSetupError("got parameters on several devices; expected one device for each rank")
-        self._every, self._window = every, 0
+        self._every, self._window, self._windows = every, 0, windows
         self._nodes, self._hooks = list[Node](), list[RemovableHandle]()
         self._squares: list[Tensor] = []
         self._sums: Tensor | None = None
-        self._unread: deque[tuple[Tensor, Tensor]] = deque(maxlen=_WINDOWS)
-        self._estimates: deque[tuple[float, float, float]] = deque(maxlen=_WINDOWS)
+        self._unread: deque[tuple[Tensor, Tensor]] = deque(maxlen=windows)
+        self._estimates: deque[tuple[float, float, float]] = deque(maxlen=windows)
         self._listen()
 
     def micro_batch(self, items: Tensor | float) -> None:
@@ -169,7 +169,7 @@ class NoiseScale(Gathered[NoiseScaleReading]):
 
     def row(self) -> Tensor:
         """As in `Gathered`: one device sync."""
-        rows = torch.zeros(_WINDOWS, 4, dtype=torch.float64)
+        rows = torch.zeros(self._windows, 4, dtype=torch.float64)
         if self._unread:
             found = torch.stack([torch.cat([sums, norm.reshape(1)]) for sums, norm in self._unread])
             rows[: len(found)] = found.cpu().to(torch.float64)

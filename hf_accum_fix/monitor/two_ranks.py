@@ -12,11 +12,9 @@ from numpy import ndarray
 #: levels' difference, in errors of a reading, and the correlation of one reading's level with the next one's.
 _STEADY, _WANDER, _CORRELATION = 0.97, (2.0, 5.0), (0.0, 0.7, 0.93)
 #: How often a level that is drawn anew at times is, and with which deviation, in errors of a reading.
-_OFTEN, _JUMP = 0.15, 6.0
+_OFTEN, _JUMP = 0.15, 5.0
 #: Difference above which its logarithm counts, since large ones vary in proportion; the largest.
-_LARGE, _LARGEST = 3.0, 12.0
-#: How a shift that begins after the first reading goes on, as in `Belief`.
-_LATER = ((0.0, False),)
+_LARGE, _LARGEST = 3.0, 60.0
 #: Readings up to a false alarm; fewest since a shift; last readings at which one may have begun.
 _PER_FALSE_ALARM, _FEWEST_SINCE, _LAST = 1_000, 5, 64
 #: Readings over which a shift rises that is there at once.
@@ -32,22 +30,23 @@ class Belief:
 
     Attributes:
         jumping: the chance that the level of a healthy rank is drawn anew at times.
-        shift: deviation of a fault's shift, in errors.
         fewest: readings before the first judgement.
-        from_the_first: how a shift goes on that is there from the first reading: readings over which it rises as the
-            model learns, and whether it is then constant in the unit of the values, else in errors.
+        shift: deviation of the shift of a fault that begins later than the first reading, in errors.
+        from_the_first: of a fault that is there from the first reading, each as likely as another: deviation of its
+            shift, readings over which it rises as the model learns, and whether it is then constant in the unit of the
+            values, else in errors.
     """
 
     jumping: float
-    shift: float
     fewest: int
-    from_the_first: tuple[tuple[float, bool], ...]
+    shift: float
+    from_the_first: tuple[tuple[float, float, bool], ...]
 
 
 #: The loss follows the difficulty of the data, which may persist for logs, and a fault moves it far; the norm of a
 #: gradient does so less.
-OF_LOSSES = Belief(0.2, 5.0, 10, ((0.0, True), (1.0, True), (0.0, False), (1.0, False)))
-OF_NORMS = Belief(0.03, 3.0, 8, ((0.0, True), (1.0, True), (0.0, False)))
+OF_LOSSES = Belief(0.15, 10, 5.0, tuple((5.0, rises, in_values) for rises in (0.0, 1.0) for in_values in (True, False)))
+OF_NORMS = Belief(0.025, 8, 3.0, tuple((size, 0.0, in_values) for size in (3.0, 12.0) for in_values in (True, False)))
 
 
 class ShiftOfTwo:
@@ -76,9 +75,9 @@ class ShiftOfTwo:
         self._weight = numpy.log([_STEADY] + [(1 - _STEADY) / len(wandering)] * len(wandering))
         self._level = numpy.zeros(len(sigma))
         self._jumps = _Jumps(belief.jumping)
-        # Of each possible shift: its first reading, how it goes on, and per explanation what the filter takes of it for
-        # the level, its precision, and its precision times its mean.
-        self._shifts, self._seen = numpy.empty((3, 0)), numpy.empty((3, 0, len(sigma)))
+        # Of each possible shift: its first reading, its size, how it goes on; and per explanation what the filter takes
+        # of it for the level, its precision, and its precision times its mean.
+        self._shifts, self._seen = numpy.empty((4, 0)), numpy.empty((3, 0, len(sigma)))
         self._count, self._alarms, self._first_error = 0, 0, 0.0
 
     def add(self, deviate: float, error: float, tolerance: float = 0.0) -> bool:
@@ -117,19 +116,20 @@ class ShiftOfTwo:
 
     def _shifts_now(self, error: float) -> ndarray:
         """Size in errors of each possible shift, one that begins now included."""
-        started = self._belief.from_the_first if self._count == 1 else _LATER
+        started = self._belief.from_the_first if self._count == 1 else ((self._belief.shift, 0.0, False),)
         recent = self._shifts[0] > self._count - _LAST
         new = numpy.transpose([(self._count, *how) for how in started])
         self._shifts = numpy.hstack([self._shifts[:, recent], new])
         self._seen = numpy.hstack([self._seen[:, recent], numpy.zeros((3, len(started), len(self._rho)))])
-        began, rises, in_values = self._shifts
+        began, size, rises, in_values = self._shifts
         risen = 1 - numpy.exp(-(self._count - began + 1) / numpy.maximum(rises, _AT_ONCE))
         shrunk = self._first_error / error if error else 1.0
-        return self._belief.shift * risen * numpy.where(in_values, shrunk, 1.0)
+        now: ndarray = size * risen * numpy.where(in_values, shrunk, 1.0)
+        return now
 
     def _evidence(self, shift: ndarray, tolerance: float) -> float:
         """Log of the sum of the Bayes factors of all possible shifts."""
-        began, _, in_values = self._shifts
+        began, _, _, in_values = self._shifts
         _, precision, pull = self._seen
         age = self._count - began + 1
         if not any(judged := numpy.where(in_values, age <= _EARLY, age >= _FEWEST_SINCE)):
